@@ -1,0 +1,55 @@
+# Each target works on a bare clone: it makes .venv and installs what it needs, the first time.
+#   PYTHON=python3.12   the interpreter to build .venv with (3.10 or newer)
+#   ARGS="..."          passed on: Hydra overrides for train, pytest options for test and test-all
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+
+.PHONY: help train test test-all lint
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 16
+
+train: $(VENV)/.ready-to-run ## train on the digits with 2 processes: make train ARGS="strategy=ddp"
+	$(BIN)/dear-train $(ARGS)
+
+test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (at most 10 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.ready-to-test ## run every test: full matrices and package builds too
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready-to-test ## check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "lightning-dear needs Python 3.10 or newer, this is %d.%d: use make PYTHON=python3.12 (or another)." % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+
+# Without a GPU, torch comes from PyTorch's CPU index: PyPI's build for Linux brings gigabytes of CUDA.
+# Asked for alone, because pip asks every index for every package; where that index cannot be
+# reached, pip says so after one retry and takes the build that its other sources offer.
+$(VENV)/.torch: $(VENV)/bin/python constraints.txt
+ifeq ($(HAS_GPU),yes)
+	$(PIP) torch
+else
+	$(PIP) --no-deps --retries 1 --timeout 15 --extra-index-url $(CPU_INDEX) torch
+endif
+	@touch $@
+
+$(VENV)/.ready-to-run: $(VENV)/.torch pyproject.toml
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.ready-to-test: $(VENV)/.torch pyproject.toml
+	$(PIP) -e '.[dev,tensorboard]'
+	@touch $@ $(VENV)/.ready-to-run
