@@ -1,0 +1,1 @@
+"""Tests of lightning_dear; the packages mirror the library's."""

@@ -1,0 +1,1 @@
+"""Real gloo processes for tests: see `harness.run_ranks`."""

@@ -1,0 +1,188 @@
+"""The fork server: a single-threaded process with torch imported, from which ranks are forked.
+
+Importing torch takes seconds, forking a process that has imported it takes milliseconds. The
+server also imports the modules of the functions that it is asked to run, once.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+
+from tests.distributed.calls import Died, Hung, Outcome, Raised, RankCall, Returned, Stopped
+from tests.distributed.rank import DUMP_SIGNAL, die_with_parent, run_rank, stack_file
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+STOP = b"stop"
+"""Sent while a call runs, ends it: ranks that still run are killed."""
+
+_STACK_WAIT_S = 2.0
+_EXIT_WAIT_S = 2.0
+
+
+def serve(connection: Connection, parent: int) -> None:
+    """Answer every `RankCall` with a list of outcomes in rank order, or a traceback as text.
+
+    Blocks until the other end closes or process `parent` ends.
+    """
+    os.setsid()
+    die_with_parent(parent)
+    # One thread each, set before torch and numpy are imported: forking a process that runs
+    # other threads can leave locked locks behind in the child.
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+    import torch.distributed  # noqa: F401
+
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        if request == STOP:  # meant for a call that had ended by itself, or has just been ended
+            continue
+        try:
+            answer: list[Outcome] | str = _run(pickle.loads(request), connection)
+        except Exception:
+            answer = traceback.format_exc()
+        connection.send(answer)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    pid: int
+    pidfd: int
+    report: Connection
+
+
+def _run(call: RankCall, control: Connection) -> list[Outcome]:
+    sys.path[:] = call.sys_path
+    with suppress(Exception):  # the ranks import it again and report what is wrong with it
+        importlib.import_module(call.module)
+    gc.freeze()
+    directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+    released, release = os.pipe()
+    ranks: list[_Rank] = []
+    outcomes: dict[int, Outcome] = {}
+    try:
+        port = _free_port()
+        for rank in range(call.world_size):
+            ranks.append(_fork_rank(call, rank, port, directory, (released, release, control)))
+        outcomes = _watch(call, ranks, directory, control)
+    finally:
+        os.close(release)
+        os.close(released)
+        _end(ranks, outcomes)
+        shutil.rmtree(directory, ignore_errors=True)
+    return [outcomes[rank] for rank in range(call.world_size)]
+
+
+def _fork_rank(
+    call: RankCall,
+    rank: int,
+    port: int,
+    directory: Path,
+    inherited: tuple[int, int, Connection],
+) -> _Rank:
+    report, send = Pipe(duplex=False)
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        send.close()
+        return _Rank(pid, os.pidfd_open(pid), report)
+    try:
+        os.setsid()
+        die_with_parent(server)
+        released, release, control = inherited
+        os.close(release)
+        control.close()
+        run_rank(call, rank, port, directory, send, released)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _watch(
+    call: RankCall, ranks: list[_Rank], directory: Path, control: Connection
+) -> dict[int, Outcome]:
+    """Collect outcomes until all ranks have one, the time is up, or one rank's failure ends it."""
+    outcomes: dict[int, Outcome] = {}
+    deadline = end = time.monotonic() + call.timeout_s
+    while pending := [rank for rank in range(call.world_size) if rank not in outcomes]:
+        sources: list[Connection | int] = [control]
+        for rank in pending:
+            sources += [ranks[rank].report, ranks[rank].pidfd]
+        ready = wait(sources, max(0.0, end - time.monotonic()))
+        if not ready or control in ready:
+            break
+        for rank in pending:
+            outcome = _outcome(ranks[rank], stack_file(directory, rank))
+            if outcome is None:
+                continue
+            outcomes[rank] = outcome
+            if call.grace_s is not None and not isinstance(outcome, Returned):
+                end = min(end, time.monotonic() + call.grace_s)
+    if end < deadline or control.poll():
+        return outcomes | {rank: Stopped() for rank in pending}
+    stacks = _stacks([ranks[rank] for rank in pending], [stack_file(directory, r) for r in pending])
+    return outcomes | {rank: Hung(stack) for rank, stack in zip(pending, stacks, strict=True)}
+
+
+def _outcome(rank: _Rank, stacks: Path) -> Outcome | None:
+    with suppress(EOFError, ConnectionError):
+        if rank.report.poll():
+            received: Returned | Raised = rank.report.recv()
+            return received
+    if not wait([rank.pidfd], 0):
+        return None
+    # WNOWAIT leaves the process to `_end`, which reaps all of them alike.
+    status = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+    assert status is not None
+    exited = status.si_code == os.CLD_EXITED
+    stack = stacks.read_text() if stacks.exists() else ""
+    return Died(time.monotonic(), status.si_status if exited else -status.si_status, stack)
+
+
+def _stacks(ranks: list[_Rank], files: list[Path]) -> list[str]:
+    for rank, file in zip(ranks, files, strict=True):
+        if file.exists():  # else its handler is not there yet, and the signal would kill it
+            signal.pidfd_send_signal(rank.pidfd, DUMP_SIGNAL)
+    end = time.monotonic() + _STACK_WAIT_S
+    written = [file for file in files if file.exists()]
+    while time.monotonic() < end and not all(file.stat().st_size for file in written):
+        time.sleep(0.01)
+    time.sleep(0.05)  # the last lines may still be on their way
+    return [file.read_text() if file.exists() else "" for file in files]
+
+
+def _end(ranks: list[_Rank], outcomes: dict[int, Outcome]) -> None:
+    end = time.monotonic() + _EXIT_WAIT_S
+    for number, rank in enumerate(ranks):
+        if isinstance(outcomes.get(number), Returned | Raised):
+            wait([rank.pidfd], max(0.0, end - time.monotonic()))
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        with suppress(ProcessLookupError):  # the whole session: also what the rank has started
+            os.killpg(rank.pid, signal.SIGKILL)
+        os.waitpid(rank.pid, 0)
+        os.close(rank.pidfd)
+        rank.report.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
