@@ -1,0 +1,1 @@
+"""Command lines: thin Hydra entry points."""

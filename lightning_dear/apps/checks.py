@@ -1,0 +1,84 @@
+"""Checks of a composed config that are worth making before any process is started."""
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def check_devices(accelerator: str, devices: int | str | list[int]) -> None:
+    """Check that the GPUs asked for exist.
+
+    Args:
+        accelerator: Lightning's name: ``cpu``, ``gpu``, ``cuda``, ``auto``, ...
+        devices: A count, ``"auto"``, or a list of indices.
+
+    Raises:
+        ValueError: If this machine has fewer GPUs than that.
+    """
+    if accelerator not in ("gpu", "cuda"):
+        return
+    available = torch.cuda.device_count()
+    needed = _count(devices)
+    if needed > available:
+        raise ValueError(
+            f"The job asks for {needed} GPU(s) on each host, but this machine has {available}. "
+            f"Set cluster.devices to at most {available}, or choose a cluster without GPUs "
+            "(cluster=local)."
+        )
+
+
+def check_single_process(strategy: Any, devices: int | str | list[int], num_nodes: int) -> None:
+    """Check that ``strategy=single`` was not given several devices.
+
+    Raises:
+        ValueError: If it was; Lightning would choose another strategy without saying so.
+    """
+    if strategy == "auto" and (_count(devices), num_nodes) != (1, 1):
+        raise ValueError(
+            f"strategy=single runs one process, but cluster.devices is {devices} and "
+            f"cluster.num_nodes {num_nodes}. Set both to 1, or choose strategy=dear or ddp."
+        )
+
+
+def use_interface(name: str | None) -> None:
+    """Make gloo and NCCL use one network interface; None leaves the choice to them.
+
+    Sets environment variables of this process, which the ranks it starts inherit.
+
+    Raises:
+        ValueError: If this machine has no interface of that name.
+    """
+    if name is None:
+        return
+    known = sorted(interface for _, interface in socket.if_nameindex())
+    if name not in known:
+        raise ValueError(
+            f"cluster.interface is {name!r}, but this machine has only {', '.join(known)}."
+        )
+    for variable in INTERFACE_VARIABLES:
+        os.environ[variable] = name
+
+
+def ignored_groups(overrides: list[str], strategy: Any) -> list[str]:
+    """Return the groups that the user chose although the chosen strategy reads none of them.
+
+    Args:
+        overrides: Command-line overrides of this job.
+        strategy: The strategy's config, unresolved: a mapping, or a name.
+    """
+    used = str(dict(strategy) if isinstance(strategy, Mapping) else strategy)
+    chosen = {item.lstrip("+~").split("=")[0].split(".")[0] for item in overrides}
+    return [group for group in ("fusion", "compressor") if group in chosen and group not in used]
+
+
+def _count(devices: int | str | list[int]) -> int:
+    if isinstance(devices, list):
+        return max(devices, default=0) + 1
+    if str(devices) in ("auto", "-1"):
+        return 1
+    return int(devices)

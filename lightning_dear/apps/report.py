@@ -1,0 +1,56 @@
+"""The table at the end of a run."""
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from lightning.pytorch import Trainer
+
+_TITLES = {"test_acc": "test accuracy", "test_bits_per_byte": "test bits per byte"}
+_NOT_MEASURED = "not measured"
+
+
+@runtime_checkable
+class StepMonitor(Protocol):
+    """A callback that measures steps, such as DearMonitor."""
+
+    def summary(self) -> dict[str, float]:
+        """Return medians over the steps: ``step_s``, ``wire_bytes``, ``exposed_s``, as known."""
+
+
+def summary_of(trainer: Trainer) -> dict[str, float]:
+    """Return what the run's monitor measured, or nothing where callbacks hold none."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StepMonitor):
+            return callback.summary()
+    return {}
+
+
+def rows(metrics: Mapping[str, float], summary: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return titles and values: the test metrics, then what a step cost.
+
+    Args:
+        metrics: Test metrics by name.
+        summary: Medians over the steps: ``step_s``, ``wire_bytes`` and ``exposed_s``.
+    """
+    table = [(_TITLES.get(name, name), f"{value:.4f}") for name, value in metrics.items()]
+    table.append(("step time (median)", _milliseconds(summary.get("step_s"))))
+    table.append(("bytes on the wire per step and rank", _bytes(summary.get("wire_bytes"))))
+    table.append(("exposed communication per step", _milliseconds(summary.get("exposed_s"))))
+    return table
+
+
+def format_table(title: str, table: list[tuple[str, str]]) -> str:
+    """Return the rows under a title, in two aligned columns between rules."""
+    left = max(len(name) for name, _ in table)
+    right = max(len(value) for _, value in table)
+    rule = "-" * max(left + right + 2, len(title))
+    lines = [f"{name:<{left}}  {value:>{right}}" for name, value in table]
+    return "\n".join([rule, title, rule, *lines, rule])
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return _NOT_MEASURED if seconds is None else f"{seconds * 1e3:.2f} ms"
+
+
+def _bytes(count: float | None) -> str:
+    return _NOT_MEASURED if count is None else f"{count:,.0f}"

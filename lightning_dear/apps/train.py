@@ -1,0 +1,119 @@
+"""``dear-train``: compose a job, fit it, test the final weights, print what it cost."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_dear.apps import checks, job, report
+from lightning_dear.launcher import configure_launcher
+from lightning_dear.paths import conf_dir
+
+log = logging.getLogger(__name__)
+
+
+def train(cfg: DictConfig) -> dict[str, float]:
+    """Fit and test the job described by ``cfg``; return its test metrics.
+
+    Starts the other ranks of this host where the strategy needs them, and blocks until they have
+    ended. Writes the resolved config, metrics and checkpoints into the job's folder.
+
+    Raises:
+        ValueError: If the config asks for what this machine does not have.
+    """
+    check(cfg)
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    datamodule = instantiate(cfg.data, _convert_="all")
+    model = instantiate(cfg.model, _convert_="all")
+    trainer = build_trainer(cfg)
+    record_config(cfg, trainer)
+    trainer.fit(model, datamodule=datamodule, ckpt_path=cfg.ckpt_path)
+    (metrics,) = trainer.test(model, datamodule=datamodule, verbose=False)
+    if trainer.is_global_zero:
+        table = report.rows(metrics, report.summary_of(trainer))
+        title = f"{cfg.task_name}: {type(trainer.strategy).__name__}, {trainer.world_size} rank(s)"
+        print(report.format_table(title, table), flush=True)
+    job.wait_for_children(trainer)
+    return dict(metrics)
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise or warn about what can be known before anything is built; sets the interface."""
+    trainer = OmegaConf.to_container(cfg.trainer, resolve=True)
+    assert isinstance(trainer, dict)
+    checks.check_devices(trainer["accelerator"], trainer["devices"])
+    checks.check_single_process(cfg.strategy, trainer["devices"], trainer["num_nodes"])
+    checks.use_interface(cfg.cluster.interface)
+    strategy = cfg.strategy
+    if OmegaConf.is_config(strategy):
+        strategy = OmegaConf.to_container(strategy)
+    for group in checks.ignored_groups(list(HydraConfig.get().overrides.task), strategy):
+        log.warning("%s is ignored: only strategy=dear reads it.", group)
+
+
+def build_trainer(cfg: DictConfig) -> Trainer:
+    """Build the trainer with its strategy, callbacks and loggers; starts no process."""
+    strategy: Any = cfg.strategy
+    if OmegaConf.is_config(strategy):
+        strategy = instantiate(strategy, _convert_="all")
+    trainer: Trainer = instantiate(
+        cfg.trainer,
+        strategy=strategy,
+        callbacks=build_callbacks(cfg),
+        logger=build_loggers(cfg) or False,
+        _convert_="all",
+    )
+    configure_launcher(trainer.strategy)
+    return trainer
+
+
+def build_callbacks(cfg: DictConfig) -> list[Callback]:
+    """Build the callbacks; the timeline only under a strategy that has one."""
+    nodes = dict(cfg.get("callbacks") or {})
+    target = cfg.strategy.get("_target_", "") if OmegaConf.is_config(cfg.strategy) else ""
+    if "timeline" in nodes and not target.endswith("DearStrategy"):
+        log.info("Only strategy=dear records a timeline: none is drawn.")
+        del nodes["timeline"]
+    return [instantiate(node, _convert_="all") for node in nodes.values() if node is not None]
+
+
+def build_loggers(cfg: DictConfig) -> list[Logger]:
+    """Build the loggers; none for ``logger=none``."""
+    nodes = (cfg.get("logger") or {}).values()
+    return [instantiate(node, _convert_="all") for node in nodes if node is not None]
+
+
+def record_config(cfg: DictConfig, trainer: Trainer) -> None:
+    """Write ``config.yaml``, resolved, into the job's folder and give it to the loggers."""
+    _write_config(cfg)
+    container = OmegaConf.to_container(cfg, resolve=True)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(container)  # type: ignore[arg-type]
+
+
+@rank_zero_only
+def _write_config(cfg: DictConfig) -> None:
+    path = Path(HydraConfig.get().runtime.output_dir) / "config.yaml"
+    path.write_text(OmegaConf.to_yaml(cfg, resolve=True))
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
+def main(cfg: DictConfig) -> float | None:
+    """Run one job; return the metric that a sweeper optimizes, if one is named."""
+    # Hydra has already put its log file into the folder, which the CSV logger warns about.
+    warnings.filterwarnings("ignore", message=".*logs directory .* exists and is not empty.*")
+    with job.one_message("dear-train"), job.isolated_job():
+        metrics = train(cfg)
+    return metrics[cfg.optimized_metric] if cfg.optimized_metric else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Starting one process per device under Hydra, also inside a sweep.
+
+Lightning starts child ranks by running the command line again. In a Hydra sweep that line names
+the whole sweep, so that each child runs all of it in a folder of its own. Here a child is given
+the overrides of the one job that is running, and that job's folder.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from omegaconf import DictConfig
+from typing_extensions import override
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+"""Seconds between two looks at the child processes."""
+
+GRACE_S = 5.0
+"""Seconds the other ranks have to report an error of their own once one rank has failed."""
+
+_REPLACED_KEYS = (
+    "hydra.mode",
+    "hydra.run.",
+    "hydra.sweep.",
+    "hydra.sweeper",
+    "hydra.launcher",
+    "hydra/sweeper",
+    "hydra/launcher",
+    "hydra.output_subdir",
+    "hydra.job.name",
+    "hydra.job.num",
+    "hydra.job.id",
+)
+
+
+def configure_launcher(strategy: Strategy) -> None:
+    """Make ``strategy`` start its child ranks through :class:`JobLauncher`.
+
+    Replaces the strategy's launcher in place. A strategy without a script launcher (spawn, fork,
+    one device, processes started by torchrun or SLURM) keeps what it has. With one process in
+    all there is nothing to start, and the strategy is left without a launcher.
+
+    Args:
+        strategy: A strategy that already knows its devices: one a Trainer was built with.
+    """
+    launcher = strategy._launcher
+    if not isinstance(launcher, _SubprocessScriptLauncher) or isinstance(launcher, JobLauncher):
+        return
+    if launcher.num_processes * launcher.num_nodes == 1:
+        strategy._launcher = None
+        return
+    strategy._launcher = JobLauncher(
+        launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
+    )
+
+
+class JobLauncher(_SubprocessScriptLauncher):
+    """Starts ranks 1, 2, ... of this host as child processes and ends all when one fails.
+
+    Outside Hydra the children repeat the command line, as with Lightning's own launcher.
+
+    Args:
+        cluster_environment: Knows the main address, its port and this host's number.
+        num_processes: Ranks on this host.
+        num_nodes: Hosts.
+    """
+
+    def __init__(
+        self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._is_failing = threading.Event()
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start the children once, then call ``function`` on this rank and return its result.
+
+        Blocks as long as ``function`` does. If it raises, the children get ``GRACE_S`` seconds to
+        end by themselves and are then killed, before the exception goes on.
+        """
+        kwargs.pop("trainer", None)
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            self._watch_children()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except _TunerExitException:
+            # Not a failure: the tuner leaves its trial fit this way, on every rank.
+            raise
+        except BaseException:
+            self._is_failing.set()
+            end_processes(self.procs, GRACE_S)
+            raise
+
+    @override
+    def _call_children_scripts(self) -> None:
+        self._check_can_spawn_children()
+        environment = self.cluster_environment
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        os.environ["NODE_RANK"] = str(environment.node_rank())
+        os.environ["LOCAL_RANK"] = str(environment.local_rank())
+        os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
+        self.procs = [self._start(local_rank) for local_rank in range(1, self.num_processes)]
+
+    def _start(self, local_rank: int) -> "subprocess.Popen[bytes]":
+        command, cwd = child_command(local_rank)
+        child_environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
+        return subprocess.Popen(command, env=child_environment, cwd=cwd)
+
+    def _watch_children(self) -> None:
+        watcher = threading.Thread(target=self._end_all_when_one_fails, daemon=True)
+        watcher.start()
+
+    def _end_all_when_one_fails(self) -> None:
+        codes = [process.poll() for process in self.procs]
+        while not any(codes):
+            if all(code == 0 for code in codes):
+                return
+            time.sleep(POLL_S)
+            codes = [process.poll() for process in self.procs]
+        # The main thread now usually fails in a collective and ends in good order. One that
+        # cannot, since its loop never communicates, must not keep the job alive.
+        if self._is_failing.wait(GRACE_S):
+            return
+        rank, code = next((index + 1, code) for index, code in enumerate(codes) if code)
+        log.error("Local rank %d ended with code %d: ending all ranks.", rank, code)
+        end_processes(self.procs, 0.0)
+        os._exit(1)
+
+
+def child_command(local_rank: int) -> tuple[list[str], str | None]:
+    """Return the command line of a child rank and the folder to start it in (None: this one).
+
+    Args:
+        local_rank: The child's rank on this host; only the name of its log file depends on it.
+    """
+    if not HydraConfig.initialized():
+        return [*_program(Path.cwd()), *sys.argv[1:]], None
+    config = HydraConfig.get()
+    cwd = config.runtime.cwd
+    return [*_program(Path(cwd)), *job_arguments(config, local_rank)], cwd
+
+
+def job_arguments(config: DictConfig, local_rank: int) -> list[str]:
+    """Return Hydra arguments that repeat exactly the job described by ``config``.
+
+    Args:
+        config: The ``hydra`` node of the running job.
+        local_rank: The child's rank on this host.
+    """
+    arguments = ["--config-name", config.job.config_name]
+    for flag, provider in (("--config-path", "main"), ("--config-dir", "command-line")):
+        for source in config.runtime.config_sources:
+            if source.provider == provider and source.schema == "file":
+                arguments += [flag, source.path]
+    arguments += list(config.overrides.task)
+    arguments += [item for item in config.overrides.hydra if not _is_replaced(item)]
+    arguments += [
+        "hydra.mode=RUN",
+        f"hydra.run.dir={_quoted(config.runtime.output_dir)}",
+        # Rank 0 wrote the composed config; two writers would race.
+        "hydra.output_subdir=null",
+        f"hydra.job.name={_quoted(f'{config.job.name}_rank{local_rank}')}",
+    ]
+    if config.mode == RunMode.MULTIRUN:
+        arguments += [f"hydra.job.num={config.job.num}", f"hydra.job.id={_quoted(config.job.id)}"]
+    return arguments
+
+
+def end_processes(processes: Sequence["subprocess.Popen[bytes]"], grace_s: float) -> list[int]:
+    """Wait for the processes, kill those that outlive ``grace_s`` seconds, return exit codes.
+
+    Args:
+        processes: Child processes of this one.
+        grace_s: Seconds to wait for all of them together.
+    """
+    deadline = time.monotonic() + grace_s
+    for process in processes:
+        try:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return [process.wait() for process in processes]
+
+
+def _program(cwd: Path) -> list[str]:
+    import __main__
+
+    # Set under `python -m package.module`, None for a script and for a console script.
+    spec = __main__.__spec__
+    if spec is not None:
+        name = spec.name.removesuffix(".__main__")
+        return [sys.executable, "-m", name]
+    script = cwd / sys.argv[0]
+    if not script.is_file():
+        raise RuntimeError(
+            f"Cannot start the other ranks: {sys.argv[0]!r} is not a script that can be run again. "
+            "Start from a file, a console script or `python -m`, or use torchrun."
+        )
+    return [sys.executable, str(script)]
+
+
+def _is_replaced(override_item: str) -> bool:
+    return override_item.lstrip("+~").startswith(_REPLACED_KEYS)
+
+
+def _quoted(value: str) -> str:
+    escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

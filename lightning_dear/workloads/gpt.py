@@ -1,0 +1,105 @@
+"""A small GPT over bytes: learned positions, pre-norm blocks, causal attention."""
+
+from torch import Tensor, arange, nn
+from torch.nn import functional as F
+
+NUM_BYTES = 256
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one fused projection to queries, keys and values."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map (batch, time, width) to the same shape; a position sees only those before it."""
+        batch, time, width = hidden.shape
+        heads = self.query_key_value(hidden).view(batch, time, 3, self.num_heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        output: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, time, width))
+        return output
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each normalised before and added after."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, num_heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map (batch, time, width) to the same shape."""
+        hidden = hidden + self.attention(self.attention_norm(hidden))
+        output: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return output
+
+
+class GPT(nn.Module):
+    """Predict the next byte from up to ``context_length`` bytes before it.
+
+    Args:
+        context_length: Longest input, in bytes.
+        width: Features per position; a multiple of ``num_heads``.
+        num_layers: Number of blocks.
+        num_heads: Attention heads per block.
+        is_tied: Use the embedding as the output head as well.
+    """
+
+    def __init__(
+        self,
+        context_length: int = 128,
+        width: int = 128,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        is_tied: bool = False,
+    ) -> None:
+        super().__init__()
+        if min(context_length, width, num_layers, num_heads) < 1 or width % num_heads:
+            raise ValueError(
+                "context_length, width, num_layers and num_heads must be positive and width a "
+                f"multiple of num_heads; got {context_length}, {width}, {num_layers}, {num_heads}."
+            )
+        self.context_length = context_length
+        self.byte_embedding = nn.Embedding(NUM_BYTES, width)
+        self.position_embedding = nn.Embedding(context_length, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.final_norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, NUM_BYTES, bias=False)
+        self._initialize(num_layers)
+        if is_tied:
+            self.head.weight = self.byte_embedding.weight
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Map bytes (batch, time), int64, to logits (batch, time, 256)."""
+        if text.shape[1] > self.context_length:
+            raise ValueError(
+                f"The input has {text.shape[1]} bytes, the context_length is "
+                f"{self.context_length}: shorten the input or build a longer model."
+            )
+        positions = arange(text.shape[1], device=text.device)
+        hidden = self.byte_embedding(text) + self.position_embedding(positions)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.head(self.final_norm(hidden))
+        return logits
+
+    def _initialize(self, num_layers: int) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        # Each block adds to the residual stream twice: scaled so that its variance stays near 1.
+        for name, parameter in self.named_parameters():
+            if name.endswith(("attention.output.weight", "mlp.2.weight")):
+                nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5)

@@ -1,0 +1,51 @@
+"""Learning-rate schedules that are told how many steps the whole run takes."""
+
+import math
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+OptimizerFactory = Callable[..., Optimizer]
+"""Called as ``factory(parameters)``."""
+
+SchedulerFactory = Callable[..., LRScheduler]
+"""Called as ``factory(optimizer, total_steps=...)``; the scheduler is stepped once per step."""
+
+
+def warmup_cosine(
+    optimizer: Optimizer,
+    total_steps: int,
+    warmup_fraction: float = 0.1,
+    final_fraction: float = 0.05,
+) -> LambdaLR:
+    """Raise the learning rate linearly, then lower it along half a cosine.
+
+    Args:
+        optimizer: The optimizer whose learning rate the schedule changes, before every step.
+        total_steps: Optimizer steps in the whole run.
+        warmup_fraction: Share of ``total_steps`` spent rising, from 0 up to, not including, 1.
+        final_fraction: Learning rate at the end, as a share of the optimizer's own.
+
+    Raises:
+        ValueError: If ``total_steps`` or one of the fractions is out of range.
+    """
+    if total_steps < 1:
+        raise ValueError(
+            f"total_steps must be at least 1, got {total_steps}. Set trainer.max_steps or "
+            "trainer.max_epochs: a run without an end has no cosine to follow."
+        )
+    if not 0.0 <= warmup_fraction < 1.0:
+        raise ValueError(f"warmup_fraction must be in [0, 1), got {warmup_fraction}.")
+    if not 0.0 <= final_fraction <= 1.0:
+        raise ValueError(f"final_fraction must be in [0, 1], got {final_fraction}.")
+    warmup_steps = max(1, round(total_steps * warmup_fraction))
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return final_fraction + (1.0 - final_fraction) * cosine
+
+    return LambdaLR(optimizer, factor)
