@@ -1,0 +1,129 @@
+"""The Hydra plugin: our names and groups in an application that never imports us."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NO_STRATEGY = not (ROOT / "lightning_dear/strategy.py").exists()
+
+APPLICATION = """
+import sys
+{before}
+import hydra
+
+@hydra.main(version_base="1.3", config_path=None)
+def main(config):
+    {inside}
+    print("group:", config.get("strategy", {{}}).get("_target_"))
+    trainer = Trainer(strategy="{name}", accelerator="cpu", devices=1, logger=False)
+    print("strategy:", type(trainer.strategy).__module__, trainer.strategy._start_method)
+
+main()
+"""
+IMPORT_TRAINER = "from lightning.pytorch import Trainer"
+
+
+def run_application(
+    folder: Path, source: str, *overrides: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `source` as a user's script in `folder`, with the package installed (two paths)."""
+    script = folder / "application.py"
+    script.write_text(source)
+    installed = os.pathsep.join(map(str, [ROOT, ROOT / "lightning_dear/_plugins"]))
+    return subprocess.run(
+        [sys.executable, script, *overrides],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": installed, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def source_of(before: str = "", inside: str = "", name: str = "dear") -> str:
+    return APPLICATION.format(before=before, inside=inside, name=name)
+
+
+@pytest.mark.skipif(NO_STRATEGY, reason="lightning_dear/strategy.py does not exist yet")
+@pytest.mark.parametrize("place", ["before", "inside"])
+def test_strategy_and_groups_are_known_without_an_import(tmp_path: Path, place: str) -> None:
+    source = source_of(**{place: IMPORT_TRAINER})
+    result = run_application(tmp_path, source, "+strategy=dear")
+    assert result.returncode == 0, result.stderr
+    assert "group: lightning_dear.DearStrategy" in result.stdout
+    assert "strategy: lightning_dear.strategy popen" in result.stdout
+
+
+@pytest.mark.skipif(NO_STRATEGY, reason="lightning_dear/strategy.py does not exist yet")
+@pytest.mark.parametrize(
+    ("name", "start_method"),
+    [("dear_spawn", "spawn"), ("dear_fork", "fork"), ("dear_notebook", "fork")],
+)
+def test_the_other_names_set_the_start_method(tmp_path: Path, name: str, start_method: str) -> None:
+    result = run_application(tmp_path, source_of(IMPORT_TRAINER, name=name))
+    assert f"strategy: lightning_dear.strategy {start_method}" in result.stdout, result.stderr
+
+
+@pytest.mark.skipif(NO_STRATEGY, reason="lightning_dear/strategy.py does not exist yet")
+def test_the_documented_import_still_works_beside_the_plugin(tmp_path: Path) -> None:
+    source = source_of(before=IMPORT_TRAINER, inside="import lightning_dear")
+    result = run_application(tmp_path, source)
+    assert "strategy: lightning_dear.strategy popen" in result.stdout, result.stderr
+
+
+def test_an_application_that_trains_nothing_pays_nothing(tmp_path: Path) -> None:
+    source = """
+import sys, hydra
+@hydra.main(version_base="1.3", config_path=None)
+def main(config):
+    print("loaded:", sorted({"torch", "lightning", "lightning_dear"} & set(sys.modules)))
+    print("plugin:", "hydra_plugins.lightning_dear_plugin" in sys.modules)
+main()
+"""
+    result = run_application(tmp_path, source)
+    assert "loaded: []\nplugin: True" in result.stdout, result.stderr
+    assert result.stderr == ""
+
+
+def test_a_broken_installation_warns_and_does_not_end_the_application(tmp_path: Path) -> None:
+    """The plugin alone, as after deleting the package by hand, and a Lightning without registry."""
+    plugins = str(ROOT / "lightning_dear/_plugins")
+    before = """
+import types
+sys.modules["lightning.pytorch.strategies"] = types.ModuleType("no_registry_in_here")
+import hydra
+@hydra.main(version_base="1.3", config_path=None)
+def main(config):
+    print("the application ran")
+main()
+sys.exit()
+"""
+    result = run_application(tmp_path, source_of(before=before), PYTHONPATH=plugins)
+    assert "the application ran" in result.stdout, result.stderr
+    assert "its config groups are missing here" in result.stderr
+    assert "needs `import lightning_dear` here" in result.stderr
+
+
+def test_lightning_keeps_its_own_loader(tmp_path: Path) -> None:
+    source = f"""
+import sys, hydra
+@hydra.main(version_base="1.3", config_path=None)
+def main(config):
+    {IMPORT_TRAINER}
+    strategies = sys.modules["lightning.pytorch.strategies"]
+    print(type(strategies.__loader__).__name__, type(strategies.__spec__.loader).__name__)
+    print("dear" in strategies.StrategyRegistry, "lightning_dear" in sys.modules)
+    print([type(f).__name__ for f in sys.meta_path if type(f).__module__.startswith("hydra_")])
+main()
+"""
+    result = run_application(tmp_path, source)
+    assert result.stdout.endswith("SourceFileLoader SourceFileLoader\nTrue False\n[]\n"), (
+        result.stdout + result.stderr
+    )

@@ -1,0 +1,68 @@
+"""The tested ranges and the one warning outside them."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from lightning_dear import versions
+from lightning_dear.versions import TESTED_RANGES, TestedRange, warn_outside_tested_range
+
+PYPROJECT = (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("installed", "inside"),
+    [
+        ("2.5.1", False),
+        ("2.6", True),
+        ("2.6.0", True),
+        ("2.11.0+cu130", True),
+        ("2.13.0+cpu", True),
+        ("2.13.0.dev20260101", True),
+        ("2.14.0a0", False),
+        ("3.0", False),
+        ("unknown", False),
+    ],
+)
+def test_range(installed: str, inside: bool) -> None:
+    assert TestedRange("torch", (2, 6), (2, 14)).includes(installed) is inside
+
+
+def test_silent_where_it_was_tested() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_outside_tested_range()
+
+
+def test_one_warning_names_all_that_is_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "9.1.0+cpu", "lightning": "2.4.0"}
+    monkeypatch.setattr(versions, "version", installed.__getitem__)
+    with pytest.warns(UserWarning, match="not tested with") as caught:
+        warn_outside_tested_range()
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    assert "torch 9.1.0+cpu (tested: >=2.6,<" in text
+    assert "lightning 2.4.0 (tested: >=2.5,<" in text
+    assert "python" not in text
+
+
+def test_a_missing_dependency_is_left_to_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "version", missing)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_outside_tested_range()
+
+
+def test_lower_ends_are_those_of_the_project_file() -> None:
+    lower = dict(re.findall(r'"(torch|lightning)>=([\d.]+)', PYPROJECT))
+    lower["python"] = re.findall(r'requires-python = ">=([\d.]+)"', PYPROJECT)[0]
+    tested = {r.name: ".".join(map(str, r.minimum)) for r in TESTED_RANGES}
+    assert tested == lower
