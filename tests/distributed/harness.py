@@ -21,8 +21,9 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from typing import Any, TypeVar
 
 import pytest
@@ -177,19 +178,22 @@ class _Server:
                 self._connection.close()
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 serve(theirs, client)
-                os._exit(0)
+            except BaseException:  # nothing may return into the caller's stack
+                traceback.print_exc()
             finally:
-                os._exit(1)
+                os._exit(0)
         theirs.close()
 
     def run(self, call: RankCall) -> list[Outcome]:
         with self._lock:
-            self._connection.send(call)
             try:
-                answer = _receive(self._connection)
+                self._connection.send(call)
+                answer: list[Outcome] | str = self._connection.recv()
+            except (EOFError, BrokenPipeError):
+                raise RuntimeError("the fork server died: see its traceback above") from None
             except BaseException:  # Ctrl-C or a test's own timeout
                 self._connection.send_bytes(STOP)
-                _receive(self._connection)
+                self._connection.recv()
                 raise
         if isinstance(answer, str):
             raise RuntimeError(f"the fork server failed:\n{answer}")
@@ -208,14 +212,6 @@ def _server() -> _Server:
     if _running is None:
         _running = _Server()
     return _running
-
-
-def _receive(connection: Connection) -> list[Outcome] | str:
-    try:
-        answer: list[Outcome] | str = connection.recv()
-    except EOFError:
-        raise RuntimeError("the fork server died; see its output above") from None
-    return answer
 
 
 def _call(

@@ -109,9 +109,10 @@ def _fork_rank(
         os.close(release)
         control.close()
         run_rank(call, rank, port, directory, send, released)
-        os._exit(0)
+    except BaseException:  # nothing may return into the server's loop
+        traceback.print_exc()
     finally:
-        os._exit(1)
+        os._exit(0)
 
 
 def _watch(
@@ -134,6 +135,8 @@ def _watch(
             outcomes[rank] = outcome
             if call.grace_s is not None and not isinstance(outcome, Returned):
                 end = min(end, time.monotonic() + call.grace_s)
+    if not pending:
+        return outcomes
     if end < deadline or control.poll():
         return outcomes | {rank: Stopped() for rank in pending}
     stacks = _stacks([ranks[rank] for rank in pending], [stack_file(directory, r) for r in pending])
