@@ -1,6 +1,11 @@
-"""What every test gets: the fork server of the ranks, and a check that it leaves nothing behind."""
+"""What every test gets: the ranks' fork server, a leak check, and the meaning of the markers."""
 
 from __future__ import annotations
+
+import functools
+import os
+
+import pytest
 
 from tests.distributed.harness import start_server, stop_server
 from tests.distributed.leaks import check_leaks
@@ -18,3 +23,31 @@ def pytest_configure() -> None:
 def pytest_unconfigure() -> None:
     """End the server and with it every rank."""
     stop_server()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `netns` or `gpu` where they cannot run, saying why."""
+    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+        pytest.skip(reason)
+    if item.get_closest_marker("netns") and (reason := _why_no_namespaces()):
+        if os.environ.get("CI") == "true" and os.geteuid() == 0:
+            pytest.fail(f"tests marked netns must run in CI as root: {reason}", pytrace=False)
+        pytest.skip(reason)
+
+
+@functools.cache
+def _why_no_gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "NOT RUN: torch finds no CUDA device here"
+
+
+@functools.cache
+def _why_no_namespaces() -> str | None:
+    from lightning_dear.emulation import EmulatedCluster, EmulationUnavailable
+
+    try:
+        with EmulatedCluster(num_hosts=1, rate_mbit=100):
+            return None
+    except EmulationUnavailable as error:
+        return str(error)

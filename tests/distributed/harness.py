@@ -201,6 +201,7 @@ class _Server:
 
     def close(self) -> None:
         self._connection.close()
+        os.kill(self.pid, signal.SIGKILL)  # it may still be importing torch
         os.waitpid(self.pid, 0)
 
 

@@ -1,0 +1,18 @@
+"""An emulated cluster on one Linux machine: a network namespace per host, a shaped link each.
+
+Needs root and iproute2. Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+from lightning_dear.emulation.cluster import EmulatedCluster, remove_stale_namespaces
+from lightning_dear.emulation.host import EmulatedHost
+from lightning_dear.emulation.shell import EmulationUnavailable, why_unavailable
+
+__all__ = [
+    "EmulatedCluster",
+    "EmulatedHost",
+    "EmulationUnavailable",
+    "remove_stale_namespaces",
+    "why_unavailable",
+]

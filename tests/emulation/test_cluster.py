@@ -1,0 +1,212 @@
+"""The emulated cluster: rates, byte counts, ranks inside it, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dear.emulation import (
+    EmulatedCluster,
+    EmulatedHost,
+    EmulationUnavailable,
+    remove_stale_namespaces,
+    why_unavailable,
+)
+from tests.distributed.harness import run_ranks
+
+_PROGRAM = str(Path(__file__).with_name("bulk_transfer.py"))
+
+
+def _transfer(
+    source: EmulatedHost, target: EmulatedHost, num_bytes: int, port: int = 5001
+) -> float:
+    """Send bytes from one host to another; return the seconds that they took."""
+    python = [sys.executable, "-S", _PROGRAM]
+    address = [target.address, str(port)]
+    receive = target.command([*python, "receive", *address])
+    with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "listening\n"
+        subprocess.run(
+            source.command([*python, "send", *address, str(num_bytes)]), check=True, timeout=60
+        )
+        received, seconds = receiver.stdout.readline().split()
+    assert int(received) == num_bytes
+    return float(seconds)
+
+
+def _namespaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in listed.stdout.splitlines()}
+
+
+def _interfaces() -> set[str]:
+    return set(os.listdir("/sys/class/net"))
+
+
+@pytest.mark.netns
+def test_bytes_of_a_known_transfer_are_counted() -> None:
+    num_bytes = 16 << 20
+    with EmulatedCluster(num_hosts=3, rate_mbit=None) as cluster:
+        _transfer(cluster.hosts[0], cluster.hosts[2], num_bytes)
+        sent, _ = cluster.hosts[0].wire_bytes()
+        _, received = cluster.hosts[2].wire_bytes()
+        bystander = sum(cluster.hosts[1].wire_bytes())
+    assert num_bytes < sent < 1.03 * num_bytes
+    assert received == pytest.approx(sent, rel=0.01)
+    assert bystander < 10_000
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("rate_mbit", [100, 1000])
+def test_bulk_transfer_runs_at_the_shaped_rate(rate_mbit: int) -> None:
+    num_bytes = rate_mbit * 1_000_000 // 8  # one second
+    with EmulatedCluster(num_hosts=2, rate_mbit=rate_mbit) as cluster:
+        seconds = _transfer(cluster.hosts[0], cluster.hosts[1], num_bytes)
+    assert num_bytes * 8 / seconds / 1e6 == pytest.approx(rate_mbit, rel=0.15)
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("flows", [((0, 2), (1, 2)), ((2, 0), (2, 1))], ids=["in", "out"])
+def test_flows_share_the_link_of_the_host_where_they_meet(
+    flows: tuple[tuple[int, int], ...],
+) -> None:
+    num_bytes = 5_000_000
+    with EmulatedCluster(num_hosts=3, rate_mbit=100) as cluster, ThreadPoolExecutor() as threads:
+        hosts = cluster.hosts
+        transfers = [
+            threads.submit(_transfer, hosts[source], hosts[target], num_bytes, port)
+            for port, (source, target) in enumerate(flows, start=5001)
+        ]
+        slowest = max(transfer.result() for transfer in transfers)
+    assert slowest == pytest.approx(2 * num_bytes * 8 / 100e6, rel=0.2)
+
+
+@pytest.mark.netns
+def test_both_directions_of_a_link_run_at_its_rate_at_once() -> None:
+    num_bytes = 10_000_000
+    with EmulatedCluster(num_hosts=2, rate_mbit=100) as cluster, ThreadPoolExecutor() as threads:
+        first, second = cluster.hosts
+        there = threads.submit(_transfer, first, second, num_bytes)
+        back = threads.submit(_transfer, second, first, num_bytes)
+        for transfer in (there, back):
+            assert transfer.result() == pytest.approx(num_bytes * 8 / 100e6, rel=0.15)
+
+
+@pytest.mark.netns
+def test_nothing_is_left_after_an_exception() -> None:
+    namespaces, interfaces = _namespaces(), _interfaces()
+    cluster = EmulatedCluster(num_hosts=2, rate_mbit=100)
+    with pytest.raises(RuntimeError, match="3 namespaces"), cluster:
+        raise RuntimeError(f"{len(_namespaces() - namespaces)} namespaces")
+    assert _namespaces() == namespaces
+    assert _interfaces() == interfaces
+    assert cluster.hosts == ()
+
+
+@pytest.mark.netns
+def test_nothing_is_left_when_the_kernel_refuses_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    namespaces = _namespaces()
+    monkeypatch.setattr("lightning_dear.emulation.cluster._TBF_BURST", "nonsense")
+    with (
+        pytest.raises(EmulationUnavailable, match="refused `tc .*nonsense"),
+        EmulatedCluster(num_hosts=2, rate_mbit=100),
+    ):
+        pass
+    assert _namespaces() == namespaces
+
+
+@pytest.mark.netns
+def test_namespaces_of_a_killed_process_are_removed_and_those_of_a_live_one_kept() -> None:
+    namespaces = _namespaces()
+    program = (
+        "import time; from lightning_dear.emulation import EmulatedCluster\n"
+        "with EmulatedCluster(num_hosts=1, rate_mbit=None):\n"
+        "    print('up', flush=True); time.sleep(600)\n"
+    )
+    with (
+        EmulatedCluster(num_hosts=1, rate_mbit=None) as cluster,
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        stale = {f"dear-{process.pid}-0-host0", f"dear-{process.pid}-0-switch"}
+        assert stale < _namespaces()
+        assert stale <= set(remove_stale_namespaces())
+        assert cluster.hosts[0].namespace in _namespaces()
+    assert _namespaces() == namespaces
+
+
+@pytest.mark.netns
+def test_two_clusters_do_not_meet() -> None:
+    with (
+        EmulatedCluster(num_hosts=1, rate_mbit=None) as first,
+        EmulatedCluster(num_hosts=2, rate_mbit=None) as second,
+    ):
+        _transfer(second.hosts[0], second.hosts[1], 1 << 20)
+        assert sum(first.hosts[0].wire_bytes()) < 10_000
+
+
+def _all_reduce(num_elements: int) -> tuple[float, str, list[str]]:
+    tensor = torch.full((num_elements,), float(dist.get_rank() + 1))
+    dist.all_reduce(tensor)
+    return tensor[-1].item(), os.environ["MASTER_ADDR"], sorted(_own_interfaces())
+
+
+def _own_interfaces() -> list[str]:
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return [line.split(":")[0].strip() for line in lines]
+
+
+@pytest.mark.netns
+def test_ranks_reduce_over_the_emulated_links() -> None:
+    num_elements = 1 << 20
+    with EmulatedCluster(num_hosts=2, rate_mbit=1000) as cluster:
+        results = run_ranks(_all_reduce, 2, num_elements, hosts=cluster.hosts)
+        traffic = [host.wire_bytes() for host in cluster.hosts]
+    assert results == [(3.0, "10.0.0.1", ["eth0", "lo"])] * 2
+    for sent, received in traffic:
+        assert sent == pytest.approx(num_elements * 4, rel=0.03)
+        assert received == pytest.approx(num_elements * 4, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_hosts": 0, "rate_mbit": 1}, "num_hosts must be 1 to 200, not 0"),
+        ({"num_hosts": 1, "rate_mbit": 0}, "rate_mbit must be positive"),
+        ({"num_hosts": 1, "rate_mbit": 1, "mtu": 10}, "mtu must be 576 to 65535"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EmulatedCluster(**arguments)
+
+
+def test_missing_root_tool_and_system_are_each_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    assert why_unavailable() == "an emulated cluster needs tc: install iproute2"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(EmulationUnavailable, match="needs root"):
+        EmulatedCluster(num_hosts=1, rate_mbit=None).__enter__()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert why_unavailable() == "an emulated cluster needs Linux, not darwin"
+
+
+def test_host_is_a_plain_record() -> None:
+    host = EmulatedHost(0, "dear-1-0-host0", "10.0.0.1", "eth0")
+    assert pickle.loads(pickle.dumps(host)) == host
+    assert host.command(["true"]) == ["ip", "netns", "exec", "dear-1-0-host0", "true"]
