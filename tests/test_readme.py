@@ -1,0 +1,122 @@
+"""What the README shows runs, and what it names exists."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NO_STRATEGY = not (ROOT / "lightning_dear/strategy.py").exists()
+needs_strategy = pytest.mark.skipif(
+    NO_STRATEGY, reason="lightning_dear/strategy.py does not exist yet"
+)
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@needs_strategy
+def test_snippet_trains(tmp_path: Path) -> None:
+    (snippet,) = blocks("python")
+    script = tmp_path / "snippet.py"
+    # What a reader would add to see something, and the proof that "dear" and two ranks took part.
+    script.write_text(snippet + "    print(type(trainer.strategy).__name__, trainer.world_size)\n")
+    result = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "DearStrategy 2" in result.stdout
+    assert list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
+def test_make_targets_exist(file: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shell = "\n".join(blocks("sh", file.read_text()))
+    named = set(re.findall(r"^make (?:[A-Z]+=\S+ )*([a-z-]+)", shell, re.MULTILINE))
+    assert named <= targets
+    assert file.name != "README.md" or {"train", "test", "test-all", "lint"} <= named
+
+
+@pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
+def test_console_scripts_exist(file: Path) -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    named = set(re.findall(r"(?<![\w/-])dear-[a-z]+", file.read_text()))
+    assert named <= set(scripts)
+    for target in scripts.values():
+        module, _, function = target.partition(":")
+        source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
+        assert f"def {function}(" in source
+
+
+@pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
+def test_groups_named_on_command_lines_exist(file: Path) -> None:
+    shell = "\n".join(blocks("sh", file.read_text()))
+    choices = re.findall(r"(?<![\w.])\+?([a-z_]+)=([a-z0-9_,]+)(?![\w/.])", shell)
+    groups = {folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir()}
+    for group, members in choices:
+        if group in groups:
+            for member in members.split(","):
+                assert (ROOT / "conf" / group / f"{member}.yaml").is_file(), f"{group}={member}"
+
+
+@pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
+def test_relative_links_lead_somewhere(file: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", file.read_text())
+    assert [link for link in links if "://" not in link and not (file.parent / link).exists()] == []
+
+
+def test_file_tree_is_the_real_one() -> None:
+    (tree,) = (block for block in blocks("text") if block.startswith("lightning_dear/\n"))
+    folder = ROOT
+    for line in tree.splitlines():
+        names = line.strip().split("  ")[0].split(", ")
+        folder = ROOT / "lightning_dear" if line.startswith("  ") else ROOT
+        for name in names:
+            path = folder / name
+            if name == "strategy.py" and NO_STRATEGY:
+                continue
+            assert path.is_dir() if name.endswith("/") else path.is_file(), name
+
+
+@needs_strategy
+def test_option_table_is_the_constructor() -> None:
+    from lightning_dear import DearStrategy
+
+    table = README[README.index("| option |") :].split("\n\n")[0]
+    rows = {cells[1]: cells[2] for row in table.splitlines()[2:] if (cells := row.split("|"))}
+    documented = {
+        name: default.strip(" `")
+        for names, default in rows.items()
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    parameters = dict(inspect.signature(DearStrategy).parameters)
+    assert documented.keys() <= parameters.keys()
+    own = [name for name, default in documented.items() if default != "as in"]
+    for name in own:
+        if not documented[name].startswith("as in"):
+            assert repr(parameters[name].default).replace("'", '"') == documented[name], name
+
+
+def test_short_enough_to_be_read() -> None:
+    assert len(README.splitlines()) <= 150
