@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.fabric.plugins import ClusterEnvironment
@@ -22,7 +23,6 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from omegaconf import DictConfig
 from typing_extensions import override
 
 log = logging.getLogger(__name__)
@@ -161,14 +161,14 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
     return [*_program(Path(cwd)), *job_arguments(config, local_rank)], cwd
 
 
-def job_arguments(config: DictConfig, local_rank: int) -> list[str]:
+def job_arguments(config: HydraConf, local_rank: int) -> list[str]:
     """Return Hydra arguments that repeat exactly the job described by ``config``.
 
     Args:
         config: The ``hydra`` node of the running job.
         local_rank: The child's rank on this host.
     """
-    arguments = ["--config-name", config.job.config_name]
+    arguments = ["--config-name", str(config.job.config_name)]
     for flag, provider in (("--config-path", "main"), ("--config-dir", "command-line")):
         for source in config.runtime.config_sources:
             if source.provider == provider and source.schema == "file":

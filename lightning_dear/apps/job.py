@@ -48,7 +48,9 @@ def wait_for_children(trainer: Trainer) -> None:
     if not isinstance(launcher, JobLauncher):
         return
     codes = end_processes(launcher.procs, CHILD_END_S)
-    failed = [f"local rank {index + 1} with code {code}" for index, code in enumerate(codes) if code]
+    failed = [
+        f"local rank {index + 1} with code {code}" for index, code in enumerate(codes) if code
+    ]
     if failed:
         raise RuntimeError(f"The job ended on this rank, but not on all: {', '.join(failed)}.")
 

@@ -1,26 +1,19 @@
 """The table at the end of a run."""
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
+
+from lightning_dear.callbacks import DearMonitor
 
 _TITLES = {"test_acc": "test accuracy", "test_bits_per_byte": "test bits per byte"}
 _NOT_MEASURED = "not measured"
 
 
-@runtime_checkable
-class StepMonitor(Protocol):
-    """A callback that measures steps, such as DearMonitor."""
-
-    def summary(self) -> dict[str, float]:
-        """Return medians over the steps: ``step_s``, ``wire_bytes``, ``exposed_s``, as known."""
-
-
 def summary_of(trainer: Trainer) -> dict[str, float]:
     """Return what the run's monitor measured, or nothing where callbacks hold none."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StepMonitor):
+        if isinstance(callback, DearMonitor):
             return callback.summary()
     return {}
 
