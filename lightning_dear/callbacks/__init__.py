@@ -1,0 +1,7 @@
+"""Callbacks: one that the strategy adds itself, and two for the user to add."""
+
+from lightning_dear.callbacks.completion_guard import CompletionGuard
+from lightning_dear.callbacks.monitor import DearMonitor
+from lightning_dear.callbacks.timeline import TimelineCallback
+
+__all__ = ["CompletionGuard", "DearMonitor", "TimelineCallback"]

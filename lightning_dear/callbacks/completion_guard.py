@@ -1,0 +1,114 @@
+"""Completes parameters before callbacks that might read them where no gate can see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
+
+from lightning_dear.callbacks.monitor import DearMonitor
+from lightning_dear.callbacks.timeline import TimelineCallback
+
+_NON_READERS: frozenset[type[Callback]] = frozenset(
+    {
+        DearMonitor,
+        TimelineCallback,
+        *(
+            getattr(lightning_callbacks, name)
+            for name in (
+                "DeviceStatsMonitor",
+                "EarlyStopping",
+                "GradientAccumulationScheduler",
+                "LearningRateMonitor",
+                "ModelCheckpoint",
+                "ModelSummary",
+                "OnExceptionCheckpoint",
+                "RichModelSummary",
+                "RichProgressBar",
+                "TQDMProgressBar",
+                "ThroughputMonitor",
+                "Timer",
+            )
+            if hasattr(lightning_callbacks, name)
+        ),
+    }
+)
+"""Callbacks of which we know that their batch hooks read weights through `state_dict()` or not at
+all. Waiting before every callback would undo the overlap, since progress bars override the same
+hooks."""
+
+
+class CompletionGuard(Callback):
+    """Stands first among the trainer's callbacks, so that it runs before all others.
+
+    Before batch hooks it waits only if a callback outside the known ones, or the module itself,
+    overrides them; before everything that happens outside the training loop it always waits.
+
+    Args:
+        complete: Completes the parameters; takes the reason, for the timeline.
+    """
+
+    def __init__(self, complete: Callable[[str], None]) -> None:
+        self._complete = complete
+        self._reader_of: dict[tuple[str, tuple[int, ...]], str | None] = {}
+
+    def _before(self, hook: str, trainer: Trainer, module: LightningModule) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        key = hook, tuple(id(callback) for callback in callbacks)
+        if key not in self._reader_of:
+            self._reader_of[key] = self._find_reader(hook, callbacks, module)
+        reader = self._reader_of[key]
+        if reader is not None:
+            self._complete(f"{reader}.{hook}")
+
+    def _find_reader(
+        self, hook: str, callbacks: list[Callback], module: LightningModule
+    ) -> str | None:
+        readers: list[Any] = [
+            callback
+            for callback in callbacks
+            if callback is not self and type(callback) not in _NON_READERS
+        ]
+        for reader in (*readers, module):
+            if is_overridden(hook, reader):
+                return type(reader).__name__
+        return None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._before("on_train_batch_start", trainer, pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._before("on_train_batch_end", trainer, pl_module)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._complete("on_train_epoch_start")
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._complete("on_train_epoch_end")
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._complete("on_train_end")
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._complete("on_validation_start")
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._complete("on_save_checkpoint")

@@ -1,0 +1,80 @@
+"""Logs what a step cost: step time, exposed communication, bytes on the wire."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_only
+from typing_extensions import override
+
+_NUM_WARM_UP_STEPS = 3
+
+
+class DearMonitor(Callback):
+    """Logs `dear/...` figures of every step to the trainer's logger and summarises them.
+
+    Logged under `strategy="dear"`: `dear/exposed_s` (seconds for which the step stood still for
+    communication), its parts `dear/exposed_reduce_scatter_s` and `dear/exposed_all_gather_s`,
+    `dear/wire_bytes` (payload this rank sent), `dear/bucket_fill` (share of the buckets that is not
+    padding); the plan's name goes to the logger's hyper-parameters. Under other strategies
+    only the step time is summarised. Without this callback nothing is logged and nothing paid.
+    """
+
+    def __init__(self) -> None:
+        self._start_s = 0.0
+        self._steps: dict[str, list[float]] = {}
+        self._plan_name: str | None = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps = {}
+        self._plan_name = None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._start_s = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._note({"step_s": time.perf_counter() - self._start_s})
+        statistics = getattr(trainer.strategy, "statistics", None)
+        plan = getattr(trainer.strategy, "plan", None)
+        if statistics is None or plan is None:
+            return
+        figures = {
+            "exposed_s": statistics.exposed_s,
+            "exposed_reduce_scatter_s": statistics.exposed_reduce_scatter_s,
+            "exposed_all_gather_s": statistics.exposed_all_gather_s,
+            "wire_bytes": float(statistics.wire_bytes),
+            "bucket_fill": plan.fill,
+        }
+        self._note(figures)
+        pl_module.log_dict({f"dear/{name}": value for name, value in figures.items()})
+        if plan.name != self._plan_name:
+            self._plan_name = plan.name
+            _log_plan(trainer, plan.name)
+
+    def _note(self, figures: dict[str, float]) -> None:
+        for name, value in figures.items():
+            self._steps.setdefault(name, []).append(value)
+
+    def summary(self) -> dict[str, float]:
+        """Medians over the steps after the first few: `step_s`, `exposed_s`, `wire_bytes`, ..."""
+        return {
+            name: median(values[_NUM_WARM_UP_STEPS:] or values)
+            for name, values in self._steps.items()
+        }
+
+
+@rank_zero_only
+def _log_plan(trainer: Trainer, name: str) -> None:
+    for logger in trainer.loggers:
+        logger.log_hyperparams({"dear/plan": name})

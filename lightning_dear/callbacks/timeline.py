@@ -1,0 +1,80 @@
+"""Records one real step and draws what overlapped with what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from lightning_dear.timeline import Timeline
+from lightning_dear.timeline_plot import plot_timeline
+
+_NUM_STEPS = 2
+
+
+class TimelineCallback(Callback):
+    """Writes `timeline.json` (Chrome trace, opens in Perfetto) and `timeline.png` on rank 0.
+
+    Two steps in a row are recorded, so that the first one's all-gathers are seen beside the second
+    one's forward. Recording costs a thread per collective, in those two steps alone.
+
+    Args:
+        step: Number of the first recorded step (0 is the one that records the execution order and
+            does not overlap yet).
+        dirpath: Where the files go; None: the trainer's `default_root_dir`.
+
+    Raises:
+        ValueError: If `step` is negative.
+    """
+
+    def __init__(self, step: int = 10, dirpath: str | None = None) -> None:
+        if step < 0:
+            raise ValueError(f"step must be >= 0, got {step}.")
+        self.step = step
+        self.dirpath = dirpath
+        self._timeline: Timeline | None = None
+        self._num_seen = 0
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._num_seen = 0
+        if not hasattr(trainer.strategy, "timeline"):
+            rank_zero_warn("TimelineCallback records nothing: it needs Trainer(strategy='dear').")
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if not hasattr(trainer.strategy, "timeline"):
+            return
+        if self._num_seen == self.step:
+            self._timeline = trainer.strategy.timeline = Timeline()
+        elif self._num_seen == self.step + _NUM_STEPS:
+            self._write(trainer)
+        self._num_seen += 1
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._timeline is not None:
+            self._write(trainer)
+        elif hasattr(trainer.strategy, "timeline") and self._num_seen <= self.step:
+            rank_zero_warn(
+                f"No timeline was written: training ended after {self._num_seen} steps, before"
+                f" TimelineCallback(step={self.step})."
+            )
+
+    def _write(self, trainer: Trainer) -> None:
+        timeline, self._timeline = self._timeline, None
+        if timeline is None:
+            return
+        trainer.strategy.timeline = None  # type: ignore[attr-defined]
+        timeline.finish()
+        if trainer.is_global_zero:
+            directory = Path(self.dirpath or trainer.default_root_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            timeline.write_chrome_trace(directory / "timeline.json")
+            plot_timeline(timeline.spans, directory / "timeline.png")

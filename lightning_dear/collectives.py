@@ -1,0 +1,312 @@
+"""The only module that talks to torch.distributed: what moves a bucket, asynchronously.
+
+Two process groups of our own, one for reduce-scatters and one for all-gathers, so that the host's
+collectives on the default group (Lightning broadcasts a flag before every batch) never queue
+behind ours, nor ours behind theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+T = TypeVar("T")
+
+_FLAGS_TAG = 1 << 20
+_BUFFERS_TAG = 1 << 21
+
+
+@dataclass
+class WireLedger:
+    """Payload bytes that this rank handed to the network since the ledger was made."""
+
+    reduce_scatter_bytes: int = 0
+    all_gather_bytes: int = 0
+    other_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum over all kinds, in bytes."""
+        return self.reduce_scatter_bytes + self.all_gather_bytes + self.other_bytes
+
+
+class Work:
+    """A launched collective. `wait` may be called any number of times; it acts once.
+
+    Args:
+        arrive: Blocks the host (gloo) or the current stream (NCCL) until the data is here.
+        finish: Local work on the arrived data, run by whoever waits first.
+
+    Attributes:
+        is_done: Whether `wait` has nothing left to do.
+    """
+
+    def __init__(
+        self, arrive: Callable[[], None], finish: Callable[[], None] | None = None
+    ) -> None:
+        self._arrive = arrive
+        self._finish = finish
+        self.is_done = False
+
+    def wait(self) -> None:
+        """Blocks until the result may be read; raises what the backend raises."""
+        if self.is_done:
+            return
+        self._arrive()
+        if self._finish is not None:
+            self._finish()
+        self.is_done = True
+
+
+WorkObserver = Callable[[str, str, Callable[[], None]], Callable[[], None]]
+"""(lane, name, arrive) -> arrive: lets a timeline see when a collective's data arrived."""
+
+
+class Collectives(Protocol):
+    """What the engine needs from a backend; `rank` and `world_size` are those of the groups."""
+
+    rank: int
+    world_size: int
+    ledger: WireLedger
+    observer: WorkObserver | None
+
+    def launch_reduce_scatter(self, buffer: Tensor, received: Tensor, bucket: int) -> Work:
+        """Sums `buffer` over ranks; this rank's shard of the sum lands in `buffer`'s own shard.
+
+        Args:
+            buffer: `world_size` shards of equal size, flat. Mutated: after `wait` this rank's
+                shard holds the sum in source order; the others are undefined.
+            received: Flat scratch of `scratch_numel(buffer.numel())` elements.
+            bucket: Number of the bucket, equal on all ranks.
+        """
+
+    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+        """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard."""
+
+    def launch_any(self, flags: Tensor) -> Work:
+        """Combines uint8 `flags` over ranks by maximum, in place, on the reduce-scatter group."""
+
+    def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
+        """Overwrites `buffer` with rank 0's, in place, on the all-gather group."""
+
+    def scratch_numel(self, numel: int) -> int:
+        """Elements of scratch that a reduce-scatter of `numel` elements needs."""
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Every rank's picklable `value`, in rank order. Blocks."""
+
+
+def shard_of(buffer: Tensor, number: int, num_shards: int) -> Tensor:
+    """View of the `number`-th of `num_shards` equal, contiguous parts of the flat `buffer`."""
+    size = buffer.numel() // num_shards
+    return buffer[number * size : (number + 1) * size]
+
+
+class _Groups(Collectives):
+    """Rank, size, ledger and the blocking object exchange, shared by both backends."""
+
+    def __init__(self, reduce_group: Any, gather_group: Any, rank: int, world_size: int) -> None:
+        self.reduce_group = reduce_group
+        self.gather_group = gather_group
+        self.rank = rank
+        self.world_size = world_size
+        self.ledger = WireLedger()
+        self.observer: WorkObserver | None = None
+
+    @override
+    def all_gather_object(self, value: T) -> list[T]:
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.reduce_group)
+        return values
+
+    def _work(
+        self, lane: str, name: str, waits: Sequence[Any], finish: Callable[[], None] | None = None
+    ) -> Work:
+        def arrive() -> None:
+            for work in waits:
+                work.wait()
+
+        observed = self.observer(lane, name, arrive) if self.observer and waits else arrive
+        work = Work(observed, finish)
+        work.is_done = not waits
+        return work
+
+
+class PairwiseCollectives(_Groups):
+    """Point-to-point exchange for gloo, which has no reduce-scatter of its own.
+
+    gloo's `reduce_scatter` runs a whole all-reduce; sending every shard straight to its owner moves
+    (P-1)/P of the buffer instead. Receives are posted before sends (a send without a posted receive
+    costs 1.7x), peers are rotated so that ranks do not all send to rank 0 first, and gloo's own
+    threads make the progress. With one rank there are no peers and every call is a no-op.
+    """
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
+
+    def _sources(self) -> list[int]:
+        return [(self.rank - hop) % self.world_size for hop in range(1, self.world_size)]
+
+    @override
+    def scratch_numel(self, numel: int) -> int:
+        return numel // self.world_size * (self.world_size - 1)
+
+    @override
+    def launch_reduce_scatter(self, buffer: Tensor, received: Tensor, bucket: int) -> Work:
+        own = shard_of(buffer, self.rank, self.world_size)
+        rows = {
+            source: shard_of(received, place, self.world_size - 1)
+            for place, source in enumerate(self._sources())
+        }
+        outgoing = {peer: shard_of(buffer, peer, self.world_size) for peer in self._peers()}
+        waits = self._exchange(rows, outgoing, self.reduce_group, bucket)
+        self.ledger.reduce_scatter_bytes += _nbytes(outgoing)
+        rows[self.rank] = own
+        return self._work(
+            "reduce_scatter",
+            f"bucket {bucket}",
+            waits,
+            lambda: sum_in_source_order([rows[source] for source in sorted(rows)], own),
+        )
+
+    @override
+    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+        own = shard_of(buffer, self.rank, self.world_size)
+        rows = {peer: shard_of(buffer, peer, self.world_size) for peer in self._sources()}
+        outgoing = dict.fromkeys(self._peers(), own)
+        waits = self._exchange(rows, outgoing, self.gather_group, bucket)
+        self.ledger.all_gather_bytes += _nbytes(outgoing)
+        return self._work("all_gather", f"bucket {bucket}", waits)
+
+    @override
+    def launch_any(self, flags: Tensor) -> Work:
+        rows = {source: torch.empty_like(flags) for source in self._sources()}
+        outgoing = dict.fromkeys(self._peers(), flags.clone())
+        waits = self._exchange(rows, outgoing, self.reduce_group, _FLAGS_TAG)
+        self.ledger.other_bytes += _nbytes(outgoing)
+
+        def combine() -> None:
+            for row in rows.values():
+                torch.maximum(flags, row, out=flags)
+
+        return self._work("reduce_scatter", "used parameters", waits, combine)
+
+    @override
+    def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
+        rows = {} if self.rank == 0 else {0: buffer}
+        outgoing = dict.fromkeys(self._peers(), buffer) if self.rank == 0 else {}
+        waits = self._exchange(rows, outgoing, self.gather_group, _BUFFERS_TAG + index)
+        self.ledger.other_bytes += _nbytes(outgoing)
+        return self._work("all_gather", "module buffers", waits)
+
+    def _exchange(
+        self, rows: dict[int, Tensor], outgoing: dict[int, Tensor], group: Any, tag: int
+    ) -> list[Any]:
+        receives = [
+            dist.irecv(row, group=group, src=source, tag=tag) for source, row in rows.items()
+        ]
+        sends = [dist.isend(row, group=group, dst=peer, tag=tag) for peer, row in outgoing.items()]
+        return [*receives, *sends]
+
+
+class NativeCollectives(_Groups):
+    """The backend's own reduce-scatter and all-gather (NCCL): stream-ordered, no host block.
+
+    NCCL orders a collective behind the stream that launches it, and `wait` orders the current
+    stream behind the collective, so neither side ever blocks the host. Order is the same on all
+    ranks within a group and between both groups, because launches follow the plan.
+    """
+
+    @override
+    def scratch_numel(self, numel: int) -> int:
+        return 0
+
+    @override
+    def launch_reduce_scatter(self, buffer: Tensor, received: Tensor, bucket: int) -> Work:
+        own = shard_of(buffer, self.rank, self.world_size)
+        work = _reduce_scatter(own, buffer, group=self.reduce_group, async_op=True)
+        self.ledger.reduce_scatter_bytes += self._ring_bytes(buffer)
+        return self._work("reduce_scatter", f"bucket {bucket}", [work])
+
+    @override
+    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+        own = shard_of(buffer, self.rank, self.world_size)
+        work = _all_gather(buffer, own, group=self.gather_group, async_op=True)
+        self.ledger.all_gather_bytes += self._ring_bytes(buffer)
+        return self._work("all_gather", f"bucket {bucket}", [work])
+
+    @override
+    def launch_any(self, flags: Tensor) -> Work:
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.reduce_group, async_op=True)
+        self.ledger.other_bytes += 2 * self._ring_bytes(flags)
+        return self._work("reduce_scatter", "used parameters", [work])
+
+    @override
+    def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
+        work = dist.broadcast(buffer, src=0, group=self.gather_group, async_op=True)
+        self.ledger.other_bytes += buffer.nbytes
+        return self._work("all_gather", "module buffers", [work])
+
+    def _ring_bytes(self, buffer: Tensor) -> int:
+        return buffer.nbytes // self.world_size * (self.world_size - 1)
+
+
+# torch 2.13 renamed both; the old names warn there and are the only ones before it.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def sum_in_source_order(rows: Sequence[Tensor], out: Tensor) -> None:
+    """Writes `rows[0] + rows[1] + ...` into `out` (one of the rows), left to right.
+
+    Left to right in rank order, so that the bits depend on the number of ranks alone. Rows narrower
+    than fp32 are summed in fp32 and rounded once. May overwrite any row.
+    """
+    total = rows[0]
+    if out.dtype in (torch.float16, torch.bfloat16):
+        total = rows[0].float()
+        for row in rows[1:]:
+            total.add_(row)
+        out.copy_(total)
+        return
+    for number, row in enumerate(rows[1:], start=2):
+        torch.add(total, row, out=out if number == len(rows) else total)
+
+
+def _nbytes(rows: dict[int, Tensor]) -> int:
+    return sum(row.nbytes for row in rows.values())
+
+
+def new_collectives(device: torch.device, timeout: timedelta | None = None) -> Collectives:
+    """Makes both process groups over all ranks and picks the backend. Collective: all ranks call.
+
+    Args:
+        device: Where parameters live.
+        timeout: How long a collective may take before it raises; None keeps torch's default.
+
+    Returns:
+        Collectives of one rank if torch.distributed is not initialised.
+
+    Raises:
+        ValueError: If parameters on an accelerator are to travel through gloo.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return PairwiseCollectives(None, None, 0, 1)
+    backend = dist.get_backend()
+    if backend == "gloo" and device.type != "cpu":
+        raise ValueError(
+            f"strategy='dear' cannot send parameters on {device} through gloo;"
+            " use process_group_backend='nccl'."
+        )
+    groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+    kind = PairwiseCollectives if backend == "gloo" else NativeCollectives
+    return kind(groups[0], groups[1], dist.get_rank(), dist.get_world_size())

@@ -1,0 +1,123 @@
+"""Which optimizers may step on a part of a tensor: those whose update is element-wise."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    )
+)
+_WHOLE_TENSOR = frozenset(
+    {
+        "adafactor",
+        "distributedshampoo",
+        "galoreadamw",
+        "lamb",
+        "lars",
+        "lbfgs",
+        "muon",
+        "novograd",
+        "prodigy",
+        "shampoo",
+        "soap",
+        "sparseadam",
+    }
+)
+_NUM_ROWS, _NUM_COLUMNS, _NUM_STEPS = 8, 32, 3
+
+
+def inner_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The class's own `step`, without the hooks and profiling that torch wraps around it."""
+    step: Any = type(optimizer).step
+    inner: Callable[[Optimizer], Any] = step.__wrapped__ if hasattr(step, "hooked") else step
+    return inner
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that would give another result on parts of tensors.
+
+    torch's own element-wise optimizers are known by class; anything else is probed: a matrix
+    stepped whole and in two parts, three steps, must end in the same bits.
+
+    Raises:
+        ValueError: Naming the optimizer and what to use.
+    """
+    if type(optimizer) in ELEMENTWISE:
+        return
+    name = type(optimizer).__name__
+    if name.lower() in _WHOLE_TENSOR:
+        raise ValueError(_refusal(name, "it works on whole tensors, not element by element"))
+    try:
+        agrees = _steps_alike_on_parts(optimizer)
+    except Exception as error:
+        raise ValueError(
+            _refusal(name, f"stepping it on a small matrix failed: {error}")
+        ) from error
+    if not agrees:
+        raise ValueError(_refusal(name, "a matrix stepped in two parts differs from it whole"))
+
+
+def _refusal(name: str, why: str) -> str:
+    known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+    return (
+        f"strategy='dear' cannot shard {name}: {why}. Use an element-wise optimizer ({known}, or"
+        " one that passes the same test); gather='gradients' for the others does not exist yet."
+    )
+
+
+def _steps_alike_on_parts(optimizer: Optimizer) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_NUM_ROWS, _NUM_COLUMNS, generator=generator)
+    gradients = torch.randn(_NUM_STEPS, _NUM_ROWS, _NUM_COLUMNS, generator=generator)
+    whole, flat = start.clone(), start.clone().flatten()
+    half = flat.numel() // 2
+    parts = (flat[:half], flat[half:])
+    _run(optimizer, [[whole]], gradients, lambda tensor, gradient: gradient)
+    _run(
+        optimizer,
+        [[part] for part in parts],
+        gradients,
+        lambda tensor, gradient: (
+            gradient.flatten()[:half] if tensor is parts[0] else gradient.flatten()[half:]
+        ),
+    )
+    return torch.equal(whole.flatten(), flat) and not torch.equal(whole, start)
+
+
+@torch.no_grad()
+def _run(
+    optimizer: Optimizer,
+    selections: list[list[torch.Tensor]],
+    gradients: torch.Tensor,
+    gradient_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Steps a twin of `optimizer` on each selection in turn, as the engine steps buckets."""
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    group = {**optimizer.param_groups[0], "params": []}
+    twin.__dict__.update(state=defaultdict(dict), param_groups=[group])
+    step = inner_step(twin)
+    for gradient in gradients:
+        for tensors in selections:
+            for tensor in tensors:
+                tensor.grad = gradient_of(tensor, gradient).clone()
+            group["params"] = tensors
+            step(twin)

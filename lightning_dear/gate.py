@@ -1,0 +1,106 @@
+"""Waits where parameters are read: a gate in place of `module._parameters`.
+
+While a parameter of a module is still being gathered, a dict subclass stands in for the module's
+`_parameters`; any read or write through it (`self.weight`, `parameters()`, `state_dict()`, `to()`)
+first completes the module's parameters. Once they are complete the module's own dict is back, so
+that a module that waits for nothing pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+from typing_extensions import override
+
+
+class ParameterGate(dict[str, Any]):
+    """Stands in for `module._parameters` until `open_gate` has put `plain` back.
+
+    Holds the same items, so that C-level reads find the right tensors (though without a wait).
+
+    Args:
+        plain: The module's own dict; all writes go to it.
+        open_gate: Completes the module's parameters and restores `plain`; may block.
+    """
+
+    def __init__(self, plain: dict[str, Any], open_gate: Callable[[], None]) -> None:
+        super().__init__(plain)
+        self.plain = plain
+        self._open = open_gate
+
+    def _opened(self) -> dict[str, Any]:
+        self._open()
+        return self.plain
+
+    def __getitem__(self, key: str) -> Any:
+        return self._opened()[key]
+
+    @override
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._opened().get(key, default)
+
+    @override
+    def items(self) -> Any:
+        return self._opened().items()
+
+    @override
+    def values(self) -> Any:
+        return self._opened().values()
+
+    @override
+    def copy(self) -> dict[str, Any]:
+        return self._opened().copy()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._opened()[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._opened()[key]
+
+    @override
+    def pop(self, *args: Any) -> Any:
+        return self._opened().pop(*args)
+
+    @override
+    def popitem(self) -> tuple[str, Any]:
+        return self._opened().popitem()
+
+    @override
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        return self._opened().setdefault(key, default)
+
+    @override
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._opened().update(*args, **kwargs)
+
+    @override
+    def clear(self) -> None:
+        self._opened().clear()
+
+    def __eq__(self, other: object) -> bool:
+        return self._opened() == other
+
+    def __or__(self, other: Any) -> Any:
+        return self._opened() | other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Copies and pickles are of a module whose parameters are complete: an ordinary dict.
+        return dict, (dict(self._opened()),)
+
+    __hash__ = None
+
+
+def close_gate(module: Module, open_gate: Callable[[], None]) -> None:
+    """Puts a gate in place of the module's `_parameters`."""
+    plain = module.__dict__["_parameters"]
+    if not isinstance(plain, ParameterGate):
+        module.__dict__["_parameters"] = ParameterGate(plain, open_gate)
+
+
+def remove_gate(module: Module) -> None:
+    """Puts the module's own dict back, if a gate stands in its place."""
+    gate = module.__dict__["_parameters"]
+    if isinstance(gate, ParameterGate):
+        module.__dict__["_parameters"] = gate.plain

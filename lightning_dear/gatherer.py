@@ -1,0 +1,149 @@
+"""The all-gather half: launched bucket by bucket in the step, waited for where a read happens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dear.bucket import FlatBuffers
+from lightning_dear.collectives import Work
+from lightning_dear.exchange import DenseExchange
+from lightning_dear.gate import close_gate, remove_gate
+
+WaitObserver = Callable[[str, float, float], None]
+"""(reason, start_s, end_s) of a wait that blocked the host for parameters."""
+
+
+class ParameterGatherer:
+    """Launches gathers and completes parameters.
+
+    Completing is a local wait: it starts no collective, so any rank may do it at any time, alone.
+
+    Args:
+        module: Whose parameters are gathered.
+        buffers: Where they lie.
+        exchange: What moves them.
+        ungated: Parameter index -> module in front of whose forward to wait, since it reads the
+            parameter behind the gate's back (see `ForwardRecorder.ungated`).
+        on_wait: Told about every wait.
+        is_gated: False where nothing ever travels: no hook or gate is put anywhere.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        buffers: FlatBuffers,
+        exchange: DenseExchange,
+        ungated: Mapping[int, Module | None],
+        on_wait: WaitObserver,
+        *,
+        is_gated: bool = True,
+    ) -> None:
+        self._buffers = buffers
+        self._exchange = exchange
+        self._on_wait = on_wait
+        self._lock = threading.RLock()
+        self._pending: dict[int, Work] = {}
+        self._parameters_of: list[list[Tensor]] = [[] for _ in buffers.buckets]
+        for placement in buffers.placements:
+            for number in placement.buckets:
+                self._parameters_of[number].append(placement.parameter)
+        self._owners = self._owning_modules(module) if is_gated else {}
+        self._modules_of: list[list[Module]] = [[] for _ in buffers.buckets]
+        for owner, numbers in self._owners.items():
+            for number in numbers:
+                self._modules_of[number].append(owner)
+        self._entry = self._buckets_of(i for i, user in ungated.items() if user is None)
+        self._hooks = self._register_hooks(ungated)
+
+    def _buckets_of(self, indices: Iterable[int]) -> tuple[int, ...]:
+        placements = self._buffers.placements
+        return tuple(sorted({n for index in indices for n in placements[index].buckets}))
+
+    def _owning_modules(self, module: Module) -> dict[Module, tuple[int, ...]]:
+        index = {id(place.parameter): i for i, place in enumerate(self._buffers.placements)}
+        owners = {}
+        for part in module.modules():
+            own = [index[id(p)] for p in part._parameters.values() if id(p) in index]
+            if own:
+                owners[part] = self._buckets_of(own)
+        return owners
+
+    def _register_hooks(self, ungated: Mapping[int, Module | None]) -> list[RemovableHandle]:
+        waits = {module: set(numbers) for module, numbers in self._owners.items()}
+        for index, user in ungated.items():
+            if user is not None:
+                waits.setdefault(user, set()).update(self._buffers.placements[index].buckets)
+        return [
+            module.register_forward_pre_hook(partial(self._before_forward, tuple(sorted(numbers))))
+            for module, numbers in waits.items()
+        ]
+
+    def _before_forward(self, numbers: tuple[int, ...], module: Module, args: Any) -> None:
+        if self._pending:
+            self.complete(numbers, type(module).__name__)
+
+    def launch(self, number: int) -> None:
+        """Starts gathering bucket `number`, whose own shard has been stepped. Does not block."""
+        work = self._exchange.launch_gather(self._buffers.buckets[number])
+        if not work.is_done:
+            self._pending[number] = work
+
+    def close_gates(self) -> None:
+        """Makes every module that owns a pending parameter wait at its next read."""
+        if not self._pending:
+            return
+        for module, numbers in self._owners.items():
+            close_gate(module, partial(self.complete, numbers, type(module).__name__))
+
+    def complete_entry(self) -> None:
+        """Completes what a forward reads before any module of it runs; may block."""
+        self.complete(self._entry, "training_step")
+
+    def complete(self, numbers: Iterable[int] | None = None, reason: str = "read") -> None:
+        """Blocks until buckets (all by default) hold the new parameters; idempotent, thread-safe.
+
+        Args:
+            numbers: Of the buckets to wait for.
+            reason: What forces the wait, for the timeline.
+
+        Raises:
+            RuntimeError: What the backend raises when a peer failed or the timeout passed; the
+                parameters then stay pending, so that a later read raises too.
+        """
+        with self._lock:
+            for number in tuple(self._pending) if numbers is None else numbers:
+                work = self._pending.get(number)
+                if work is not None:
+                    self._wait(number, work, reason)
+
+    def _wait(self, number: int, work: Work, reason: str) -> None:
+        start_s = time.perf_counter()
+        work.wait()
+        # A tensor that an earlier operation saved for backward now holds other values: with the
+        # version bumped, autograd refuses to use it instead of returning a wrong gradient.
+        torch.autograd.graph.increment_version(self._parameters_of[number])
+        del self._pending[number]
+        for module in self._modules_of[number]:
+            if not any(other in self._pending for other in self._owners[module]):
+                remove_gate(module)
+        self._on_wait(reason, start_s, time.perf_counter())
+
+    def is_pending(self, number: int) -> bool:
+        """Whether bucket `number` is still being gathered."""
+        return number in self._pending
+
+    def detach(self) -> None:
+        """Removes hooks and gates. Does not wait: complete first, or accept old values."""
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._owners:
+            remove_gate(module)

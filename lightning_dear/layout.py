@@ -1,0 +1,123 @@
+"""What is trained: the managed parameters, checked once at setup, and described for the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_dear.collectives import Collectives
+from lightning_dear.elementwise import check_elementwise
+from lightning_dear.planning import TensorSpec
+
+
+def managed_parameters(
+    module: Module, optimizers: Sequence[Optimizer]
+) -> list[tuple[str, Parameter]]:
+    """(name, parameter) of what the optimizers train at present, in registration order.
+
+    A shared parameter stands once, under its first name.
+    """
+    trained = {id(p) for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    return [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if id(parameter) in trained and parameter.requires_grad and parameter.numel()
+    ]
+
+
+def tensor_specs(
+    names: Sequence[str],
+    parameters: Sequence[Parameter],
+    optimizers: Sequence[Optimizer],
+    first_use: Mapping[int, int],
+    ready: Sequence[int],
+) -> list[TensorSpec]:
+    """What the planner needs to know of each parameter.
+
+    Args:
+        names: Of the parameters.
+        parameters: The engine's list.
+        optimizers: To keep the parameters of each apart.
+        first_use: Parameter index -> position of its first read in the recorded forward.
+        ready: Parameter indices in the order of their gradients; empty if nothing was recorded.
+    """
+    owner = {
+        id(parameter): number
+        for number, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    order = ready or range(len(parameters) - 1, -1, -1)
+    position = {index: place for place, index in enumerate(order)}
+    return [
+        TensorSpec(
+            index=index,
+            name=name,
+            numel=parameter.numel(),
+            itemsize=parameter.element_size(),
+            family=f"{parameter.dtype}/{parameter.device.type}/optimizer {owner[id(parameter)]}",
+            first_use=first_use.get(index),
+            ready=position.get(index),
+        )
+        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
+    ]
+
+
+def check_layout(module: Module, optimizers: Sequence[Optimizer], collectives: Collectives) -> None:
+    """Refuses what cannot be trained, on every rank alike. Collective, blocks.
+
+    Raises:
+        ValueError: Saying what is wrong and what to change.
+    """
+    problem = _local_problem(module, optimizers)
+    described = [
+        (name, tuple(parameter.shape), str(parameter.dtype))
+        for name, parameter in managed_parameters(module, optimizers)
+    ]
+    reports = collectives.all_gather_object((problem, described))
+    for rank, (other_problem, _) in enumerate(reports):
+        if other_problem is not None:
+            where = "" if rank == collectives.rank else f" (found on rank {rank})"
+            raise ValueError(other_problem + where)
+    for rank, (_, other) in enumerate(reports):
+        if other != reports[0][1]:
+            raise ValueError(_difference(rank, reports[0][1], other))
+
+
+def _local_problem(module: Module, optimizers: Sequence[Optimizer]) -> str | None:
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        try:
+            check_elementwise(optimizer)
+        except ValueError as error:
+            return str(error)
+        for number, group in enumerate(optimizer.param_groups):
+            foreign = [p for p in group["params"] if id(p) not in own]
+            if foreign:
+                return (
+                    f"{type(optimizer).__name__}'s parameter group {number} holds {len(foreign)}"
+                    f" parameter(s) that are not the module's (first shape:"
+                    f" {tuple(foreign[0].shape)}); build the optimizer from self.parameters()."
+                )
+    managed = managed_parameters(module, optimizers)
+    if not managed:
+        return "The optimizer holds no parameter of the module that requires a gradient."
+    devices = {str(parameter.device) for _, parameter in managed}
+    if len(devices) > 1:
+        return f"Trained parameters lie on several devices ({', '.join(sorted(devices))}); use one."
+    return None
+
+
+Described = Sequence[tuple[str, tuple[int, ...], str]]
+
+
+def _difference(rank: int, first: Described, other: Described) -> str:
+    for left, right in zip(first, other, strict=False):
+        if left != right:
+            return f"Ranks hold different models: rank 0 has {left}, rank {rank} has {right}."
+    return (
+        f"Ranks hold different models: rank 0 trains {len(first)} parameters, rank {rank}"
+        f" {len(other)}. Build the same model on every rank."
+    )

@@ -1,0 +1,124 @@
+"""Sharded optimizer state back in torch's ordinary format: whole tensors by parameter number."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_dear.collectives import Collectives
+from lightning_dear.planning.plan import BucketPlan, BucketSpec
+from lightning_dear.sharded_optimizer import ShardedOptimizer
+
+Described = dict[int, dict[str, Any]]
+"""Tensor index -> state key -> `_PerElement` or the value itself."""
+
+
+@dataclass(frozen=True)
+class _PerElement:
+    """Stands for a tensor with one value per element, of which each rank has its pieces."""
+
+    dtype: torch.dtype
+
+
+def consolidate(
+    sharded: ShardedOptimizer,
+    plan: BucketPlan,
+    parameters: Sequence[Parameter],
+    collectives: Collectives,
+) -> dict[str, Any]:
+    """The optimizer's `state_dict()` as if it had never been sharded, on every rank.
+
+    Collective: all ranks call. Blocks. Needs memory for the whole state on each rank.
+    """
+    state = whole_state(sharded, plan, parameters, collectives)
+    optimizer = sharded.optimizer
+    own, optimizer.state = optimizer.state, defaultdict(dict, {**optimizer.state, **state})
+    try:
+        return optimizer.state_dict()
+    finally:
+        optimizer.state = own
+
+
+@torch.no_grad()
+def whole_state(
+    sharded: ShardedOptimizer,
+    plan: BucketPlan,
+    parameters: Sequence[Parameter],
+    collectives: Collectives,
+) -> dict[Tensor, dict[str, Any]]:
+    """Parameter -> its whole state; parameters never stepped are left out. Collective, blocks."""
+    described = _agree(_describe(sharded), collectives)
+    whole: dict[int, dict[str, Any]] = {
+        index: {
+            key: _empty_like(parameters[index], value) if _is_cut(value) else value
+            for key, value in entries.items()
+        }
+        for index, entries in described.items()
+    }
+    for number, spec in enumerate(plan.buckets):
+        for key, dtype in _cut_entries(spec, described):
+            shard = _fill_shard(sharded, number, spec, key, dtype)
+            collectives.launch_all_gather(shard, number).wait()
+            for part in spec.slices:
+                target = whole.get(part.tensor, {}).get(key)
+                if isinstance(target, Tensor) and target.dtype == dtype:
+                    flat = target.as_strided((target.numel(),), (1,))
+                    flat[part.start : part.stop] = shard[part.offset : part.offset + part.numel]
+    return {parameters[index]: entries for index, entries in whole.items()}
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, _PerElement)
+
+
+def _describe(sharded: ShardedOptimizer) -> Described:
+    described: Described = {}
+    for piece in sharded.pieces:
+        entries = sharded.state_of(piece)
+        if entries:
+            described[piece.tensor_index] = {
+                key: _PerElement(value.dtype)
+                if isinstance(value, Tensor) and value.shape == (piece.numel,)
+                else value
+                for key, value in entries.items()
+            }
+    return described
+
+
+def _agree(described: Described, collectives: Collectives) -> Described:
+    merged: Described = {}
+    for one in collectives.all_gather_object(described):
+        merged.update(one)
+    return dict(sorted(merged.items()))
+
+
+def _empty_like(parameter: Parameter, entry: _PerElement) -> Tensor:
+    return torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
+
+
+def _cut_entries(spec: BucketSpec, described: Described) -> Iterator[tuple[str, torch.dtype]]:
+    entries = {
+        (key, value.dtype): None
+        for part in spec.slices
+        for key, value in described.get(part.tensor, {}).items()
+        if _is_cut(value)
+    }
+    yield from entries
+
+
+def _fill_shard(
+    sharded: ShardedOptimizer, number: int, spec: BucketSpec, key: str, dtype: torch.dtype
+) -> Tensor:
+    """A buffer as long as the bucket whose own shard holds this rank's values of `key`."""
+    buffer = torch.zeros(spec.padded_numel, dtype=dtype, device=sharded.device)
+    for piece in sharded.pieces_in(number):
+        value = sharded.state_of(piece).get(key)
+        if isinstance(value, Tensor) and value.dtype == dtype:
+            buffer[piece.offset : piece.offset + piece.numel] = value
+    return buffer

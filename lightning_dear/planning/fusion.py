@@ -1,0 +1,195 @@
+"""Fixed-rule planners: one bucket a tensor, one bucket in all, or buckets up to a threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lightning_dear.planning.plan import (
+    ALIGNMENT,
+    BucketPlan,
+    BucketSpec,
+    Slice,
+    TensorSpec,
+    aligned,
+    reduce_order,
+)
+
+MIB = 1 << 20
+
+
+class FusionPlanner(Protocol):
+    """Turns tensors into buckets."""
+
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        """Assigns every element of every tensor to exactly one bucket; pure."""
+
+
+class ThresholdFusion:
+    """Fuses tensors in first-use order into buckets of at most `bucket_cap_mb`.
+
+    The bucket nearest the input is smaller: it is the last to be reduced and the first to be read,
+    so nothing hides its time. A tensor over the cap is cut into equal parts.
+
+    Args:
+        bucket_cap_mb: Cap of a bucket, MiB.
+        first_bucket_cap_mb: Cap of the bucket nearest the input, MiB; not above `bucket_cap_mb`.
+
+    Raises:
+        ValueError: If a cap is not positive.
+    """
+
+    def __init__(self, *, bucket_cap_mb: float = 4.0, first_bucket_cap_mb: float = 1.0) -> None:
+        for option, value in (
+            ("bucket_cap_mb", bucket_cap_mb),
+            ("first_bucket_cap_mb", first_bucket_cap_mb),
+        ):
+            if not value > 0:
+                raise ValueError(f"{option} must be > 0 MiB, got {value}.")
+        self.bucket_cap_mb = bucket_cap_mb
+        self.first_bucket_cap_mb = min(first_bucket_cap_mb, bucket_cap_mb)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"threshold({self.bucket_cap_mb:g} MiB, first {self.first_bucket_cap_mb:g} MiB)"
+
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        """See `FusionPlanner`. One rank has nothing to overlap: there the caps do not apply."""
+        caps = (self.first_bucket_cap_mb * MIB, self.bucket_cap_mb * MIB)
+        if world_size == 1:
+            caps = (float("inf"), float("inf"))
+        return _fuse(self.name, tensors, world_size, *caps)
+
+
+class NoFusion:
+    """A bucket for every tensor (the paper's "without tensor fusion")."""
+
+    name = "none"
+
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        """See `FusionPlanner`."""
+        return _fuse(self.name, tensors, world_size, 0, 0, split=False)
+
+
+class SingleFusion:
+    """One bucket for everything: no overlap at all, the fewest messages."""
+
+    name = "single"
+
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        """See `FusionPlanner`."""
+        return _fuse(self.name, tensors, world_size, float("inf"), float("inf"))
+
+
+FUSIONS: dict[str, type[ThresholdFusion] | type[NoFusion] | type[SingleFusion]] = {
+    "threshold": ThresholdFusion,
+    "none": NoFusion,
+    "single": SingleFusion,
+}
+
+
+def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> FusionPlanner:
+    """The planner that a user's `fusion` and `bucket_cap_mb` (MiB) mean.
+
+    Raises:
+        ValueError: For an unknown name, or a cap given to a planner that has none.
+        TypeError: If `fusion` is neither a name nor a planner.
+    """
+    if isinstance(fusion, str):
+        if fusion not in FUSIONS:
+            raise ValueError(f"Unknown fusion {fusion!r}; valid names: {', '.join(FUSIONS)}.")
+        if fusion == "threshold":
+            return ThresholdFusion(
+                **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb})
+            )
+    elif not callable(getattr(fusion, "plan", None)):
+        raise TypeError(
+            f"fusion must be one of {', '.join(FUSIONS)} or an object with a plan() method,"
+            f" got {type(fusion).__name__}."
+        )
+    if bucket_cap_mb is not None:
+        raise ValueError(
+            f"bucket_cap_mb={bucket_cap_mb} has no effect with fusion={fusion!r}; leave it out,"
+            " or set it on the planner: fusion=ThresholdFusion(bucket_cap_mb=...)."
+        )
+    return FUSIONS[fusion]() if isinstance(fusion, str) else fusion
+
+
+class _Builder:
+    """Fills the buckets of one family; `cap` is in elements."""
+
+    def __init__(self, family: str, unit: int) -> None:
+        self.family = family
+        self.unit = unit
+        self.slices: list[Slice] = []
+        self.filled = 0
+        self.buckets: list[BucketSpec] = []
+
+    def add(self, tensor: TensorSpec, start: int, stop: int) -> None:
+        self.slices.append(Slice(tensor.index, start, stop, self.filled))
+        self.filled += aligned(stop - start)
+
+    def close(self) -> None:
+        if self.slices:
+            padded = aligned(self.filled, self.unit)
+            self.buckets.append(BucketSpec(self.family, tuple(self.slices), padded))
+            self.slices, self.filled = [], 0
+
+
+def _fuse(
+    name: str,
+    tensors: Sequence[TensorSpec],
+    world_size: int,
+    first_cap_bytes: float,
+    cap_bytes: float,
+    *,
+    split: bool = True,
+) -> BucketPlan:
+    """Greedy fusion in first-use order; see `ThresholdFusion`.
+
+    Tensors without a gradient in the recorded step get buckets of their own: they may wait for the
+    end of backward, and nothing else should wait with them.
+    """
+    builders: dict[tuple[str, bool], _Builder] = {}
+    opened: list[tuple[tuple[bool, float, int], _Builder, int]] = []
+    unit = ALIGNMENT * world_size
+    for tensor in sorted(tensors, key=_use_key):
+        key = (tensor.family, tensor.is_used)
+        builder = builders.setdefault(key, _Builder(tensor.family, unit))
+        cap = (first_cap_bytes if not builder.buckets else cap_bytes) / tensor.itemsize
+        if builder.slices and builder.filled + tensor.numel > cap:
+            builder.close()
+        rest_cap = cap_bytes / tensor.itemsize
+        for start, stop in (
+            _cuts(tensor.numel, cap, rest_cap, unit) if split else [(0, tensor.numel)]
+        ):
+            if start > 0:
+                builder.close()
+            if not builder.slices:
+                opened.append((_use_key(tensor), builder, len(builder.buckets)))
+            builder.add(tensor, start, stop)
+    for builder in builders.values():
+        builder.close()
+    opened.sort(key=lambda item: item[0])
+    buckets = tuple(builder.buckets[number] for _, builder, number in opened)
+    return BucketPlan(name, world_size, buckets, reduce_order(buckets, tensors))
+
+
+def _use_key(tensor: TensorSpec) -> tuple[bool, float, int]:
+    first_use = float("inf") if tensor.first_use is None else tensor.first_use
+    return not tensor.is_used, first_use, tensor.index
+
+
+def _cuts(numel: int, first_cap: float, cap: float, unit: int) -> list[tuple[int, int]]:
+    """Ranges that cover a tensor: whole if it fits, else a first part and equal parts after it.
+
+    Every cut is at a multiple of `unit`, so that no padding separates the parts.
+    """
+    if numel <= max(first_cap, unit):
+        return [(0, numel)]
+    first = max(int(first_cap) // unit, 1) * unit
+    num_parts = -(-(numel - first) // max(int(cap) // unit * unit, unit))
+    size = aligned(-(-(numel - first) // num_parts), unit)
+    edges = [0, *range(first, numel, size), numel]
+    return list(zip(edges, edges[1:], strict=False))

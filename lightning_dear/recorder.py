@@ -1,0 +1,147 @@
+"""Records one forward: which parameter is read when, and which reads no gate can see.
+
+Registration order is not execution order, so buckets follow the recorded order. A read that did not
+go through `module._parameters` (a list held elsewhere, a GRU's flat weights) gets a wait of its own
+in front of the module that was running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from lightning_dear.gate import close_gate, remove_gate
+
+_METADATA = frozenset(
+    {
+        "__hash__",
+        "__len__",
+        "__repr__",
+        "data_ptr",
+        "dim",
+        "element_size",
+        "get_device",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "ndimension",
+        "nelement",
+        "numel",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "size",
+        "storage_offset",
+        "stride",
+        "untyped_storage",
+    }
+)
+"""Torch functions that look at a tensor without reading its values."""
+
+_DATA_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+
+
+class ForwardRecorder:
+    """Records the reads of `parameters` in the forwards run under `recording`.
+
+    Attributes:
+        first_use: Parameter index -> position of its first read.
+        ungated: Parameter index -> module that was running at its first read, for reads that
+            did not go through a module's `_parameters`; None if no module was running.
+        gradients: Parameter index -> how often its gradient was accumulated, in the order of
+            the last accumulations.
+    """
+
+    def __init__(self, module: Module, parameters: Sequence[Parameter]) -> None:
+        self._module = module
+        self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._gated: set[int] = set()
+        self._running: list[Module] = []
+        self.first_use: dict[int, int] = {}
+        self.ungated: dict[int, Module | None] = {}
+        self.gradients: dict[int, int] = {}
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """Records while the context is entered; compiled regions run eagerly in it."""
+        stack = ExitStack()
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in self._module.modules():
+            if any(id(parameter) in self._index for parameter in module._parameters.values()):
+                close_gate(module, self._opener(module))
+                stack.callback(remove_gate, module)
+        stack.callback(register_module_forward_pre_hook(self._enter).remove)
+        stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        stack.enter_context(_ReadMode(self._note_reads))
+        return stack
+
+    def note_gradient(self, index: int) -> None:
+        """Counts an accumulation into parameter `index`'s gradient."""
+        self.gradients[index] = self.gradients.pop(index, 0) + 1
+
+    def _opener(self, module: Module) -> Callable[[], None]:
+        def open_gate() -> None:
+            remove_gate(module)
+            self._gated.update(id(parameter) for parameter in module._parameters.values())
+
+        return open_gate
+
+    def _enter(self, module: Module, args: Any) -> None:
+        self._running.append(module)
+
+    def _leave(self, module: Module, args: Any, output: Any) -> None:
+        if self._running and self._running[-1] is module:
+            self._running.pop()
+
+    def _note_reads(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, (list, tuple)):
+                self._note_reads(value)
+            elif isinstance(value, dict):
+                self._note_reads(value.values())
+            elif id(value) in self._index:
+                index = self._index[id(value)]
+                if index not in self.first_use:
+                    self.first_use[index] = len(self.first_use)
+                    if id(value) not in self._gated:
+                        self.ungated[index] = self._running[-1] if self._running else None
+
+
+class _ReadMode(TorchFunctionMode):
+    """Reports the arguments of every torch function that looks at data."""
+
+    def __init__(self, note_reads: Callable[[Iterable[Any]], None]) -> None:
+        super().__init__()
+        self._note_reads = note_reads
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            reads_data = getattr(func.__self__, "__name__", "") in _DATA_GETTERS
+        else:
+            reads_data = name not in _METADATA
+        if reads_data:
+            self._note_reads(args)
+            if kwargs:
+                self._note_reads(kwargs.values())
+        return func(*args, **(kwargs or {}))
+
+
+def has_compiled_region(module: Module) -> bool:
+    """Whether `torch.compile` was applied to the module or to a part of it."""
+    return any(
+        part._compiled_call_impl is not None
+        or hasattr(part, "_orig_mod")
+        or getattr(part, "_compiler_ctx", None) is not None
+        for part in module.modules()
+    )

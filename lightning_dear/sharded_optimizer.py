@@ -1,0 +1,225 @@
+"""The user's optimizer, stepped on this rank's shards: 1/world_size of the work and of the state.
+
+The user's parameter groups always hold the user's parameters. Only from the end of the closure to
+the end of the inner step do pieces of them, bucket by bucket, stand in their place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_dear.bucket import FlatBuffers, Piece, as_flat, shard_pieces
+from lightning_dear.elementwise import inner_step
+
+
+class StepListener(Protocol):
+    """What the pipeline does around the optimizer's inner step."""
+
+    def before_step(self, optimizer: ShardedOptimizer) -> Sequence[bool]:
+        """Blocks until gradient shards are there; says per parameter whether anyone used it."""
+
+    def stepping(self, number: int) -> None:
+        """Bucket `number` is about to be stepped."""
+
+    def stepped(self, number: int) -> None:
+        """Bucket `number`'s own shard holds new values."""
+
+    def after_step(self) -> None:
+        """All buckets have been stepped and the groups hold the user's parameters again."""
+
+
+class ShardedOptimizer:
+    """Steps `optimizer` on shard pieces through its own step hooks.
+
+    `optimizer.step(closure)` keeps its meaning for whoever calls it: the closure runs once, then
+    the listener reduces, then every bucket is stepped, in plan order, with the group's options at
+    that moment. State lives here, per piece; `optimizer.state` is the user's (normally empty) dict
+    outside a step, and what is put into it (`load_state_dict`) is taken over before the next one.
+
+    Args:
+        optimizer: The user's. Mutated: two step hooks.
+        listener: The pipeline.
+    """
+
+    def __init__(self, optimizer: Optimizer, listener: StepListener) -> None:
+        self.optimizer = optimizer
+        self.pieces: list[Piece] = []
+        self.device = torch.device("cpu")
+        self._listener = listener
+        self._by_bucket: dict[int, list[list[Piece]]] = {}
+        self._parameters: Sequence[Parameter] = ()
+        self._state: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._swapped: list[list[Parameter]] | None = None
+        self._selected: int | None = None
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._on_step),
+            optimizer.register_step_post_hook(self._on_stepped),
+        )
+
+    def attach(
+        self, buffers: FlatBuffers, parameters: Sequence[Parameter], rank: int, world_size: int
+    ) -> None:
+        """Takes over this rank's pieces of the optimizer's parameters, and state given for them."""
+        self._parameters = parameters
+        self.device = parameters[0].device
+        group_of = {
+            id(parameter): number
+            for number, group in enumerate(self.optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self._by_bucket, self.pieces = {}, []
+        for bucket in buffers.buckets:
+            if id(parameters[bucket.spec.slices[0].tensor]) not in group_of:
+                continue
+            groups: list[list[Piece]] = [[] for _ in self.optimizer.param_groups]
+            for piece in shard_pieces(bucket, rank, world_size):
+                groups[group_of[id(parameters[piece.tensor_index])]].append(piece)
+                self.pieces.append(piece)
+            self._by_bucket[bucket.number] = groups
+
+    def detach(self) -> None:
+        """Lets go of the flat buffers; state stays readable through `state_of`."""
+        state, self._state = self._state, defaultdict(dict)
+        for piece in self.pieces:
+            own = state.get(piece.parameter)
+            piece.parameter, piece.gradient = torch.empty(0), None
+            if own:
+                self._state[piece.parameter] = own
+        self._by_bucket = {}
+
+    def remove_hooks(self) -> None:
+        """Gives `optimizer.step` back its ordinary meaning."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def state_of(self, piece: Piece) -> Mapping[str, Any]:
+        """The optimizer's state for `piece`; empty if it has not been stepped."""
+        state: Mapping[str, Any] = self._state.get(piece.parameter, {})
+        return state
+
+    def pieces_in(self, number: int) -> list[Piece]:
+        """This rank's pieces of bucket `number`."""
+        return [piece for piece in self.pieces if piece.bucket == number]
+
+    def adopt_state(self) -> None:
+        """Cuts state that stands in `optimizer.state` under whole parameters into pieces.
+
+        Empties `optimizer.state`. Replaces what the pieces had.
+        """
+        whole = self.optimizer.state
+        if not whole:
+            return
+        for piece in self.pieces:
+            parameter = self._parameters[piece.tensor_index]
+            own = whole.get(parameter)
+            if own:
+                self._state[piece.parameter] = {
+                    key: _cut(key, value, parameter, piece) for key, value in own.items()
+                }
+        whole.clear()
+
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Pre-hook: reduces after the closure, whether or not there is one."""
+        this, *rest = args
+        closure = rest[0] if rest else kwargs.get("closure")
+        if closure is None:
+            self._begin()
+            return None
+
+        def closure_then_reduce() -> Any:
+            loss = closure()
+            self._begin()
+            return loss
+
+        if rest:
+            return (this, closure_then_reduce, *rest[1:]), kwargs
+        return args, {**kwargs, "closure": closure_then_reduce}
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        used = self._listener.before_step(self)
+        self.adopt_state()
+        self._set_gradients(used)
+        self._swapped = [group["params"] for group in self.optimizer.param_groups]
+        self._state, self.optimizer.state = self.optimizer.state, self._state
+        step = inner_step(self.optimizer)
+        *head, last = self._by_bucket
+        try:
+            for number in head:
+                self._select(number)
+                step(self.optimizer)
+                self._finish_bucket()
+            self._select(last)
+        except BaseException:
+            self._restore()
+            raise
+
+    def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Post-hook: the inner step has just stepped the last bucket."""
+        if self._selected is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() did not call its closure, so strategy='dear'"
+                " could not reduce the gradients; call the closure before the update."
+            )
+        self._finish_bucket()
+        self._restore()
+        self._listener.after_step()
+
+    def _select(self, number: int) -> None:
+        self._listener.stepping(number)
+        for group, pieces in zip(self.optimizer.param_groups, self._by_bucket[number], strict=True):
+            group["params"] = [piece.parameter for piece in pieces]
+        self._selected = number
+
+    def _finish_bucket(self) -> None:
+        assert self._selected is not None
+        self._listener.stepped(self._selected)
+        self._selected = None
+
+    def _set_gradients(self, used: Sequence[bool]) -> None:
+        for piece in self.pieces:
+            gradient = piece.gradient
+            if gradient is None:
+                gradient = _own_gradient(self._parameters[piece.tensor_index], piece)
+            piece.parameter.grad = gradient if used[piece.tensor_index] else None
+
+    def restore(self) -> None:
+        """Puts the user's parameters back after a step that raised half-way; else does nothing."""
+        if self._swapped is not None:
+            self._restore()
+
+    def _restore(self) -> None:
+        assert self._swapped is not None
+        for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
+            group["params"] = parameters
+        self._state, self.optimizer.state = self.optimizer.state, self._state
+        self._swapped = self._selected = None
+
+
+def _own_gradient(parameter: Parameter, piece: Piece) -> Tensor | None:
+    """World size 1: the piece's part of `parameter.grad`, where autograd left it."""
+    if parameter.grad is None:
+        return None
+    return as_flat(parameter.grad, parameter.stride())[piece.start : piece.stop]
+
+
+def is_elementwise_state(key: str, value: Any, parameter: Tensor) -> bool:
+    """Whether an entry of an optimizer's state has one value per element of its parameter."""
+    return key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _cut(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
+    if is_elementwise_state(key, value, parameter):
+        flat = as_flat(value, parameter.stride())
+        return flat[piece.start : piece.stop].to(parameter.device, copy=True)
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+__all__ = ["ShardedOptimizer", "StepListener", "is_elementwise_state"]

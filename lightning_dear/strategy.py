@@ -1,0 +1,263 @@
+"""`DearStrategy`: Lightning's lifecycle around the pipeline, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, device
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dear.callbacks.completion_guard import CompletionGuard
+from lightning_dear.collectives import new_collectives
+from lightning_dear.compression import NoCompression, resolve_compressor
+from lightning_dear.launcher import configure_launcher
+from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import BucketPlan, FusionPlanner, resolve_fusion
+from lightning_dear.statistics import StepStatistics
+from lightning_dear.support import check_options, check_trainer
+from lightning_dear.timeline import Timeline
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""Of a collective, as Lightning's and torch's own."""
+
+
+class DearStrategy(DDPStrategy):
+    """Data parallel training whose communication overlaps backward *and* the next forward.
+
+    Gradients are reduce-scattered during backward, the optimizer steps this rank's 1/world_size of
+    every bucket, and the new parameters are all-gathered during the next forward (DeAR, arXiv
+    2302.12445, with parameters gathered instead of gradients). The weights are those of
+    `strategy="ddp"`.
+
+    Args:
+        accelerator: As in `DDPStrategy`, and so are the other host options.
+        parallel_devices: Devices of this node's ranks.
+        cluster_environment: Who starts the processes.
+        checkpoint_io: Reads and writes checkpoints.
+        precision_plugin: 32-bit, bf16-mixed or double.
+        compressor: "none", or an instance from `lightning_dear.compression`.
+        fusion: "threshold", "none", "single", or a planner from `lightning_dear.planning`.
+        bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
+        gather: What travels back: "parameters", the only kind so far.
+        broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.
+        find_unused_parameters: Accepted and unnecessary: unused parameters always work.
+        process_group_backend: "gloo" or "nccl"; None: by device.
+        timeout: Of a collective; a rank that waits longer raises.
+        start_method: "popen", "spawn", "fork" or "forkserver".
+        **ddp_options: None of `DDPStrategy`'s other options applies; each is refused by name.
+
+    Raises:
+        ValueError: For unknown names (the message lists the valid ones) and impossible options.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        compressor: str | NoCompression = "none",
+        fusion: str | FusionPlanner = "threshold",
+        bucket_cap_mb: float | None = None,
+        gather: Literal["parameters"] = "parameters",
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **ddp_options: Any,
+    ) -> None:
+        check_options(gather, ddp_options)
+        self._compressor = resolve_compressor(compressor)
+        self._fusion = resolve_fusion(fusion, bucket_cap_mb)
+        self._broadcast_buffers = broadcast_buffers
+        self._pipeline: Pipeline | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+
+    # --- for the user -----------------------------------------------------------------------
+
+    def complete_parameters(self, reason: str = "read") -> None:
+        """Blocks until all parameters have the values of the last step; local and idempotent.
+
+        Only needed before reading parameters through references that were taken before, such as a
+        list kept since construction; reads through modules wait by themselves.
+        """
+        if self._pipeline is not None:
+            self._pipeline.complete_parameters(reason)
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The buckets in use; None before the first optimizer step of a fit."""
+        return None if self._pipeline is None else self._pipeline.plan
+
+    @property
+    def statistics(self) -> StepStatistics | None:
+        """What the last optimizer step cost; None outside a fit."""
+        return None if self._pipeline is None else self._pipeline.statistics
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where spans are recorded at present. Assign a `Timeline` to record, None to stop."""
+        return None if self._pipeline is None else self._pipeline.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        if self._pipeline is None:
+            raise RuntimeError("A timeline can be recorded only during fit.")
+        self._pipeline.timeline = timeline
+
+    # --- Lightning's lifecycle ----------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        configure_launcher(self)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            assert self.lightning_module is not None
+            check_trainer(trainer, self.lightning_module, self.precision_plugin)
+        super().setup(trainer)
+        if is_fitting:
+            self._start_pipeline(trainer)
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        _sync_module_states(self.model)
+
+    def _start_pipeline(self, trainer: pl.Trainer) -> None:
+        assert self.model is not None
+        if len(self.optimizers) > 1:
+            raise ValueError(
+                f"strategy='dear' trains with one optimizer so far, configure_optimizers returned"
+                f" {len(self.optimizers)}; use one with several parameter groups, or"
+                " strategy='ddp'."
+            )
+        self._pipeline = Pipeline(
+            self.model,
+            self.optimizers,
+            new_collectives(self.root_device, self._timeout),
+            self._fusion,
+            broadcast_buffers=self._broadcast_buffers,
+        )
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [one for one in callbacks if not isinstance(one, CompletionGuard)]
+        callbacks.insert(0, CompletionGuard(self.complete_parameters))
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self._pipeline is None:
+            return super().training_step(*args, **kwargs)
+        with self._pipeline.forward():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        assert self._pipeline is not None
+        assert self.lightning_module is not None
+        # Under manual optimisation any number of backwards may come before a step.
+        synchronize = not self._is_sync_blocked and self.lightning_module.automatic_optimization
+        with self._pipeline.backward(synchronize=synchronize):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    _is_sync_blocked = False
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Gradients accumulate locally in backwards run within; nothing is sent."""
+        before, self._is_sync_blocked = self._is_sync_blocked, True
+        try:
+            yield
+        finally:
+            self._is_sync_blocked = before
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self.complete_parameters("validation_step")
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.complete_parameters("state_dict")
+        return super().lightning_module_state_dict()
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.complete_parameters("load_state_dict")
+        super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state in torch's format, on every rank. Collective, blocks."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if self._pipeline is None:
+            return super().optimizer_state(optimizer)
+        return self._pipeline.optimizer_state_dict(optimizer)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._pipeline is not None:
+            self._pipeline.abandon()
+
+    @override
+    def teardown(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.detach()
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For launchers that pickle the strategy: process groups and works stay behind."""
+        return {**self.__dict__, "_pipeline": None}
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
+        for name, start_method in (
+            ("dear", "popen"),
+            ("dear_spawn", "spawn"),
+            ("dear_fork", "fork"),
+            ("dear_notebook", "fork"),
+        ):
+            strategy_registry.register(
+                name,
+                cls,
+                description=f"DeAR data parallel with `start_method` '{start_method}'",
+                override=True,
+                start_method=start_method,
+            )
+
+
+__all__ = ["DearStrategy"]

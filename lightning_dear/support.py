@@ -1,0 +1,72 @@
+"""What `strategy="dear"` refuses, and what to do instead: checked before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+_DDP_OPTIONS = {
+    "ddp_comm_hook": "it hooks DistributedDataParallel, which is not used; see compressor=",
+    "ddp_comm_state": "it belongs to ddp_comm_hook, which is not used",
+    "ddp_comm_wrapper": "it belongs to ddp_comm_hook, which is not used",
+    "model_averaging_period": "post-local SGD averages what strategy='dear' keeps equal",
+    "static_graph": "the execution order is recorded in any case",
+    "gradient_as_bucket_view": "gradients always lie in the buckets",
+    "delay_all_reduce_named_params": "there is no all-reduce to delay",
+    "mixed_precision": "use Trainer(precision=...)",
+    "device_ids": "use Trainer(devices=...)",
+    "output_device": "use Trainer(devices=...)",
+    "dim": "outputs are never scattered",
+    "process_group": "strategy='dear' makes process groups of its own",
+    "bucket_cap_mb_list": "use fusion=",
+    "init_sync": "weights always start from rank 0's",
+    "check_reduction": "DistributedDataParallel itself ignores it",
+}
+
+
+def check_options(gather: str, ddp_options: Mapping[str, Any]) -> None:
+    """Refuses options of `DDPStrategy` that cannot apply, all in one message.
+
+    Raises:
+        ValueError: Naming each option and why; unknown options too.
+    """
+    if gather != "parameters":
+        raise ValueError(
+            f"Unknown gather {gather!r}; valid names: parameters. gather='gradients' does not"
+            " exist yet."
+        )
+    if not ddp_options:
+        return
+    reasons = [f"{option} ({_DDP_OPTIONS.get(option, 'unknown option')})" for option in ddp_options]
+    raise ValueError(
+        f"strategy='dear' does not take {'; '.join(reasons)}. Leave it out, or use strategy='ddp'."
+    )
+
+
+def check_trainer(trainer: Trainer, module: LightningModule, precision: Precision) -> None:
+    """Refuses what would silently train another model than under DDP.
+
+    Raises:
+        ValueError: Saying what cannot work yet and what to use.
+    """
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"gradient_clip_val={trainer.gradient_clip_val} has no effect under strategy='dear'"
+            " yet: each rank has only its shard of the gradients. Remove it, or use strategy='ddp'."
+        )
+    if is_overridden("configure_gradient_clipping", module):
+        raise ValueError(
+            f"{type(module).__name__}.configure_gradient_clipping would see no gradients under"
+            " strategy='dear' yet: each rank has only its shard. Remove it, or use strategy='ddp'."
+        )
+    scaler = getattr(precision, "scaler", None)
+    plain = type(precision) in (Precision, DoublePrecision, MixedPrecision)
+    if not plain or scaler is not None:
+        raise ValueError(
+            f"precision={precision.precision!r} does not work under strategy='dear' yet; use"
+            " '32-true', 'bf16-mixed' or '64-true', or strategy='ddp'."
+        )

@@ -1,0 +1,55 @@
+"""Draws a timeline: a lane for each phase, so that a person sees the overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_dear.timeline import LANES, Span
+
+_COLORS = {
+    "forward": "#4c78a8",
+    "backward": "#72b7b2",
+    "reduce_scatter": "#f58518",
+    "step": "#54a24b",
+    "all_gather": "#e45756",
+    "wait": "#bab0ac",
+}
+_TITLES = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather", "wait": "host waits"}
+
+
+def plot_timeline(spans: Sequence[Span], path: Path) -> None:
+    """Writes a picture of `spans` to `path` (the suffix says which format)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    origin_s = min((span.start_s for span in spans), default=0.0)
+    for row, lane in enumerate(LANES):
+        for number, span in enumerate(span for span in spans if span.lane == lane):
+            # Collectives of several buckets are in flight at once: stagger them within the lane.
+            num_rows = 4 if lane in ("reduce_scatter", "all_gather") else 1
+            height = 0.8 / num_rows
+            axes.barh(
+                row - 0.4 + height * (number % num_rows),
+                (span.end_s - span.start_s) * 1e3,
+                left=(span.start_s - origin_s) * 1e3,
+                height=height * 0.9,
+                align="edge",
+                color=_COLORS[lane],
+                edgecolor="white",
+                linewidth=0.3,
+            )
+    axes.set_yticks(range(len(LANES)), [_TITLES.get(lane, lane) for lane in LANES])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.set_title(
+        "Two steps of strategy='dear': reduce-scatter beside backward,"
+        " all-gather beside the next forward",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=130)

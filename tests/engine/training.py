@@ -1,0 +1,109 @@
+"""Trains one model in three ways: our engine, torch's DDP, and a single-process reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dear.collectives import new_collectives
+from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import FusionPlanner, ThresholdFusion
+from tests.engine.models import batch, build, loss_of, optimizer_for, weights
+
+SMALL_BUCKETS = ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005)
+"""Several buckets even for the small models, with tensors split between them."""
+
+Trace = tuple[list[list[Tensor]], list[Tensor]]
+"""Weights after every step, and the loss of every step."""
+
+
+def new_pipeline(
+    model: nn.Module, optimizer: torch.optim.Optimizer, fusion: FusionPlanner = SMALL_BUCKETS
+) -> Pipeline:
+    """A pipeline over the default process group's ranks."""
+    return Pipeline(model, [optimizer], new_collectives(torch.device("cpu")), fusion)
+
+
+def train_dear(
+    model_name: str,
+    optimizer_name: str,
+    num_steps: int,
+    fusion: FusionPlanner = SMALL_BUCKETS,
+    dtype: torch.dtype = torch.float32,
+    on_pipeline: Callable[[Pipeline], None] = lambda pipeline: None,
+) -> Trace:
+    """With our engine; weights are read the way a user would, between the steps."""
+    model = build(model_name, dtype=dtype)
+    optimizer = optimizer_for(optimizer_name, model)
+    pipeline = new_pipeline(model, optimizer, fusion)
+    on_pipeline(pipeline)
+    rank = dist.get_rank()
+    seen, losses = [], []
+    for step in range(num_steps):
+        with pipeline.forward():
+            loss = loss_of(model, *batch(model_name, step, rank, dtype))
+        optimizer.zero_grad()
+        with pipeline.backward():
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        seen.append(weights(model))
+    return seen, losses
+
+
+def train_ddp(
+    model_name: str,
+    optimizer_name: str,
+    num_steps: int,
+    dtype: torch.dtype = torch.float32,
+    bucket_cap_mb: float = 25,
+) -> Trace:
+    """With torch's DistributedDataParallel."""
+    model = build(model_name, dtype=dtype)
+    optimizer = optimizer_for(optimizer_name, model)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    seen, losses = [], []
+    for step in range(num_steps):
+        loss = loss_of(wrapped, *batch(model_name, step, dist.get_rank(), dtype))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        seen.append(weights(model))
+    return seen, losses
+
+
+def train_reference(
+    model_name: str,
+    optimizer_name: str,
+    num_steps: int,
+    world_size: int,
+    dtype: torch.dtype = torch.float32,
+) -> Trace:
+    """In one process: every rank's gradient in turn, each times 1/P, added in rank order.
+
+    Each rank has BatchNorm statistics of its own only within a forward, so one copy will do.
+    """
+    model = build(model_name, dtype=dtype)
+    optimizer = optimizer_for(optimizer_name, model)
+    seen, losses = [], []
+    for step in range(num_steps):
+        total: list[Tensor | None] = [None for _ in model.parameters()]
+        for rank in range(world_size):
+            loss = loss_of(model, *batch(model_name, step, rank, dtype))
+            gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+            for index, gradient in enumerate(gradients):
+                if gradient is not None:
+                    scaled, before = gradient * (1.0 / world_size), total[index]
+                    total[index] = scaled if before is None else before + scaled
+            if rank == 0:
+                losses.append(loss.detach())
+        for parameter, gradient in zip(model.parameters(), total, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        seen.append(weights(model))
+    return seen, losses
