@@ -22,7 +22,15 @@ MAX_FUNCTION_LINES = 60
 
 # Besides collectives.py: ending the default process group after a job, and FSDP2's `fully_shard`.
 DISTRIBUTED_ROOMS = ("collectives.py", "apps/job.py", "workloads/task.py")
-HOST_ROOMS = ("__init__.py", "strategy.py", "launcher.py", "callbacks/", "apps/", "workloads/")
+HOST_ROOMS = (
+    "__init__.py",
+    "strategy.py",
+    "support.py",
+    "launcher.py",
+    "callbacks/",
+    "apps/",
+    "workloads/",
+)
 HYDRA_ROOMS = ("launcher.py", "apps/", "_plugins/")
 TORCH_FREE_ROOMS = ("emulation/", "simulator/", "_plugins/", "paths.py", "versions.py")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_STRATEGY = not (ROOT / "lightning_dear/strategy.py").exists()
 
 APPLICATION = """
 import sys
@@ -51,7 +50,6 @@ def source_of(before: str = "", inside: str = "", name: str = "dear") -> str:
     return APPLICATION.format(before=before, inside=inside, name=name)
 
 
-@pytest.mark.skipif(NO_STRATEGY, reason="lightning_dear/strategy.py does not exist yet")
 @pytest.mark.parametrize("place", ["before", "inside"])
 def test_strategy_and_groups_are_known_without_an_import(tmp_path: Path, place: str) -> None:
     source = source_of(**{place: IMPORT_TRAINER})
@@ -61,7 +59,6 @@ def test_strategy_and_groups_are_known_without_an_import(tmp_path: Path, place: 
     assert "strategy: lightning_dear.strategy popen" in result.stdout
 
 
-@pytest.mark.skipif(NO_STRATEGY, reason="lightning_dear/strategy.py does not exist yet")
 @pytest.mark.parametrize(
     ("name", "start_method"),
     [("dear_spawn", "spawn"), ("dear_fork", "fork"), ("dear_notebook", "fork")],
@@ -71,7 +68,6 @@ def test_the_other_names_set_the_start_method(tmp_path: Path, name: str, start_m
     assert f"strategy: lightning_dear.strategy {start_method}" in result.stdout, result.stderr
 
 
-@pytest.mark.skipif(NO_STRATEGY, reason="lightning_dear/strategy.py does not exist yet")
 def test_the_documented_import_still_works_beside_the_plugin(tmp_path: Path) -> None:
     source = source_of(before=IMPORT_TRAINER, inside="import lightning_dear")
     result = run_application(tmp_path, source)
