@@ -1,0 +1,1 @@
+"""Lightning's own Trainer on real gloo ranks, `strategy="dear"` beside `DDPStrategy`."""

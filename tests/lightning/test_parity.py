@@ -1,0 +1,71 @@
+"""The same weights and losses as under DDP, step by step, through Trainer.fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.harness import distributed
+from tests.lightning.fitting import (
+    STRATEGIES,
+    WeightRecorder,
+    assert_differ,
+    assert_ranks_agree,
+    assert_same,
+    buffers,
+    dear,
+    fit,
+    fit_both,
+)
+from tests.lightning.nets import BATCH_SIZE, Net, copies
+
+CASES = [
+    (model, optimizer) for model in ("conv", "mlp", "gpt") for optimizer in ("sgd", "adamw")
+]
+
+
+def _check_watched(model: str, optimizer: str, num_steps: int) -> None:
+    num_samples = 2 * BATCH_SIZE * num_steps // 2
+    fits = fit_both(model, optimizer, num_samples=num_samples, max_epochs=2, validates=True)
+    (theirs, seen_theirs), (ours, seen_ours) = fits["ddp"], fits["dear"]
+    assert len(seen_ours.seen) == num_steps
+    assert_same(seen_ours.seen, seen_theirs.seen, "weights")
+    assert_same(ours.losses, theirs.losses, "loss")
+    assert_same(ours.validated, theirs.validated, "weights in validation")
+    assert_same(buffers(ours), buffers(theirs), "buffers")
+    assert_ranks_agree(seen_ours.seen)
+    assert_differ(seen_ours.seen[0], seen_ours.seen[-1])
+
+
+@pytest.mark.parametrize(("model", "optimizer"), CASES)
+@distributed(world_sizes=[2])
+def test_every_step_equals_ddp(model: str, optimizer: str) -> None:
+    _check_watched(model, optimizer, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "optimizer"), CASES)
+@distributed(world_sizes=[2], timeout_s=240)
+def test_fifty_steps_equal_ddp(model: str, optimizer: str) -> None:
+    _check_watched(model, optimizer, 50)
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("conv", "sgd"), ("gpt", "adamw")])
+@distributed(world_sizes=[2])
+def test_equals_ddp_when_nobody_looks(model: str, optimizer: str) -> None:
+    """No callback reads weights, so that only forward's own gates wait for the gathers."""
+    nets = {}
+    for name, strategy in STRATEGIES.items():
+        nets[name] = Net(model, optimizer)
+        fit(strategy(), nets[name], model=model, num_samples=32)
+    assert_same(nets["dear"].losses, nets["ddp"].losses, "loss")
+    assert_same(copies(nets["dear"]), copies(nets["ddp"]), "weights after fit")
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("conv", "adamw"), ("gpt", "sgd")])
+@distributed(world_sizes=[1, 3, 4])
+def test_all_ranks_agree_in_every_step(model: str, optimizer: str) -> None:
+    net, recorder = Net(model, optimizer), WeightRecorder()
+    fit(dear(), net, recorder, model=model, num_samples=48, limit_train_batches=6, validates=True)
+    assert len(recorder.seen) == 6
+    assert_ranks_agree(recorder.seen)
+    assert_ranks_agree([buffers(net)])
