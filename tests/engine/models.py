@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -13,11 +14,11 @@ from torch.optim import Optimizer
 class UnevenMLP(nn.Module):
     """Sizes that divide by nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: tuple[int, ...] = (7, 131, 61, 3)) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(7, 131), nn.ReLU(), nn.Linear(131, 61), nn.Tanh(), nn.Linear(61, 3)
-        )
+        self.layers = nn.Sequential()
+        for inputs, outputs in itertools.pairwise(sizes):
+            self.layers.extend([nn.Linear(inputs, outputs), nn.Tanh()])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -26,18 +27,17 @@ class UnevenMLP(nn.Module):
 class ConvNet(nn.Module):
     """Convolutions with a bias in front of BatchNorm, whose gradient is pure rounding noise."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: tuple[int, ...] = (12, 20)) -> None:
         super().__init__()
-        self.first = nn.Conv2d(1, 12, 3, padding=1)
-        self.norm = nn.BatchNorm2d(12)
-        self.second = nn.Conv2d(12, 20, 3, stride=2)
-        self.second_norm = nn.BatchNorm2d(20)
-        self.head = nn.Linear(20, 10)
+        self.layers = nn.Sequential()
+        for inputs, outputs in itertools.pairwise((1, *widths)):
+            self.layers.extend(
+                [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+            )
+        self.head = nn.Linear(widths[-1], 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.first(x)))
-        x = F.relu(self.second_norm(self.second(x)))
-        return self.head(x.mean((2, 3)))
+        return self.head(self.layers(x).mean((2, 3)))
 
 
 class TinyGPT(nn.Module):
@@ -63,7 +63,15 @@ class TinyGPT(nn.Module):
         return self.head(self.norm(x))
 
 
-MODELS = {"mlp": UnevenMLP, "conv": ConvNet, "gpt": TinyGPT}
+MODELS = {
+    "mlp": UnevenMLP,
+    "conv": ConvNet,
+    "gpt": TinyGPT,
+    # Several of DDP's 1 MB buckets, and tensors small enough to move between them.
+    "wide_mlp": lambda: UnevenMLP((7, *[301] * 9, 3)),
+    "wide_conv": lambda: ConvNet((90,) * 9),
+    "wide_gpt": lambda: TinyGPT(width=196),
+}
 
 
 def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -77,6 +85,7 @@ def batch(
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets, different on every rank and in every step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
+    name = name.removeprefix("wide_")
     if name == "gpt":
         tokens = torch.randint(67, (2, 17), generator=generator)
         return tokens[:, :-1], tokens[:, 1:].reshape(-1)
