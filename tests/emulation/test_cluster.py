@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,20 +30,19 @@ _PROGRAM = str(Path(__file__).with_name("bulk_transfer.py"))
 
 def _transfer(
     source: EmulatedHost, target: EmulatedHost, num_bytes: int, port: int = 5001
-) -> float:
-    """Send bytes from one host to another; return the seconds that they took."""
+) -> tuple[float, float]:
+    """Send bytes from one host to another; return when it began and when all had come, in s."""
     python = [sys.executable, "-S", _PROGRAM]
     address = [target.address, str(port)]
     receive = target.command([*python, "receive", *address])
     with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "listening\n"
-        subprocess.run(
-            source.command([*python, "send", *address, str(num_bytes)]), check=True, timeout=60
-        )
-        received, seconds = receiver.stdout.readline().split()
+        send = source.command([*python, "send", *address, str(num_bytes)])
+        start = subprocess.run(send, capture_output=True, text=True, check=True, timeout=60).stdout
+        received, end = receiver.stdout.readline().split()
     assert int(received) == num_bytes
-    return float(seconds)
+    return float(start), float(end)
 
 
 def _namespaces() -> set[str]:
@@ -70,37 +70,37 @@ def test_bytes_of_a_known_transfer_are_counted() -> None:
 @pytest.mark.netns
 @pytest.mark.parametrize("rate_mbit", [100, 1000])
 def test_bulk_transfer_runs_at_the_shaped_rate(rate_mbit: int) -> None:
-    num_bytes = rate_mbit * 1_000_000 // 8  # one second
+    num_bytes = int(0.4 * rate_mbit * 1e6 / 8)
     with EmulatedCluster(num_hosts=2, rate_mbit=rate_mbit) as cluster:
-        seconds = _transfer(cluster.hosts[0], cluster.hosts[1], num_bytes)
+        # The fastest of some: a busy machine makes a transfer slower and never faster.
+        seconds = min(_seconds_of(cluster, [(0, 1)], num_bytes) for _ in range(4))
     assert num_bytes * 8 / seconds / 1e6 == pytest.approx(rate_mbit, rel=0.15)
 
 
 @pytest.mark.netns
-@pytest.mark.parametrize("flows", [((0, 2), (1, 2)), ((2, 0), (2, 1))], ids=["in", "out"])
-def test_flows_share_the_link_of_the_host_where_they_meet(
-    flows: tuple[tuple[int, int], ...],
-) -> None:
-    num_bytes = 5_000_000
-    with EmulatedCluster(num_hosts=3, rate_mbit=100) as cluster, ThreadPoolExecutor() as threads:
-        hosts = cluster.hosts
-        transfers = [
-            threads.submit(_transfer, hosts[source], hosts[target], num_bytes, port)
-            for port, (source, target) in enumerate(flows, start=5001)
-        ]
-        slowest = max(transfer.result() for transfer in transfers)
-    assert slowest == pytest.approx(2 * num_bytes * 8 / 100e6, rel=0.2)
+@pytest.mark.parametrize("flows", [[(0, 2), (1, 2)], [(2, 0), (2, 1)]], ids=["in", "out"])
+def test_flows_share_the_link_of_the_host_where_they_meet(flows: list[tuple[int, int]]) -> None:
+    with EmulatedCluster(num_hosts=3, rate_mbit=100) as cluster:
+        assert _seconds_of(cluster, flows, 10_000_000) > 0.9 * 1.6
 
 
 @pytest.mark.netns
-def test_both_directions_of_a_link_run_at_its_rate_at_once() -> None:
-    num_bytes = 10_000_000
-    with EmulatedCluster(num_hosts=2, rate_mbit=100) as cluster, ThreadPoolExecutor() as threads:
-        first, second = cluster.hosts
-        there = threads.submit(_transfer, first, second, num_bytes)
-        back = threads.submit(_transfer, second, first, num_bytes)
-        for transfer in (there, back):
-            assert transfer.result() == pytest.approx(num_bytes * 8 / 100e6, rel=0.15)
+def test_directions_of_a_link_do_not_share_its_rate() -> None:
+    with EmulatedCluster(num_hosts=2, rate_mbit=100) as cluster:
+        assert 0.9 < _seconds_of(cluster, [(0, 1), (1, 0)], 12_500_000) < 1.6
+
+
+def _seconds_of(
+    cluster: EmulatedCluster, flows: Sequence[tuple[int, int]], num_bytes: int
+) -> float:
+    """Seconds from the start of the first of several flows to the end of the last."""
+    with ThreadPoolExecutor() as threads:
+        transfers = [
+            threads.submit(_transfer, cluster.hosts[source], cluster.hosts[target], num_bytes, port)
+            for port, (source, target) in enumerate(flows, start=5001)
+        ]
+        starts, ends = zip(*(transfer.result() for transfer in transfers), strict=True)
+    return max(ends) - min(starts)
 
 
 @pytest.mark.netns
