@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +44,8 @@ STRATEGIES = {"ddp": ddp, "dear": dear}
 
 def new_trainer(strategy: Strategy | str, *callbacks: Callback, **options: Any) -> Trainer:
     """A quiet CPU trainer for the rank that calls."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning\.")
     quiet = {
         "max_epochs": 1,
         "logger": False,
@@ -185,5 +189,3 @@ def fit_both(model: str, optimizer: str, **options: Any) -> dict[str, tuple[Net,
         fits[name] = net, recorder
     return fits
 
-
-__all__ = ["DearStrategy", "Net"]

@@ -25,6 +25,7 @@ class Net(LightningModule):
     def __init__(self, model: str = "mlp", optimizer: str = "sgd") -> None:
         super().__init__()
         self.net: nn.Module = build(model)
+        self.model_name = model
         self.optimizer_name = optimizer
         self.losses: list[Tensor] = []
         self.validated: list[list[Tensor]] = []
