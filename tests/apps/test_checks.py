@@ -1,0 +1,69 @@
+import os
+
+import pytest
+import torch
+
+from lightning_dear.apps import checks
+
+
+@pytest.mark.parametrize("devices", [3, "3", [0, 2]])
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda"])
+def test_more_gpus_than_there_are_is_refused(accelerator, devices, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"asks for 3 GPU\(s\).*has 2.*cluster\.devices"):
+        checks.check_devices(accelerator, devices)
+
+
+@pytest.mark.parametrize("devices", ["auto", -1, "-1"])
+def test_all_gpus_of_none_is_refused(devices, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="cluster=local"):
+        checks.check_devices("gpu", devices)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "devices"), [("gpu", 2), ("gpu", [1]), ("gpu", "auto"), ("cpu", 64)]
+)
+def test_what_is_there_is_accepted(accelerator, devices, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    checks.check_devices(accelerator, devices)
+
+
+def test_single_refuses_several_processes():
+    checks.check_single_process("auto", 1, 1)
+    checks.check_single_process({"_target_": "DDPStrategy"}, 4, 2)
+    for devices, num_nodes in ((2, 1), (1, 2), ([0, 1], 1)):
+        with pytest.raises(ValueError, match=r"cluster\.devices is"):
+            checks.check_single_process("auto", devices, num_nodes)
+
+
+def test_an_interface_is_given_to_both_libraries(monkeypatch):
+    for name in checks.INTERFACE_VARIABLES:
+        monkeypatch.setenv(name, "before")
+    checks.use_interface("lo")
+    assert [os.environ[name] for name in checks.INTERFACE_VARIABLES] == ["lo", "lo"]
+
+
+def test_an_unknown_interface_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"'eth99'.*\blo\b"):
+        checks.use_interface("eth99")
+
+
+def test_no_interface_changes_nothing():
+    before = dict(os.environ)
+    checks.use_interface(None)
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ignored"),
+    [
+        (["fusion=none"], ["fusion"]),
+        (["fusion.bucket_cap_mb=1", "+compressor=none"], ["fusion", "compressor"]),
+        (["seed=1"], []),
+    ],
+)
+def test_choices_that_nothing_reads_are_found(overrides, ignored):
+    assert checks.ignored_groups(overrides, {"_target_": "DDPStrategy"}) == ignored
+    dear = {"_target_": "DearStrategy", "fusion": "${fusion}", "compressor": "${compressor}"}
+    assert checks.ignored_groups(overrides, dear) == []

@@ -1,0 +1,110 @@
+"""Every experiment runs its code path, end to end, on one CPU process."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_dear.apps import job, train
+from lightning_dear.workloads.vision import Cifar10DataModule
+from tests.conf.composing import composed, options_of
+
+QUICK = ("strategy=single", "trainer.fast_dev_run=true", "trainer.enable_progress_bar=false")
+
+
+def run(folder, experiment, *overrides):
+    composition = composed(folder, f"experiment={experiment}", *QUICK, *overrides)
+    with composition as config, job.isolated_job():
+        return train.train(config)
+
+
+class FakeCifar(Dataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.rand(3, 32, 32), index % 10
+
+
+def needs(module, extra):
+    pytest.importorskip(
+        module, reason=f'{module} is missing: pip install "lightning-dear[{extra}]"'
+    )
+
+
+def test_every_experiment_is_tested():
+    tested = {"digits", "lm", "cifar10_resnet50", *IMAGENET, *BERT}
+    assert set(options_of("experiment")) == tested
+
+
+def test_digits(tmp_path):
+    assert run(tmp_path, "digits").keys() == {"test_acc"}
+
+
+def test_lm(tmp_path):
+    assert 0 < run(tmp_path, "lm")["test_bits_per_byte"] < 9
+
+
+def test_cifar10(tmp_path, monkeypatch):
+    needs("torchvision", "vision")
+    monkeypatch.setattr(
+        Cifar10DataModule,
+        "_open",
+        lambda self, is_training, is_augmented: FakeCifar(50_000 if is_training else 10_000),
+    )
+    overrides = ("data.batch_size=2", "data.num_workers=0")
+    assert run(tmp_path, "cifar10_resnet50", *overrides).keys() == {"test_acc"}
+
+
+IMAGENET = {
+    "imagenet_resnet50": "torchvision",
+    "imagenet_densenet201": "torchvision",
+    "imagenet_vgg16": "torchvision",
+    "imagenet_inception_v4": "timm",
+}
+
+
+@pytest.mark.parametrize("experiment", IMAGENET)
+def test_imagenet(experiment, tmp_path):
+    needs("torchvision", "vision")
+    needs(IMAGENET[experiment], "vision")
+    from PIL import Image
+
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            folder = tmp_path / "images" / split / label
+            folder.mkdir(parents=True)
+            for index in range(2):
+                Image.new("RGB", (120, 120), (index, 100, 0)).save(folder / f"{index}.png")
+    overrides = [f"data.root={tmp_path / 'images'}", "data.batch_size=2", "data.num_workers=0"]
+    if experiment == "imagenet_inception_v4":
+        overrides.append("data.image_size=96")
+    else:
+        overrides.append("data.image_size=64")
+    assert run(tmp_path, experiment, *overrides).keys() == {"test_acc"}
+
+
+BERT = ("bert_base", "bert_large")
+
+
+@pytest.mark.parametrize("experiment", BERT)
+def test_bert(experiment, tmp_path):
+    needs("transformers", "text")
+    from transformers import BertTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "sat"]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    BertTokenizerFast(vocab=vocabulary).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "book.txt").write_text("cat sat " * 400)
+    overrides = (
+        f"data.root={tmp_path / 'book.txt'}",
+        f"data.tokenizer={tmp_path / 'tokenizer'}",
+        "data.sequence_length=8",
+        "data.batch_size=2",
+        "data.num_workers=0",
+        "model.net.num_layers=1",
+        f"model.net.vocab_size={len(words)}",
+    )
+    assert run(tmp_path, experiment, *overrides).keys() == {"test_loss"}

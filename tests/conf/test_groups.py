@@ -1,0 +1,174 @@
+"""Every file in conf composes, builds what it names, and calls options as the constructor does."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dear.apps import train
+from lightning_dear.paths import conf_dir
+from tests.conf.composing import composed, options_of
+
+GROUPS = sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
+CHOICES = [(group, option) for group in GROUPS for option in options_of(group)]
+FILES = sorted(conf_dir().rglob("*.yaml"))
+DATA_OF = {"gpt": "source_corpus", "bert_base": "text_files", "bert_large": "text_files"}
+OPTIONAL_MODULES = {
+    "resnet50": "torchvision",
+    "densenet201": "torchvision",
+    "vgg16": "torchvision",
+    "inception_v4": "timm",
+    "bert_base": "transformers",
+    "bert_large": "transformers",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+}
+
+
+def needs_installed(option: str) -> None:
+    """Skip where the module behind `option` is an extra that is not installed."""
+    if option in OPTIONAL_MODULES:
+        pytest.importorskip(OPTIONAL_MODULES[option], reason=f"{option}: its extra is missing")
+
+
+@pytest.mark.parametrize(("group", "option"), CHOICES)
+def test_every_choice_composes_and_resolves(group, option, tmp_path):
+    data = DATA_OF.get(option, "digits") if group == "model" else None
+    pair = [f"data={data}"] if data else []
+    with composed(tmp_path, f"{group}={option}", *pair) as config:
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert {"task_name", "seed", "ckpt_path", "model", "data", "trainer"} <= resolved.keys()
+
+
+@pytest.mark.parametrize("option", options_of("model"))
+def test_every_model_is_built(option, tmp_path):
+    needs_installed(option)
+    data = DATA_OF.get(option, "digits")
+    with composed(tmp_path, f"model={option}", f"data={data}") as config, torch.device("meta"):
+        model = instantiate(config.model, _convert_="all")
+    assert sum(p.numel() for p in model.parameters()) > 500_000
+
+
+@pytest.mark.parametrize("option", options_of("data"))
+def test_every_data_module_is_built(option, tmp_path):
+    with composed(tmp_path, f"data={option}") as config:
+        data = instantiate(config.data, _convert_="all")
+    assert data.batch_size == config.data.batch_size
+
+
+@pytest.mark.parametrize("option", options_of("optimizer"))
+def test_every_optimizer_is_built(option, tmp_path):
+    with composed(tmp_path, f"optimizer={option}") as config:
+        optimizer = instantiate(config.optimizer, _convert_="all")
+    built = optimizer([torch.nn.Parameter(torch.zeros(1))])
+    assert built.param_groups[0]["lr"] == config.optimizer.lr
+
+
+@pytest.mark.parametrize("option", options_of("scheduler"))
+def test_every_scheduler_is_built(option, tmp_path):
+    with composed(tmp_path, f"scheduler={option}") as config:
+        scheduler = instantiate(config.scheduler) if config.scheduler is not None else None
+    assert (scheduler is None) is (option == "none")
+
+
+@pytest.mark.parametrize("option", options_of("strategy"))
+@pytest.mark.parametrize("cluster", ["local", "single_process"])
+def test_every_strategy_gets_a_trainer(option, cluster, tmp_path):
+    overrides = (f"strategy={option}", f"cluster={cluster}", "callbacks=none", "logger=none")
+    with composed(tmp_path, *overrides) as config:
+        trainer = train.build_trainer(config)
+    is_single = option == "single" or cluster == "single_process"
+    assert trainer.num_devices == (1 if is_single else 2)
+    # One process starts no others, so it needs nobody to watch them.
+    assert (trainer.strategy.launcher is None) is is_single
+
+
+@pytest.mark.parametrize(
+    ("group", "option"), [choice for choice in CHOICES if choice[0] in ("fusion", "compressor")]
+)
+def test_every_fusion_and_compressor_reaches_the_strategy(group, option, tmp_path):
+    with composed(tmp_path, f"{group}={option}") as config:
+        strategy = instantiate(config.strategy, _convert_="all")
+    assert getattr(strategy, f"_{group}").name.startswith(option)
+
+
+@pytest.mark.parametrize("option", options_of("callbacks"))
+def test_every_callback_is_built(option, tmp_path):
+    with composed(tmp_path, f"callbacks={option}") as config:
+        callbacks = train.build_callbacks(config)
+    assert len(callbacks) == {"none": 0, "default": 3}.get(option, 1)
+
+
+@pytest.mark.parametrize("option", options_of("logger"))
+def test_every_logger_is_built(option, tmp_path):
+    needs_installed(option)
+    with composed(tmp_path, f"logger={option}") as config:
+        loggers = train.build_loggers(config)
+    assert len(loggers) == (0 if option == "none" else 1)
+
+
+@pytest.mark.parametrize("option", options_of("cluster"))
+def test_a_cluster_is_launch_and_network(option):
+    cluster = OmegaConf.load(conf_dir() / "cluster" / f"{option}.yaml")
+    assert list(cluster) == [
+        "num_nodes",
+        "devices",
+        "accelerator",
+        "interface",
+        "alpha_s",
+        "beta_s_per_byte",
+        "hierarchy",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "variables"),
+    [
+        ("torchrun", {"GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "4"}),
+        ("slurm", {"SLURM_NNODES": "3", "SLURM_NTASKS_PER_NODE": "4"}),
+    ],
+)
+def test_a_launcher_outside_says_how_many_there_are(option, variables, tmp_path, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with composed(tmp_path, f"cluster={option}") as config:
+        assert (config.trainer.num_nodes, config.trainer.devices) == (3, 4)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(conf_dir())))
+def test_options_are_named_as_the_constructor_names_them(file: Path):
+    for node in targets(OmegaConf.load(file)):
+        needs_installed(file.stem)
+        names = {str(name) for name in node if not str(name).startswith("_")}
+        assert names <= keywords(node._target_), node._target_
+
+
+def targets(node: object) -> list[DictConfig]:
+    """Return the nodes at and below `node` that name something to call."""
+    if not isinstance(node, DictConfig):
+        return []
+    below = [found for key in node for found in targets(node._get_node(key))]
+    return [node, *below] if "_target_" in node else below
+
+
+def keywords(target: str) -> set[str]:
+    """Return the keywords that `target` accepts."""
+    names = set(inspect.signature(get_object(target)).parameters)
+    if target.endswith("DDPStrategy"):
+        # The strategy's **kwargs go to torch's wrapper.
+        names |= set(inspect.signature(DistributedDataParallel).parameters)
+    return names
+
+
+def test_the_check_of_names_sees_a_wrong_one():
+    node = OmegaConf.create({"_target_": "torch.optim.SGD", "learning_rate": 1.0})
+    assert [found._target_ for found in targets(OmegaConf.create({"a": node}))] == [
+        "torch.optim.SGD"
+    ]
+    assert "learning_rate" not in keywords("torch.optim.SGD")
+    assert "lr" in keywords("torch.optim.SGD")

@@ -1,0 +1,173 @@
+"""Starting ranks: the arguments of a child, and the end of all when one fails."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from omegaconf import read_write
+
+from lightning_dear import launcher
+from lightning_dear.launcher import JobLauncher, configure_launcher, end_processes, job_arguments
+from lightning_dear.paths import conf_dir
+from tests.conf.composing import composed
+
+LAUNCH_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+def arguments(folder, *overrides, mode=RunMode.RUN):
+    with composed(folder, *overrides):
+        config = HydraConfig.get()
+        with read_write(config):
+            config.mode = mode
+            config.job.id = "job 3"
+            config.job.num = 3
+        return job_arguments(config, local_rank=1)
+
+
+def test_a_child_gets_the_overrides_of_its_job(tmp_path):
+    found = arguments(tmp_path, "seed=7", "experiment=lm", "+hydra.job.env_set.A=b")
+    assert {"seed=7", "experiment=lm", "+hydra.job.env_set.A=b", "hydra.mode=RUN"} <= set(found)
+    assert found[:2] == ["--config-name", "train"]
+    assert found[found.index("--config-path") + 1] == str(conf_dir())
+
+
+def test_a_child_works_in_the_folder_of_its_job(tmp_path):
+    folder = tmp_path / "it's a=b, c"
+    found = arguments(folder, "hydra.run.dir=elsewhere", "hydra.job.name=mine")
+    assert [item for item in found if item.startswith("hydra.run.dir")] == [
+        f"hydra.run.dir='{tmp_path}/it\\'s a=b, c'"
+    ]
+    assert [item for item in found if "job.name" in item] == ["hydra.job.name='mine_rank1'"]
+    assert "hydra.output_subdir=null" in found
+
+
+def test_a_child_of_a_sweep_runs_one_job_of_it(tmp_path):
+    found = arguments(
+        tmp_path, "hydra.sweep.dir=x", "hydra.sweeper.max_batch_size=1", mode=RunMode.MULTIRUN
+    )
+    assert not {"-m", "--multirun"} & set(found)
+    assert not [item for item in found if item.startswith("hydra.sweep")]
+    assert found[-2:] == ["hydra.job.num=3", "hydra.job.id='job 3'"]
+
+
+def trainer_of(devices, tmp_path, **options):
+    strategy = DDPStrategy(**options)
+    Trainer(strategy=strategy, accelerator="cpu", devices=devices, default_root_dir=tmp_path)
+    return strategy
+
+
+def test_the_script_launcher_is_replaced(tmp_path):
+    strategy = trainer_of(2, tmp_path)
+    configure_launcher(strategy)
+    first = strategy.launcher
+    assert type(first) is JobLauncher
+    assert first.num_processes == 2
+    configure_launcher(strategy)
+    assert strategy.launcher is first
+
+
+def test_one_process_needs_no_launcher(tmp_path):
+    strategy = trainer_of(1, tmp_path)
+    configure_launcher(strategy)
+    assert strategy.launcher is None
+
+
+def test_other_launchers_stay(tmp_path):
+    strategy = trainer_of(2, tmp_path, start_method="spawn")
+    before = strategy.launcher
+    configure_launcher(strategy)
+    assert strategy.launcher is before
+
+
+@pytest.fixture
+def make_launcher(monkeypatch):
+    """Return a function that makes a launcher whose one child runs a Python statement."""
+    for name in LAUNCH_VARIABLES:
+        # Set and deleted through monkeypatch, so that the launcher's values go at the end.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def make(statement):
+        command = [sys.executable, "-c", statement]
+        made = JobLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
+        monkeypatch.setattr(made, "_start", lambda local_rank: subprocess.Popen(command))
+        return made
+
+    return make
+
+
+def test_the_result_comes_back_and_children_are_started_once(make_launcher):
+    made = make_launcher("pass")
+    assert made.launch(lambda a, b: a + b, 1, b=2, trainer=None) == 3
+    procs = made.procs
+    assert made.launch(lambda: "again") == "again"
+    assert made.procs is procs
+    assert end_processes(procs, 30.0) == [0]
+
+
+def test_a_failure_here_ends_hanging_children(make_launcher, monkeypatch):
+    monkeypatch.setattr(launcher, "GRACE_S", 0.1)
+    made = make_launcher("import time; time.sleep(600)")
+
+    def fail():
+        raise ValueError("bad batch")
+
+    with pytest.raises(ValueError, match="bad batch"):
+        made.launch(fail)
+    assert made.procs[0].returncode == -9
+
+
+def test_the_tuner_may_leave_its_trial_without_ending_anybody(make_launcher):
+    made = make_launcher("import time; time.sleep(600)")
+
+    def leave():
+        raise _TunerExitException
+
+    with pytest.raises(_TunerExitException):
+        made.launch(leave)
+    assert made.procs[0].poll() is None
+    made._is_failing.set()
+    end_processes(made.procs, 0.0)
+
+
+def test_a_failing_child_ends_this_process(make_launcher, monkeypatch):
+    monkeypatch.setattr(launcher, "GRACE_S", 0.1)
+    ended = threading.Event()
+    codes = []
+    monkeypatch.setattr(launcher.os, "_exit", lambda code: (codes.append(code), ended.set()))
+    made = make_launcher("raise SystemExit(3)")
+    # Stands for a training loop that never communicates and so never notices.
+    assert made.launch(ended.wait, 30.0)
+    assert codes == [1]
+
+
+def test_nobody_outlives_the_time_given():
+    start_s = time.monotonic()
+    slow = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    assert end_processes([slow], 0.2) == [-9]
+    assert time.monotonic() - start_s < 10
+
+
+def test_a_program_that_cannot_be_repeated_names_the_remedy(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="use torchrun"):
+        launcher.child_command(1)
+
+
+def test_outside_hydra_the_command_line_is_repeated(monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.touch()
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", [str(script), "--lr", "1"])
+    assert launcher.child_command(1) == ([sys.executable, str(script), "--lr", "1"], None)
