@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -170,12 +171,12 @@ class PairwiseCollectives(_Groups):
         outgoing = {peer: shard_of(buffer, peer, self.world_size) for peer in self._peers()}
         waits = self._exchange(rows, outgoing, self.reduce_group, bucket)
         self.ledger.reduce_scatter_bytes += _nbytes(outgoing)
-        rows[self.rank] = own
+        by_source = [row for _, row in sorted({**rows, self.rank: own}.items(), key=itemgetter(0))]
         return self._work(
             "reduce_scatter",
             f"bucket {bucket}",
             waits,
-            lambda: sum_in_source_order([rows[source] for source in sorted(rows)], own),
+            lambda: sum_in_source_order(by_source, own),
         )
 
     @override
@@ -287,7 +288,7 @@ def _nbytes(rows: dict[int, Tensor]) -> int:
 
 
 def new_collectives(device: torch.device, timeout: timedelta | None = None) -> Collectives:
-    """Makes both process groups over all ranks and picks the backend. Collective: all ranks call.
+    """Makes both process groups over all ranks and connects them. Collective, blocks.
 
     Args:
         device: Where parameters live.
@@ -309,4 +310,13 @@ def new_collectives(device: torch.device, timeout: timedelta | None = None) -> C
         )
     groups = [dist.new_group(timeout=timeout) for _ in range(2)]
     kind = PairwiseCollectives if backend == "gloo" else NativeCollectives
-    return kind(groups[0], groups[1], dist.get_rank(), dist.get_world_size())
+    collectives = kind(groups[0], groups[1], dist.get_rank(), dist.get_world_size())
+    _connect(collectives, device)
+    return collectives
+
+
+def _connect(collectives: Collectives, device: torch.device) -> None:
+    """Opens every connection now, in one order, instead of in the midst of the first backward."""
+    collectives.launch_any(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
+    collectives.launch_all_gather(torch.zeros(collectives.world_size, device=device), 0).wait()
+    collectives.ledger = WireLedger()

@@ -92,6 +92,12 @@ class ParameterGate(dict[str, Any]):
     __hash__ = None
 
 
+def plain_parameters(module: Module) -> dict[str, Any]:
+    """The module's own dict of parameters, without waiting for any of them."""
+    parameters: dict[str, Any] = module.__dict__["_parameters"]
+    return parameters.plain if isinstance(parameters, ParameterGate) else parameters
+
+
 def close_gate(module: Module, open_gate: Callable[[], None]) -> None:
     """Puts a gate in place of the module's `_parameters`."""
     plain = module.__dict__["_parameters"]

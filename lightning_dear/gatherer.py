@@ -83,13 +83,9 @@ class ParameterGatherer:
             if user is not None:
                 waits.setdefault(user, set()).update(self._buffers.placements[index].buckets)
         return [
-            module.register_forward_pre_hook(partial(self._before_forward, tuple(sorted(numbers))))
+            module.register_forward_pre_hook(_WaitBeforeForward(self, tuple(sorted(numbers))))
             for module, numbers in waits.items()
         ]
-
-    def _before_forward(self, numbers: tuple[int, ...], module: Module, args: Any) -> None:
-        if self._pending:
-            self.complete(numbers, type(module).__name__)
 
     def launch(self, number: int) -> None:
         """Starts gathering bucket `number`, whose own shard has been stepped. Does not block."""
@@ -141,9 +137,41 @@ class ParameterGatherer:
         """Whether bucket `number` is still being gathered."""
         return number in self._pending
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no bucket is being gathered."""
+        return not self._pending
+
     def detach(self) -> None:
         """Removes hooks and gates. Does not wait: complete first, or accept old values."""
         for hook in self._hooks:
             hook.remove()
         for module in self._owners:
             remove_gate(module)
+
+
+class _WaitBeforeForward:
+    """Forward pre-hook that completes the buckets its module reads.
+
+    A copy of the module (an EMA's, a pickled one) is an ordinary module: there it waits for nothing
+    and takes no process group along.
+    """
+
+    def __init__(self, gatherer: ParameterGatherer, numbers: tuple[int, ...]) -> None:
+        self._gatherer = gatherer
+        self._numbers = numbers
+
+    def __call__(self, module: Module, args: Any) -> None:
+        if not self._gatherer.is_idle:
+            self._gatherer.complete(self._numbers, type(module).__name__)
+
+    def __reduce__(self) -> Any:
+        return _no_wait, ()
+
+
+def _no_wait() -> Callable[[Module, Any], None]:
+    return _wait_for_nothing
+
+
+def _wait_for_nothing(module: Module, args: Any) -> None:
+    return None

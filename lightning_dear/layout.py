@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.collectives import Collectives
 from lightning_dear.elementwise import check_elementwise
+from lightning_dear.gate import plain_parameters
 from lightning_dear.planning import TensorSpec
 
 
@@ -25,6 +27,48 @@ def managed_parameters(
         for name, parameter in module.named_parameters()
         if id(parameter) in trained and parameter.requires_grad and parameter.numel()
     ]
+
+
+class Home(NamedTuple):
+    """Where a parameter stands: `module._parameters[name]`. A shared one has several."""
+
+    module: Module
+    name: str
+    parameter: Parameter
+
+
+def parameter_homes(module: Module, parameters: Sequence[Parameter]) -> list[Home]:
+    """Every place in `module` at which one of `parameters` stands."""
+    known = {id(parameter) for parameter in parameters}
+    return [
+        Home(part, name, parameter)
+        for part in module.modules()
+        for name, parameter in plain_parameters(part).items()
+        if id(parameter) in known
+    ]
+
+
+def restore_replaced(homes: Sequence[Home]) -> None:
+    """Puts the optimizer's parameters back where others stand, with the others' values.
+
+    `load_state_dict(assign=True)` leaves new parameters in the module, which no optimizer knows.
+
+    Raises:
+        ValueError: If the new parameter has another shape.
+    """
+    for module, name, parameter in homes:
+        parameters = plain_parameters(module)
+        other = parameters.get(name, parameter)
+        if other is parameter or other is None or any(other is home.parameter for home in homes):
+            continue
+        if other.shape != parameter.shape:
+            raise ValueError(
+                f"{type(module).__name__}.{name} was replaced by a parameter of shape"
+                f" {tuple(other.shape)}; the optimizer trains one of shape"
+                f" {tuple(parameter.shape)}. Make a new optimizer for it."
+            )
+        parameter.data = other.data.to(parameter.dtype)
+        parameters[name] = parameter
 
 
 def tensor_specs(

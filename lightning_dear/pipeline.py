@@ -33,7 +33,13 @@ from lightning_dear.bucket import FlatBuffers, allocate
 from lightning_dear.collectives import Collectives
 from lightning_dear.exchange import DenseExchange
 from lightning_dear.gatherer import ParameterGatherer
-from lightning_dear.layout import check_layout, managed_parameters, tensor_specs
+from lightning_dear.layout import (
+    check_layout,
+    managed_parameters,
+    parameter_homes,
+    restore_replaced,
+    tensor_specs,
+)
 from lightning_dear.module_buffers import BufferBroadcast
 from lightning_dear.optimizer_state import consolidate, whole_state
 from lightning_dear.planning import BucketPlan, FusionPlanner
@@ -100,6 +106,7 @@ class Pipeline:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a training forward. May block for parameters read outside any module."""
+        restore_replaced(self._homes)
         if self._has_new_parameters():
             self._dissolve()
         with ExitStack() as stack:
@@ -188,6 +195,7 @@ class Pipeline:
         named = managed_parameters(self._module, [own.optimizer for own in self._sharded])
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
+        self._homes = parameter_homes(self._module, self._parameters)
         self._recorder = ForwardRecorder(self._module, self._parameters)
         self._hooks = [
             _after_accumulation(parameter, partial(self._on_gradient, index))

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from tests.engine.odd_models import ODD_MODELS
+
 
 class UnevenMLP(nn.Module):
     """Sizes that divide by nothing."""
@@ -71,6 +73,7 @@ MODELS = {
     "wide_mlp": lambda: UnevenMLP((7, *[301] * 9, 3)),
     "wide_conv": lambda: ConvNet((90,) * 9),
     "wide_gpt": lambda: TinyGPT(width=196),
+    **ODD_MODELS,
 }
 
 
@@ -89,7 +92,7 @@ def batch(
     if name == "gpt":
         tokens = torch.randint(67, (2, 17), generator=generator)
         return tokens[:, :-1], tokens[:, 1:].reshape(-1)
-    if name == "conv":
+    if name in ("conv", "channels_last"):
         images = torch.randn(6, 1, 8, 8, generator=generator).to(dtype)
         return images, torch.randint(10, (6,), generator=generator)
     vectors = torch.randn(5, 7, generator=generator).to(dtype)

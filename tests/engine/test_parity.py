@@ -12,8 +12,8 @@ from tests.engine.models import OPTIMIZERS, distance
 from tests.engine.training import (
     SMALL_BUCKETS,
     Trace,
-    train_dear,
     train_ddp,
+    train_dear,
     train_reference,
 )
 

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dear.collectives import new_collectives
+from lightning_dear.collectives import PairwiseCollectives, new_collectives
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import FusionPlanner, ThresholdFusion
+from tests.engine.delays import DelayedCollectives, Delays
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 
 SMALL_BUCKETS = ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005)
@@ -22,10 +23,17 @@ Trace = tuple[list[list[Tensor]], list[Tensor]]
 
 
 def new_pipeline(
-    model: nn.Module, optimizer: torch.optim.Optimizer, fusion: FusionPlanner = SMALL_BUCKETS
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    fusion: FusionPlanner = SMALL_BUCKETS,
+    delays: Delays | None = None,
 ) -> Pipeline:
-    """A pipeline over the default process group's ranks."""
-    return Pipeline(model, [optimizer], new_collectives(torch.device("cpu")), fusion)
+    """A pipeline over the default process group's ranks, its collectives delayed if asked."""
+    collectives = new_collectives(torch.device("cpu"))
+    if delays is not None:
+        assert isinstance(collectives, PairwiseCollectives)
+        collectives = DelayedCollectives(collectives, delays)
+    return Pipeline(model, [optimizer], collectives, fusion)
 
 
 def train_dear(
@@ -34,24 +42,31 @@ def train_dear(
     num_steps: int,
     fusion: FusionPlanner = SMALL_BUCKETS,
     dtype: torch.dtype = torch.float32,
-    on_pipeline: Callable[[Pipeline], None] = lambda pipeline: None,
+    delays: Delays | None = None,
+    between_steps: Callable[[nn.Module, int], None] = lambda model, step: None,
 ) -> Trace:
-    """With our engine; weights are read the way a user would, between the steps."""
+    """With our engine. Nothing reads the weights between a step and the next forward."""
     model = build(model_name, dtype=dtype)
     optimizer = optimizer_for(optimizer_name, model)
-    pipeline = new_pipeline(model, optimizer, fusion)
-    on_pipeline(pipeline)
+    pipeline = new_pipeline(model, optimizer, fusion, delays)
+    if delays is not None:
+        delays.slow_down(model, optimizer)
     rank = dist.get_rank()
     seen, losses = [], []
     for step in range(num_steps):
         with pipeline.forward():
             loss = loss_of(model, *batch(model_name, step, rank, dtype))
+        # Whatever of step - 1 this forward waited for is complete now; what it read is in the loss.
+        if step:
+            seen.append(weights(model))
         optimizer.zero_grad()
         with pipeline.backward():
             loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-        seen.append(weights(model))
+        between_steps(model, step)
+    pipeline.detach()
+    seen.append(weights(model))
     return seen, losses
 
 
@@ -95,10 +110,11 @@ def train_reference(
         total: list[Tensor | None] = [None for _ in model.parameters()]
         for rank in range(world_size):
             loss = loss_of(model, *batch(model_name, step, rank, dtype))
-            gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-            for index, gradient in enumerate(gradients):
-                if gradient is not None:
-                    scaled, before = gradient * (1.0 / world_size), total[index]
+            optimizer.zero_grad()
+            loss.backward()
+            for index, parameter in enumerate(model.parameters()):
+                if parameter.grad is not None:
+                    scaled, before = parameter.grad * (1.0 / world_size), total[index]
                     total[index] = scaled if before is None else before + scaled
             if rank == 0:
                 losses.append(loss.detach())

@@ -1,0 +1,42 @@
+"""Whatever is late, on whichever rank: the results stay the same."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from tests.distributed.harness import distributed
+from tests.engine.delays import Delays
+from tests.engine.odd_models import ODD_MODELS
+from tests.engine.test_parity import assert_equal, assert_equal_on_all_ranks
+from tests.engine.training import train_dear, train_reference
+
+LATE_S = 0.03
+ALONE = {field.name: Delays(**{field.name: LATE_S}) for field in fields(Delays)}
+TOGETHER = Delays(**{field.name: LATE_S / 3 for field in fields(Delays)})
+
+
+@pytest.mark.parametrize("late", [*ALONE, "together"])
+@pytest.mark.parametrize("model", ["conv", "gpt"])
+@distributed(world_sizes=(2, 3))
+def test_delays_change_nothing(model: str, late: str, world_size: int) -> None:
+    ours = train_dear(model, "adamw", 4, delays=ALONE.get(late, TOGETHER))
+    assert_equal_on_all_ranks(ours)
+    assert_equal(ours, train_reference(model, "adamw", 4, world_size))
+
+
+@pytest.mark.parametrize("model", sorted(ODD_MODELS))
+@distributed(world_sizes=(1, 2, 3))
+def test_late_gathers_are_waited_for_however_parameters_are_read(
+    model: str, world_size: int
+) -> None:
+    delays = Delays(before_all_gather_s=LATE_S)
+    ours = train_dear(model, "sgd", 4, delays=delays)
+    theirs = train_reference(model, "sgd", 4, world_size)
+    assert_equal_on_all_ranks(ours)
+    for left, right in zip(ours[0], theirs[0], strict=True):
+        for a, b in zip(left, right, strict=True):
+            # A weight with several gradients in a backward adds them in autograd's order.
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

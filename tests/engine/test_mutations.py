@@ -1,0 +1,91 @@
+"""The safeguards are needed: with one removed, training reads stale weights or loses gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dear import gatherer, pipeline, reducer, sharded_optimizer
+from tests.distributed.harness import run_ranks
+from tests.engine.delays import Delays
+from tests.engine.training import train_dear, train_reference
+
+LATE = Delays(before_all_gather_s=0.05)
+
+
+def _without_wait(self: Any, *args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _registration_order(*args: Any) -> list[Any]:
+    names, parameters, optimizers, first_use, ready = args
+    return _specs(names, parameters, optimizers, first_use, ready[::-1])
+
+
+_specs = pipeline.tensor_specs
+
+MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
+    # What is removed: a model that shows it, and how it is removed.
+    "gate": ("functional", lambda: mock.patch.object(gatherer, "close_gate", _nothing)),
+    "pre-forward wait": (
+        "held_list",
+        lambda: mock.patch.object(gatherer._WaitBeforeForward, "__call__", _nothing),
+    ),
+    "every wait": (
+        "mlp",
+        lambda: mock.patch.object(gatherer.ParameterGatherer, "complete", _without_wait),
+    ),
+    "counting of gradients": (
+        "reentrant",
+        lambda: mock.patch.object(
+            reducer.GradientReducer,
+            "on_gradient",
+            lambda self, index: (self._collect(index), self._launch_ready()),
+        ),
+    ),
+    "scaling by 1/P": (
+        "mlp",
+        lambda: mock.patch.object(torch, "mul", lambda a, b, out: out.copy_(a)),
+    ),
+    "stepping every bucket": (
+        "mlp",
+        lambda: mock.patch.object(sharded_optimizer, "inner_step", return_value=_nothing),
+    ),
+}
+
+
+def _agrees(mutation: str | None) -> bool:
+    """Whether training gives the reference's weights; errors count as disagreement."""
+    model = MUTATIONS[mutation][0] if mutation else "held_list"
+    theirs = train_reference(model, "sgd", 3, dist.get_world_size())
+    try:
+        if mutation is None:
+            ours = train_dear(model, "sgd", 3, delays=LATE)
+        else:
+            with MUTATIONS[mutation][1]():
+                ours = train_dear(model, "sgd", 3, delays=LATE)
+    except RuntimeError:
+        return False
+    return all(
+        torch.allclose(a, b, rtol=1e-6, atol=1e-7)
+        for left, right in zip(ours[0], theirs[0], strict=True)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def test_unmutated_code_agrees() -> None:
+    assert run_ranks(_agrees, 2, None) == [True, True]
+
+
+@pytest.mark.parametrize("mutation", sorted(MUTATIONS))
+def test_removing_a_safeguard_is_seen(mutation: str) -> None:
+    assert run_ranks(_agrees, 2, mutation) == [False, False]

@@ -1,0 +1,149 @@
+"""Whoever reads, loads or replaces parameters between steps sees, and gets, the new values."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_dear.pipeline import Pipeline
+from tests.distributed.harness import distributed
+from tests.engine.delays import Delays
+from tests.engine.models import batch, build, loss_of, optimizer_for, weights
+from tests.engine.training import new_pipeline, train_dear, train_reference
+
+LATE = Delays(before_all_gather_s=0.05)
+READERS = {
+    "parameters": lambda model: list(model.parameters()),
+    "state_dict": lambda model: list(model.state_dict(keep_vars=True).values()),
+    "attribute": lambda model: [
+        p for m in model.modules() for p in (getattr(m, n) for n in m._parameters) if p is not None
+    ],
+    "deepcopy": lambda model: list(copy.deepcopy(model).parameters()),
+    "pickle": lambda model: list(pickle.loads(pickle.dumps(model)).parameters()),
+    "to": lambda model: list(model.to(torch.float32).parameters()),
+}
+
+
+def _step(
+    pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> None:
+    with pipeline.forward():
+        loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
+    optimizer.zero_grad()
+    with pipeline.backward():
+        loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("reader", sorted(READERS))
+@distributed(world_sizes=(1, 2))
+def test_reads_between_steps_see_the_new_values(reader: str, world_size: int) -> None:
+    model = build("mlp")
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer, delays=LATE)
+    expected = train_reference("mlp", "sgd", 3, world_size)[0]
+    for step in range(3):
+        _step(pipeline, model, optimizer, step)
+        seen = READERS[reader](model)
+        assert all(torch.equal(a, b) for a, b in zip(seen, expected[step], strict=True))
+    pipeline.detach()
+
+
+@distributed(world_sizes=(1, 2))
+def test_evaluation_forwards_read_new_values_and_update_nothing(world_size: int) -> None:
+    expected = train_reference("mlp", "sgd", 4, world_size)[0]
+
+    def evaluate(model: nn.Module, step: int) -> None:
+        for grad_enabled in (True, False):
+            with torch.set_grad_enabled(grad_enabled):
+                loss_of(model, *batch("mlp", 99, 0))
+        with torch.inference_mode():
+            loss_of(model, *batch("mlp", 99, 0))
+        assert all(torch.equal(a, b) for a, b in zip(weights(model), expected[step], strict=True))
+
+    train_dear("mlp", "sgd", 4, delays=LATE, between_steps=evaluate)
+
+
+@distributed(world_sizes=(1, 2))
+def test_writes_between_steps_are_kept(world_size: int) -> None:
+    def shrink(model: nn.Module, step: int) -> None:
+        parameters = list(model.parameters())
+        with torch.no_grad():
+            if step == 0:
+                for parameter in parameters:
+                    parameter.mul_(0.5)
+            if step == 1:
+                for parameter in parameters:
+                    parameter.data = parameter.data * 0.5
+            if step == 2:
+                halved = {name: value * 0.5 for name, value in model.state_dict().items()}
+                model.load_state_dict(halved, assign=True)
+
+    def shrunk_reference() -> list[torch.Tensor]:
+        model = build("mlp")
+        optimizer = optimizer_for("sgd", model)
+        for step in range(4):
+            total = None
+            for rank in range(world_size):
+                optimizer.zero_grad()
+                loss_of(model, *batch("mlp", step, rank)).backward()
+                scaled = [p.grad * (1.0 / world_size) for p in model.parameters()]
+                total = (
+                    scaled if total is None else [a + b for a, b in zip(total, scaled, strict=True)]
+                )
+            for parameter, gradient in zip(model.parameters(), total, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            if step < 3:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.5)
+        return weights(model)
+
+    ours = train_dear("mlp", "sgd", 4, delays=LATE, between_steps=shrink)[0][-1]
+    assert all(torch.equal(a, b) for a, b in zip(ours, shrunk_reference(), strict=True))
+
+
+@distributed(world_sizes=(2,))
+def test_a_stale_read_that_no_gate_sees_is_refused() -> None:
+    model = build("mlp")
+    held = model.layers[0].weight
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer, delays=LATE)
+    _step(pipeline, model, optimizer, 0)
+    with pipeline.forward():
+        early = torch.nn.functional.linear(torch.randn(5, 7, requires_grad=True), held).sum()
+        loss = loss_of(model, *batch("mlp", 1, dist.get_rank())) + early
+    with pytest.raises(RuntimeError, match="modified by an inplace operation|still being gathered"):
+        loss.backward()
+    pipeline.complete_parameters()
+
+
+@distributed(world_sizes=(2,))
+def test_a_gradient_for_a_pending_parameter_names_it() -> None:
+    model = build("mlp")
+    held = model.layers[0].bias
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer, delays=LATE)
+    _step(pipeline, model, optimizer, 0)
+    with pytest.raises(RuntimeError, match=r"'layers\.0\.bias'.*still being gathered"):
+        held.sum().backward()
+    pipeline.complete_parameters()
+
+
+@distributed(world_sizes=(2,))
+def test_a_second_gradient_after_the_reduction_names_the_remedy() -> None:
+    model = build("mlp")
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer)
+    _step(pipeline, model, optimizer, 0)
+    with pipeline.forward():
+        loss = loss_of(model, *batch("mlp", 1, dist.get_rank()))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="block_backward_sync"):
+        loss.backward()
