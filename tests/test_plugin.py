@@ -28,9 +28,7 @@ main()
 IMPORT_TRAINER = "from lightning.pytorch import Trainer"
 
 
-def run_application(
-    folder: Path, source: str, *overrides: str, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run_application(folder: Path, source: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Run `source` as a user's script in `folder`, with the package installed (two paths)."""
     script = folder / "application.py"
     script.write_text(source)
@@ -38,7 +36,7 @@ def run_application(
     return subprocess.run(
         [sys.executable, script, *overrides],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": installed, **variables},
+        env={**os.environ, "PYTHONPATH": installed},
         capture_output=True,
         text=True,
         timeout=120,
@@ -89,10 +87,10 @@ main()
 
 
 def test_a_broken_installation_warns_and_does_not_end_the_application(tmp_path: Path) -> None:
-    """The plugin alone, as after deleting the package by hand, and a Lightning without registry."""
-    plugins = str(ROOT / "lightning_dear/_plugins")
+    """The plugin without its package, and a Lightning without registry."""
     before = """
 import types
+sys.modules["lightning_dear"] = None  # As if it were not installed.
 sys.modules["lightning.pytorch.strategies"] = types.ModuleType("no_registry_in_here")
 import hydra
 @hydra.main(version_base="1.3", config_path=None)
@@ -101,7 +99,7 @@ def main(config):
 main()
 sys.exit()
 """
-    result = run_application(tmp_path, source_of(before=before), PYTHONPATH=plugins)
+    result = run_application(tmp_path, source_of(before=before))
     assert "the application ran" in result.stdout, result.stderr
     assert "its config groups are missing here" in result.stderr
     assert "needs `import lightning_dear` here" in result.stderr
