@@ -92,6 +92,7 @@ def test_its_checkpoint_is_plain_and_resumes(main_job, tmp_path):
 
 
 SEEN = """
+from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback
 
