@@ -44,7 +44,8 @@ STRATEGIES = {"ddp": ddp, "dear": dear}
 
 def new_trainer(strategy: Strategy | str, *callbacks: Callback, **options: Any) -> Trainer:
     """A quiet CPU trainer for the rank that calls."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for namespace in ("pytorch", "fabric"):
+        logging.getLogger(f"lightning.{namespace}").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.")
     quiet = {
         "max_epochs": 1,
@@ -188,4 +189,3 @@ def fit_both(model: str, optimizer: str, **options: Any) -> dict[str, tuple[Net,
         fit(strategy(), net, recorder, model=model, **options)
         fits[name] = net, recorder
     return fits
-

@@ -18,9 +18,7 @@ from tests.lightning.fitting import (
 )
 from tests.lightning.nets import BATCH_SIZE, Net, copies
 
-CASES = [
-    (model, optimizer) for model in ("conv", "mlp", "gpt") for optimizer in ("sgd", "adamw")
-]
+CASES = [(model, optimizer) for model in ("conv", "mlp", "gpt") for optimizer in ("sgd", "adamw")]
 
 
 def _check_watched(model: str, optimizer: str, num_steps: int) -> None:
