@@ -1,0 +1,111 @@
+"""What travels: the right sums, in rank order, and exactly the bytes that the formula says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dear.collectives import new_collectives, shard_of, sum_in_source_order
+from tests.distributed.harness import distributed
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def _values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@distributed()
+def test_reduce_scatter_sums_in_rank_order(dtype: torch.dtype, world_size: int) -> None:
+    collectives = new_collectives(torch.device("cpu"))
+    rank, numel = dist.get_rank(), 64 * world_size * 3
+    buffer = _values(rank, numel, dtype)
+    received = torch.empty(collectives.scratch_numel(numel), dtype=dtype)
+    collectives.launch_reduce_scatter(buffer, received, 0).wait()
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = _values(0, numel, dtype).to(wide)
+    for other in range(1, world_size):
+        total = total + _values(other, numel, dtype).to(wide)
+    assert torch.equal(
+        shard_of(buffer, rank, world_size), shard_of(total.to(dtype), rank, world_size)
+    )
+
+
+@distributed()
+def test_all_gather_fills_every_shard_in_place(world_size: int) -> None:
+    collectives = new_collectives(torch.device("cpu"))
+    rank, numel = dist.get_rank(), 64 * world_size
+    buffer = torch.full((numel,), -1.0)
+    shard_of(buffer, rank, world_size).fill_(rank)
+    collectives.launch_all_gather(buffer, 0).wait()
+    assert buffer.tolist() == [float(i // 64) for i in range(numel)]
+
+
+@distributed()
+def test_bytes_follow_the_formula(world_size: int) -> None:
+    collectives = new_collectives(torch.device("cpu"))
+    numel = 64 * world_size * 5
+    buffer = torch.zeros(numel)
+    received = torch.empty(collectives.scratch_numel(numel))
+    assert collectives.ledger.total_bytes == 0
+    collectives.launch_reduce_scatter(buffer, received, 0).wait()
+    collectives.launch_all_gather(buffer, 0).wait()
+    share = numel * 4 * (world_size - 1) // world_size
+    assert collectives.ledger.reduce_scatter_bytes == share
+    assert collectives.ledger.all_gather_bytes == share
+
+
+@distributed()
+def test_flags_and_broadcast(world_size: int) -> None:
+    collectives = new_collectives(torch.device("cpu"))
+    rank = dist.get_rank()
+    flags = torch.zeros(world_size + 1, dtype=torch.uint8)
+    flags[rank] = 1
+    collectives.launch_any(flags).wait()
+    assert flags.tolist() == [1] * world_size + [0]
+    buffer = torch.full((5,), float(rank))
+    collectives.launch_broadcast(buffer, 0).wait()
+    assert buffer.tolist() == [0.0] * 5
+
+
+@distributed(world_sizes=(2, 3))
+def test_collectives_in_flight_do_not_mix(world_size: int) -> None:
+    collectives = new_collectives(torch.device("cpu"))
+    rank = dist.get_rank()
+    buffers = [torch.full((64 * world_size,), float(10 * rank + i)) for i in range(6)]
+    order = range(6) if rank == 0 else reversed(range(6))
+    works = {i: collectives.launch_all_gather(buffers[i], i) for i in order}
+    for i in (3, 0, 5, 1, 4, 2):
+        works[i].wait()
+        works[i].wait()
+        assert buffers[i][::64].tolist() == [10.0 * other + i for other in range(world_size)]
+
+
+@distributed(world_sizes=(2,))
+def test_our_traffic_leaves_the_default_group_free() -> None:
+    collectives = new_collectives(torch.device("cpu"))
+    buffer = torch.zeros(64 * 2)
+    if dist.get_rank() == 0:
+        work = collectives.launch_all_gather(buffer, 0)
+        dist.barrier()
+        work.wait()
+    else:
+        dist.barrier()
+        collectives.launch_all_gather(buffer, 0).wait()
+
+
+@given(st.integers(1, 5), st.integers(0, 4), st.sampled_from(DTYPES))
+def test_sum_writes_into_the_given_row(num_rows: int, own: int, dtype: torch.dtype) -> None:
+    own %= num_rows
+    rows = [_values(number, 65, dtype) for number in range(num_rows)]
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    expected = rows[0].to(wide)
+    for row in rows[1:]:
+        expected = expected + row.to(wide)
+    out = rows[own]
+    sum_in_source_order(rows, out)
+    assert torch.equal(out, expected.to(dtype))
