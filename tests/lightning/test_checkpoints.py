@@ -125,8 +125,8 @@ def test_the_optimizer_state_is_torchs_own(tmp_path: Path, optimizer: str) -> No
     assert_same_optimizer(checkpoint["optimizer_states"][0], plain.state_dict())
 
 
-class _StopOnOneRank(Callback):
-    """Raises on rank 1 alone, behind a step."""
+class _Stop(Callback):
+    """Raises behind a step, on every rank."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3:
@@ -138,8 +138,8 @@ def test_a_checkpoint_saved_by_an_exception(tmp_path: Path) -> None:
     """All ranks stop after step 3: what is saved holds step 3, and resumes to the same bits."""
     uninterrupted = WeightRecorder()
     fit(dear(), Net(), uninterrupted)
+    callbacks = [_Stop(), OnExceptionCheckpoint(tmp_path)]
     with pytest.raises(RuntimeError, match="stopped here"):
-        callbacks = [_StopOnOneRank(), OnExceptionCheckpoint(tmp_path)]
         fit(dear(), Net(), *callbacks, enable_checkpointing=True)
     saved = torch.load(tmp_path / "on_exception.ckpt")
     assert saved["global_step"] == 3
