@@ -108,8 +108,10 @@ def _write_config(cfg: DictConfig) -> None:
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
 def main(cfg: DictConfig) -> float | None:
     """Run one job; return the metric that a sweeper optimizes, if one is named."""
-    # Hydra has already put its log file into the folder, which the CSV logger warns about.
+    # Hydra's log file already lies in the folder, which the CSV logger warns about; the second is
+    # Lightning's use of torch, on every rank, that no user can change.
     warnings.filterwarnings("ignore", message=".*logs directory .* exists and is not empty.*")
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     with job.one_message("dear-train"), job.isolated_job():
         metrics = train(cfg)
     return metrics[cfg.optimized_metric] if cfg.optimized_metric else None

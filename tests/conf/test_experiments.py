@@ -8,11 +8,13 @@ from lightning_dear.apps import job, train
 from lightning_dear.workloads.vision import Cifar10DataModule
 from tests.conf.composing import composed, options_of
 
-QUICK = ("strategy=single", "trainer.fast_dev_run=true", "trainer.enable_progress_bar=false")
+QUICK = ("trainer.fast_dev_run=true", "trainer.enable_progress_bar=false")
 
 
-def run(folder, experiment, *overrides):
-    composition = composed(folder, f"experiment={experiment}", *QUICK, *overrides)
+def run(folder, experiment, *overrides, strategy="single"):
+    """Run one batch of everything in this process; return the test metrics."""
+    choices = (f"experiment={experiment}", f"strategy={strategy}", "cluster=single_process")
+    composition = composed(folder, *choices, *QUICK, *overrides)
     with composition as config, job.isolated_job():
         return train.train(config)
 
@@ -39,12 +41,18 @@ def test_every_experiment_is_tested():
     assert set(options_of("experiment")) == tested
 
 
-def test_digits(tmp_path):
-    assert run(tmp_path, "digits").keys() == {"test_acc"}
+# DearStrategy refuses what it cannot do, also where it has nobody to communicate with.
+BOTH = pytest.mark.parametrize("strategy", ["single", "dear"])
 
 
-def test_lm(tmp_path):
-    assert 0 < run(tmp_path, "lm")["test_bits_per_byte"] < 9
+@BOTH
+def test_digits(tmp_path, strategy):
+    assert run(tmp_path, "digits", strategy=strategy).keys() == {"test_acc"}
+
+
+@BOTH
+def test_lm(tmp_path, strategy):
+    assert 0 < run(tmp_path, "lm", strategy=strategy)["test_bits_per_byte"] < 9
 
 
 def test_cifar10(tmp_path, monkeypatch):
@@ -89,8 +97,9 @@ def test_imagenet(experiment, tmp_path):
 BERT = ("bert_base", "bert_large")
 
 
+@BOTH
 @pytest.mark.parametrize("experiment", BERT)
-def test_bert(experiment, tmp_path):
+def test_bert(experiment, tmp_path, strategy):
     needs("transformers", "text")
     from transformers import BertTokenizerFast
 
@@ -107,4 +116,4 @@ def test_bert(experiment, tmp_path):
         "model.net.num_layers=1",
         f"model.net.vocab_size={len(words)}",
     )
-    assert run(tmp_path, experiment, *overrides).keys() == {"test_loss"}
+    assert run(tmp_path, experiment, *overrides, strategy=strategy).keys() == {"test_loss"}

@@ -1,0 +1,29 @@
+"""What a composed job is built of, and what it says about choices that nothing reads."""
+
+import logging
+
+import pytest
+
+from lightning_dear.apps import train
+from tests.conf.composing import composed
+
+
+@pytest.mark.parametrize(("strategy", "is_drawn"), [("dear", True), ("ddp", False)])
+def test_only_dear_draws_a_timeline(strategy, is_drawn, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with composed(tmp_path, f"strategy={strategy}") as config:
+        names = [type(callback).__name__ for callback in train.build_callbacks(config)]
+    assert ("TimelineCallback" in names) is is_drawn
+    assert ("none is drawn" in caplog.text) is not is_drawn
+
+
+@pytest.mark.parametrize("strategy", ["dear", "ddp", "single"])
+def test_an_ignored_choice_is_warned_about(strategy, tmp_path, caplog):
+    with composed(tmp_path, f"strategy={strategy}", "fusion=none") as config:
+        train.check(config)
+    assert ("fusion is ignored" in caplog.text) is (strategy != "dear")
+
+
+def test_without_loggers_the_trainer_has_none(tmp_path):
+    with composed(tmp_path, "strategy=single", "logger=none") as config:
+        assert train.build_trainer(config).loggers == []
