@@ -27,29 +27,39 @@ from tests.lightning.nets import Net, copies
 
 
 class _NetWithHook(Net):
-    """Reads its own weights in its own hook; no callback does."""
+    """Reads its weights in its own hook, through a list that it made before; no callback does."""
 
     def __init__(self) -> None:
         super().__init__("gpt", "adamw")
         self.seen: list[list[Tensor]] = []
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.seen.append(copies(self))
+    def on_fit_start(self) -> None:
+        self.held = list(self.parameters())
+
+    def read(self, *_: Any) -> None:
+        self.seen.append([parameter.detach().clone() for parameter in self.held])
+
+
+class _NetWithEndHook(_NetWithHook):
+    on_train_batch_end = _NetWithHook.read
 
 
 class _NetWithStartHook(_NetWithHook):
-    on_train_batch_end = Net.on_train_batch_end
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.seen.append(copies(self))
+    on_train_batch_start = _NetWithHook.read
 
 
-@pytest.mark.parametrize("kind", [_NetWithHook, _NetWithStartHook])
+class _NetWithValidation(_NetWithHook):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.read()
+
+
+@pytest.mark.parametrize("kind", [_NetWithEndHook, _NetWithStartHook, _NetWithValidation])
 @distributed(world_sizes=[2])
 def test_hooks_of_the_module(kind: type[_NetWithHook]) -> None:
     nets = {name: kind() for name in STRATEGIES}
     for name, strategy in STRATEGIES.items():
-        fit(strategy(), nets[name], model="gpt")
+        options = {"validates": kind is _NetWithValidation, "val_check_interval": 2}
+        fit(strategy(), nets[name], model="gpt", **options, limit_val_batches=2)
     assert len(nets["dear"].seen) == 6
     assert_same(nets["dear"].seen, nets["ddp"].seen, "weights")
 
