@@ -72,7 +72,7 @@ class _SkippingNet(Net):
 
 
 @distributed(world_sizes=[2])
-def test_optimizer_step_without_a_closure() -> None:
+def test_a_step_apart_from_its_closure() -> None:
     _check(_SkippingNet)
 
 
