@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,8 @@ from lightning_dear.collectives import Work
 from lightning_dear.exchange import DenseExchange
 from lightning_dear.gate import close_gate, remove_gate
 
-WaitObserver = Callable[[str, float, float], None]
-"""(reason, start_s, end_s) of a wait that blocked the host for parameters."""
+Waiting = Callable[[str], AbstractContextManager[None]]
+"""Reason -> context in which a wait for parameters happens."""
 
 
 class ParameterGatherer:
@@ -33,7 +33,7 @@ class ParameterGatherer:
         exchange: What moves them.
         ungated: Parameter index -> module in front of whose forward to wait, since it reads the
             parameter behind the gate's back (see `ForwardRecorder.ungated`).
-        on_wait: Told about every wait.
+        waiting: Entered around every wait.
         is_gated: False where nothing ever travels: no hook or gate is put anywhere.
     """
 
@@ -43,13 +43,13 @@ class ParameterGatherer:
         buffers: FlatBuffers,
         exchange: DenseExchange,
         ungated: Mapping[int, Module | None],
-        on_wait: WaitObserver,
+        waiting: Waiting,
         *,
         is_gated: bool = True,
     ) -> None:
         self._buffers = buffers
         self._exchange = exchange
-        self._on_wait = on_wait
+        self._waiting = waiting
         self._lock = threading.RLock()
         self._pending: dict[int, Work] = {}
         self._parameters_of: list[list[Tensor]] = [[] for _ in buffers.buckets]
@@ -122,8 +122,8 @@ class ParameterGatherer:
                     self._wait(number, work, reason)
 
     def _wait(self, number: int, work: Work, reason: str) -> None:
-        start_s = time.perf_counter()
-        work.wait()
+        with self._waiting(reason):
+            work.wait()
         # A tensor that an earlier operation saved for backward now holds other values: with the
         # version bumped, autograd refuses to use it instead of returning a wrong gradient.
         torch.autograd.graph.increment_version(self._parameters_of[number])
@@ -131,7 +131,6 @@ class ParameterGatherer:
         for module in self._modules_of[number]:
             if not any(other in self._pending for other in self._owners[module]):
                 remove_gate(module)
-        self._on_wait(reason, start_s, time.perf_counter())
 
     def is_pending(self, number: int) -> bool:
         """Whether bucket `number` is still being gathered."""

@@ -17,7 +17,6 @@ This file and all below it know torch, not Lightning.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -30,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import FlatBuffers, allocate
+from lightning_dear.clock import clock_of
 from lightning_dear.collectives import Collectives
 from lightning_dear.exchange import DenseExchange
 from lightning_dear.gatherer import ParameterGatherer
@@ -83,8 +83,9 @@ class Pipeline:
     ) -> None:
         check_layout(module, optimizers, collectives)
         self.plan: BucketPlan | None = None
-        self.statistics = StepStatistics()
-        self._current = StepStatistics()
+        self._clock = clock_of(next(module.parameters()).device)
+        self.statistics = StepStatistics(self._clock)
+        self._current = StepStatistics(self._clock)
         self._module = module
         self._collectives = collectives
         self._fusion = fusion
@@ -161,21 +162,17 @@ class Pipeline:
         for placement in self._flat.placements:
             if placement.was_replaced():
                 placement.adopt_replacement()
-        with self._span("wait", "gradients"):
-            used, waited_s = self._reducer.finish()
-        self._current.exposed_reduce_scatter_s += waited_s
-        return used
+        return self._reducer.finish()
 
     def stepping(self, number: int) -> None:
         """See `StepListener`."""
-        self._step_began_s = time.perf_counter()
+        self._step_began = self._clock.mark() if self._timeline is not None else None
 
     def stepped(self, number: int) -> None:
         """See `StepListener`: the bucket's all-gather starts before the next bucket is stepped."""
         assert self._gatherer is not None
         if self._timeline is not None:
-            now_s = time.perf_counter()
-            self._timeline.record("step", f"bucket {number}", self._step_began_s, now_s)
+            self._timeline.record("step", f"bucket {number}", self._step_began, self._clock.mark())
         self._gatherer.launch(number)
 
     def after_step(self) -> None:
@@ -187,7 +184,7 @@ class Pipeline:
         sent_bytes = self._collectives.ledger.total_bytes
         self._current.wire_bytes = sent_bytes - self._sent_bytes
         self._sent_bytes = sent_bytes
-        self.statistics, self._current = self._current, StepStatistics()
+        self.statistics, self._current = self._current, StepStatistics(self._clock)
 
     # --- the plan -----------------------------------------------------------------------------
 
@@ -221,7 +218,7 @@ class Pipeline:
             self._flat,
             self._exchange,
             self._recorder.ungated,
-            self._note_wait,
+            partial(self._waiting, "all_gather"),
             is_gated=world_size > 1,
         )
         self._reducer = GradientReducer(
@@ -232,6 +229,7 @@ class Pipeline:
             self._exchange,
             self._collectives,
             self._gatherer.is_pending,
+            partial(self._waiting, "reduce_scatter"),
         )
         for own in self._sharded:
             own.attach(self._flat, self._parameters, self._collectives.rank, world_size)
@@ -320,15 +318,17 @@ class Pipeline:
     @timeline.setter
     def timeline(self, timeline: Timeline | None) -> None:
         self._timeline = timeline
+        if timeline is not None:
+            timeline.clock = self._clock
         self._collectives.observer = None if timeline is None else timeline.observe
 
     def _span(self, lane: str, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self._timeline is None else self._timeline.span(lane, name)
 
-    def _note_wait(self, reason: str, start_s: float, end_s: float) -> None:
-        self._current.exposed_all_gather_s += end_s - start_s
-        if self._timeline is not None:
-            self._timeline.record("wait", reason, start_s, end_s)
+    @contextmanager
+    def _waiting(self, lane: str, reason: str) -> Iterator[None]:
+        with self._current.waiting(lane), self._span("wait", reason):
+            yield
 
 
 def _after_accumulation(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:

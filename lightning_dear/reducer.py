@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class GradientReducer:
         exchange: What moves buckets.
         collectives: For the flags that say which parameters were used.
         is_pending: Whether a bucket's parameters are still being gathered.
+        waiting: Entered around the wait for the last reduce-scatters.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class GradientReducer:
         exchange: DenseExchange,
         collectives: Collectives,
         is_pending: Callable[[int], bool],
+        waiting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._placements = buffers.placements
         self._buckets = buffers.buckets
@@ -46,6 +48,7 @@ class GradientReducer:
         self._exchange = exchange
         self._collectives = collectives
         self._is_pending = is_pending
+        self._waiting = waiting
         # Scaled before the sum, as DistributedDataParallel does: at two ranks the bits are its own.
         self._scale = 1.0 / collectives.world_size
         self._reset()
@@ -116,14 +119,14 @@ class GradientReducer:
                 return
             self._works[number] = self._exchange.launch_reduce(self._buckets[number])
 
-    def finish(self) -> tuple[list[bool], float]:
+    def finish(self) -> list[bool]:
         """Launches what backward left over and blocks until every gradient shard is there.
 
         Parameters without a gradient on this rank contribute zeros. Clears the parameters'
         `.grad`, which is not the reduced gradient (but not at world size 1, where it is).
 
         Returns:
-            Per parameter whether any rank had a gradient for it, and the seconds waited.
+            Per parameter whether any rank had a gradient for it.
         """
         for index, placement in enumerate(self._placements):
             if placement.parameter.grad is not None:
@@ -132,16 +135,18 @@ class GradientReducer:
                 placement.gradient.zero_()
         self._missing = [0] * len(self._buckets)
         self._launch_ready()
-        used = torch.tensor(
-            self._collected, dtype=torch.uint8, device=self._buckets[0].parameters.device
+        used = torch.ones(
+            len(self._collected), dtype=torch.uint8, device=self._buckets[0].parameters.device
         )
+        uses_all = all(self._collected)
+        if not uses_all:
+            used.copy_(torch.tensor(self._collected))
         flags = self._collectives.launch_any(used)
-        start_s = time.perf_counter()
-        for work in (*self._works.values(), flags):
-            work.wait()
-        waited_s = time.perf_counter() - start_s
-        # Reading the flags blocks the host on a GPU, and where this rank used everything they
-        # can say nothing new.
-        anyone = self._collected if all(self._collected) else used.bool().tolist()
+        with self._waiting("gradients"):
+            for work in (*self._works.values(), flags):
+                work.wait()
+        # Flags from or to a GPU block the host, and where this rank used everything they can say
+        # nothing new.
+        anyone = self._collected if uses_all else used.bool().tolist()
         self._reset()
-        return anyone, waited_s
+        return anyone

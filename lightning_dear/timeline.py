@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from lightning_dear.clock import Clock, HostClock
 
 LANES = ("forward", "backward", "reduce_scatter", "step", "all_gather", "wait")
 """In the order in which a step goes through them; `wait` holds what blocked the host, and why."""
@@ -28,64 +31,48 @@ class Timeline:
     """Collects spans. Recording a collective's arrival costs a thread each, so record few steps.
 
     Thread-safe: collectives are recorded by the threads that wait for them.
+
+    Attributes:
+        clock: When something happens; the pipeline that records puts its device's here.
     """
 
     def __init__(self) -> None:
+        self.clock: Clock = HostClock()
         self._lock = threading.Lock()
-        self._spans: list[Span] = []
-        self._watchers: list[threading.Thread] = []
+        self._marked: list[tuple[str, str, Any, Any]] = []
 
     @property
     def spans(self) -> list[Span]:
-        """Finished spans, by start time."""
+        """Finished spans, by start time; blocks until the device has finished them."""
         with self._lock:
-            return sorted(self._spans, key=lambda span: span.start_s)
+            marked = list(self._marked)
+        seconds = self.clock.seconds
+        spans = [
+            Span(lane, name, seconds(start), seconds(end)) for lane, name, start, end in marked
+        ]
+        return sorted(spans, key=lambda span: span.start_s)
 
-    def record(self, lane: str, name: str, start_s: float, end_s: float) -> None:
-        """Adds a finished span."""
+    def record(self, lane: str, name: str, start: Any, end: Any) -> None:
+        """Adds a span between two marks of the clock."""
         with self._lock:
-            self._spans.append(Span(lane, name, start_s, end_s))
+            self._marked.append((lane, name, start, end))
 
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
         """Records the time spent in the `with` block."""
-        start_s = time.perf_counter()
+        start = self.clock.mark()
         try:
             yield
         finally:
-            self.record(lane, name, start_s, time.perf_counter())
+            self.record(lane, name, start, self.clock.mark())
 
     def observe(self, lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], None]:
-        """Waits for a collective in a thread of its own, to see when its data arrived.
-
-        Returns:
-            What the engine waits with instead of `arrive`; re-raises what `arrive` raised.
-        """
-        failure: list[BaseException] = []
-
-        def watch() -> None:
-            try:
-                with self.span(lane, name):
-                    arrive()
-            except BaseException as error:
-                failure.append(error)
-
-        watcher = threading.Thread(target=watch, name=f"dear-timeline-{lane}", daemon=True)
-        watcher.start()
-        self._watchers.append(watcher)
-
-        def wait() -> None:
-            watcher.join()
-            if failure:
-                raise failure[0]
-
-        return wait
+        """Records when a collective's data has arrived; see `Clock.observe`."""
+        return self.clock.observe(arrive, partial(self.record, lane, name))
 
     def finish(self) -> None:
         """Blocks until every observed collective has arrived."""
-        for watcher in self._watchers:
-            watcher.join()
-        self._watchers.clear()
+        self.clock.finish()
 
     def write_chrome_trace(self, path: Path, rank: int = 0) -> None:
         """Writes the spans in Chrome's trace format (opens in Perfetto), one thread per lane."""

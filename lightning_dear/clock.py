@@ -1,0 +1,124 @@
+"""Two clocks: the host's, and a CUDA stream's, which runs behind the host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+Record = Callable[[Any, Any], None]
+"""Takes the marks between which something happened."""
+
+
+class Clock(Protocol):
+    """Marks moments of a device without making the host wait for them."""
+
+    def mark(self) -> Any:
+        """The moment at which the device reaches this point of the program."""
+
+    def seconds(self, mark: Any) -> float:
+        """A mark on the scale of `time.perf_counter`; may block until the device is there."""
+
+    def observe(self, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
+        """Lets `record` know when `arrive` (which waits for a collective) would have returned.
+
+        Returns:
+            What to wait with instead of `arrive`.
+        """
+
+    def finish(self) -> None:
+        """Blocks until everything observed has been recorded."""
+
+
+class HostClock:
+    """For the CPU, where the program and the work it does are at the same point."""
+
+    def __init__(self) -> None:
+        self._watchers: list[threading.Thread] = []
+
+    def mark(self) -> float:
+        """See `Clock`."""
+        return time.perf_counter()
+
+    def seconds(self, mark: float) -> float:
+        """See `Clock`; never blocks."""
+        return mark
+
+    def observe(self, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
+        """See `Clock`: a thread waits; what it raises is raised again by whoever waits."""
+        failure: list[BaseException] = []
+        start = self.mark()
+
+        def watch() -> None:
+            try:
+                arrive()
+            except BaseException as error:
+                failure.append(error)
+            record(start, self.mark())
+
+        watcher = threading.Thread(target=watch, name="dear-timeline", daemon=True)
+        watcher.start()
+        self._watchers.append(watcher)
+
+        def wait() -> None:
+            watcher.join()
+            if failure:
+                raise failure[0]
+
+        return wait
+
+    def finish(self) -> None:
+        """See `Clock`."""
+        for watcher in self._watchers:
+            watcher.join()
+        self._watchers.clear()
+
+
+class StreamClock:
+    """For CUDA: marks are events on the current stream. Making one blocks the host once.
+
+    Args:
+        device: Whose streams are marked.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        cuda: Any = torch.cuda
+        self._beside: torch.cuda.Stream = cuda.Stream(device)
+        torch.cuda.synchronize(device)
+        self._origin = self.mark()
+        torch.cuda.synchronize(device)
+        self._origin_s = time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        """See `Clock`."""
+        cuda: Any = torch.cuda
+        event: torch.cuda.Event = cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        """See `Clock`; blocks until the stream has passed the mark."""
+        mark.synchronize()
+        since_origin_ms: float = self._origin.elapsed_time(mark)
+        return self._origin_s + since_origin_ms / 1e3
+
+    def observe(self, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
+        """See `Clock`: a stream of its own waits, so that the compute stream does not."""
+        start = self.mark()
+        with torch.cuda.stream(self._beside):
+            arrive()
+            record(start, self.mark())
+        return arrive
+
+    def finish(self) -> None:
+        """See `Clock`."""
+        torch.cuda.synchronize(self._device)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock that tells when work on `device` happens."""
+    return StreamClock(device) if device.type == "cuda" else HostClock()
