@@ -28,7 +28,7 @@ from lightning_dear.launcher import configure_launcher
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, resolve_fusion
 from lightning_dear.statistics import StepStatistics
-from lightning_dear.support import check_options, check_trainer
+from lightning_dear.support import check_optimizers, check_options, check_trainer
 from lightning_dear.timeline import Timeline
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -155,12 +155,7 @@ class DearStrategy(DDPStrategy):
 
     def _start_pipeline(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
-        if len(self.optimizers) > 1:
-            raise ValueError(
-                f"strategy='dear' trains with one optimizer so far, configure_optimizers returned"
-                f" {len(self.optimizers)}; use one with several parameter groups, or"
-                " strategy='ddp'."
-            )
+        check_optimizers(self.optimizers)
         self._pipeline = Pipeline(
             self.model,
             self.optimizers,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
 
 _DDP_OPTIONS = {
     "ddp_comm_hook": "it hooks DistributedDataParallel, which is not used; see compressor=",
@@ -45,6 +46,23 @@ def check_options(gather: str, ddp_options: Mapping[str, Any]) -> None:
     raise ValueError(
         f"strategy='dear' does not take {'; '.join(reasons)}. Leave it out, or use strategy='ddp'."
     )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuses numbers of optimizers other than one.
+
+    Raises:
+        ValueError: Saying what to return from `configure_optimizers`.
+    """
+    if len(optimizers) > 1:
+        raise ValueError(
+            "strategy='dear' trains with one optimizer so far, configure_optimizers returned"
+            f" {len(optimizers)}; use one with several parameter groups, or strategy='ddp'."
+        )
+    if not optimizers or type(optimizers[0]).__name__ == "_MockOptimizer":
+        raise ValueError(
+            "strategy='dear' needs an optimizer, and configure_optimizers returned none."
+        )
 
 
 def check_trainer(trainer: Trainer, module: LightningModule, precision: Precision) -> None:
