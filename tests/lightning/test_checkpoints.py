@@ -125,6 +125,19 @@ def test_the_optimizer_state_is_torchs_own(tmp_path: Path, optimizer: str) -> No
     assert_same_optimizer(checkpoint["optimizer_states"][0], plain.state_dict())
 
 
+@distributed(world_sizes=[1, 2])
+def test_a_checkpoint_saved_after_fit(tmp_path: Path) -> None:
+    """The trainer saves whole optimizer state although training is over."""
+    saved = {}
+    for name, strategy in STRATEGIES.items():
+        trainer = fit(strategy(), Net("gpt", "adamw"), model="gpt")
+        trainer.save_checkpoint(tmp_path / name)
+        saved[name] = torch.load(tmp_path / name)
+    ours, theirs = saved["dear"], saved["ddp"]
+    assert_same(ours["state_dict"].values(), theirs["state_dict"].values(), "weights")
+    assert_same_optimizer(ours["optimizer_states"][0], theirs["optimizer_states"][0])
+
+
 class _Stop(Callback):
     """Raises behind a step, on every rank."""
 
