@@ -95,6 +95,10 @@ def _frozen(module: nn.Module) -> Optimizer:
     return torch.optim.SGD(module.requires_grad_(False).parameters(), lr=0.1)
 
 
+def _none(module: nn.Module) -> None:
+    return None
+
+
 def _lbfgs(module: nn.Module) -> Optimizer:
     return torch.optim.LBFGS(module.parameters())
 
@@ -130,6 +134,7 @@ def _fit_refused(new_optimizer: Callable[[nn.Module], Any]) -> None:
 _REFUSED_OPTIMIZERS = [
     (_foreign, "SGD's parameter group 0 holds 2 parameter(s) that are not the module's"),
     (_frozen, "The optimizer holds no parameter of the module that requires a gradient"),
+    (_none, "strategy='dear' needs an optimizer"),
     (_lbfgs, "strategy='dear' cannot shard LBFGS"),
     (_adafactor, "strategy='dear' cannot shard Adafactor"),
     (_sparse_adam, "strategy='dear' cannot shard SparseAdam"),
