@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ class Clock(Protocol):
     def seconds(self, mark: Any) -> float:
         """A mark on the scale of `time.perf_counter`; may block until the device is there."""
 
-    def observe(self, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
+    def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
         """Lets `record` know when `arrive` (which waits for a collective) would have returned.
 
         Returns:
@@ -33,11 +34,37 @@ class Clock(Protocol):
         """Blocks until everything observed has been recorded."""
 
 
+class _Observed:
+    """A collective that a watcher waits for, and how it ended."""
+
+    def __init__(self, start: float, arrive: Callable[[], None], record: Record) -> None:
+        self._start, self._arrive, self._record = start, arrive, record
+        self._ended = threading.Event()
+        self._failure: BaseException | None = None
+
+    def watch(self) -> None:
+        try:
+            self._arrive()
+        except BaseException as error:
+            self._failure = error
+        self._record(self._start, time.perf_counter())
+        self._ended.set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
+
+
 class HostClock:
-    """For the CPU, where the program and the work it does are at the same point."""
+    """For the CPU, where the program and the work it does are at the same point.
+
+    A thread for each lane waits for its collectives in the order of their launch, so that one which
+    overtakes another is recorded as ending with it.
+    """
 
     def __init__(self) -> None:
-        self._watchers: list[threading.Thread] = []
+        self._watchers: dict[str, tuple[threading.Thread, queue.SimpleQueue[_Observed | None]]] = {}
 
     def mark(self) -> float:
         """See `Clock`."""
@@ -47,34 +74,34 @@ class HostClock:
         """See `Clock`; never blocks."""
         return mark
 
-    def observe(self, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
-        """See `Clock`: a thread waits; what it raises is raised again by whoever waits."""
-        failure: list[BaseException] = []
-        start = self.mark()
-
-        def watch() -> None:
-            try:
-                arrive()
-            except BaseException as error:
-                failure.append(error)
-            record(start, self.mark())
-
-        watcher = threading.Thread(target=watch, name="dear-timeline", daemon=True)
-        watcher.start()
-        self._watchers.append(watcher)
-
-        def wait() -> None:
-            watcher.join()
-            if failure:
-                raise failure[0]
-
-        return wait
+    def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
+        """See `Clock`: what `arrive` raises in the thread is raised again by whoever waits."""
+        observed = _Observed(self.mark(), arrive, record)
+        if lane not in self._watchers:
+            self._watchers[lane] = _start_watcher(lane)
+        self._watchers[lane][1].put(observed)
+        return observed.wait
 
     def finish(self) -> None:
-        """See `Clock`."""
-        for watcher in self._watchers:
-            watcher.join()
+        """See `Clock`; ends the threads."""
+        for thread, launched in self._watchers.values():
+            launched.put(None)
+            thread.join()
         self._watchers.clear()
+
+
+def _start_watcher(
+    lane: str,
+) -> tuple[threading.Thread, queue.SimpleQueue[_Observed | None]]:
+    launched: queue.SimpleQueue[_Observed | None] = queue.SimpleQueue()
+
+    def watch() -> None:
+        while (observed := launched.get()) is not None:
+            observed.watch()
+
+    thread = threading.Thread(target=watch, name=f"dear-timeline-{lane}", daemon=True)
+    thread.start()
+    return thread, launched
 
 
 class StreamClock:
@@ -106,7 +133,7 @@ class StreamClock:
         since_origin_ms: float = self._origin.elapsed_time(mark)
         return self._origin_s + since_origin_ms / 1e3
 
-    def observe(self, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
+    def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
         """See `Clock`: a stream of its own waits, so that the compute stream does not."""
         start = self.mark()
         with torch.cuda.stream(self._beside):

@@ -28,7 +28,7 @@ class Span:
 
 
 class Timeline:
-    """Collects spans. Recording a collective's arrival costs a thread each, so record few steps.
+    """Collects spans. Threads wait for the collectives meanwhile, so record few steps.
 
     Thread-safe: collectives are recorded by the threads that wait for them.
 
@@ -68,7 +68,7 @@ class Timeline:
 
     def observe(self, lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], None]:
         """Records when a collective's data has arrived; see `Clock.observe`."""
-        return self.clock.observe(arrive, partial(self.record, lane, name))
+        return self.clock.observe(lane, arrive, partial(self.record, lane, name))
 
     def finish(self) -> None:
         """Blocks until every observed collective has arrived."""

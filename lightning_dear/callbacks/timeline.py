@@ -20,7 +20,7 @@ class TimelineCallback(Callback):
     """Writes `timeline.json` (Chrome trace, opens in Perfetto) and `timeline.png` on rank 0.
 
     Two steps in a row are recorded, so that the first one's all-gathers are seen beside the second
-    one's forward. Recording costs a thread per collective, in those two steps alone.
+    one's forward. Recording costs some time, in those two steps alone.
 
     Args:
         step: Number of the first recorded step (0 is the one that records the execution order and
