@@ -20,33 +20,23 @@ from tests.lightning.fitting import (
 )
 from tests.lightning.nets import BATCH_SIZE, Net, copies
 
+NUM_STEPS = 50
 CASES = [(model, optimizer) for model in ("conv", "mlp", "gpt") for optimizer in ("sgd", "adamw")]
 
 
-def _check_watched(model: str, optimizer: str, num_steps: int) -> None:
-    num_samples = 2 * BATCH_SIZE * num_steps // 2
+@pytest.mark.parametrize(("model", "optimizer"), CASES)
+@distributed(world_sizes=[2])
+def test_fifty_steps_equal_ddp(model: str, optimizer: str) -> None:
+    num_samples = 2 * BATCH_SIZE * NUM_STEPS // 2
     fits = fit_both(model, optimizer, num_samples=num_samples, max_epochs=2, validates=True)
     (theirs, seen_theirs), (ours, seen_ours) = fits["ddp"], fits["dear"]
-    assert len(seen_ours.seen) == num_steps
+    assert len(seen_ours.seen) == NUM_STEPS
     assert_same(seen_ours.seen, seen_theirs.seen, "weights")
     assert_same(ours.losses, theirs.losses, "loss")
     assert_same(ours.validated, theirs.validated, "weights in validation")
     assert_same(buffers(ours), buffers(theirs), "buffers")
     assert_ranks_agree(seen_ours.seen)
     assert_differ(seen_ours.seen[0], seen_ours.seen[-1])
-
-
-@pytest.mark.parametrize(("model", "optimizer"), CASES)
-@distributed(world_sizes=[2])
-def test_every_step_equals_ddp(model: str, optimizer: str) -> None:
-    _check_watched(model, optimizer, 8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "optimizer"), CASES)
-@distributed(world_sizes=[2], timeout_s=240)
-def test_fifty_steps_equal_ddp(model: str, optimizer: str) -> None:
-    _check_watched(model, optimizer, 50)
 
 
 @pytest.mark.parametrize(("model", "optimizer"), [("conv", "sgd"), ("gpt", "adamw")])
