@@ -40,7 +40,8 @@ def consolidate(
     optimizer = sharded.optimizer
     own, optimizer.state = optimizer.state, defaultdict(dict, {**optimizer.state, **state})
     try:
-        return optimizer.state_dict()
+        packed = optimizer.state_dict()
+        return {**packed, "state": dict(sorted(packed["state"].items()))}
     finally:
         optimizer.state = own
 
