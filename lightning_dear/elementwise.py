@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -85,39 +87,41 @@ def _refusal(name: str, why: str) -> str:
 
 def _steps_alike_on_parts(optimizer: Optimizer) -> bool:
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_NUM_ROWS, _NUM_COLUMNS, generator=generator)
-    gradients = torch.randn(_NUM_STEPS, _NUM_ROWS, _NUM_COLUMNS, generator=generator)
-    whole, flat = start.clone(), start.clone().flatten()
-    half = flat.numel() // 2
-    parts = (flat[:half], flat[half:])
-    _run(optimizer, [[whole]], gradients, lambda tensor, gradient: gradient)
-    _run(
-        optimizer,
-        [[part] for part in parts],
-        gradients,
-        lambda tensor, gradient: (
-            gradient.flatten()[:half] if tensor is parts[0] else gradient.flatten()[half:]
-        ),
-    )
-    return torch.equal(whole.flatten(), flat) and not torch.equal(whole, start)
+    shape = (_NUM_ROWS, _NUM_COLUMNS)
+    start = torch.randn(_NUM_ROWS * _NUM_COLUMNS, generator=generator)
+    gradients = torch.randn(_NUM_STEPS, start.numel(), generator=generator)
+    whole, parts = start.clone().view(shape), start.clone().chunk(2)
+    _step(optimizer, [whole], [[gradient.view(shape)] for gradient in gradients])
+    _step(optimizer, parts, [gradient.chunk(2) for gradient in gradients])
+    agrees = torch.equal(whole.flatten(), torch.cat(parts))
+    return agrees and not torch.equal(whole.flatten(), start)
 
 
 @torch.no_grad()
-def _run(
-    optimizer: Optimizer,
-    selections: list[list[torch.Tensor]],
-    gradients: torch.Tensor,
-    gradient_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+def _step(
+    optimizer: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Steps a twin of `optimizer` on each selection in turn, as the engine steps buckets."""
+    """Steps a twin of `optimizer` on one tensor after the other, as the engine steps buckets."""
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     group = {**optimizer.param_groups[0], "params": []}
     twin.__dict__.update(state=defaultdict(dict), param_groups=[group])
+    for tensor in tensors:
+        twin.state[tensor].update(_initial_state(optimizer, tensor))
     step = inner_step(twin)
-    for gradient in gradients:
-        for tensors in selections:
-            for tensor in tensors:
-                tensor.grad = gradient_of(tensor, gradient).clone()
-            group["params"] = tensors
+    for of_tensors in gradients:
+        for tensor, gradient in zip(tensors, of_tensors, strict=True):
+            tensor.grad = gradient.clone()
+            group["params"] = [tensor]
             step(twin)
+
+
+def _initial_state(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
+    """What the constructor put into the state of the first parameter, in `tensor`'s size."""
+    first = optimizer.param_groups[0]["params"][0]
+    return {
+        key: torch.full_like(tensor, float(value.flatten()[0]))
+        if isinstance(value, Tensor) and value.shape == first.shape
+        else deepcopy(value)
+        for key, value in optimizer.state.get(first, {}).items()
+    }
