@@ -7,7 +7,7 @@ contiguous 1/world_size of a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +116,7 @@ class FlatBuffers:
 
 
 def allocate(
-    plan: BucketPlan, parameters: Sequence[Parameter], scratch_per_numel: float
+    plan: BucketPlan, parameters: Sequence[Parameter], scratch_numel: Callable[[int], int]
 ) -> FlatBuffers:
     """Makes the buffers of `plan` and moves the parameters into them.
 
@@ -125,7 +125,7 @@ def allocate(
     Args:
         plan: Over exactly these parameters, by their index.
         parameters: The engine's list.
-        scratch_per_numel: Elements of scratch per element of a bucket (see `Bucket.received`).
+        scratch_numel: Elements of a bucket -> elements of its scratch (see `Bucket.received`).
     """
     by_family: dict[str, list[int]] = {}
     homes: dict[int, list[int]] = {}
@@ -144,7 +144,7 @@ def allocate(
         for number in numbers:
             spec = plan.buckets[number]
             stop = offset + spec.padded_numel
-            scratch = flat.new_empty(int(spec.padded_numel * scratch_per_numel))
+            scratch = flat.new_empty(scratch_numel(spec.padded_numel))
             buckets[number] = Bucket(
                 number, spec, flat[offset:stop], gradients[offset:stop], scratch
             )

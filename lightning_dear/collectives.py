@@ -103,6 +103,9 @@ class Collectives(Protocol):
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order. Blocks."""
 
+    def discard(self) -> None:
+        """After a failure: something may still be in flight, so nobody may use the groups again."""
+
 
 def shard_of(buffer: Tensor, number: int, num_shards: int) -> Tensor:
     """View of the `number`-th of `num_shards` equal, contiguous parts of the flat `buffer`."""
@@ -128,6 +131,10 @@ class _Groups(Collectives):
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.reduce_group)
         return values
+
+    @override
+    def discard(self) -> None:
+        _reusable.clear()
 
     def _work(
         self, lane: str, name: str, waits: Sequence[Any], finish: Callable[[], None] | None = None
@@ -288,7 +295,7 @@ def _nbytes(rows: dict[int, Tensor]) -> int:
 
 
 def new_collectives(device: torch.device, timeout: timedelta | None = None) -> Collectives:
-    """Makes both process groups over all ranks and connects them. Collective, blocks.
+    """Both process groups over all ranks, new or those of the fit before. Collective, blocks.
 
     Args:
         device: Where parameters live.
@@ -308,11 +315,26 @@ def new_collectives(device: torch.device, timeout: timedelta | None = None) -> C
             f"strategy='dear' cannot send parameters on {device} through gloo;"
             " use process_group_backend='nccl'."
         )
-    groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+    groups = _process_groups(timeout)
     kind = PairwiseCollectives if backend == "gloo" else NativeCollectives
     collectives = kind(groups[0], groups[1], dist.get_rank(), dist.get_world_size())
     _connect(collectives, device)
     return collectives
+
+
+_reusable: dict[timedelta | None, tuple[Any, list[Any]]] = {}
+"""Timeout -> the default group and ours made under it; else every fit would open new sockets."""
+
+
+def _process_groups(timeout: timedelta | None) -> list[Any]:
+    default_group, groups = _reusable.get(timeout, (None, []))
+    can_reuse: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(can_reuse, default_group is dist.group.WORLD)
+    if not all(can_reuse):
+        groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+        _reusable.clear()
+        _reusable[timeout] = dist.group.WORLD, groups
+    return groups
 
 
 def _connect(collectives: Collectives, device: torch.device) -> None:

@@ -8,7 +8,7 @@ that a module that waits for nothing pays nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.nn import Module
@@ -52,6 +52,10 @@ class ParameterGate(dict[str, Any]):
     @override
     def copy(self) -> dict[str, Any]:
         return self._opened().copy()
+
+    def __iter__(self) -> Iterator[str]:
+        # Overridden so that dict(gate) and {**gate} come through __getitem__.
+        return iter(self.plain)
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._opened()[key] = value

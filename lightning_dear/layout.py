@@ -8,20 +8,22 @@ from typing import NamedTuple
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_dear.bucket import storage_strides
 from lightning_dear.collectives import Collectives
 from lightning_dear.elementwise import check_elementwise
 from lightning_dear.gate import plain_parameters
 from lightning_dear.planning import TensorSpec
 
+Described = Sequence[tuple[str, str]]
+"""(name, layout) of every trained parameter, as compared between ranks."""
 
-def managed_parameters(
-    module: Module, optimizers: Sequence[Optimizer]
-) -> list[tuple[str, Parameter]]:
-    """(name, parameter) of what the optimizers train at present, in registration order.
+
+def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
+    """(name, parameter) of what the optimizer trains at present, in registration order.
 
     A shared parameter stands once, under its first name.
     """
-    trained = {id(p) for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [
         (name, parameter)
         for name, parameter in module.named_parameters()
@@ -74,7 +76,6 @@ def restore_replaced(homes: Sequence[Home]) -> None:
 def tensor_specs(
     names: Sequence[str],
     parameters: Sequence[Parameter],
-    optimizers: Sequence[Optimizer],
     first_use: Mapping[int, int],
     ready: Sequence[int],
 ) -> list[TensorSpec]:
@@ -83,16 +84,9 @@ def tensor_specs(
     Args:
         names: Of the parameters.
         parameters: The engine's list.
-        optimizers: To keep the parameters of each apart.
         first_use: Parameter index -> position of its first read in the recorded forward.
         ready: Parameter indices in the order of their gradients; empty if nothing was recorded.
     """
-    owner = {
-        id(parameter): number
-        for number, optimizer in enumerate(optimizers)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
     order = ready or range(len(parameters) - 1, -1, -1)
     position = {index: place for place, index in enumerate(order)}
     return [
@@ -101,7 +95,7 @@ def tensor_specs(
             name=name,
             numel=parameter.numel(),
             itemsize=parameter.element_size(),
-            family=f"{parameter.dtype}/{parameter.device.type}/optimizer {owner[id(parameter)]}",
+            family=f"{parameter.dtype}/{parameter.device.type}",
             first_use=first_use.get(index),
             ready=position.get(index),
         )
@@ -109,18 +103,14 @@ def tensor_specs(
     ]
 
 
-def check_layout(module: Module, optimizers: Sequence[Optimizer], collectives: Collectives) -> None:
+def check_layout(module: Module, optimizer: Optimizer, collectives: Collectives) -> None:
     """Refuses what cannot be trained, on every rank alike. Collective, blocks.
 
     Raises:
         ValueError: Saying what is wrong and what to change.
     """
-    problem = _local_problem(module, optimizers)
-    described = [
-        (name, tuple(parameter.shape), str(parameter.dtype))
-        for name, parameter in managed_parameters(module, optimizers)
-    ]
-    reports = collectives.all_gather_object((problem, described))
+    problem = _local_problem(module, optimizer)
+    reports = collectives.all_gather_object((problem, _describe(module, optimizer)))
     for rank, (other_problem, _) in enumerate(reports):
         if other_problem is not None:
             where = "" if rank == collectives.rank else f" (found on rank {rank})"
@@ -130,22 +120,37 @@ def check_layout(module: Module, optimizers: Sequence[Optimizer], collectives: C
             raise ValueError(_difference(rank, reports[0][1], other))
 
 
-def _local_problem(module: Module, optimizers: Sequence[Optimizer]) -> str | None:
+def _describe(module: Module, optimizer: Optimizer) -> Described:
+    group_of = {
+        id(parameter): number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    return [
+        (
+            name,
+            f"shape {tuple(parameter.shape)}, strides {storage_strides(parameter)},"
+            f" {parameter.dtype}, parameter group {group_of[id(parameter)]}",
+        )
+        for name, parameter in managed_parameters(module, optimizer)
+    ]
+
+
+def _local_problem(module: Module, optimizer: Optimizer) -> str | None:
     own = {id(parameter) for parameter in module.parameters()}
-    for optimizer in optimizers:
-        try:
-            check_elementwise(optimizer)
-        except ValueError as error:
-            return str(error)
-        for number, group in enumerate(optimizer.param_groups):
-            foreign = [p for p in group["params"] if id(p) not in own]
-            if foreign:
-                return (
-                    f"{type(optimizer).__name__}'s parameter group {number} holds {len(foreign)}"
-                    f" parameter(s) that are not the module's (first shape:"
-                    f" {tuple(foreign[0].shape)}); build the optimizer from self.parameters()."
-                )
-    managed = managed_parameters(module, optimizers)
+    try:
+        check_elementwise(optimizer)
+    except ValueError as error:
+        return str(error)
+    for number, group in enumerate(optimizer.param_groups):
+        foreign = [p for p in group["params"] if id(p) not in own]
+        if foreign:
+            return (
+                f"{type(optimizer).__name__}'s parameter group {number} holds {len(foreign)}"
+                f" parameter(s) that are not the module's (first shape:"
+                f" {tuple(foreign[0].shape)}); build the optimizer from self.parameters()."
+            )
+    managed = managed_parameters(module, optimizer)
     if not managed:
         return "The optimizer holds no parameter of the module that requires a gradient."
     devices = {str(parameter.device) for _, parameter in managed}
@@ -154,13 +159,13 @@ def _local_problem(module: Module, optimizers: Sequence[Optimizer]) -> str | Non
     return None
 
 
-Described = Sequence[tuple[str, tuple[int, ...], str]]
-
-
 def _difference(rank: int, first: Described, other: Described) -> str:
     for left, right in zip(first, other, strict=False):
         if left != right:
-            return f"Ranks hold different models: rank 0 has {left}, rank {rank} has {right}."
+            return (
+                f"Ranks hold different models: rank 0 has '{left[0]}' ({left[1]}), rank {rank} has"
+                f" '{right[0]}' ({right[1]}). Build the same model on every rank."
+            )
     return (
         f"Ranks hold different models: rank 0 trains {len(first)} parameters, rank {rank}"
         f" {len(other)}. Build the same model on every rank."

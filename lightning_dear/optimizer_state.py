@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_dear.bucket import Piece
 from lightning_dear.collectives import Collectives
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 
 Described = dict[int, dict[str, Any]]
-"""Tensor index -> state key -> `_PerElement` or the value itself."""
+"""Tensor index -> state key -> `_PerElement`, `_Scalar`, or a value that is no tensor."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,14 @@ class _PerElement:
     """Stands for a tensor with one value per element, of which each rank has its pieces."""
 
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Scalar:
+    """A tensor that all ranks have alike (`step`), on the CPU, and whether it came from there."""
+
+    value: Tensor
+    is_on_cpu: bool
 
 
 def consolidate(
@@ -57,8 +66,7 @@ def whole_state(
     described = _agree(_describe(sharded), collectives)
     whole: dict[int, dict[str, Any]] = {
         index: {
-            key: _empty_like(parameters[index], value) if _is_cut(value) else value
-            for key, value in entries.items()
+            key: _unpack(value, parameters[index], sharded.device) for key, value in entries.items()
         }
         for index, entries in described.items()
     }
@@ -74,8 +82,20 @@ def whole_state(
     return {parameters[index]: entries for index, entries in whole.items()}
 
 
-def _is_cut(value: Any) -> bool:
-    return isinstance(value, _PerElement)
+def _pack(value: Any, piece: Piece) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == (piece.numel,):
+        return _PerElement(value.dtype)
+    return _Scalar(value.cpu(), value.device.type == "cpu")
+
+
+def _unpack(packed: Any, parameter: Parameter, device: torch.device) -> Any:
+    if isinstance(packed, _PerElement):
+        return torch.empty_like(parameter, dtype=packed.dtype, requires_grad=False)
+    if isinstance(packed, _Scalar):
+        return packed.value if packed.is_on_cpu else packed.value.to(device)
+    return packed
 
 
 def _describe(sharded: ShardedOptimizer) -> Described:
@@ -84,10 +104,7 @@ def _describe(sharded: ShardedOptimizer) -> Described:
         entries = sharded.state_of(piece)
         if entries:
             described[piece.tensor_index] = {
-                key: _PerElement(value.dtype)
-                if isinstance(value, Tensor) and value.shape == (piece.numel,)
-                else value
-                for key, value in entries.items()
+                key: _pack(value, piece) for key, value in entries.items()
             }
     return described
 
@@ -99,16 +116,12 @@ def _agree(described: Described, collectives: Collectives) -> Described:
     return dict(sorted(merged.items()))
 
 
-def _empty_like(parameter: Parameter, entry: _PerElement) -> Tensor:
-    return torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
-
-
 def _cut_entries(spec: BucketSpec, described: Described) -> Iterator[tuple[str, torch.dtype]]:
     entries = {
         (key, value.dtype): None
         for part in spec.slices
         for key, value in described.get(part.tensor, {}).items()
-        if _is_cut(value)
+        if isinstance(value, _PerElement)
     }
     yield from entries
 

@@ -23,65 +23,62 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
-import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dear.bucket import FlatBuffers, allocate
+from lightning_dear.active_plan import ActivePlan, activate
 from lightning_dear.clock import clock_of
 from lightning_dear.collectives import Collectives
-from lightning_dear.exchange import DenseExchange
-from lightning_dear.gatherer import ParameterGatherer
 from lightning_dear.layout import (
     check_layout,
     managed_parameters,
     parameter_homes,
     restore_replaced,
-    tensor_specs,
 )
 from lightning_dear.module_buffers import BufferBroadcast
 from lightning_dear.optimizer_state import consolidate, whole_state
 from lightning_dear.planning import BucketPlan, FusionPlanner
 from lightning_dear.recorder import ForwardRecorder, has_compiled_region
-from lightning_dear.reducer import GradientReducer
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.statistics import StepStatistics
 from lightning_dear.timeline import Timeline
 
 
 class Pipeline:
-    """Runs the three phases above for one module and its optimizers.
+    """Runs the three phases above for one module and its optimizer.
 
     Use `forward()` around the training forward and `backward()` around `loss.backward()`; then call
-    the optimizers' own `step`.
+    the optimizer's own `step`, with or without a closure.
 
     Args:
         module: Mutated from the first step on: parameters become views of flat buffers.
-        optimizers: Element-wise, over parameters of `module`. Mutated: step hooks.
+        optimizer: Element-wise, over parameters of `module`. Mutated: step hooks and `zero_grad`.
         collectives: What moves the bytes; at world size 1 nothing does.
         fusion: Makes the plan from the recorded first step.
         broadcast_buffers: Whether module buffers follow rank 0 after each step.
 
     Attributes:
-        plan: None until the first step has been recorded.
+        optimizer: The user's.
+        plan: None until the first step has been recorded; stays readable after `detach`.
         statistics: Of the last finished step.
 
     Raises:
-        ValueError: If an optimizer is not element-wise or holds foreign parameters, or if ranks
+        ValueError: If the optimizer is not element-wise or holds foreign parameters, or if ranks
             hold different models.
     """
 
     def __init__(
         self,
         module: Module,
-        optimizers: Sequence[Optimizer],
+        optimizer: Optimizer,
         collectives: Collectives,
         fusion: FusionPlanner,
         *,
         broadcast_buffers: bool = True,
     ) -> None:
-        check_layout(module, optimizers, collectives)
+        check_layout(module, optimizer, collectives)
+        self.optimizer = optimizer
         self.plan: BucketPlan | None = None
         self._clock = clock_of(next(module.parameters()).device)
         self.statistics = StepStatistics(self._clock)
@@ -89,17 +86,15 @@ class Pipeline:
         self._module = module
         self._collectives = collectives
         self._fusion = fusion
-        self._exchange = DenseExchange(collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
-        self._sharded = [ShardedOptimizer(optimizer, self) for optimizer in optimizers]
+        self._sharded = ShardedOptimizer(optimizer, self)
         self._has_compiled_region = has_compiled_region(module)
+        self._active: ActivePlan | None = None
         self._timeline: Timeline | None = None
         self._synchronize = True
+        self._has_gradients = False
         self._is_abandoned = False
         self._sent_bytes = 0
-        self._flat: FlatBuffers | None = None
-        self._gatherer: ParameterGatherer | None = None
-        self._reducer: GradientReducer | None = None
         self._start_recording()
 
     # --- the three phases -------------------------------------------------------------------
@@ -108,17 +103,17 @@ class Pipeline:
     def forward(self) -> Iterator[None]:
         """Around a training forward. May block for parameters read outside any module."""
         restore_replaced(self._homes)
-        if self._has_new_parameters():
+        if self._trains_something_new():
             self._dissolve()
         with ExitStack() as stack:
-            if self._gatherer is None:
+            if self._active is None:
                 if self._collectives.world_size > 1:
                     stack.enter_context(self._recorder.recording())
             elif self._has_compiled_region:
                 # A compiled graph reads parameters where no gate sees it.
-                self._gatherer.complete(reason="compiled region")
+                self._active.gatherer.complete(reason="compiled region")
             else:
-                self._gatherer.complete_entry()
+                self._active.gatherer.complete_entry()
             stack.enter_context(self._span("forward", "forward"))
             yield
 
@@ -131,6 +126,7 @@ class Pipeline:
                 `.grad` and nothing is sent.
         """
         before, self._synchronize = self._synchronize, synchronize
+        self._has_gradients |= synchronize
         try:
             with self._span("backward", "backward"):
                 yield
@@ -138,60 +134,72 @@ class Pipeline:
             self._synchronize = before
 
     def _on_gradient(self, index: int, parameter: Parameter) -> None:
+        if self._active is not None:
+            self._active.reducer.check_was_complete(index)
         if not self._synchronize:
             return
-        if self._reducer is None:
+        self._has_gradients = True
+        if self._active is None:
             self._recorder.note_gradient(index)
         else:
-            self._reducer.on_gradient(index)
+            self._active.reducer.on_gradient(index)
 
-    def before_step(self, sharded: ShardedOptimizer) -> Sequence[bool]:
+    def drop_gradients(self) -> None:
+        """See `StepListener`. Other ranks drop theirs too, so what was begun is ended first."""
+        if self._has_gradients and self._active is not None:
+            self._active.reducer.finish()
+        self._recorder.gradients.clear()
+        self._has_gradients = False
+
+    def before_step(self) -> Sequence[bool]:
         """See `StepListener`: the last reduce-scatters, and at the first step the plan."""
         self.complete_parameters("step")
-        if self._has_new_parameters():
+        if self._trains_something_new():
             raise RuntimeError(
-                "Parameters began to require gradients between a forward and its optimizer step;"
-                " unfreeze them, or add them to the optimizer, before the forward."
+                "Parameters began to require gradients, or a parameter group was added, between a"
+                " forward and its optimizer step; do it before the forward."
             )
         if self._buffers is not None:
+            # Launched first: it has the reduce-scatters' time to arrive in.
             self._buffers.launch()
-        if self._reducer is None:
-            self._build()
-        assert self._flat is not None
-        assert self._reducer is not None
-        for placement in self._flat.placements:
-            if placement.was_replaced():
-                placement.adopt_replacement()
-        return self._reducer.finish()
+        active = self._active or self._activate()
+        active.adopt_replaced_data()
+        self._has_gradients = False
+        return active.reducer.finish()
 
-    def stepping(self, number: int) -> None:
+    def stepping(self) -> None:
         """See `StepListener`."""
         self._step_began = self._clock.mark() if self._timeline is not None else None
 
     def stepped(self, number: int) -> None:
         """See `StepListener`: the bucket's all-gather starts before the next bucket is stepped."""
-        assert self._gatherer is not None
+        assert self._active is not None
         if self._timeline is not None:
             self._timeline.record("step", f"bucket {number}", self._step_began, self._clock.mark())
-        self._gatherer.launch(number)
+        self._active.gatherer.launch(number)
 
     def after_step(self) -> None:
         """See `StepListener`: from here on reads wait."""
-        assert self._gatherer is not None
-        self._gatherer.close_gates()
+        assert self._active is not None
+        self._active.gatherer.close_gates()
         if self._buffers is not None:
-            self._buffers.wait()
+            with self._waiting("all_gather", "module buffers"):
+                self._buffers.wait()
         sent_bytes = self._collectives.ledger.total_bytes
         self._current.wire_bytes = sent_bytes - self._sent_bytes
         self._sent_bytes = sent_bytes
         self.statistics, self._current = self._current, StepStatistics(self._clock)
+        if self._sharded.has_foreign_post_hooks():
+            self.complete_parameters("optimizer step hook")
 
-    # --- the plan -----------------------------------------------------------------------------
+    # --- from one plan to the next -------------------------------------------------------------
 
     def _start_recording(self) -> None:
-        named = managed_parameters(self._module, [own.optimizer for own in self._sharded])
+        named = managed_parameters(self._module, self.optimizer)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
+        self._known = {id(parameter) for parameter in self._parameters}
+        self._num_groups = len(self.optimizer.param_groups)
         self._homes = parameter_homes(self._module, self._parameters)
         self._recorder = ForwardRecorder(self._module, self._parameters)
         self._hooks = [
@@ -200,94 +208,72 @@ class Pipeline:
             if self._collectives.world_size > 1
         ]
 
-    @torch.no_grad()
-    def _build(self) -> None:
-        """Makes the plan that rank 0's recording asks for, and the buffers it needs. Collective."""
-        recorded = self._collectives.all_gather_object(
-            (self._recorder.first_use, self._recorder.gradients)
-        )
-        first_use, gradients = recorded[0]
-        optimizers = [own.optimizer for own in self._sharded]
-        specs = tensor_specs(self._names, self._parameters, optimizers, first_use, list(gradients))
-        world_size = self._collectives.world_size
-        self.plan = self._fusion.plan(specs, world_size)
-        scratch = self._collectives.scratch_numel(world_size) / world_size
-        self._flat = allocate(self.plan, self._parameters, scratch)
-        self._gatherer = ParameterGatherer(
+    def _activate(self) -> ActivePlan:
+        self._active = activate(
             self._module,
-            self._flat,
-            self._exchange,
-            self._recorder.ungated,
-            partial(self._waiting, "all_gather"),
-            is_gated=world_size > 1,
-        )
-        self._reducer = GradientReducer(
-            self._flat,
             self._names,
-            [gradients.get(index, 1) for index in range(len(self._parameters))],
-            self.plan,
-            self._exchange,
+            self._parameters,
+            self._recorder,
+            self._fusion,
             self._collectives,
-            self._gatherer.is_pending,
-            partial(self._waiting, "reduce_scatter"),
+            self._waiting,
         )
-        for own in self._sharded:
-            own.attach(self._flat, self._parameters, self._collectives.rank, world_size)
+        self.plan = self._active.plan
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        self._sharded.attach(self._active.flat, self._parameters, rank, world_size)
+        return self._active
 
-    def _has_new_parameters(self) -> bool:
-        known = {id(parameter) for parameter in self._parameters}
-        return any(
-            parameter.requires_grad and id(parameter) not in known and parameter.numel()
-            for own in self._sharded
-            for group in own.optimizer.param_groups
+    def _trains_something_new(self) -> bool:
+        groups = self.optimizer.param_groups
+        return len(groups) != self._num_groups or any(
+            id(parameter) not in self._known and parameter.requires_grad and parameter.numel()
+            for group in groups
             for parameter in group["params"]
         )
 
     def _dissolve(self) -> None:
         """Back to before the first step, values and optimizer state kept. Collective, blocks."""
         self.complete_parameters("re-plan")
-        for own in self._sharded:
-            if self.plan is not None:
-                state = whole_state(own, self.plan, self._parameters, self._collectives)
-                own.detach()
-                own.optimizer.state.update(state)
+        if self.plan is not None:
+            self._sharded.adopt_state()
+            state = whole_state(self._sharded, self.plan, self._parameters, self._collectives)
+            self._sharded.detach()
+            self.optimizer.state.update(state)
         self._release()
-        self.plan = self._reducer = self._gatherer = self._flat = None
         self._start_recording()
 
     def _release(self) -> None:
-        """Gives every parameter storage of its own again, and removes hooks and gates."""
         for hook in self._hooks:
             hook.remove()
-        if self._gatherer is not None and self._flat is not None:
-            self._gatherer.detach()
-            for placement in self._flat.placements:
-                parameter = placement.parameter
-                if not placement.was_replaced():
-                    parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        if self._active is not None:
+            self._active.release()
+        self._active = None
 
     # --- for whoever looks in from outside ------------------------------------------------------
 
     def complete_parameters(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step; local and idempotent."""
-        if self._gatherer is not None:
-            self._gatherer.complete(reason=reason)
+        if self._active is not None:
+            self._active.gatherer.complete(reason=reason)
 
-    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state_dict(self) -> dict[str, Any]:
         """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks."""
-        own = next(own for own in self._sharded if own.optimizer is optimizer)
+        self._sharded.restore()
         if self.plan is None:
-            return optimizer.state_dict()
-        own.adopt_state()
-        return consolidate(own, self.plan, self._parameters, self._collectives)
+            return self.optimizer.state_dict()
+        if self._active is not None:
+            self._sharded.adopt_state()
+        return consolidate(self._sharded, self.plan, self._parameters, self._collectives)
 
     def detach(self) -> None:
         """Ends the training: the module is as it was, with the new values. Blocks.
 
-        `optimizer_state_dict` works on; steps of the optimizers are ordinary ones again. After an
-        exception (see `abandon`) a gather that fails is warned about instead of raised, so that it
-        does not hide what happened first.
+        The optimizer's state stays here, sharded, for `optimizer_state_dict`. After an exception
+        (see `abandon`) a gather that fails is warned about instead of raised, so that it does not
+        hide what happened first.
         """
+        if not self._is_abandoned:
+            self.drop_gradients()
         try:
             self.complete_parameters("teardown")
         except RuntimeError as error:
@@ -299,16 +285,14 @@ class Pipeline:
                 stacklevel=2,
             )
         self._release()
-        for own in self._sharded:
-            own.remove_hooks()
-            own.detach()
-        self._gatherer = self._reducer = self._flat = None
+        self._sharded.remove_hooks()
+        self._sharded.detach()
 
     def abandon(self) -> None:
-        """After an exception: puts the optimizers' groups right; waits for nothing."""
+        """After an exception: puts the optimizer's groups right; waits for nothing."""
         self._is_abandoned = True
-        for own in self._sharded:
-            own.restore()
+        self._collectives.discard()
+        self._sharded.restore()
 
     @property
     def timeline(self) -> Timeline | None:

@@ -63,16 +63,15 @@ class GradientReducer:
         """Parameter `index` has a new `.grad`: takes it once the recorded number of calls is met.
 
         Raises:
-            RuntimeError: If the parameter was read before its all-gather ended, or its bucket has
-                already been reduced in this step.
+            RuntimeError: If its bucket has already been reduced in this step.
         """
-        self._check_was_complete(index)
         self._num_calls[index] += 1
         if self._num_calls[index] >= self._expected[index]:
             self._collect(index)
             self._launch_ready()
 
-    def _check_was_complete(self, index: int) -> None:
+    def check_was_complete(self, index: int) -> None:
+        """Raises `RuntimeError` if parameter `index` is still being gathered."""
         if any(self._is_pending(number) for number in self._placements[index].buckets):
             raise RuntimeError(
                 f"A gradient arrived for '{self._names[index]}' although its new value was still"

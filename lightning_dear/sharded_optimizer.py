@@ -22,11 +22,14 @@ from lightning_dear.elementwise import inner_step
 class StepListener(Protocol):
     """What the pipeline does around the optimizer's inner step."""
 
-    def before_step(self, optimizer: ShardedOptimizer) -> Sequence[bool]:
+    def drop_gradients(self) -> None:
+        """The user called `zero_grad`: what backward has produced since the last step is void."""
+
+    def before_step(self) -> Sequence[bool]:
         """Blocks until gradient shards are there; says per parameter whether anyone used it."""
 
-    def stepping(self, number: int) -> None:
-        """Bucket `number` is about to be stepped."""
+    def stepping(self) -> None:
+        """A bucket is about to be stepped."""
 
     def stepped(self, number: int) -> None:
         """Bucket `number`'s own shard holds new values."""
@@ -43,8 +46,12 @@ class ShardedOptimizer:
     that moment. State lives here, per piece; `optimizer.state` is the user's (normally empty) dict
     outside a step, and what is put into it (`load_state_dict`) is taken over before the next one.
 
+    How the buckets are stepped one by one within one call: the pre-hook wraps the closure; at the
+    closure's end the class's own step runs for each bucket but the last, whose pieces are left in
+    the groups for the call under way; the post-hook, first of all post-hooks, puts things right.
+
     Args:
-        optimizer: The user's. Mutated: two step hooks.
+        optimizer: The user's. Mutated: step hooks, `zero_grad`.
         listener: The pipeline.
     """
 
@@ -58,10 +65,16 @@ class ShardedOptimizer:
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._swapped: list[list[Parameter]] | None = None
         self._selected: int | None = None
-        self._hooks = (
-            optimizer.register_step_pre_hook(self._on_step),
-            optimizer.register_step_post_hook(self._on_stepped),
-        )
+        self._was_loaded = False
+        pre_hook = optimizer.register_step_pre_hook(self._on_step)
+        post_hook = optimizer.register_step_post_hook(self._on_stepped)
+        # First, since other post-hooks expect the user's parameters in the groups.
+        post_hooks: Any = optimizer._optimizer_step_post_hooks
+        post_hooks.move_to_end(post_hook.id, last=False)
+        load_hook = optimizer.register_load_state_dict_post_hook(self._on_loaded)
+        self._hooks = (pre_hook, post_hook, load_hook)
+        self._zero_grad = optimizer.zero_grad
+        optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
 
     def attach(
         self, buffers: FlatBuffers, parameters: Sequence[Parameter], rank: int, world_size: int
@@ -75,6 +88,7 @@ class ShardedOptimizer:
             for parameter in group["params"]
         }
         self._by_bucket, self.pieces = {}, []
+        self._state = defaultdict(dict)
         for bucket in buffers.buckets:
             if id(parameters[bucket.spec.slices[0].tensor]) not in group_of:
                 continue
@@ -95,9 +109,14 @@ class ShardedOptimizer:
         self._by_bucket = {}
 
     def remove_hooks(self) -> None:
-        """Gives `optimizer.step` back its ordinary meaning."""
+        """Gives `optimizer.step` and `zero_grad` back their ordinary meaning."""
         for hook in self._hooks:
             hook.remove()
+        self.optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+
+    def has_foreign_post_hooks(self) -> bool:
+        """Whether somebody else looks at the optimizer after each step."""
+        return len(self.optimizer._optimizer_step_post_hooks) > 1
 
     def state_of(self, piece: Piece) -> Mapping[str, Any]:
         """The optimizer's state for `piece`; empty if it has not been stepped."""
@@ -111,9 +130,13 @@ class ShardedOptimizer:
     def adopt_state(self) -> None:
         """Cuts state that stands in `optimizer.state` under whole parameters into pieces.
 
-        Empties `optimizer.state`. Replaces what the pieces had.
+        Takes the managed parameters' state out of `optimizer.state`. After a `load_state_dict`
+        what the pieces had before is forgotten, otherwise only what is given replaces it.
         """
         whole = self.optimizer.state
+        if self._was_loaded:
+            self._state.clear()
+            self._was_loaded = False
         if not whole:
             return
         for piece in self.pieces:
@@ -123,7 +146,15 @@ class ShardedOptimizer:
                 self._state[piece.parameter] = {
                     key: _cut(key, value, parameter, piece) for key, value in own.items()
                 }
-        whole.clear()
+        for parameter in self._parameters:
+            whole.pop(parameter, None)
+
+    def _on_loaded(self, optimizer: Optimizer) -> None:
+        self._was_loaded = True
+
+    def _on_zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self._listener.drop_gradients()
+        self._zero_grad(*args, **kwargs)
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Pre-hook: reduces after the closure, whether or not there is one."""
@@ -144,7 +175,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        used = self._listener.before_step(self)
+        self.restore()
+        used = self._listener.before_step()
         self.adopt_state()
         self._set_gradients(used)
         self._swapped = [group["params"] for group in self.optimizer.param_groups]
@@ -173,7 +205,7 @@ class ShardedOptimizer:
         self._listener.after_step()
 
     def _select(self, number: int) -> None:
-        self._listener.stepping(number)
+        self._listener.stepping()
         for group, pieces in zip(self.optimizer.param_groups, self._by_bucket[number], strict=True):
             group["params"] = [piece.parameter for piece in pieces]
         self._selected = number
@@ -207,19 +239,14 @@ def _own_gradient(parameter: Parameter, piece: Piece) -> Tensor | None:
     """World size 1: the piece's part of `parameter.grad`, where autograd left it."""
     if parameter.grad is None:
         return None
-    return as_flat(parameter.grad, parameter.stride())[piece.start : piece.stop]
-
-
-def is_elementwise_state(key: str, value: Any, parameter: Tensor) -> bool:
-    """Whether an entry of an optimizer's state has one value per element of its parameter."""
-    return key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape
+    flat = as_flat(parameter.grad, parameter.stride())
+    return flat if piece.numel == flat.numel() else flat[piece.start : piece.stop]
 
 
 def _cut(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
-    if is_elementwise_state(key, value, parameter):
+    if not isinstance(value, Tensor):
+        return value
+    if key != "step" and value.shape == parameter.shape:
         flat = as_flat(value, parameter.stride())
         return flat[piece.start : piece.stop].to(parameter.device, copy=True)
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-__all__ = ["ShardedOptimizer", "StepListener", "is_elementwise_state"]
+    return value.clone()

@@ -28,7 +28,14 @@ from lightning_dear.launcher import configure_launcher
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, resolve_fusion
 from lightning_dear.statistics import StepStatistics
-from lightning_dear.support import check_optimizers, check_options, check_trainer
+from lightning_dear.support import (
+    allow_clipping,
+    check_optimizers,
+    check_options,
+    check_trainer,
+    refuse_clipping,
+    warn_about_gradient_hooks,
+)
 from lightning_dear.timeline import Timeline
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -155,10 +162,14 @@ class DearStrategy(DDPStrategy):
 
     def _start_pipeline(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
+        assert self.lightning_module is not None
         check_optimizers(self.optimizers)
+        (optimizer,) = self.optimizers
+        if self._pipeline is not None and self._pipeline.optimizer is optimizer:
+            optimizer.load_state_dict(self._pipeline.optimizer_state_dict())
         self._pipeline = Pipeline(
             self.model,
-            self.optimizers,
+            optimizer,
             new_collectives(self.root_device, self._timeout),
             self._fusion,
             broadcast_buffers=self._broadcast_buffers,
@@ -166,6 +177,8 @@ class DearStrategy(DDPStrategy):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [one for one in callbacks if not isinstance(one, CompletionGuard)]
         callbacks.insert(0, CompletionGuard(self.complete_parameters))
+        warn_about_gradient_hooks(callbacks, self.lightning_module)
+        refuse_clipping(self.precision_plugin)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -217,9 +230,9 @@ class DearStrategy(DDPStrategy):
         """The whole state in torch's format, on every rank. Collective, blocks."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if self._pipeline is None:
+        if self._pipeline is None or self._pipeline.optimizer is not optimizer:
             return super().optimizer_state(optimizer)
-        return self._pipeline.optimizer_state_dict(optimizer)
+        return self._pipeline.optimizer_state_dict()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -230,6 +243,7 @@ class DearStrategy(DDPStrategy):
     def teardown(self) -> None:
         if self._pipeline is not None:
             self._pipeline.detach()
+            allow_clipping(self.precision_plugin)
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:

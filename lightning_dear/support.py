@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
@@ -25,6 +26,11 @@ _DDP_OPTIONS = {
     "process_group": "strategy='dear' makes process groups of its own",
     "bucket_cap_mb_list": "use fusion=",
     "init_sync": "weights always start from rank 0's",
+    "param_to_hook_all_reduce": "there is no all-reduce to hook",
+    "skip_all_reduce_unused_params": "unused parameters always work",
+    "batched_grad_copy": "gradients always lie in the buckets",
+    "forward_sync_buffers": "use broadcast_buffers=",
+    "device_mesh": "strategy='dear' is plain data parallel",
     "check_reduction": "DistributedDataParallel itself ignores it",
 }
 
@@ -88,3 +94,38 @@ def check_trainer(trainer: Trainer, module: LightningModule, precision: Precisio
             f"precision={precision.precision!r} does not work under strategy='dear' yet; use"
             " '32-true', 'bf16-mixed' or '64-true', or strategy='ddp'."
         )
+
+
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+_CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
+
+
+def warn_about_gradient_hooks(callbacks: Sequence[Callback], module: LightningModule) -> None:
+    """Warns, once per owner, where a hook runs at a time at which gradients cannot be seen."""
+    for owner in (module, *callbacks):
+        for hook in _GRADIENT_HOOKS:
+            if is_overridden(hook, owner):
+                rank_zero_warn(
+                    f"{type(owner).__name__}.{hook}: under strategy='dear' a parameter's .grad is"
+                    " None there (each rank has only its shard of the mean), so clipping, masking"
+                    " or zeroing gradients in it has no effect. Use strategy='ddp' if it does."
+                )
+
+
+def refuse_clipping(precision: Precision) -> None:
+    """Makes `self.clip_gradients` raise, until `allow_clipping`: it would clip local gradients."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "clip_gradients does not work under strategy='dear' yet: each rank has only its shard"
+            " of the gradients. Remove it, or use strategy='ddp'."
+        )
+
+    for name in _CLIPPING:
+        setattr(precision, name, refuse)
+
+
+def allow_clipping(precision: Precision) -> None:
+    """Undoes `refuse_clipping`."""
+    for name in _CLIPPING:
+        precision.__dict__.pop(name, None)

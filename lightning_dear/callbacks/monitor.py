@@ -20,19 +20,22 @@ class DearMonitor(Callback):
     Logged under `strategy="dear"`: `dear/exposed_s` (seconds for which the step stood still for
     communication), its parts `dear/exposed_reduce_scatter_s` and `dear/exposed_all_gather_s`,
     `dear/wire_bytes` (payload this rank sent), `dear/bucket_fill` (share of the buckets that is not
-    padding); the plan's name goes to the logger's hyper-parameters. Under other strategies
-    only the step time is summarised. Without this callback nothing is logged and nothing paid.
+    padding), each of the step *before* the one it is logged with, so that on a GPU the host need
+    not wait for the present one; the plan's name goes to the logger's hyper-parameters. Under other
+    strategies only the step time is summarised. Without this callback nothing is logged.
     """
 
     def __init__(self) -> None:
         self._start_s = 0.0
         self._steps: dict[str, list[float]] = {}
         self._plan_name: str | None = None
+        self._latest: Any = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps = {}
         self._plan_name = None
+        self._latest = None
 
     @override
     def on_train_batch_start(
@@ -45,7 +48,7 @@ class DearMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._note({"step_s": time.perf_counter() - self._start_s})
-        statistics = getattr(trainer.strategy, "statistics", None)
+        statistics, self._latest = self._latest, getattr(trainer.strategy, "statistics", None)
         plan = getattr(trainer.strategy, "plan", None)
         if statistics is None or plan is None:
             return

@@ -23,8 +23,8 @@ class TimelineCallback(Callback):
     one's forward. Recording costs some time, in those two steps alone.
 
     Args:
-        step: Number of the first recorded step (0 is the one that records the execution order and
-            does not overlap yet).
+        step: Number of the first recorded batch. Batch 0 records the execution order and does not
+            overlap yet; with accumulation, choose one that ends in an optimizer step.
         dirpath: Where the files go; None: the trainer's `default_root_dir`.
 
     Raises:

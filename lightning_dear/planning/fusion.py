@@ -154,12 +154,16 @@ def _fuse(
     builders: dict[tuple[str, bool], _Builder] = {}
     opened: list[tuple[tuple[bool, float, int], _Builder, int]] = []
     unit = ALIGNMENT * world_size
+
+    def cap_of(builder: _Builder, tensor: TensorSpec) -> float:
+        return (cap_bytes if builder.buckets else first_cap_bytes) / tensor.itemsize
+
     for tensor in sorted(tensors, key=_use_key):
         key = (tensor.family, tensor.is_used)
         builder = builders.setdefault(key, _Builder(tensor.family, unit))
-        cap = (first_cap_bytes if not builder.buckets else cap_bytes) / tensor.itemsize
-        if builder.slices and builder.filled + tensor.numel > cap:
+        if builder.slices and builder.filled + tensor.numel > cap_of(builder, tensor):
             builder.close()
+        cap = cap_of(builder, tensor)
         rest_cap = cap_bytes / tensor.itemsize
         for start, stop in (
             _cuts(tensor.numel, cap, rest_cap, unit) if split else [(0, tensor.numel)]

@@ -33,7 +33,7 @@ def new_pipeline(
     if delays is not None:
         assert isinstance(collectives, PairwiseCollectives)
         collectives = DelayedCollectives(collectives, delays)
-    return Pipeline(model, [optimizer], collectives, fusion)
+    return Pipeline(model, optimizer, collectives, fusion)
 
 
 def train_dear(

@@ -35,7 +35,7 @@ def _train_on_cuda(is_ours: bool) -> list[torch.Tensor]:
     model = build("mlp").to(device)
     optimizer = optimizer_for("adamw", model)
     if is_ours:
-        pipeline = Pipeline(model, [optimizer], new_collectives(device), SMALL_BUCKETS)
+        pipeline = Pipeline(model, optimizer, new_collectives(device), SMALL_BUCKETS)
     else:
         wrapped = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device.index])
     for step in range(6):

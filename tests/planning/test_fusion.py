@@ -160,6 +160,17 @@ def test_the_bucket_nearest_the_input_is_small_and_large_tensors_are_split() -> 
     assert plan.reduce_order[0] == len(plan.buckets) - 1
 
 
+def test_only_the_first_bucket_has_the_first_cap() -> None:
+    mib = 1 << 20
+    sizes = [mib // 2, 3 * mib, mib // 2]
+    tensors = [
+        TensorSpec(i, "t", size // 4, 4, "f", first_use=i, ready=2 - i)
+        for i, size in enumerate(sizes)
+    ]
+    plan = ThresholdFusion(bucket_cap_mb=4, first_bucket_cap_mb=1).plan(tensors, 2)
+    assert [bucket.padded_numel * 4 / mib for bucket in plan.buckets] == [0.5, 3.5]
+
+
 def test_one_rank_needs_one_bucket() -> None:
     tensors = [TensorSpec(i, "t", 1 << 22, 4, "f", first_use=i, ready=9 - i) for i in range(9)]
     assert len(ThresholdFusion().plan(tensors, 1).buckets) == 1
