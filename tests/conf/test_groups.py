@@ -94,7 +94,9 @@ def test_every_strategy_gets_a_trainer(option, cluster, tmp_path):
 def test_every_fusion_and_compressor_reaches_the_strategy(group, option, tmp_path):
     with composed(tmp_path, f"{group}={option}") as config:
         strategy = instantiate(config.strategy, _convert_="all")
-    assert getattr(strategy, f"_{group}").name.startswith(option)
+        chosen = instantiate(config[group], _convert_="all")
+    assert vars(getattr(strategy, f"_{group}")) == vars(chosen)
+    assert type(getattr(strategy, f"_{group}")) is type(chosen)
 
 
 @pytest.mark.parametrize("option", options_of("callbacks"))
