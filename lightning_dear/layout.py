@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -32,9 +32,9 @@ def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, 
 
 
 class Home(NamedTuple):
-    """Where a parameter stands: `module._parameters[name]`. A shared one has several."""
+    """Where a parameter stands: `parameters[name]`, a module's own. A shared one has several."""
 
-    module: Module
+    parameters: dict[str, Any]
     name: str
     parameter: Parameter
 
@@ -43,7 +43,7 @@ def parameter_homes(module: Module, parameters: Sequence[Parameter]) -> list[Hom
     """Every place in `module` at which one of `parameters` stands."""
     known = {id(parameter) for parameter in parameters}
     return [
-        Home(part, name, parameter)
+        Home(plain_parameters(part), name, parameter)
         for part in module.modules()
         for name, parameter in plain_parameters(part).items()
         if id(parameter) in known
@@ -58,16 +58,15 @@ def restore_replaced(homes: Sequence[Home]) -> None:
     Raises:
         ValueError: If the new parameter has another shape.
     """
-    for module, name, parameter in homes:
-        parameters = plain_parameters(module)
-        other = parameters.get(name, parameter)
+    for parameters, name, parameter in homes:
+        other = parameters.get(name)
         if other is parameter or other is None or any(other is home.parameter for home in homes):
             continue
         if other.shape != parameter.shape:
             raise ValueError(
-                f"{type(module).__name__}.{name} was replaced by a parameter of shape"
-                f" {tuple(other.shape)}; the optimizer trains one of shape"
-                f" {tuple(parameter.shape)}. Make a new optimizer for it."
+                f"A '{name}' was replaced by a parameter of shape {tuple(other.shape)}; the"
+                f" optimizer trains one of shape {tuple(parameter.shape)}. Make a new optimizer for"
+                " it."
             )
         parameter.data = other.data.to(parameter.dtype)
         parameters[name] = parameter

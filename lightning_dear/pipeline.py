@@ -198,8 +198,10 @@ class Pipeline:
         named = managed_parameters(self._module, self.optimizer)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._known = {id(parameter) for parameter in self._parameters}
-        self._num_groups = len(self.optimizer.param_groups)
+        known = {id(parameter) for parameter in self._parameters}
+        groups = self.optimizer.param_groups
+        self._group_sizes = [len(group["params"]) for group in groups]
+        self._untrained = [p for group in groups for p in group["params"] if id(p) not in known]
         self._homes = parameter_homes(self._module, self._parameters)
         self._recorder = ForwardRecorder(self._module, self._parameters)
         self._hooks = [
@@ -224,11 +226,9 @@ class Pipeline:
         return self._active
 
     def _trains_something_new(self) -> bool:
-        groups = self.optimizer.param_groups
-        return len(groups) != self._num_groups or any(
-            id(parameter) not in self._known and parameter.requires_grad and parameter.numel()
-            for group in groups
-            for parameter in group["params"]
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        return sizes != self._group_sizes or any(
+            parameter.requires_grad and parameter.numel() for parameter in self._untrained
         )
 
     def _dissolve(self) -> None:

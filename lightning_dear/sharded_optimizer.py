@@ -217,10 +217,12 @@ class ShardedOptimizer:
 
     def _set_gradients(self, used: Sequence[bool]) -> None:
         for piece in self.pieces:
-            gradient = piece.gradient
-            if gradient is None:
-                gradient = _own_gradient(self._parameters[piece.tensor_index], piece)
-            piece.parameter.grad = gradient if used[piece.tensor_index] else None
+            if not used[piece.tensor_index]:
+                piece.parameter.grad = None
+            elif piece.gradient is not None:
+                piece.parameter.grad = piece.gradient
+            else:
+                piece.parameter.grad = _own_gradient(self._parameters[piece.tensor_index], piece)
 
     def restore(self) -> None:
         """Puts the user's parameters back after a step that raised half-way; else does nothing."""
@@ -235,11 +237,11 @@ class ShardedOptimizer:
         self._swapped = self._selected = None
 
 
-def _own_gradient(parameter: Parameter, piece: Piece) -> Tensor | None:
+def _own_gradient(parameter: Parameter, piece: Piece) -> Tensor:
     """World size 1: the piece's part of `parameter.grad`, where autograd left it."""
-    if parameter.grad is None:
-        return None
-    flat = as_flat(parameter.grad, parameter.stride())
+    gradient = parameter.grad
+    assert gradient is not None
+    flat = as_flat(gradient, parameter.stride())
     return flat if piece.numel == flat.numel() else flat[piece.start : piece.stop]
 
 
