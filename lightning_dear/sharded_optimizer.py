@@ -90,8 +90,6 @@ class ShardedOptimizer:
         self._by_bucket, self.pieces = {}, []
         self._state = defaultdict(dict)
         for bucket in buffers.buckets:
-            if id(parameters[bucket.spec.slices[0].tensor]) not in group_of:
-                continue
             groups: list[list[Piece]] = [[] for _ in self.optimizer.param_groups]
             for piece in shard_pieces(bucket, rank, world_size):
                 groups[group_of[id(parameters[piece.tensor_index])]].append(piece)

@@ -63,17 +63,26 @@ def test_the_closure_is_called_once_and_its_loss_returned() -> None:
 class _SkippingNet(Net):
     """Runs the closure in every batch, but steps in every second one only."""
 
+    phase = 1
+
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
     ) -> None:
         optimizer_closure()
-        if batch_idx % 2:
+        if batch_idx % 2 == self.phase:
             optimizer.step()
 
 
+class _SkippingLaterNet(_SkippingNet):
+    """The first step, which is recorded, is one with a closure."""
+
+    phase = 0
+
+
+@pytest.mark.parametrize("net", [_SkippingNet, _SkippingLaterNet])
 @distributed(world_sizes=[2])
-def test_a_step_apart_from_its_closure() -> None:
-    _check(_SkippingNet)
+def test_a_step_apart_from_its_closure(net: type[Net]) -> None:
+    _check(net)
 
 
 class _PeekingNet(Net):
