@@ -11,13 +11,13 @@ import torch
 from torch.nn import Module, Parameter
 
 from lightning_dear.bucket import FlatBuffers, allocate
-from lightning_dear.collectives import Collectives
 from lightning_dear.exchange import DenseExchange
 from lightning_dear.gatherer import ParameterGatherer
 from lightning_dear.layout import tensor_specs
 from lightning_dear.planning import BucketPlan, FusionPlanner
 from lightning_dear.recorder import ForwardRecorder
 from lightning_dear.reducer import GradientReducer
+from lightning_dear.work import Collectives
 
 Waiting = Callable[[str, str], AbstractContextManager[None]]
 """(lane, reason) -> context in which the engine waits for communication."""

@@ -7,110 +7,31 @@ behind ours, nor ours behind theirs.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-T = TypeVar("T")
+from lightning_dear.work import Collectives, T, WireLedger, Work, WorkObserver
 
 _FLAGS_TAG = 1 << 20
 _BUFFERS_TAG = 1 << 21
-
-
-@dataclass
-class WireLedger:
-    """Payload bytes that this rank handed to the network since the ledger was made."""
-
-    reduce_scatter_bytes: int = 0
-    all_gather_bytes: int = 0
-    other_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """Sum over all kinds, in bytes."""
-        return self.reduce_scatter_bytes + self.all_gather_bytes + self.other_bytes
-
-
-class Work:
-    """A launched collective. `wait` may be called any number of times; it acts once.
-
-    Args:
-        arrive: Blocks the host (gloo) or the current stream (NCCL) until the data is here.
-        finish: Local work on the arrived data, run by whoever waits first.
-
-    Attributes:
-        is_done: Whether `wait` has nothing left to do.
-    """
-
-    def __init__(
-        self, arrive: Callable[[], None], finish: Callable[[], None] | None = None
-    ) -> None:
-        self._arrive = arrive
-        self._finish = finish
-        self.is_done = False
-
-    def wait(self) -> None:
-        """Blocks until the result may be read; raises what the backend raises."""
-        if self.is_done:
-            return
-        self._arrive()
-        if self._finish is not None:
-            self._finish()
-        self.is_done = True
-
-
-WorkObserver = Callable[[str, str, Callable[[], None]], Callable[[], None]]
-"""(lane, name, arrive) -> arrive: lets a timeline see when a collective's data arrived."""
-
-
-class Collectives(Protocol):
-    """What the engine needs from a backend; `rank` and `world_size` are those of the groups."""
-
-    rank: int
-    world_size: int
-    ledger: WireLedger
-    observer: WorkObserver | None
-
-    def launch_reduce_scatter(self, buffer: Tensor, received: Tensor, bucket: int) -> Work:
-        """Sums `buffer` over ranks; this rank's shard of the sum lands in `buffer`'s own shard.
-
-        Args:
-            buffer: `world_size` shards of equal size, flat. Mutated: after `wait` this rank's
-                shard holds the sum in source order; the others are undefined.
-            received: Flat scratch of `scratch_numel(buffer.numel())` elements.
-            bucket: Number of the bucket, equal on all ranks.
-        """
-
-    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
-        """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard."""
-
-    def launch_any(self, flags: Tensor) -> Work:
-        """Combines uint8 `flags` over ranks by maximum, in place, on the reduce-scatter group."""
-
-    def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        """Overwrites `buffer` with rank 0's, in place, on the all-gather group."""
-
-    def scratch_numel(self, numel: int) -> int:
-        """Elements of scratch that a reduce-scatter of `numel` elements needs."""
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Every rank's picklable `value`, in rank order. Blocks."""
-
-    def discard(self) -> None:
-        """After a failure: something may still be in flight, so nobody may use the groups again."""
 
 
 def shard_of(buffer: Tensor, number: int, num_shards: int) -> Tensor:
     """View of the `number`-th of `num_shards` equal, contiguous parts of the flat `buffer`."""
     size = buffer.numel() // num_shards
     return buffer[number * size : (number + 1) * size]
+
+
+_alive: WeakSet[_Groups] = WeakSet()
 
 
 class _Groups(Collectives):
@@ -123,6 +44,7 @@ class _Groups(Collectives):
         self.world_size = world_size
         self.ledger = WireLedger()
         self.observer: WorkObserver | None = None
+        _alive.add(self)
 
     @override
     def all_gather_object(self, value: T) -> list[T]:
@@ -206,7 +128,7 @@ class PairwiseCollectives(_Groups):
             for row in rows.values():
                 torch.maximum(flags, row, out=flags)
 
-        return self._work("reduce_scatter", "used parameters", waits, combine)
+        return self._work("other", "used parameters", waits, combine)
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
@@ -214,7 +136,7 @@ class PairwiseCollectives(_Groups):
         outgoing = dict.fromkeys(self._peers(), buffer) if self.rank == 0 else {}
         waits = self._exchange(rows, outgoing, self.gather_group, _BUFFERS_TAG + index)
         self.ledger.other_bytes += _nbytes(outgoing)
-        return self._work("all_gather", "module buffers", waits)
+        return self._work("other", "module buffers", waits)
 
     def _exchange(
         self, rows: dict[int, Tensor], outgoing: dict[int, Tensor], group: Any, tag: int
@@ -256,13 +178,13 @@ class NativeCollectives(_Groups):
     def launch_any(self, flags: Tensor) -> Work:
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.reduce_group, async_op=True)
         self.ledger.other_bytes += 2 * self._ring_bytes(flags)
-        return self._work("reduce_scatter", "used parameters", [work])
+        return self._work("other", "used parameters", [work])
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
         work = dist.broadcast(buffer, src=0, group=self.gather_group, async_op=True)
         self.ledger.other_bytes += buffer.nbytes
-        return self._work("all_gather", "module buffers", [work])
+        return self._work("other", "module buffers", [work])
 
     def _ring_bytes(self, buffer: Tensor) -> int:
         return buffer.nbytes // self.world_size * (self.world_size - 1)
@@ -335,6 +257,20 @@ def _process_groups(timeout: timedelta | None) -> list[Any]:
         _reusable.clear()
         _reusable[timeout] = dist.group.WORLD, groups
     return groups
+
+
+def forget_process_groups() -> None:
+    """Drops every reference to our groups, so that torch can end their threads.
+
+    For the end of a job: a group that outlives `destroy_process_group` until the interpreter is
+    taken down aborts the process now and then.
+    """
+    _reusable.clear()
+    for one in _alive:
+        one.reduce_group = one.gather_group = None
+
+
+atexit.register(forget_process_groups)
 
 
 def _connect(collectives: Collectives, device: torch.device) -> None:

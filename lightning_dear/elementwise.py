@@ -81,7 +81,8 @@ def _refusal(name: str, why: str) -> str:
     known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
     return (
         f"strategy='dear' cannot shard {name}: {why}. Use an element-wise optimizer ({known}, or"
-        " one that passes the same test); gather='gradients' for the others does not exist yet."
+        " one that passes the same test), or strategy='ddp'; gather='gradients', for optimizers"
+        " like this one, does not exist yet."
     )
 
 

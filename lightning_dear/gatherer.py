@@ -14,9 +14,9 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import FlatBuffers
-from lightning_dear.collectives import Work
 from lightning_dear.exchange import DenseExchange
 from lightning_dear.gate import close_gate, remove_gate
+from lightning_dear.work import Work
 
 Waiting = Callable[[str], AbstractContextManager[None]]
 """Reason -> context in which a wait for parameters happens."""

@@ -9,10 +9,10 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import storage_strides
-from lightning_dear.collectives import Collectives
 from lightning_dear.elementwise import check_elementwise
 from lightning_dear.gate import plain_parameters
 from lightning_dear.planning import TensorSpec
+from lightning_dear.work import Collectives
 
 Described = Sequence[tuple[str, str]]
 """(name, layout) of every trained parameter, as compared between ranks."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.bucket import Piece
-from lightning_dear.collectives import Collectives
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
 from lightning_dear.sharded_optimizer import ShardedOptimizer
+from lightning_dear.work import Collectives
 
 Described = dict[int, dict[str, Any]]
 """Tensor index -> state key -> `_PerElement`, `_Scalar`, or a value that is no tensor."""

@@ -29,7 +29,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.active_plan import ActivePlan, activate
 from lightning_dear.clock import clock_of
-from lightning_dear.collectives import Collectives
 from lightning_dear.layout import (
     check_layout,
     managed_parameters,
@@ -43,6 +42,7 @@ from lightning_dear.recorder import ForwardRecorder, has_compiled_region
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.statistics import StepStatistics
 from lightning_dear.timeline import Timeline
+from lightning_dear.work import Collectives
 
 
 class Pipeline:
@@ -263,7 +263,11 @@ class Pipeline:
             return self.optimizer.state_dict()
         if self._active is not None:
             self._sharded.adopt_state()
-        return consolidate(self._sharded, self.plan, self._parameters, self._collectives)
+        sent_before = self._collectives.ledger.total_bytes
+        state = consolidate(self._sharded, self.plan, self._parameters, self._collectives)
+        # Not a step's traffic.
+        self._sent_bytes += self._collectives.ledger.total_bytes - sent_before
+        return state
 
     def detach(self) -> None:
         """Ends the training: the module is as it was, with the new values. Blocks.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_dear.bucket import FlatBuffers
-from lightning_dear.collectives import Collectives, Work
 from lightning_dear.exchange import DenseExchange
 from lightning_dear.planning.plan import BucketPlan
+from lightning_dear.work import Collectives, Work
 
 
 class GradientReducer:

@@ -13,8 +13,10 @@ from typing import Any
 
 from lightning_dear.clock import Clock, HostClock
 
-LANES = ("forward", "backward", "reduce_scatter", "step", "all_gather", "wait")
-"""In the order in which a step goes through them; `wait` holds what blocked the host, and why."""
+LANES = ("forward", "backward", "reduce_scatter", "step", "all_gather", "other", "wait")
+"""In the order in which a step goes through them.
+
+`other` holds the flags of used parameters and the module buffers, `wait` what blocked the host."""
 
 
 @dataclass(frozen=True)

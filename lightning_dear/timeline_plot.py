@@ -13,9 +13,15 @@ _COLORS = {
     "reduce_scatter": "#f58518",
     "step": "#54a24b",
     "all_gather": "#e45756",
+    "other": "#b279a2",
     "wait": "#bab0ac",
 }
-_TITLES = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather", "wait": "host waits"}
+_TITLES = {
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "other": "flags, buffers",
+    "wait": "host waits",
+}
 
 
 def plot_timeline(spans: Sequence[Span], path: Path) -> None:
@@ -48,8 +54,7 @@ def plot_timeline(spans: Sequence[Span], path: Path) -> None:
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     axes.set_title(
-        "Two steps of strategy='dear': reduce-scatter beside backward,"
-        " all-gather beside the next forward",
+        "Two steps of strategy='dear' (on one host all-gathers may end before the next forward)",
         fontsize=10,
     )
     figure.savefig(path, dpi=130)

@@ -1,6 +1,7 @@
 """Running one job of possibly many in one process: its environment, its errors, its end."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from lightning.pytorch import Trainer
 
+from lightning_dear.collectives import forget_process_groups
 from lightning_dear.launcher import JobLauncher, end_processes
 
 CHILD_END_S = 60.0
@@ -30,6 +32,7 @@ def isolated_job() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     yield
     # Not after an error: the process is about to end, and an NCCL group may block in here.
+    forget_process_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in os.environ.keys() - environment.keys():
@@ -48,11 +51,16 @@ def wait_for_children(trainer: Trainer) -> None:
     if not isinstance(launcher, JobLauncher):
         return
     codes = end_processes(launcher.procs, CHILD_END_S)
-    failed = [
-        f"local rank {index + 1} with code {code}" for index, code in enumerate(codes) if code
-    ]
+    failed = [f"local rank {index + 1} {_ending(code)}" for index, code in enumerate(codes) if code]
     if failed:
-        raise RuntimeError(f"The job ended on this rank, but not on all: {', '.join(failed)}.")
+        raise RuntimeError(
+            "The job is done and its results are saved, but while shutting down"
+            f" {', '.join(failed)}; what it printed is above."
+        )
+
+
+def _ending(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 @contextmanager

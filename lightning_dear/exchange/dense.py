@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.collectives import Collectives, Work
+from lightning_dear.work import Collectives, Work
 
 
 class DenseExchange:

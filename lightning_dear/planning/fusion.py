@@ -110,10 +110,15 @@ def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> 
         )
     if bucket_cap_mb is not None:
         raise ValueError(
-            f"bucket_cap_mb={bucket_cap_mb} has no effect with fusion={fusion!r}; leave it out,"
-            " or set it on the planner: fusion=ThresholdFusion(bucket_cap_mb=...)."
+            f"bucket_cap_mb={bucket_cap_mb} has no effect with fusion={_name_of(fusion)}; leave it"
+            " out, or set it there: fusion=ThresholdFusion(bucket_cap_mb=...), under Hydra"
+            " fusion.bucket_cap_mb=..."
         )
     return FUSIONS[fusion]() if isinstance(fusion, str) else fusion
+
+
+def _name_of(fusion: str | FusionPlanner) -> str:
+    return repr(fusion) if isinstance(fusion, str) else type(fusion).__name__
 
 
 class _Builder:

@@ -69,5 +69,5 @@ def test_a_child_that_fails_at_the_end_fails_the_job(code):
     if code == 0:
         job.wait_for_children(trainer)
     else:
-        with pytest.raises(RuntimeError, match="local rank 1 with code 3"):
+        with pytest.raises(RuntimeError, match="local rank 1 exited with code 3"):
             job.wait_for_children(trainer)

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dear import DearStrategy
-from lightning_dear.collectives import PairwiseCollectives, Work, shard_of
+from lightning_dear.collectives import PairwiseCollectives, shard_of
 from lightning_dear.planning import ThresholdFusion
+from lightning_dear.work import Work
 from tests.lightning.nets import Net, copies, data
 
 TIMEOUT = timedelta(seconds=40)

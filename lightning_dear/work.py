@@ -1,0 +1,94 @@
+"""A launched collective, the bytes it sends, and what the engine asks of whoever launches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass
+class WireLedger:
+    """Payload bytes that this rank handed to the network since the ledger was made."""
+
+    reduce_scatter_bytes: int = 0
+    all_gather_bytes: int = 0
+    other_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum over all kinds, in bytes."""
+        return self.reduce_scatter_bytes + self.all_gather_bytes + self.other_bytes
+
+
+class Work:
+    """A launched collective. `wait` may be called any number of times; it acts once.
+
+    Args:
+        arrive: Blocks the host (gloo) or the current stream (NCCL) until the data is here.
+        finish: Local work on the arrived data, run by whoever waits first.
+
+    Attributes:
+        is_done: Whether `wait` has nothing left to do.
+    """
+
+    def __init__(
+        self, arrive: Callable[[], None], finish: Callable[[], None] | None = None
+    ) -> None:
+        self._arrive = arrive
+        self._finish = finish
+        self.is_done = False
+
+    def wait(self) -> None:
+        """Blocks until the result may be read; raises what the backend raises."""
+        if self.is_done:
+            return
+        self._arrive()
+        if self._finish is not None:
+            self._finish()
+        self.is_done = True
+
+
+WorkObserver = Callable[[str, str, Callable[[], None]], Callable[[], None]]
+"""(lane, name, arrive) -> arrive: lets a timeline see when a collective's data arrived."""
+
+
+class Collectives(Protocol):
+    """What the engine needs from a backend; `rank` and `world_size` are those of the groups."""
+
+    rank: int
+    world_size: int
+    ledger: WireLedger
+    observer: WorkObserver | None
+
+    def launch_reduce_scatter(self, buffer: Tensor, received: Tensor, bucket: int) -> Work:
+        """Sums `buffer` over ranks; this rank's shard of the sum lands in `buffer`'s own shard.
+
+        Args:
+            buffer: `world_size` shards of equal size, flat. Mutated: after `wait` this rank's
+                shard holds the sum in source order; the others are undefined.
+            received: Flat scratch of `scratch_numel(buffer.numel())` elements.
+            bucket: Number of the bucket, equal on all ranks.
+        """
+
+    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+        """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard."""
+
+    def launch_any(self, flags: Tensor) -> Work:
+        """Combines uint8 `flags` over ranks by maximum, in place, on the reduce-scatter group."""
+
+    def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
+        """Overwrites `buffer` with rank 0's, in place, on the all-gather group."""
+
+    def scratch_numel(self, numel: int) -> int:
+        """Elements of scratch that a reduce-scatter of `numel` elements needs."""
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Every rank's picklable `value`, in rank order. Blocks."""
+
+    def discard(self) -> None:
+        """After a failure: something may still be in flight, so nobody may use the groups again."""
