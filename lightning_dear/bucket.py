@@ -77,6 +77,7 @@ class Piece:
         offset: Where the piece begins in the bucket.
         parameter: 1-D view of the elements, what the optimizer steps on.
         gradient: 1-D view of their mean gradient; None at world size 1.
+        is_plain: Whether it is a whole, contiguous parameter, whose gradient needs no rearranging.
     """
 
     tensor_index: int
@@ -86,6 +87,7 @@ class Piece:
     offset: int
     parameter: Tensor
     gradient: Tensor | None
+    is_plain: bool = False
 
     @property
     def numel(self) -> int:

@@ -262,8 +262,8 @@ def _process_groups(timeout: timedelta | None) -> list[Any]:
 def forget_process_groups() -> None:
     """Drops every reference to our groups, so that torch can end their threads.
 
-    For the end of a job: a group that outlives `destroy_process_group` until the interpreter is
-    taken down aborts the process now and then.
+    For the end of a job, so that no group outlives `destroy_process_group` until the interpreter
+    is taken down. Afterwards nothing can be sent through collectives made before.
     """
     _reusable.clear()
     for one in _alive:

@@ -89,6 +89,13 @@ class Pipeline:
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
         self._sharded = ShardedOptimizer(optimizer, self)
         self._has_compiled_region = has_compiled_region(module)
+        if self._has_compiled_region and collectives.world_size > 1 and collectives.rank == 0:
+            warnings.warn(
+                "A compiled graph reads parameters where strategy='dear' cannot wait for each: all"
+                " are waited for before forward, so that only reduce-scatters overlap. Leave"
+                " torch.compile out if communication costs more than compiling saves.",
+                stacklevel=2,
+            )
         self._active: ActivePlan | None = None
         self._timeline: Timeline | None = None
         self._synchronize = True

@@ -128,7 +128,10 @@ class GradientReducer:
             Per parameter whether any rank had a gradient for it.
         """
         for index, placement in enumerate(self._placements):
-            if placement.parameter.grad is not None:
+            gradient = placement.parameter.grad
+            if gradient is not None and placement.gradient is None and not gradient.is_sparse:
+                self._collected[index] = True
+            elif gradient is not None:
                 self._collect(index)
             elif not self._collected[index] and placement.gradient is not None:
                 placement.gradient.zero_()

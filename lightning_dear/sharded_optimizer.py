@@ -92,7 +92,9 @@ class ShardedOptimizer:
         for bucket in buffers.buckets:
             groups: list[list[Piece]] = [[] for _ in self.optimizer.param_groups]
             for piece in shard_pieces(bucket, rank, world_size):
-                groups[group_of[id(parameters[piece.tensor_index])]].append(piece)
+                parameter = parameters[piece.tensor_index]
+                piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
+                groups[group_of[id(parameter)]].append(piece)
                 self.pieces.append(piece)
             self._by_bucket[bucket.number] = groups
 
@@ -220,7 +222,16 @@ class ShardedOptimizer:
             elif piece.gradient is not None:
                 piece.parameter.grad = piece.gradient
             else:
-                piece.parameter.grad = _own_gradient(self._parameters[piece.tensor_index], piece)
+                gradient = self._parameters[piece.tensor_index].grad
+                assert gradient is not None
+                is_plain = gradient.is_contiguous() and piece.is_plain
+                piece.parameter.grad = gradient.view(-1) if is_plain else self._own_gradient(piece)
+
+    def _own_gradient(self, piece: Piece) -> Tensor:
+        """World size 1: the piece's part of its parameter's gradient, in storage order."""
+        parameter = self._parameters[piece.tensor_index]
+        assert parameter.grad is not None
+        return as_flat(parameter.grad, parameter.stride())[piece.start : piece.stop]
 
     def restore(self) -> None:
         """Puts the user's parameters back after a step that raised half-way; else does nothing."""
@@ -231,16 +242,11 @@ class ShardedOptimizer:
         assert self._swapped is not None
         for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
             group["params"] = parameters
+        for piece in self.pieces:
+            # Held on to, the gradients of this step would stand beside those of the next backward.
+            piece.parameter.grad = None
         self._state, self.optimizer.state = self.optimizer.state, self._state
         self._swapped = self._selected = None
-
-
-def _own_gradient(parameter: Parameter, piece: Piece) -> Tensor:
-    """World size 1: the piece's part of `parameter.grad`, where autograd left it."""
-    gradient = parameter.grad
-    assert gradient is not None
-    flat = as_flat(gradient, parameter.stride())
-    return flat if piece.numel == flat.numel() else flat[piece.start : piece.stop]
 
 
 def _cut(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:

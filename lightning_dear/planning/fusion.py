@@ -33,7 +33,8 @@ class ThresholdFusion:
 
     Args:
         bucket_cap_mb: Cap of a bucket, MiB.
-        first_bucket_cap_mb: Cap of the bucket nearest the input, MiB; not above `bucket_cap_mb`.
+        first_bucket_cap_mb: Cap of the bucket nearest the input, MiB; more than `bucket_cap_mb`
+            counts as that much.
 
     Raises:
         ValueError: If a cap is not positive.
