@@ -39,11 +39,14 @@ class ActivePlan:
     reducer: GradientReducer
     gatherer: ParameterGatherer
 
-    def adopt_replaced_data(self) -> None:
-        """Takes over what was put in place of a parameter's view (`p.data = ...`, `.to()`)."""
+    @torch.no_grad()
+    def adopt_writes(self) -> None:
+        """Takes over what was written from outside: to a parameter, or in place of its data."""
         for placement in self.flat.placements:
             if placement.was_replaced():
                 placement.adopt_replacement()
+        for bucket in self.flat.buckets:
+            bucket.adopt_writes()
 
     def release(self) -> None:
         """Removes hooks and gates and gives every parameter storage of its own again."""
@@ -63,17 +66,19 @@ def activate(
     fusion: FusionPlanner,
     collectives: Collectives,
     waiting: Waiting,
+    first_number: int,
 ) -> ActivePlan:
     """Makes the plan that rank 0's recording asks for, and all it needs. Collective, blocks.
 
-    Mutates each parameter's `data`: values stay, storage changes.
+    Mutates each parameter's `data`: values stay, storage changes. `first_number`: see
+    `DenseExchange`.
     """
     recorded = collectives.all_gather_object((recorder.first_use, recorder.gradients))
     first_use, gradients = recorded[0]
     world_size = collectives.world_size
     plan = fusion.plan(tensor_specs(names, parameters, first_use, list(gradients)), world_size)
-    flat = allocate(plan, parameters, collectives.scratch_numel)
-    exchange = DenseExchange(collectives)
+    flat = allocate(plan, parameters, collectives.rank, collectives.scratch_numel)
+    exchange = DenseExchange(collectives, first_number)
     gatherer = ParameterGatherer(
         module,
         flat,

@@ -16,6 +16,9 @@ from torch.nn import Parameter
 
 from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice
 
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+"""Parameters of these are stepped as fp32 masters: an update is often below their resolution."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -25,8 +28,14 @@ class Bucket:
         number: Position in the plan, equal on all ranks.
         spec: What lies where in it.
         parameters: Flat, `spec.padded_numel` elements; the parameters are views of it.
-        gradients: Flat, as `parameters`; empty at world size 1, where nothing has to travel.
+        gradients: Flat, as `parameters`; empty where nothing has to travel or to be converted
+            (world size 1, 32 or 64 bits): there the optimizer reads `parameter.grad`.
         received: Scratch for what other ranks send of this rank's gradient shard.
+        replica: This rank's shard of `parameters`, as every rank has it; a view.
+        shard: What the optimizer steps: `replica` itself, and for 16-bit parameters an fp32 copy
+            of it, the master, which is rounded into `replica` after each step.
+        mean: This rank's shard of the mean gradient, as precise as `shard`; a view of `gradients`
+            where that is as precise.
     """
 
     number: int
@@ -34,6 +43,29 @@ class Bucket:
     parameters: Tensor
     gradients: Tensor
     received: Tensor
+    replica: Tensor
+    shard: Tensor
+    mean: Tensor
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer steps a copy that is more precise than the parameters."""
+        return self.shard.dtype != self.parameters.dtype
+
+    def publish(self) -> None:
+        """Rounds the stepped shard into the parameters; nothing to do where they are the same."""
+        if self.has_master:
+            self.replica.copy_(self.shard)
+
+    def adopt_writes(self) -> None:
+        """Takes over values that were written to the parameters from outside, element by element.
+
+        They are those whose bits are not the master's, rounded: no version counter sees a write
+        through `.data`.
+        """
+        if self.has_master:
+            was_written = self.replica != self.shard.to(self.replica.dtype)
+            torch.where(was_written, self.replica.to(self.shard.dtype), self.shard, out=self.shard)
 
 
 @dataclass(frozen=True)
@@ -43,8 +75,8 @@ class Placement:
     Attributes:
         parameter: The user's parameter; its `data` is a view of the flat buffer.
         view: The part of the flat parameter buffer that `parameter.data` is.
-        gradient: View of the gradient buffer in the parameter's shape and strides; None at world
-            size 1, where the optimizer reads `parameter.grad` where autograd left it.
+        gradient: View of the gradient buffer in the parameter's shape and strides; None where
+            there is none and the optimizer reads `parameter.grad` where autograd left it.
         buckets: Numbers of the buckets that hold it.
         data_ptr: Address of `parameter.data`; another address means that somebody replaced it.
     """
@@ -75,8 +107,9 @@ class Piece:
         stop: One past the last element.
         bucket: The bucket's number.
         offset: Where the piece begins in the bucket.
-        parameter: 1-D view of the elements, what the optimizer steps on.
-        gradient: 1-D view of their mean gradient; None at world size 1.
+        parameter: 1-D view of the elements in the bucket's `shard`, what the optimizer steps on.
+        gradient: 1-D view of their mean gradient; None where autograd's own is read.
+        has_master: Whether `parameter` is an fp32 copy of 16-bit elements.
         is_plain: Whether it is a whole, contiguous parameter, whose gradient needs no rearranging.
     """
 
@@ -87,6 +120,7 @@ class Piece:
     offset: int
     parameter: Tensor
     gradient: Tensor | None
+    has_master: bool = False
     is_plain: bool = False
 
     @property
@@ -118,7 +152,10 @@ class FlatBuffers:
 
 
 def allocate(
-    plan: BucketPlan, parameters: Sequence[Parameter], scratch_numel: Callable[[int], int]
+    plan: BucketPlan,
+    parameters: Sequence[Parameter],
+    rank: int,
+    scratch_numel: Callable[[int], int],
 ) -> FlatBuffers:
     """Makes the buffers of `plan` and moves the parameters into them.
 
@@ -127,6 +164,7 @@ def allocate(
     Args:
         plan: Over exactly these parameters, by their index.
         parameters: The engine's list.
+        rank: Whose shards to make.
         scratch_numel: Elements of a bucket -> elements of its scratch (see `Bucket.received`).
     """
     by_family: dict[str, list[int]] = {}
@@ -141,26 +179,50 @@ def allocate(
         like = parameters[plan.buckets[numbers[0]].slices[0].tensor]
         numel = sum(plan.buckets[number].padded_numel for number in numbers)
         flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
-        gradients = torch.zeros_like(flat) if plan.world_size > 1 else flat.new_empty(0)
+        has_gradients = plan.world_size > 1 or flat.dtype in LOW_PRECISION
+        gradients = torch.zeros_like(flat) if has_gradients else flat.new_empty(0)
         offset = 0
         for number in numbers:
             spec = plan.buckets[number]
-            stop = offset + spec.padded_numel
-            scratch = flat.new_empty(scratch_numel(spec.padded_numel))
-            buckets[number] = Bucket(
-                number, spec, flat[offset:stop], gradients[offset:stop], scratch
-            )
             for piece in spec.slices:
                 if piece.start == 0:
                     where = offset + piece.offset
                     placements[piece.tensor] = _place(
                         parameters[piece.tensor], flat, gradients, where, homes[piece.tensor]
                     )
-            offset = stop
+            part = slice(offset, offset + spec.padded_numel)
+            scratch = flat.new_empty(scratch_numel(spec.padded_numel))
+            own = shard_slice(spec.padded_numel, rank, plan.world_size)
+            buckets[number] = _bucket(number, spec, flat[part], gradients[part], scratch, own)
+            offset += spec.padded_numel
+    for bucket in buckets.values():
+        bucket.shard.copy_(bucket.replica)
     return FlatBuffers(
         [buckets[number] for number in range(len(buckets))],
         [placements[index] for index in range(len(parameters))],
     )
+
+
+def shard_slice(padded_numel: int, rank: int, world_size: int) -> slice:
+    """Where `rank`'s shard lies in a bucket of `padded_numel` elements."""
+    size = padded_numel // world_size
+    return slice(rank * size, (rank + 1) * size)
+
+
+def _bucket(
+    number: int,
+    spec: BucketSpec,
+    parameters: Tensor,
+    gradients: Tensor,
+    scratch: Tensor,
+    own: slice,
+) -> Bucket:
+    replica, mean = parameters[own], gradients[own]
+    shard = replica
+    if parameters.dtype in LOW_PRECISION:
+        shard = torch.empty_like(replica, dtype=torch.float32)
+        mean = torch.empty_like(shard)
+    return Bucket(number, spec, parameters, gradients, scratch, replica, shard, mean)
 
 
 def _place(
@@ -178,19 +240,25 @@ def _place(
 
 def shard_pieces(bucket: Bucket, rank: int, world_size: int) -> list[Piece]:
     """The pieces of this rank's shard of `bucket`, in the order in which they lie in it."""
-    size = bucket.spec.padded_numel // world_size
-    begin, end = rank * size, (rank + 1) * size
+    own = shard_slice(bucket.spec.padded_numel, rank, world_size)
     pieces = []
     for part in bucket.spec.slices:
-        lower, upper = max(part.offset, begin), min(part.offset + part.numel, end)
+        lower, upper = max(part.offset, own.start), min(part.offset + part.numel, own.stop)
         if lower < upper:
-            pieces.append(_piece(bucket, part, lower, upper))
+            pieces.append(_piece(bucket, part, lower, upper, own.start))
     return pieces
 
 
-def _piece(bucket: Bucket, part: Slice, lower: int, upper: int) -> Piece:
+def _piece(bucket: Bucket, part: Slice, lower: int, upper: int, begin: int) -> Piece:
     start = part.start + lower - part.offset
-    gradient = bucket.gradients[lower:upper] if bucket.gradients.numel() else None
-    parameter = bucket.parameters[lower:upper]
-    stop = start + upper - lower
-    return Piece(part.tensor, start, stop, bucket.number, lower, parameter, gradient)
+    inside = slice(lower - begin, upper - begin)
+    return Piece(
+        tensor_index=part.tensor,
+        start=start,
+        stop=start + upper - lower,
+        bucket=bucket.number,
+        offset=lower,
+        parameter=bucket.shard[inside],
+        gradient=bucket.mean[inside] if bucket.mean.numel() else None,
+        has_master=bucket.has_master,
+    )

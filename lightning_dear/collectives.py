@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from operator import itemgetter
 from typing import Any
 from weakref import WeakSet
@@ -67,7 +68,7 @@ class _Groups(Collectives):
 
         observed = self.observer(lane, name, arrive) if self.observer and waits else arrive
         work = Work(observed, finish)
-        work.is_done = not waits
+        work.is_done = not waits and finish is None
         return work
 
 
@@ -80,6 +81,8 @@ class PairwiseCollectives(_Groups):
     threads make the progress. With one rank there are no peers and every call is a no-op.
     """
 
+    reads_flags_freely = True
+
     def _peers(self) -> list[int]:
         return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
 
@@ -91,7 +94,9 @@ class PairwiseCollectives(_Groups):
         return numel // self.world_size * (self.world_size - 1)
 
     @override
-    def launch_reduce_scatter(self, buffer: Tensor, received: Tensor, bucket: int) -> Work:
+    def launch_reduce_scatter(
+        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+    ) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
         rows = {
             source: shard_of(received, place, self.world_size - 1)
@@ -105,7 +110,7 @@ class PairwiseCollectives(_Groups):
             "reduce_scatter",
             f"bucket {bucket}",
             waits,
-            lambda: sum_in_source_order(by_source, own),
+            lambda: sum_in_source_order(by_source, out),
         )
 
     @override
@@ -156,16 +161,21 @@ class NativeCollectives(_Groups):
     ranks within a group and between both groups, because launches follow the plan.
     """
 
+    reads_flags_freely = False
+
     @override
     def scratch_numel(self, numel: int) -> int:
         return 0
 
     @override
-    def launch_reduce_scatter(self, buffer: Tensor, received: Tensor, bucket: int) -> Work:
+    def launch_reduce_scatter(
+        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+    ) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
         work = _reduce_scatter(own, buffer, group=self.reduce_group, async_op=True)
         self.ledger.reduce_scatter_bytes += self._ring_bytes(buffer)
-        return self._work("reduce_scatter", f"bucket {bucket}", [work])
+        finish = None if out.dtype == own.dtype else partial(_assign, out, own)
+        return self._work("reduce_scatter", f"bucket {bucket}", [work], finish)
 
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
@@ -196,20 +206,24 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def sum_in_source_order(rows: Sequence[Tensor], out: Tensor) -> None:
-    """Writes `rows[0] + rows[1] + ...` into `out` (one of the rows), left to right.
+    """Writes `rows[0] + rows[1] + ...` into `out` (one of the rows, or fp32), left to right.
 
-    Left to right in rank order, so that the bits depend on the number of ranks alone. Rows narrower
-    than fp32 are summed in fp32 and rounded once. May overwrite any row.
+    Left to right in rank order, so that the bits depend on the number of ranks alone. 16-bit rows
+    are summed in fp32, and rounded once if `out` is as narrow. May overwrite any row.
     """
     total = rows[0]
-    if out.dtype in (torch.float16, torch.bfloat16):
-        total = rows[0].float()
+    if total.dtype in (torch.float16, torch.bfloat16):
+        total = total.float()
         for row in rows[1:]:
             total.add_(row)
         out.copy_(total)
         return
     for number, row in enumerate(rows[1:], start=2):
         torch.add(total, row, out=out if number == len(rows) else total)
+
+
+def _assign(out: Tensor, value: Tensor) -> None:
+    out.copy_(value)
 
 
 def _nbytes(rows: dict[int, Tensor]) -> int:

@@ -22,16 +22,20 @@ class ParameterGate(dict[str, Any]):
 
     Args:
         plain: The module's own dict; all writes go to it.
-        open_gate: Completes the module's parameters and restores `plain`; may block.
+
+    Attributes:
+        openers: By whoever closed the gate: what completes its share of the parameters. Several
+            when several optimizers train parameters of one module. May block.
     """
 
-    def __init__(self, plain: dict[str, Any], open_gate: Callable[[], None]) -> None:
+    def __init__(self, plain: dict[str, Any]) -> None:
         super().__init__(plain)
         self.plain = plain
-        self._open = open_gate
+        self.openers: dict[int, Callable[[], None]] = {}
 
     def _opened(self) -> dict[str, Any]:
-        self._open()
+        for open_gate in tuple(self.openers.values()):
+            open_gate()
         return self.plain
 
     def __getitem__(self, key: str) -> Any:
@@ -102,15 +106,18 @@ def plain_parameters(module: Module) -> dict[str, Any]:
     return parameters.plain if isinstance(parameters, ParameterGate) else parameters
 
 
-def close_gate(module: Module, open_gate: Callable[[], None]) -> None:
-    """Puts a gate in place of the module's `_parameters`."""
-    plain = module.__dict__["_parameters"]
-    if not isinstance(plain, ParameterGate):
-        module.__dict__["_parameters"] = ParameterGate(plain, open_gate)
+def close_gate(module: Module, owner: object, open_gate: Callable[[], None]) -> None:
+    """Lets reads of the module's parameters call `open_gate`, until `owner` removes its gate."""
+    gate = module.__dict__["_parameters"]
+    if not isinstance(gate, ParameterGate):
+        gate = module.__dict__["_parameters"] = ParameterGate(gate)
+    gate.openers[id(owner)] = open_gate
 
 
-def remove_gate(module: Module) -> None:
-    """Puts the module's own dict back, if a gate stands in its place."""
+def remove_gate(module: Module, owner: object) -> None:
+    """Takes `owner`'s gate away; after the last one the module has its own dict back."""
     gate = module.__dict__["_parameters"]
     if isinstance(gate, ParameterGate):
-        module.__dict__["_parameters"] = gate.plain
+        gate.openers.pop(id(owner), None)
+        if not gate.openers:
+            module.__dict__["_parameters"] = gate.plain

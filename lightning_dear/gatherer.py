@@ -98,7 +98,8 @@ class ParameterGatherer:
         if not self._pending:
             return
         for module, numbers in self._owners.items():
-            close_gate(module, partial(self.complete, numbers, type(module).__name__))
+            if any(number in self._pending for number in numbers):
+                close_gate(module, self, partial(self.complete, numbers, type(module).__name__))
 
     def complete_entry(self) -> None:
         """Completes what a forward reads before any module of it runs; may block."""
@@ -130,7 +131,7 @@ class ParameterGatherer:
         del self._pending[number]
         for module in self._modules_of[number]:
             if not any(other in self._pending for other in self._owners[module]):
-                remove_gate(module)
+                remove_gate(module, self)
 
     def is_pending(self, number: int) -> bool:
         """Whether bucket `number` is still being gathered."""
@@ -146,7 +147,7 @@ class ParameterGatherer:
         for hook in self._hooks:
             hook.remove()
         for module in self._owners:
-            remove_gate(module)
+            remove_gate(module, self)
 
 
 class _WaitBeforeForward:

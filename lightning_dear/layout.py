@@ -18,6 +18,43 @@ Described = Sequence[tuple[str, str]]
 """(name, layout) of every trained parameter, as compared between ranks."""
 
 
+class TrainedParameters:
+    """What an optimizer trains at present, and whether that is still all.
+
+    Args:
+        module: Whose parameters count.
+        optimizer: Its groups are looked at, not mutated.
+
+    Attributes:
+        names: Qualified names, in registration order.
+        parameters: In the same order; a shared one stands once.
+    """
+
+    def __init__(self, module: Module, optimizer: Optimizer) -> None:
+        named = managed_parameters(module, optimizer)
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._optimizer = optimizer
+        self._group_sizes = self._present_group_sizes()
+        known = {id(parameter) for parameter in self.parameters}
+        groups = optimizer.param_groups
+        self._untrained = [p for group in groups for p in group["params"] if id(p) not in known]
+        self._homes = parameter_homes(module, self.parameters)
+
+    def have_grown(self) -> bool:
+        """Whether parameters were added to the optimizer, or began to require gradients."""
+        return self._present_group_sizes() != self._group_sizes or any(
+            parameter.requires_grad and parameter.numel() for parameter in self._untrained
+        )
+
+    def _present_group_sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self._optimizer.param_groups]
+
+    def restore_replaced(self) -> None:
+        """See `restore_replaced`."""
+        restore_replaced(self._homes)
+
+
 def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
     """(name, parameter) of what the optimizer trains at present, in registration order.
 
@@ -102,14 +139,20 @@ def tensor_specs(
     ]
 
 
-def check_layout(module: Module, optimizer: Optimizer, collectives: Collectives) -> None:
+def check_layout(module: Module, optimizers: Sequence[Optimizer], collectives: Collectives) -> None:
     """Refuses what cannot be trained, on every rank alike. Collective, blocks.
 
     Raises:
         ValueError: Saying what is wrong and what to change.
     """
-    problem = _local_problem(module, optimizer)
-    reports = collectives.all_gather_object((problem, _describe(module, optimizer)))
+    problems = [_local_problem(module, optimizer) for optimizer in optimizers]
+    problem = next((one for one in problems if one), _shared_problem(optimizers))
+    described = [
+        (name, f"{what}, {type(optimizer).__name__} {number}")
+        for number, optimizer in enumerate(optimizers)
+        for name, what in _describe(module, optimizer)
+    ]
+    reports = collectives.all_gather_object((problem, described))
     for rank, (other_problem, _) in enumerate(reports):
         if other_problem is not None:
             where = "" if rank == collectives.rank else f" (found on rank {rank})"
@@ -133,6 +176,21 @@ def _describe(module: Module, optimizer: Optimizer) -> Described:
         )
         for name, parameter in managed_parameters(module, optimizer)
     ]
+
+
+def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
+    if not optimizers:
+        return "strategy='dear' needs an optimizer, and configure_optimizers returned none."
+    seen: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter in {p for group in optimizer.param_groups for p in group["params"]}:
+            other = seen.setdefault(id(parameter), number)
+            if other != number:
+                return (
+                    f"A parameter of shape {tuple(parameter.shape)} stands in optimizer {other} and"
+                    f" in optimizer {number}; under strategy='dear' each parameter belongs to one."
+                )
+    return None
 
 
 def _local_problem(module: Module, optimizer: Optimizer) -> str | None:

@@ -40,6 +40,11 @@ class BufferBroadcast:
             work = self._collectives.launch_broadcast(flat, number)
             self._launched.append((work, flat, buffers))
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a broadcast has been launched and not been waited for."""
+        return bool(self._launched)
+
     @torch.no_grad()
     def wait(self) -> None:
         """Blocks until the broadcast is here, then writes rank 0's values into the buffers."""

@@ -76,11 +76,11 @@ class ForwardRecorder:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in self._module.modules():
             if any(id(parameter) in self._index for parameter in module._parameters.values()):
-                close_gate(module, self._opener(module))
-                stack.callback(remove_gate, module)
+                close_gate(module, self, self._opener(module))
+                stack.callback(remove_gate, module, self)
         stack.callback(register_module_forward_pre_hook(self._enter).remove)
         stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-        stack.enter_context(_ReadMode(self._note_reads))
+        stack.enter_context(ReadMode(self._note_read))
         return stack
 
     def note_gradient(self, index: int) -> None:
@@ -89,7 +89,7 @@ class ForwardRecorder:
 
     def _opener(self, module: Module) -> Callable[[], None]:
         def open_gate() -> None:
-            remove_gate(module)
+            remove_gate(module, self)
             self._gated.update(id(parameter) for parameter in module._parameters.values())
 
         return open_gate
@@ -101,26 +101,20 @@ class ForwardRecorder:
         if self._running and self._running[-1] is module:
             self._running.pop()
 
-    def _note_reads(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if isinstance(value, (list, tuple)):
-                self._note_reads(value)
-            elif isinstance(value, dict):
-                self._note_reads(value.values())
-            elif id(value) in self._index:
-                index = self._index[id(value)]
-                if index not in self.first_use:
-                    self.first_use[index] = len(self.first_use)
-                    if id(value) not in self._gated:
-                        self.ungated[index] = self._running[-1] if self._running else None
+    def _note_read(self, value: Any) -> None:
+        index = self._index.get(id(value))
+        if index is not None and index not in self.first_use:
+            self.first_use[index] = len(self.first_use)
+            if id(value) not in self._gated:
+                self.ungated[index] = self._running[-1] if self._running else None
 
 
-class _ReadMode(TorchFunctionMode):
-    """Reports the arguments of every torch function that looks at data."""
+class ReadMode(TorchFunctionMode):
+    """Reports every argument of every torch function that looks at data."""
 
-    def __init__(self, note_reads: Callable[[Iterable[Any]], None]) -> None:
+    def __init__(self, note_read: Callable[[Any], None]) -> None:
         super().__init__()
-        self._note_reads = note_reads
+        self._note_read = note_read
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -135,6 +129,15 @@ class _ReadMode(TorchFunctionMode):
             if kwargs:
                 self._note_reads(kwargs.values())
         return func(*args, **(kwargs or {}))
+
+    def _note_reads(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, (list, tuple)):
+                self._note_reads(value)
+            elif isinstance(value, dict):
+                self._note_reads(value.values())
+            else:
+                self._note_read(value)
 
 
 def has_compiled_region(module: Module) -> bool:

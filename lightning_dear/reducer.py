@@ -13,9 +13,17 @@ from lightning_dear.exchange import DenseExchange
 from lightning_dear.planning.plan import BucketPlan
 from lightning_dear.work import Collectives, Work
 
+_UNUSED, _USED, _LATE = 0, 1, 2
+"""What a rank says of a parameter, in a byte: it got no gradient, a gradient, or another one after
+its bucket had been launched."""
+
 
 class GradientReducer:
     """Collects gradients and launches reduce-scatters in plan order.
+
+    Gradients reach their owners in rounds. Usually there is one: every bucket is launched in
+    backward, and `reduce` waits. What arrives after a bucket was launched, or after a `reduce`, is
+    left in `.grad` and added to the owner's mean by another round.
 
     Args:
         buffers: Where gradients go.
@@ -51,20 +59,32 @@ class GradientReducer:
         self._waiting = waiting
         # Scaled before the sum, as DistributedDataParallel does: at two ranks the bits are its own.
         self._scale = 1.0 / collectives.world_size
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Forgets all gradients that were reduced. Nothing may be under way."""
+        self._used = [False] * len(self._placements)
+        self._num_rounds = 0
+        self._start_round()
+
+    def _start_round(self) -> None:
         self._num_calls = [0] * len(self._placements)
         self._collected = [False] * len(self._placements)
         self._missing = list(self._num_tensors)
         self._works: dict[int, Work] = {}
 
+    # --- during backward --------------------------------------------------------------------
+
     def on_gradient(self, index: int) -> None:
         """Parameter `index` has a new `.grad`: takes it once the recorded number of calls is met.
 
         Raises:
-            RuntimeError: If its bucket has already been reduced in this step.
+            RuntimeError: If its bucket is already under way and the backend (NCCL) lets no rank
+                know without a wait whether others need another round too.
         """
+        if self._num_rounds or self._is_launched(index):
+            self._check_may_be_late(index)
+            return
         self._num_calls[index] += 1
         if self._num_calls[index] >= self._expected[index]:
             self._collect(index)
@@ -80,6 +100,19 @@ class GradientReducer:
                 " Read it as an attribute of its module, or call strategy.complete_parameters()"
                 " before reading it."
             )
+
+    def _is_launched(self, index: int) -> bool:
+        return any(number in self._works for number in self._placements[index].buckets)
+
+    def _check_may_be_late(self, index: int) -> None:
+        if self._num_rounds or self._collectives.reads_flags_freely:
+            return
+        raise RuntimeError(
+            f"A second gradient for '{self._names[index]}' arrived after the first had been"
+            " reduced: this step ran backward through it more often than the first step did."
+            " Run every backward but the step's last one in"
+            " `with trainer.strategy.block_backward_sync():`."
+        )
 
     def _collect(self, index: int) -> None:
         placement = self._placements[index]
@@ -99,17 +132,10 @@ class GradientReducer:
                 self._missing[number] -= 1
 
     def _take(self, index: int, gradient: Tensor, home: Tensor) -> None:
-        if not self._collected[index]:
+        if self._collected[index]:
+            home.add_(gradient, alpha=self._scale)
+        else:
             torch.mul(gradient, self._scale, out=home)
-            return
-        if any(number in self._works for number in self._placements[index].buckets):
-            raise RuntimeError(
-                f"A second gradient for '{self._names[index]}' arrived after the first had been"
-                " reduced: this step ran backward through it more often than the first step did."
-                " Run every backward but the step's last one in"
-                " `with trainer.strategy.block_backward_sync():`."
-            )
-        home.add_(gradient, alpha=self._scale)
 
     def _launch_ready(self) -> None:
         while len(self._works) < len(self._order):
@@ -118,37 +144,119 @@ class GradientReducer:
                 return
             self._works[number] = self._exchange.launch_reduce(self._buckets[number])
 
-    def finish(self) -> list[bool]:
+    # --- after backward -----------------------------------------------------------------------
+
+    def reduce(self) -> list[bool]:
         """Launches what backward left over and blocks until every gradient shard is there.
 
         Parameters without a gradient on this rank contribute zeros. Clears the parameters'
-        `.grad`, which is not the reduced gradient (but not at world size 1, where it is).
+        `.grad`, which is not the reduced gradient (but where no buffer exists for it, where it is).
+        May be called again after more backwards, by all ranks: means add up until `reset`.
 
         Returns:
-            Per parameter whether any rank had a gradient for it.
+            Per parameter whether any rank had a gradient for it since `reset`.
         """
+        while self._finish_round():
+            pass
+        return list(self._used)
+
+    def _finish_round(self) -> bool:
+        """Ends a round; says whether some rank has gradients left for another one."""
+        sums = [bucket.mean.clone() for bucket in self._buckets] if self._num_rounds else []
+        says = self._collect_rest()
+        self._missing = [0] * len(self._buckets)
+        self._launch_ready()
+        said_by_any = self._wait(says)
+        for bucket, earlier in zip(self._buckets, sums, strict=False):
+            bucket.mean.add_(earlier)
+        self._used = [
+            # Without a buffer, what `.grad` holds now is all there is.
+            said > 0 or (used and placement.gradient is not None)
+            for used, said, placement in zip(self._used, said_by_any, self._placements, strict=True)
+        ]
+        self._num_rounds += 1
+        self._start_round()
+        return _LATE in said_by_any
+
+    def _collect_rest(self) -> list[int]:
+        says = []
         for index, placement in enumerate(self._placements):
             gradient = placement.parameter.grad
-            if gradient is not None and placement.gradient is None and not gradient.is_sparse:
-                self._collected[index] = True
-            elif gradient is not None:
+            if gradient is not None and self._is_launched(index):
+                says.append(_LATE)
+                continue
+            if gradient is not None:
                 self._collect(index)
             elif not self._collected[index] and placement.gradient is not None:
                 placement.gradient.zero_()
-        self._missing = [0] * len(self._buckets)
-        self._launch_ready()
-        used = torch.ones(
-            len(self._collected), dtype=torch.uint8, device=self._buckets[0].parameters.device
-        )
-        uses_all = all(self._collected)
+            says.append(_USED if self._collected[index] else _UNUSED)
+        return says
+
+    def _wait(self, says: list[int]) -> list[int]:
+        """Blocks for the round's buckets; returns the most that any rank says per parameter."""
+        device = self._buckets[0].parameters.device
+        flags = torch.ones(len(says), dtype=torch.uint8, device=device)
+        uses_all = all(one == _USED for one in says)
         if not uses_all:
-            used.copy_(torch.tensor(self._collected))
-        flags = self._collectives.launch_any(used)
+            flags.copy_(torch.tensor(says))
+        work = self._collectives.launch_any(flags)
         with self._waiting("gradients"):
-            for work in (*self._works.values(), flags):
+            for one in (*self._works.values(), work):
+                one.wait()
+        # Where reading flags blocks the host, late gradients were refused, and a rank that used
+        # everything learns nothing new from them.
+        if uses_all and not self._collectives.reads_flags_freely:
+            return says
+        said: list[int] = flags.tolist()
+        return said
+
+    # --- whole gradients ------------------------------------------------------------------------
+
+    def expose(self) -> None:
+        """Puts the reduced mean into every used parameter's `.grad`. All ranks call; blocks.
+
+        Afterwards `.grad` counts: it is what the next `conceal`, or the next `reduce`, takes.
+        """
+        for bucket in self._buckets:
+            if bucket.has_master:
+                own = bucket.gradients[self._own(bucket.gradients)]
+                own.copy_(bucket.mean)
+        works = [self._exchange.launch_gather_gradients(bucket) for bucket in self._buckets]
+        with self._waiting("whole gradients"):
+            for work in works:
                 work.wait()
-        # Flags from or to a GPU block the host, and where this rank used everything they can say
-        # nothing new.
-        anyone = self._collected if uses_all else used.bool().tolist()
-        self._reset()
-        return anyone
+        self.show()
+
+    def show(self) -> None:
+        """Puts the views of the gradient buffers, as they are, into `.grad`."""
+        self._num_rounds = 0
+        for used, placement in zip(self._used, self._placements, strict=True):
+            if placement.gradient is not None:
+                placement.parameter.grad = placement.gradient if used else None
+
+    def conceal(self) -> list[bool]:
+        """Takes the exposed gradients back, with whatever was done to them. Local.
+
+        Returns:
+            As `reduce`; a parameter whose `.grad` was set to None is unused.
+        """
+        self._num_rounds = 1
+        for index, placement in enumerate(self._placements):
+            gradient, home = placement.parameter.grad, placement.gradient
+            if home is None:
+                self._used[index] = gradient is not None
+                continue
+            self._used[index] &= gradient is not None
+            if gradient is not None and gradient is not home:
+                home.copy_(gradient)
+            placement.parameter.grad = None
+        for bucket in self._buckets:
+            if bucket.has_master:
+                own = bucket.gradients[self._own(bucket.gradients)]
+                was_changed = own != bucket.mean.to(own.dtype)
+                torch.where(was_changed, own.to(bucket.mean.dtype), bucket.mean, out=bucket.mean)
+        return list(self._used)
+
+    def _own(self, buffer: Tensor) -> slice:
+        size = buffer.numel() // self._collectives.world_size
+        return slice(self._collectives.rank * size, (self._collectives.rank + 1) * size)

@@ -7,7 +7,9 @@ the end of the inner step do pieces of them, bucket by bucket, stand in their pl
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_dear.bucket import FlatBuffers, Piece, as_flat, shard_pieces
+from lightning_dear.bucket import LOW_PRECISION, FlatBuffers, Piece, as_flat, shard_pieces
 from lightning_dear.elementwise import inner_step
+
+MASTER_KEY = "master_weight"
+"""Key of a 16-bit parameter's fp32 master in its saved optimizer state."""
 
 
 class StepListener(Protocol):
@@ -25,8 +30,8 @@ class StepListener(Protocol):
     def drop_gradients(self) -> None:
         """The user called `zero_grad`: what backward has produced since the last step is void."""
 
-    def before_step(self) -> Sequence[bool]:
-        """Blocks until gradient shards are there; says per parameter whether anyone used it."""
+    def before_step(self) -> None:
+        """Blocks until the pieces have their gradients and their state."""
 
     def stepping(self) -> None:
         """A bucket is about to be stepped."""
@@ -66,13 +71,19 @@ class ShardedOptimizer:
         self._swapped: list[list[Parameter]] | None = None
         self._selected: int | None = None
         self._was_loaded = False
+        self._has_stepped = False
+        self._loading: dict[str, Any] | None = None
         pre_hook = optimizer.register_step_pre_hook(self._on_step)
         post_hook = optimizer.register_step_post_hook(self._on_stepped)
         # First, since other post-hooks expect the user's parameters in the groups.
         post_hooks: Any = optimizer._optimizer_step_post_hooks
         post_hooks.move_to_end(post_hook.id, last=False)
-        load_hook = optimizer.register_load_state_dict_post_hook(self._on_loaded)
-        self._hooks = (pre_hook, post_hook, load_hook)
+        self._hooks = (
+            pre_hook,
+            post_hook,
+            optimizer.register_load_state_dict_pre_hook(self._on_loading),
+            optimizer.register_load_state_dict_post_hook(self._on_loaded),
+        )
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
 
@@ -103,7 +114,9 @@ class ShardedOptimizer:
         state, self._state = self._state, defaultdict(dict)
         for piece in self.pieces:
             own = state.get(piece.parameter)
-            piece.parameter, piece.gradient = torch.empty(0), None
+            piece.gradient = None
+            if not piece.has_master:
+                piece.parameter = torch.empty(0)
             if own:
                 self._state[piece.parameter] = own
         self._by_bucket = {}
@@ -119,8 +132,14 @@ class ShardedOptimizer:
         return len(self.optimizer._optimizer_step_post_hooks) > 1
 
     def state_of(self, piece: Piece) -> Mapping[str, Any]:
-        """The optimizer's state for `piece`; empty if it has not been stepped."""
+        """The optimizer's state for `piece`; empty if it has not been stepped.
+
+        With the fp32 master under MASTER_KEY, once it may differ from the parameter. (torch's
+        optimizers take a parameter that has any state for one that they have stepped.)
+        """
         state: Mapping[str, Any] = self._state.get(piece.parameter, {})
+        if piece.has_master and (state or (self._has_stepped and not any(self._state.values()))):
+            return {**state, MASTER_KEY: piece.parameter}
         return state
 
     def pieces_in(self, number: int) -> list[Piece]:
@@ -141,16 +160,37 @@ class ShardedOptimizer:
             return
         for piece in self.pieces:
             parameter = self._parameters[piece.tensor_index]
-            own = whole.get(parameter)
+            own = {
+                key: _cut(key, value, parameter, piece)
+                for key, value in whole.get(parameter, {}).items()
+            }
+            master = own.pop(MASTER_KEY, None)
+            if master is not None and piece.has_master:
+                piece.parameter.copy_(master)
+                self._has_stepped = True
             if own:
-                self._state[piece.parameter] = {
-                    key: _cut(key, value, parameter, piece) for key, value in own.items()
-                }
+                self._state[piece.parameter] = own
         for parameter in self._parameters:
             whole.pop(parameter, None)
 
+    def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._loading = state_dict
+
+    @torch.no_grad()
     def _on_loaded(self, optimizer: Optimizer) -> None:
+        """Post-hook: torch has cast 16-bit parameters' state to 16 bits; takes it as it was."""
         self._was_loaded = True
+        loaded, self._loading = self._loading, None
+        if loaded is None:
+            return
+        saved_groups = (group["params"] for group in loaded["param_groups"])
+        groups = (group["params"] for group in optimizer.param_groups)
+        for key, parameter in zip(chain(*saved_groups), chain(*groups), strict=True):
+            if parameter.dtype not in LOW_PRECISION:
+                continue
+            for name, value in loaded["state"].get(key, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+                    optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
 
     def _on_zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self._listener.drop_gradients()
@@ -176,13 +216,10 @@ class ShardedOptimizer:
     @torch.no_grad()
     def _begin(self) -> None:
         self.restore()
-        used = self._listener.before_step()
-        self.adopt_state()
-        self._set_gradients(used)
-        self._swapped = [group["params"] for group in self.optimizer.param_groups]
-        self._state, self.optimizer.state = self.optimizer.state, self._state
+        self._listener.before_step()
         step = inner_step(self.optimizer)
         *head, last = self._by_bucket
+        self._swap()
         try:
             for number in head:
                 self._select(number)
@@ -190,7 +227,7 @@ class ShardedOptimizer:
                 self._finish_bucket()
             self._select(last)
         except BaseException:
-            self._restore()
+            self.restore()
             raise
 
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -201,21 +238,27 @@ class ShardedOptimizer:
                 " could not reduce the gradients; call the closure before the update."
             )
         self._finish_bucket()
-        self._restore()
+        self.restore()
+        self._has_stepped = True
+        self.clear_gradients()
         self._listener.after_step()
 
     def _select(self, number: int) -> None:
         self._listener.stepping()
-        for group, pieces in zip(self.optimizer.param_groups, self._by_bucket[number], strict=True):
-            group["params"] = [piece.parameter for piece in pieces]
+        self._put(self._by_bucket[number])
         self._selected = number
+
+    def _put(self, pieces_of_groups: Sequence[Sequence[Piece]]) -> None:
+        for group, pieces in zip(self.optimizer.param_groups, pieces_of_groups, strict=True):
+            group["params"] = [piece.parameter for piece in pieces]
 
     def _finish_bucket(self) -> None:
         assert self._selected is not None
         self._listener.stepped(self._selected)
         self._selected = None
 
-    def _set_gradients(self, used: Sequence[bool]) -> None:
+    def set_gradients(self, used: Sequence[bool]) -> None:
+        """Gives each piece its part of the mean gradient, and none where nobody had one."""
         for piece in self.pieces:
             if not used[piece.tensor_index]:
                 piece.parameter.grad = None
@@ -227,24 +270,49 @@ class ShardedOptimizer:
                 is_plain = gradient.is_contiguous() and piece.is_plain
                 piece.parameter.grad = gradient.view(-1) if is_plain else self._own_gradient(piece)
 
+    def clear_gradients(self) -> None:
+        """Lets go of the pieces' gradients, which would stand beside those of the next backward."""
+        for piece in self.pieces:
+            piece.parameter.grad = None
+
     def _own_gradient(self, piece: Piece) -> Tensor:
-        """World size 1: the piece's part of its parameter's gradient, in storage order."""
+        """World size 1: the piece's part of its parameter's gradient, in storage order; a view."""
         parameter = self._parameters[piece.tensor_index]
         assert parameter.grad is not None
+        if parameter.grad.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
         return as_flat(parameter.grad, parameter.stride())[piece.start : piece.stop]
 
-    def restore(self) -> None:
-        """Puts the user's parameters back after a step that raised half-way; else does nothing."""
-        if self._swapped is not None:
-            self._restore()
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The pieces' gradients, where there are any."""
+        return [piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None]
 
-    def _restore(self) -> None:
-        assert self._swapped is not None
+    @contextmanager
+    def on_shards(self, *extra: Tensor) -> Iterator[None]:
+        """Puts all pieces, and `extra` in front of them, into the optimizer's groups meanwhile."""
+        self._swap()
+        groups = [
+            [piece for of_bucket in self._by_bucket.values() for piece in of_bucket[number]]
+            for number in range(len(self.optimizer.param_groups))
+        ]
+        try:
+            self._put(groups)
+            self.optimizer.param_groups[0]["params"][:0] = extra
+            yield
+        finally:
+            self.restore()
+
+    def _swap(self) -> None:
+        self._swapped = [group["params"] for group in self.optimizer.param_groups]
+        self._state, self.optimizer.state = self.optimizer.state, self._state
+
+    def restore(self) -> None:
+        """Puts the user's parameters back, also after a step that raised half-way."""
+        if self._swapped is None:
+            return
         for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
             group["params"] = parameters
-        for piece in self.pieces:
-            # Held on to, the gradients of this step would stand beside those of the next backward.
-            piece.parameter.grad = None
         self._state, self.optimizer.state = self.optimizer.state, self._state
         self._swapped = self._selected = None
 

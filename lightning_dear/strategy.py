@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -22,27 +21,28 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.callbacks.completion_guard import CompletionGuard
+from lightning_dear.callbacks.gradient_guard import GradientGuard, gradient_readers
 from lightning_dear.collectives import new_collectives
 from lightning_dear.compression import NoCompression, resolve_compressor
+from lightning_dear.gradient_access import GradientAccess
 from lightning_dear.launcher import configure_launcher
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, resolve_fusion
+from lightning_dear.precision import connect_precision, disconnect_precision, unwrapped
 from lightning_dear.statistics import StepStatistics
 from lightning_dear.support import (
-    allow_clipping,
     check_optimizers,
     check_options,
-    check_trainer,
-    refuse_clipping,
-    warn_about_gradient_hooks,
+    check_precision,
+    warn_about_readers,
 )
 from lightning_dear.timeline import Timeline
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""Of a collective, as Lightning's and torch's own."""
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
 
 
-class DearStrategy(DDPStrategy):
+class DearStrategy(GradientAccess, DDPStrategy):
     """Data parallel training whose communication overlaps backward *and* the next forward.
 
     Gradients are reduce-scattered during backward, the optimizer steps this rank's 1/world_size of
@@ -55,12 +55,19 @@ class DearStrategy(DDPStrategy):
         parallel_devices: Devices of this node's ranks.
         cluster_environment: Who starts the processes.
         checkpoint_io: Reads and writes checkpoints.
-        precision_plugin: 32-bit, bf16-mixed or double.
+        precision_plugin: Of `Trainer(precision=)`: 32, 16 or bf16 (mixed or true), or 64 bits.
+            16-bit parameters are stepped as fp32 masters, which DDP does not do.
         compressor: "none", or an instance from `lightning_dear.compression`.
         fusion: "threshold", "none", "single", or a planner from `lightning_dear.planning`.
         bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
         gather: What travels back: "parameters", the only kind so far.
         broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.
+        gradients_in_hooks: Whether hooks between backward and step that the user overrides
+            (`on_after_backward`, `on_before_optimizer_step`, `configure_gradient_clipping`) find
+            the mean gradient in `.grad`, as under DDP. Costs one more all-gather in steps with
+            such a hook; without, `.grad` is None there.
+        audit: Whether to look at every read of every forward, and raise where a parameter is read
+            while it is still being gathered. Slow; for finding such a read.
         find_unused_parameters: Accepted and unnecessary: unused parameters always work.
         process_group_backend: "gloo" or "nccl"; None: by device.
         timeout: Of a collective; a rank that waits longer raises.
@@ -84,6 +91,8 @@ class DearStrategy(DDPStrategy):
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters"] = "parameters",
         broadcast_buffers: bool = True,
+        gradients_in_hooks: bool = True,
+        audit: bool = False,
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
@@ -94,6 +103,8 @@ class DearStrategy(DDPStrategy):
         self._compressor = resolve_compressor(compressor)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
         self._broadcast_buffers = broadcast_buffers
+        self._gradients_in_hooks = gradients_in_hooks
+        self._audit = audit
         self._pipeline: Pipeline | None = None
         super().__init__(
             accelerator=accelerator,
@@ -119,8 +130,8 @@ class DearStrategy(DDPStrategy):
 
     @property
     def plan(self) -> BucketPlan | None:
-        """The buckets in use; None before the first optimizer step of a fit."""
-        return None if self._pipeline is None else self._pipeline.plan
+        """The first optimizer's buckets; None before its first step of a fit."""
+        return None if self._pipeline is None else self._pipeline.parts[0].plan
 
     @property
     def statistics(self) -> StepStatistics | None:
@@ -149,8 +160,7 @@ class DearStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
-            assert self.lightning_module is not None
-            check_trainer(trainer, self.lightning_module, self.precision_plugin)
+            check_precision(self.precision_plugin)
         super().setup(trainer)
         if is_fitting:
             self._start_pipeline(trainer)
@@ -163,22 +173,39 @@ class DearStrategy(DDPStrategy):
     def _start_pipeline(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
         assert self.lightning_module is not None
-        check_optimizers(self.optimizers)
-        (optimizer,) = self.optimizers
-        if self._pipeline is not None and self._pipeline.optimizer is optimizer:
-            optimizer.load_state_dict(self._pipeline.optimizer_state_dict())
+        check_optimizers(self.optimizers, self.precision_plugin)
+        for part in self._pipeline.parts if self._pipeline is not None else ():
+            if part.optimizer in self.optimizers:
+                part.optimizer.load_state_dict(part.optimizer_state_dict())
         self._pipeline = Pipeline(
             self.model,
-            optimizer,
+            self.optimizers,
             new_collectives(self.root_device, self._timeout),
             self._fusion,
             broadcast_buffers=self._broadcast_buffers,
+            audit=self._audit,
         )
+        connect_precision(self.precision_plugin, self._pipeline)
+        self._insert_guards(trainer)
+
+    def _insert_guards(self, trainer: pl.Trainer) -> None:
+        assert self.lightning_module is not None
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [one for one in callbacks if not isinstance(one, CompletionGuard)]
+        guards = (CompletionGuard, GradientGuard)
+        callbacks[:] = [one for one in callbacks if not isinstance(one, guards)]
+        readers = gradient_readers((*callbacks, self.lightning_module))
+        if readers and self._gradients_in_hooks and self.world_size > 1:
+            warn_about_readers(readers)
+            callbacks.insert(0, GradientGuard(readers, self._expose_gradients))
         callbacks.insert(0, CompletionGuard(self.complete_parameters))
-        warn_about_gradient_hooks(callbacks, self.lightning_module)
-        refuse_clipping(self.precision_plugin)
+
+    def _expose_gradients(self, optimizer: Optimizer | None) -> None:
+        assert self._pipeline is not None
+        if optimizer is not None:
+            self._pipeline.of(unwrapped(optimizer)).expose_gradients()
+        elif not self._is_sync_blocked:
+            for part in self._pipeline.parts:
+                part.expose_gradients()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -194,8 +221,9 @@ class DearStrategy(DDPStrategy):
         assert self._pipeline is not None
         assert self.lightning_module is not None
         # Under manual optimisation any number of backwards may come before a step.
-        synchronize = not self._is_sync_blocked and self.lightning_module.automatic_optimization
-        with self._pipeline.backward(synchronize=synchronize):
+        is_last = self.lightning_module.automatic_optimization or self._is_last_backward
+        synchronize = is_last and not self._is_sync_blocked
+        with self._pipeline.backward(synchronize=synchronize, optimizers=self._last_of):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     _is_sync_blocked = False
@@ -228,11 +256,10 @@ class DearStrategy(DDPStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state in torch's format, on every rank. Collective, blocks."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        if self._pipeline is None or self._pipeline.optimizer is not optimizer:
+        optimizer = unwrapped(optimizer)
+        if self._pipeline is None or optimizer not in self.optimizers:
             return super().optimizer_state(optimizer)
-        return self._pipeline.optimizer_state_dict()
+        return self._pipeline.of(optimizer).optimizer_state_dict()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -243,7 +270,7 @@ class DearStrategy(DDPStrategy):
     def teardown(self) -> None:
         if self._pipeline is not None:
             self._pipeline.detach()
-            allow_clipping(self.precision_plugin)
+            disconnect_precision(self.precision_plugin)
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:

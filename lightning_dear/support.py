@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 _DDP_OPTIONS = {
@@ -54,78 +57,50 @@ def check_options(gather: str, ddp_options: Mapping[str, Any]) -> None:
     )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuses numbers of optimizers other than one.
+def check_optimizers(optimizers: Sequence[Optimizer], precision: Precision) -> None:
+    """Refuses optimizers that are none, or that cannot work with the precision.
 
     Raises:
         ValueError: Saying what to return from `configure_optimizers`.
     """
-    if len(optimizers) > 1:
-        raise ValueError(
-            "strategy='dear' trains with one optimizer so far, configure_optimizers returned"
-            f" {len(optimizers)}; use one with several parameter groups, or strategy='ddp'."
-        )
     if not optimizers or type(optimizers[0]).__name__ == "_MockOptimizer":
         raise ValueError(
             "strategy='dear' needs an optimizer, and configure_optimizers returned none."
         )
+    has_scaler = getattr(precision, "scaler", None) is not None
+    for optimizer in optimizers:
+        if has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                f"{type(optimizer).__name__}(fused=True) unscales gradients itself, on each rank"
+                " for its shard alone, so that an overflow on one rank would not be noticed on the"
+                " others; with precision='16-mixed' use fused=False."
+            )
 
 
-def check_trainer(trainer: Trainer, module: LightningModule, precision: Precision) -> None:
-    """Refuses what would silently train another model than under DDP.
+_PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+
+
+def check_precision(precision: Precision) -> None:
+    """Refuses precision plug-ins that replace layers or parameters.
 
     Raises:
-        ValueError: Saying what cannot work yet and what to use.
+        ValueError: Naming the plug-in and the precisions that work.
     """
-    if trainer.gradient_clip_val:
+    if type(precision) not in _PRECISIONS:
         raise ValueError(
-            f"gradient_clip_val={trainer.gradient_clip_val} has no effect under strategy='dear'"
-            " yet: each rank has only its shard of the gradients. Remove it, or use strategy='ddp'."
-        )
-    if is_overridden("configure_gradient_clipping", module):
-        raise ValueError(
-            f"{type(module).__name__}.configure_gradient_clipping would see no gradients under"
-            " strategy='dear' yet: each rank has only its shard. Remove it, or use strategy='ddp'."
-        )
-    scaler = getattr(precision, "scaler", None)
-    plain = type(precision) in (Precision, DoublePrecision, MixedPrecision)
-    if not plain or scaler is not None:
-        raise ValueError(
-            f"precision={precision.precision!r} does not work under strategy='dear' yet; use"
-            " '32-true', 'bf16-mixed' or '64-true', or strategy='ddp'."
+            f"{type(precision).__name__} (precision={precision.precision!r}) does not work under"
+            " strategy='dear': it keeps layers or parameters of its own, which cannot be sharded."
+            " Use '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or"
+            " strategy='ddp'."
         )
 
 
-_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
-_CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
-
-
-def warn_about_gradient_hooks(callbacks: Sequence[Callback], module: LightningModule) -> None:
-    """Warns, once per owner, where a hook runs at a time at which gradients cannot be seen."""
-    for owner in (module, *callbacks):
-        for hook in _GRADIENT_HOOKS:
-            if is_overridden(hook, owner):
-                rank_zero_warn(
-                    f"{type(owner).__name__}.{hook}: under strategy='dear' a parameter's .grad is"
-                    " None there (each rank has only its shard of the mean), so clipping, masking"
-                    " or zeroing gradients in it has no effect. Use strategy='ddp' if it does."
-                )
-
-
-def refuse_clipping(precision: Precision) -> None:
-    """Makes `self.clip_gradients` raise, until `allow_clipping`: it would clip local gradients."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise ValueError(
-            "clip_gradients does not work under strategy='dear' yet: each rank has only its shard"
-            " of the gradients. Remove it, or use strategy='ddp'."
-        )
-
-    for name in _CLIPPING:
-        setattr(precision, name, refuse)
-
-
-def allow_clipping(precision: Precision) -> None:
-    """Undoes `refuse_clipping`."""
-    for name in _CLIPPING:
-        precision.__dict__.pop(name, None)
+def warn_about_readers(readers: Mapping[str, Sequence[str]]) -> None:
+    """Warns, once, that gradients are gathered for hooks that may look at them."""
+    hooks = ", ".join(f"{name}.{hook}" for hook, names in readers.items() for name in names)
+    rank_zero_warn(
+        f"strategy='dear' gathers the mean gradient into .grad for {hooks}, which costs one more"
+        " all-gather in every step. If .grad is not needed there, pass"
+        " DearStrategy(gradients_in_hooks=False); strategy.grad_norm() and self.clip_gradients()"
+        " work without it."
+    )

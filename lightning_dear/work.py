@@ -33,7 +33,7 @@ class Work:
         finish: Local work on the arrived data, run by whoever waits first.
 
     Attributes:
-        is_done: Whether `wait` has nothing left to do.
+        is_done: Whether `wait` has nothing left to do: no data is awaited, no local work is left.
     """
 
     def __init__(
@@ -64,14 +64,20 @@ class Collectives(Protocol):
     world_size: int
     ledger: WireLedger
     observer: WorkObserver | None
+    reads_flags_freely: bool
+    """Whether reading flags on the host costs no wait beyond those there are in any case."""
 
-    def launch_reduce_scatter(self, buffer: Tensor, received: Tensor, bucket: int) -> Work:
-        """Sums `buffer` over ranks; this rank's shard of the sum lands in `buffer`'s own shard.
+    def launch_reduce_scatter(
+        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+    ) -> Work:
+        """Sums `buffer` over ranks; after `wait`, `out` holds this rank's shard of the sum.
 
         Args:
-            buffer: `world_size` shards of equal size, flat. Mutated: after `wait` this rank's
-                shard holds the sum in source order; the others are undefined.
+            buffer: `world_size` shards of equal size, flat. Mutated: undefined after `wait`, but
+                for its own shard where `out` is a view of that.
             received: Flat scratch of `scratch_numel(buffer.numel())` elements.
+            out: One shard: `buffer`'s own shard itself, or elsewhere in fp32. gloo sums in rank
+                order, and 16-bit values in fp32.
             bucket: Number of the bucket, equal on all ranks.
         """
 

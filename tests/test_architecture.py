@@ -26,6 +26,7 @@ HOST_ROOMS = (
     "__init__.py",
     "strategy.py",
     "support.py",
+    "precision.py",
     "launcher.py",
     "callbacks/",
     "apps/",

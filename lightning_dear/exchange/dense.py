@@ -11,17 +11,28 @@ class DenseExchange:
 
     Args:
         collectives: What moves the bytes.
+        first_number: The number that bucket 0 has among all that travel at once, those of several
+            optimizers included.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, first_number: int = 0) -> None:
         self._collectives = collectives
+        self._first_number = first_number
 
     def launch_reduce(self, bucket: Bucket) -> Work:
-        """Starts summing the bucket's gradients; after `wait`, its gradient shard is the mean."""
+        """Starts summing the bucket's gradients; after `wait`, its `mean` is there."""
+        number = self._first_number + bucket.number
         return self._collectives.launch_reduce_scatter(
-            bucket.gradients, bucket.received, bucket.number
+            bucket.gradients, bucket.received, bucket.mean, number
         )
 
     def launch_gather(self, bucket: Bucket) -> Work:
-        """Starts filling the bucket's parameters from every rank's shard, in place."""
-        return self._collectives.launch_all_gather(bucket.parameters, bucket.number)
+        """Starts filling the bucket's parameters from every rank's stepped shard, in place."""
+        bucket.publish()
+        number = self._first_number + bucket.number
+        return self._collectives.launch_all_gather(bucket.parameters, number)
+
+    def launch_gather_gradients(self, bucket: Bucket) -> Work:
+        """Starts filling the bucket's gradients from every rank's mean, in place."""
+        number = self._first_number + bucket.number
+        return self._collectives.launch_all_gather(bucket.gradients, number)

@@ -25,7 +25,8 @@ def test_reduce_scatter_sums_in_rank_order(dtype: torch.dtype, world_size: int) 
     rank, numel = dist.get_rank(), 64 * world_size * 3
     buffer = _values(rank, numel, dtype)
     received = torch.empty(collectives.scratch_numel(numel), dtype=dtype)
-    collectives.launch_reduce_scatter(buffer, received, 0).wait()
+    own = shard_of(buffer, rank, world_size)
+    collectives.launch_reduce_scatter(buffer, received, own, 0).wait()
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     total = _values(0, numel, dtype).to(wide)
     for other in range(1, world_size):
@@ -51,8 +52,9 @@ def test_bytes_follow_the_formula(world_size: int) -> None:
     numel = 64 * world_size * 5
     buffer = torch.zeros(numel)
     received = torch.empty(collectives.scratch_numel(numel))
+    own = shard_of(buffer, dist.get_rank(), world_size)
     assert collectives.ledger.total_bytes == 0
-    collectives.launch_reduce_scatter(buffer, received, 0).wait()
+    collectives.launch_reduce_scatter(buffer, received, own, 0).wait()
     collectives.launch_all_gather(buffer, 0).wait()
     share = numel * 4 * (world_size - 1) // world_size
     assert collectives.ledger.reduce_scatter_bytes == share

@@ -39,6 +39,9 @@ TOUCHES: dict[str, Callable[[nn.Linear], object]] = {
 }
 
 
+OWNER = object()
+
+
 @pytest.mark.parametrize("touch", sorted(set(TOUCHES) - {"copy"}))
 def test_a_touch_opens_the_gate_and_acts_on_the_real_dict(touch: str) -> None:
     module, plain = nn.Linear(3, 2), nn.Linear(3, 2)
@@ -47,9 +50,9 @@ def test_a_touch_opens_the_gate_and_acts_on_the_real_dict(touch: str) -> None:
 
     def open_gate() -> None:
         opened.append(True)
-        remove_gate(module)
+        remove_gate(module, OWNER)
 
-    close_gate(module, open_gate)
+    close_gate(module, OWNER, open_gate)
     TOUCHES[touch](module)
     TOUCHES[touch](plain)
     assert opened == [True]
@@ -62,17 +65,30 @@ def test_a_touch_opens_the_gate_and_acts_on_the_real_dict(touch: str) -> None:
 )
 def test_a_look_that_reads_no_value_does_not_wait(look: Callable[[nn.Module], object]) -> None:
     module = nn.Linear(3, 2)
-    close_gate(module, lambda: pytest.fail("waited"))
+    close_gate(module, OWNER, lambda: pytest.fail("waited"))
     look(module)
 
 
 def test_closing_twice_keeps_the_modules_own_dict() -> None:
     module = nn.Linear(3, 2)
     own = module._parameters
-    close_gate(module, lambda: None)
-    close_gate(module, lambda: None)
+    close_gate(module, OWNER, lambda: None)
+    close_gate(module, OWNER, lambda: None)
     assert isinstance(module._parameters, ParameterGate)
     assert plain_parameters(module) is own
-    remove_gate(module)
-    remove_gate(module)
+    remove_gate(module, OWNER)
+    remove_gate(module, OWNER)
+    assert module._parameters is own
+
+
+def test_two_owners_gates_open_one_after_the_other() -> None:
+    module = nn.Linear(3, 2)
+    own, opened = module._parameters, []
+    for owner in ("first", "second"):
+        close_gate(module, owner, lambda owner=owner: opened.append(owner))
+    assert module.weight.shape == (2, 3)
+    assert opened == ["first", "second"]
+    remove_gate(module, "first")
+    assert isinstance(module._parameters, ParameterGate)
+    remove_gate(module, "second")
     assert module._parameters is own

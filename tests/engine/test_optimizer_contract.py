@@ -159,9 +159,9 @@ def test_a_step_that_was_interrupted_leaves_no_pieces_in_the_groups() -> None:
     pipeline = new_pipeline(model, optimizer)
     _step(pipeline, model, optimizer, 0)
     parameters = optimizer.param_groups[0]["params"]
-    pipeline._sharded._begin()
+    pipeline.parts[0].sharded._begin()
     assert optimizer.param_groups[0]["params"] is not parameters
-    state = pipeline.optimizer_state_dict()
+    state = pipeline.parts[0].optimizer_state_dict()
     assert optimizer.param_groups[0]["params"] is parameters
     assert sorted(state["state"]) == list(range(6))
 
@@ -189,7 +189,7 @@ def test_state_survives_a_second_pipeline_over_the_same_optimizer() -> None:
     for step in range(3):
         _step(first, model, optimizer, step)
     first.detach()
-    optimizer.load_state_dict(copy.deepcopy(first.optimizer_state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(first.parts[0].optimizer_state_dict()))
     second = new_pipeline(model, optimizer)
     for step in range(3, 6):
         _step(second, model, optimizer, step)

@@ -137,13 +137,31 @@ def test_a_gradient_for_a_pending_parameter_names_it() -> None:
 
 
 @distributed(world_sizes=(2,))
-def test_a_second_gradient_after_the_reduction_names_the_remedy() -> None:
+def test_a_second_gradient_that_nobody_could_know_of_names_the_remedy() -> None:
     model = build("mlp")
     optimizer = optimizer_for("sgd", model)
     pipeline = new_pipeline(model, optimizer)
     _step(pipeline, model, optimizer, 0)
+    pipeline._collectives.reads_flags_freely = False  # as on NCCL
     with pipeline.forward():
         loss = loss_of(model, *batch("mlp", 1, dist.get_rank()))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="block_backward_sync"):
         loss.backward()
+
+
+@distributed(world_sizes=(2,))
+def test_an_audit_finds_a_read_that_takes_part_in_no_backward() -> None:
+    model = build("mlp")
+    held = model.layers[0].weight
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer, delays=LATE, audit=True)
+    for step in range(2):  # the audit lets ordinary reads pass
+        _step(pipeline, model, optimizer, step)
+    with (
+        pytest.raises(RuntimeError, match=r"'layers\.0\.weight' was read while"),
+        pipeline.forward(),
+        torch.no_grad(),
+    ):
+        held.sum()
+    pipeline.complete_parameters()

@@ -52,7 +52,7 @@ def test_a_rank_holds_its_share_of_the_state(world_size: int) -> None:
     pipeline = new_pipeline(model, optimizer)
     _train(pipeline, model, optimizer, range(2))
     whole_bytes = sum(2 * parameter.nbytes for parameter in model.parameters())
-    own_bytes = torch.tensor(_state_bytes(pipeline._sharded), dtype=torch.float64)
+    own_bytes = torch.tensor(_state_bytes(pipeline.parts[0].sharded), dtype=torch.float64)
     assert abs(float(own_bytes) * world_size / whole_bytes - 1) < 0.02
     dist.all_reduce(own_bytes)
     assert int(own_bytes) == whole_bytes
@@ -65,7 +65,7 @@ def test_consolidated_state_is_what_the_plain_optimizer_has(name: str) -> None:
     optimizer = optimizer_for(name, model)
     pipeline = new_pipeline(model, optimizer)
     _train(pipeline, model, optimizer, range(3))
-    ours = pipeline.optimizer_state_dict()
+    ours = pipeline.parts[0].optimizer_state_dict()
 
     plain = build("mlp")
     plain_optimizer = optimizer_for(name, plain)
@@ -93,7 +93,7 @@ def _train_and_save(num_steps: int) -> tuple[dict[str, Tensor], dict[str, object
     optimizer = optimizer_for("adamw", model)
     pipeline = new_pipeline(model, optimizer)
     _train(pipeline, model, optimizer, range(num_steps), "gpt")
-    state = copy.deepcopy(pipeline.optimizer_state_dict())
+    state = copy.deepcopy(pipeline.parts[0].optimizer_state_dict())
     return {key: value.clone() for key, value in model.state_dict().items()}, state
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,15 @@ def new_pipeline(
     optimizer: torch.optim.Optimizer,
     fusion: FusionPlanner = SMALL_BUCKETS,
     delays: Delays | None = None,
+    more: Sequence[torch.optim.Optimizer] = (),
+    audit: bool = False,
 ) -> Pipeline:
     """A pipeline over the default process group's ranks, its collectives delayed if asked."""
     collectives = new_collectives(torch.device("cpu"))
     if delays is not None:
         assert isinstance(collectives, PairwiseCollectives)
         collectives = DelayedCollectives(collectives, delays)
-    return Pipeline(model, optimizer, collectives, fusion)
+    return Pipeline(model, [optimizer, *more], collectives, fusion, audit=audit)
 
 
 def train_dear(

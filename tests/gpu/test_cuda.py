@@ -35,7 +35,7 @@ def _train_on_cuda(is_ours: bool) -> list[torch.Tensor]:
     model = build("mlp").to(device)
     optimizer = optimizer_for("adamw", model)
     if is_ours:
-        pipeline = Pipeline(model, optimizer, new_collectives(device), SMALL_BUCKETS)
+        pipeline = Pipeline(model, [optimizer], new_collectives(device), SMALL_BUCKETS)
     else:
         wrapped = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device.index])
     for step in range(6):
@@ -72,10 +72,10 @@ def _reduce_behind_a_long_kernel() -> tuple[float, float]:
     start_s = time.perf_counter()
     torch.cuda._sleep(LONG_CYCLES)
     buffer.fill_(1.0)
-    work = collectives.launch_reduce_scatter(buffer, buffer[:0], 0)
+    own = shard_of(buffer, collectives.rank, collectives.world_size)
+    work = collectives.launch_reduce_scatter(buffer, buffer[:0], own, 0)
     work.wait()
     launched_s = time.perf_counter() - start_s
-    own = shard_of(buffer, collectives.rank, collectives.world_size)
     return float(own.sum() / own.numel()), launched_s
 
 

@@ -131,16 +131,19 @@ def compute_alone(num_layers: int, batch_size: int) -> Callable[[], None]:
 
 def communication_alone(strategy: DearStrategy) -> Callable[[], None]:
     """The same buckets' reduce-scatters, then their all-gathers, with nothing beside them."""
-    from lightning_dear.collectives import new_collectives
+    from lightning_dear.collectives import new_collectives, shard_of
 
     assert strategy.plan is not None
     collectives = new_collectives(torch.device("cpu"))
     buffers = [torch.zeros(bucket.padded_numel) for bucket in strategy.plan.buckets]
     scratch = [torch.empty(collectives.scratch_numel(one.numel())) for one in buffers]
+    owns = [shard_of(one, collectives.rank, collectives.world_size) for one in buffers]
 
     def exchange() -> None:
         works = [
-            collectives.launch_reduce_scatter(buffers[number], scratch[number], number)
+            collectives.launch_reduce_scatter(
+                buffers[number], scratch[number], owns[number], number
+            )
             for number in strategy.plan.reduce_order
         ]
         for work in works:

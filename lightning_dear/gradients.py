@@ -1,0 +1,74 @@
+"""Norms and clipping of gradients of which each rank has its shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_dear.work import Collectives
+
+_NORM_TAG = 1 << 19
+
+
+@torch.no_grad()
+def global_norm(
+    gradients: Sequence[Tensor], norm_type: float, collectives: Collectives, like: Tensor
+) -> Tensor:
+    """Norm of the whole gradient, from every rank's shard: one number from each. Collective.
+
+    Equal on all ranks by the bit, since every rank adds in rank order. Differs from
+    `torch.nn.utils.clip_grad_norm_`'s in the order of the summation alone.
+
+    Args:
+        gradients: This rank's pieces.
+        norm_type: p of the p-norm; `inf` for the largest absolute value.
+        collectives: Over the ranks that have the other pieces.
+        like: Has the dtype and device that the result shall have.
+
+    Returns:
+        A scalar; 0 if there is no gradient anywhere.
+    """
+    parts = torch.zeros(collectives.world_size, dtype=torch.float64, device=like.device)
+    if gradients:
+        norms = _norms(gradients, norm_type)
+        own = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+        parts[collectives.rank] = own
+    collectives.launch_all_gather(parts, _NORM_TAG).wait()
+    total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
+    return total.to(like.dtype)
+
+
+@torch.no_grad()
+def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scales the gradients in place as `torch.nn.utils.clip_grad_norm_` does, given their norm."""
+    if gradients:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(list(gradients), factor)
+
+
+@torch.no_grad()
+def clip_to_value(gradients: Sequence[Tensor], clip_value: float) -> None:
+    """Clips every element in place to [-clip_value, clip_value]."""
+    if gradients:
+        torch._foreach_clamp_min_(list(gradients), -clip_value)
+        torch._foreach_clamp_max_(list(gradients), clip_value)
+
+
+@torch.no_grad()
+def any_not_finite(
+    gradients: Sequence[Tensor], collectives: Collectives, device: torch.device
+) -> Tensor:
+    """Whether a gradient on any rank is inf or NaN: a uint8 of one element. Collective."""
+    flag = torch.zeros(1, dtype=torch.uint8, device=device)
+    if gradients:
+        flag.copy_(~torch.isfinite(_norms(gradients, math.inf)).all())
+    collectives.launch_any(flag).wait()
+    return flag
+
+
+def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    norms = torch._foreach_norm(list(gradients), norm_type)
+    return torch.stack([norm.double() for norm in norms])

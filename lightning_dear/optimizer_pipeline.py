@@ -1,0 +1,337 @@
+"""One optimizer's part of the pipeline: its parameters' plan, and the way of their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dear import gradients
+from lightning_dear.active_plan import ActivePlan, activate
+from lightning_dear.audit import audit
+from lightning_dear.instruments import Instruments
+from lightning_dear.layout import TrainedParameters
+from lightning_dear.optimizer_state import consolidate, whole_state
+from lightning_dear.planning import BucketPlan, FusionPlanner
+from lightning_dear.recorder import ForwardRecorder
+from lightning_dear.sharded_optimizer import ShardedOptimizer
+from lightning_dear.work import Collectives
+
+_MAX_BUCKETS = 1 << 12
+"""Of one optimizer; keeps the numbers of several optimizers' buckets apart."""
+
+
+class OptimizerPipeline:
+    """Reduces, steps and gathers the parameters of one optimizer.
+
+    `Pipeline` calls it around forwards and backwards; `ShardedOptimizer` (as `StepListener`) when
+    the user calls the optimizer.
+
+    Args:
+        module: Mutated from the first step on: parameters become views of flat buffers.
+        optimizer: Mutated: step hooks and `zero_grad`.
+        number: Position among the pipeline's optimizers.
+        collectives: What moves the bytes.
+        fusion: Makes the plan from the recorded first step.
+        instruments: Told of every wait.
+        on_reduce: Called when a step's last reduce-scatters are about to be launched.
+        on_step: Called when a step has ended.
+
+    Attributes:
+        optimizer: The user's.
+        plan: None until the first step has been recorded; stays readable after `detach`.
+        sharded: The optimizer's state and pieces on this rank.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        number: int,
+        collectives: Collectives,
+        fusion: FusionPlanner,
+        instruments: Instruments,
+        on_reduce: Callable[[], None],
+        on_step: Callable[[], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.plan: BucketPlan | None = None
+        self.sharded = ShardedOptimizer(optimizer, self)
+        self._module = module
+        self._number = number
+        self._collectives = collectives
+        self._fusion = fusion
+        self._instruments = instruments
+        self._on_reduce = on_reduce
+        self._on_step = on_step
+        self._active: ActivePlan | None = None
+        self._synchronize = True
+        # What has happened since the gradients were last reduced, dropped or stepped.
+        self._is_sending = False
+        self._is_reduced = False
+        self._is_exposed = False
+        self._start_recording()
+
+    # --- forward and backward -----------------------------------------------------------------
+
+    def prepare_forward(self) -> None:
+        """Takes parameters that are new in the optimizer into another plan. May block."""
+        self._trained.restore_replaced()
+        if self._trained.have_grown():
+            self._dissolve()
+
+    def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
+        """Around a training forward: records it, or looks at every read (`audits`), or nothing."""
+        if self._collectives.world_size > 1:
+            if self._active is None:
+                return self._recorder.recording()
+            if audits:
+                return audit(self._trained, self._active)
+        return nullcontext()
+
+    def complete_entry(self, *, completes_all: bool) -> None:
+        """Completes what is read outside any module; all, where no gate sees reads. May block."""
+        if self._active is not None and completes_all:
+            self._active.gatherer.complete(reason="compiled region")
+        elif self._active is not None:
+            self._active.gatherer.complete_entry()
+
+    @contextmanager
+    def backward(self, *, synchronize: bool) -> Iterator[None]:
+        """Around a backward; see `Pipeline.backward`."""
+        before, self._synchronize = self._synchronize, synchronize
+        self._is_sending |= synchronize
+        self._is_reduced = self._is_exposed = False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    def _on_gradient(self, index: int, parameter: Parameter) -> None:
+        self._is_reduced = self._is_exposed = False
+        if self._active is not None:
+            self._active.reducer.check_was_complete(index)
+        if not self._synchronize:
+            return
+        self._is_sending = True
+        if self._active is None:
+            self._recorder.note_gradient(index)
+        else:
+            self._active.reducer.on_gradient(index)
+
+    # --- gradients between backward and step -----------------------------------------------------
+
+    def reduce(self) -> None:
+        """Blocks until this rank's shards hold the mean gradient. All ranks call; idempotent.
+
+        Makes the plan in the first step. Afterwards `.grad` is None (at world size 1: what it was).
+        """
+        if self._is_reduced:
+            if self._is_exposed:
+                self._conceal()
+            return
+        if self._trained.have_grown():
+            raise RuntimeError(
+                "Parameters began to require gradients, or a parameter group was added, between a"
+                " forward and its optimizer step; do it before the forward."
+            )
+        self.complete_parameters("step")
+        self._on_reduce()
+        active = self._active or self._activate()
+        self.sharded.set_gradients(active.reducer.reduce())
+        # At world size 1 the shards' gradients are views of `.grad`, and nobody tells of new ones.
+        self._is_reduced, self._is_sending = self._collectives.world_size > 1, False
+
+    def _conceal(self) -> None:
+        assert self._active is not None
+        self.sharded.set_gradients(self._active.reducer.conceal())
+        self._is_exposed = False
+
+    def expose_gradients(self) -> None:
+        """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
+
+        Costs an all-gather of the gradients. What is done to `.grad` counts: it is taken back
+        before the step.
+        """
+        if self._is_exposed and self._is_reduced:
+            return
+        self.reduce()
+        assert self._active is not None
+        self._active.reducer.expose()
+        self._is_exposed = True
+
+    @contextmanager
+    def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
+        """Mean gradients of this rank's pieces; `.grad` is as exposed afterwards as before."""
+        was_exposed = self._is_exposed and self._is_reduced
+        self.reduce()
+        yield self.sharded.gradients
+        if was_exposed:
+            assert self._active is not None
+            self._active.reducer.expose() if mutates else self._active.reducer.show()
+            self._is_exposed = True
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Norm of the mean gradient that the next step will use. All ranks call; blocks."""
+        with self._on_shards(mutates=False) as own:
+            return gradients.global_norm(own, norm_type, self._collectives, self._like)
+
+    def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
+        with self._on_shards(mutates=True) as own:
+            norm = gradients.global_norm(own, norm_type, self._collectives, self._like)
+            gradients.scale_to_norm(own, norm, max_norm)
+            return norm
+
+    def clip_by_value(self, clip_value: float) -> None:
+        """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
+        with self._on_shards(mutates=True) as own:
+            gradients.clip_to_value(own, clip_value)
+
+    def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
+        """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
+        with self._on_shards(mutates=True) as own:
+            like = self._like
+            overflow = gradients.any_not_finite(own, self._collectives, like.device)
+            # The scaler looks at gradients only, and at least at one: this one brings it the vote.
+            vote = torch.zeros(1, dtype=like.dtype, device=like.device)
+            vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
+            with self.sharded.on_shards(vote):
+                unscale(self.optimizer)
+
+    @property
+    def _like(self) -> Tensor:
+        assert self._active is not None
+        return self._active.flat.buckets[0].shard
+
+    # --- the step: see `StepListener` -------------------------------------------------------------
+
+    def drop_gradients(self) -> None:
+        """See `StepListener`. Other ranks drop theirs too, so what was begun is ended first."""
+        if self._active is not None:
+            if self._is_sending:
+                self._active.reducer.reduce()
+            self._active.reducer.reset()
+            self.sharded.clear_gradients()
+        self._recorder.gradients.clear()
+        self._is_sending = self._is_reduced = self._is_exposed = False
+
+    def before_step(self) -> None:
+        """See `StepListener`: the last reduce-scatters, and at the first step the plan."""
+        self.reduce()
+        assert self._active is not None
+        self._active.adopt_writes()
+        self.sharded.adopt_state()
+
+    def stepping(self) -> None:
+        """See `StepListener`."""
+        self._step_began = self._instruments.mark()
+
+    def stepped(self, number: int) -> None:
+        """See `StepListener`: the bucket's all-gather starts before the next bucket is stepped."""
+        assert self._active is not None
+        self._instruments.record_step(f"bucket {number}", self._step_began)
+        self._active.gatherer.launch(number)
+
+    def after_step(self) -> None:
+        """See `StepListener`: from here on reads wait."""
+        assert self._active is not None
+        self._active.gatherer.close_gates()
+        self._active.reducer.reset()
+        self._is_reduced = self._is_exposed = False
+        self._on_step()
+        if self.sharded.has_foreign_post_hooks():
+            self.complete_parameters("optimizer step hook")
+
+    # --- from one plan to the next -------------------------------------------------------------
+
+    def _start_recording(self) -> None:
+        self._trained = TrainedParameters(self._module, self.optimizer)
+        self._recorder = ForwardRecorder(self._module, self.parameters)
+        self._hooks = [
+            _after_accumulation(parameter, partial(self._on_gradient, index))
+            for index, parameter in enumerate(self.parameters)
+            if self._collectives.world_size > 1
+        ]
+
+    def _activate(self) -> ActivePlan:
+        self._active = activate(
+            self._module,
+            self._trained.names,
+            self.parameters,
+            self._recorder,
+            self._fusion,
+            self._collectives,
+            self._instruments.waiting,
+            self._number * _MAX_BUCKETS,
+        )
+        self.plan = self._active.plan
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        self.sharded.attach(self._active.flat, self.parameters, rank, world_size)
+        return self._active
+
+    def _dissolve(self) -> None:
+        """Back to before the first step, values and optimizer state kept. Collective, blocks."""
+        self.complete_parameters("re-plan")
+        if self.plan is not None:
+            self.sharded.adopt_state()
+            state = whole_state(self.sharded, self.plan, self.parameters, self._collectives)
+            self.sharded.detach()
+            self.optimizer.state.update(state)
+        self._release()
+        self._start_recording()
+
+    def _release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._active is not None:
+            self._active.release()
+        self._active = None
+
+    # --- for whoever looks in from outside ------------------------------------------------------
+
+    def complete_parameters(self, reason: str = "read") -> None:
+        """Blocks until all parameters have the values of the last step; local and idempotent."""
+        if self._active is not None:
+            self._active.gatherer.complete(reason=reason)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks."""
+        self.prepare_state()
+        if self.plan is None:
+            return self.optimizer.state_dict()
+        with self._instruments.not_counting():
+            return consolidate(self.sharded, self.plan, self.parameters, self._collectives)
+
+    def prepare_state(self) -> None:
+        """Puts right what a step that raised left behind, and takes over what was loaded. Local."""
+        self.sharded.restore()
+        self.complete_parameters("optimizer state")
+        if self._active is not None:
+            self._active.adopt_writes()
+            self.sharded.adopt_state()
+
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """What is trained, in the order of the plan's tensor numbers."""
+        return self._trained.parameters
+
+    def detach(self) -> None:
+        """The module and the optimizer are as they were. Parameters should be complete."""
+        self._release()
+        self.sharded.remove_hooks()
+        self.sharded.detach()
+
+
+def _after_accumulation(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
+    register: Any = parameter.register_post_accumulate_grad_hook
+    handle: RemovableHandle = register(hook)
+    return handle
