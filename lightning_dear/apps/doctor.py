@@ -62,9 +62,8 @@ def examine_job(cfg: DictConfig, trainer: Trainer) -> Findings:
     OmegaConf.resolve(cfg)
     strategy = trainer.strategy
     launcher = strategy.launcher
-    findings: Findings = (
-        launcher.launch(examine, strategy, cfg) if launcher else examine(strategy, cfg)
-    )
+    found = launcher.launch(_examine, strategy, cfg) if launcher else _examine(strategy, cfg)
+    findings = Findings(**found)
     if trainer.is_global_zero:
         print(describe(cfg, trainer, findings), flush=True)
         if findings.problems:
@@ -77,6 +76,11 @@ def describe(cfg: DictConfig, trainer: Trainer, findings: Findings) -> str:
     title = f"doctor: {cfg.task_name}, {trainer.world_size} rank(s)"
     below = [f"PROBLEM: {problem}" for problem in findings.problems] or [findings.verdict]
     return "\n".join([report.format_table(title, findings.table), *below])
+
+
+def _examine(strategy: Any, cfg: DictConfig) -> dict[str, Any]:
+    # Plain, because Lightning's launchers refuse to carry a frozen dataclass.
+    return asdict(examine(strategy, cfg))
 
 
 def examine(strategy: Any, cfg: DictConfig) -> Findings:
