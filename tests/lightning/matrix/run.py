@@ -32,7 +32,7 @@ def run_row(row: Feature, optimizer: str, folder: Path) -> None:
     watched = _run(row, _ours(row), row.net, optimizer, folder / "ours")
     alone = _run(row, _ours(row), row.net, optimizer, folder / "alone", watches=False)
     for name, entries in theirs.series.items():
-        if rank != "0" and name in ("buffers", "buffers after fit"):
+        if rank != "0" and name in ("buffers", "averaged buffers", "buffers after fit"):
             continue  # rank 0's come at the end of a step, under DDP with the next forward
         limit = row.distance(world_size, name)
         for seen in (watched, alone):

@@ -24,9 +24,9 @@ class Seen:
     """What one fit showed.
 
     Attributes:
-        series: "weights", "averages" (EMA), "buffers", "rates" (learning rates and betas) and
-            "scale" in every `on_train_batch_end`; "losses"; "validated"; what the module noted,
-            under the names it gave; "weights after fit", and "buffers after fit".
+        series: "weights", "averages" (EMA), "averaged buffers", "buffers", "rates" (learning
+            rates and betas) and "scale" in every `on_train_batch_end`; "losses"; "validated"; what
+            the module noted, under the names it gave; "weights after fit", "buffers after fit".
         num_steps: Optimizer steps taken.
     """
 
@@ -53,7 +53,9 @@ class Watch(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             average = getattr(callback, "_average_model", None)
             if average is not None:
-                self.add("averages", [*copies(average.module), *buffers(average.module)])
+                average = getattr(average, "module", average)
+                self.add("averages", copies(average))
+                self.add("averaged buffers", buffers(average))
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             self.add("scale", [scaler.get_scale()])
