@@ -26,7 +26,7 @@ from types import CodeType, ModuleType
 
 from typing_extensions import override
 
-MIRRORED = ("callbacks", "launcher", "strategy", "support")
+MIRRORED = ("callbacks", "checkpoint_io", "launcher", "strategy", "support")
 """Modules of ours that import Lightning and that the strategy or a callback needs."""
 
 _PACKAGE = "lightning_dear"

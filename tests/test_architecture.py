@@ -27,6 +27,7 @@ HOST_ROOMS = (
     "pytorch_lightning/",
     "strategy.py",
     "support.py",
+    "checkpoint_io.py",
     "launcher.py",
     "callbacks/",
     "apps/",
