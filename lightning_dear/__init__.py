@@ -1,14 +1,35 @@
 """DeAR for PyTorch Lightning: `Trainer(strategy="dear")` after `import lightning_dear`.
 
+For a Trainer of `lightning.pytorch` or of `pytorch_lightning`, imported before or after this
+package, which by itself imports neither. `DearStrategy` is the class for `lightning.pytorch` (for
+`pytorch_lightning`, where only that is installed); the one for `pytorch_lightning` is
+`lightning_dear.pytorch_lightning.DearStrategy`.
+
 The way in for readers is `pipeline.py`.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
+from typing import TYPE_CHECKING, Any
 
-from lightning_dear.strategy import DearStrategy
+from lightning_dear.mirror import install_mirror
+from lightning_dear.registration import register_now_or_later
 from lightning_dear.versions import warn_outside_tested_range
 
-warn_outside_tested_range()
-DearStrategy.register_strategies(StrategyRegistry)
+if TYPE_CHECKING:
+    from lightning_dear.strategy import DearStrategy
+
+install_mirror()
+register_now_or_later()
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `DearStrategy`, and with it Lightning and torch, when it is first asked for."""
+    if name != "DearStrategy":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_dear.strategy import DearStrategy
+
+    warn_outside_tested_range()
+    globals()[name] = DearStrategy  # From now on found without this function.
+    return DearStrategy
+
 
 __all__ = ["DearStrategy"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -292,3 +292,23 @@ def _connect(collectives: Collectives, device: torch.device) -> None:
     collectives.launch_any(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
     collectives.launch_all_gather(torch.zeros(collectives.world_size, device=device), 0).wait()
     collectives.ledger = WireLedger()
+
+
+def default_store() -> Any | None:
+    """The key-value store under the default process group; None if there is no such group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    c10d: Any = dist.distributed_c10d
+    store = c10d._get_default_store()
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def new_store_client() -> Any | None:
+    """A connection of its own to that store, for another thread; None if it is not a TCP store."""
+    store, distributed = default_store(), cast(Any, dist)
+    if not isinstance(store, distributed.TCPStore):
+        return None
+    timeout = timedelta(seconds=10)
+    return distributed.TCPStore(store.host, store.port, is_master=False, timeout=timeout)

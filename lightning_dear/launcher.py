@@ -5,8 +5,10 @@ the whole sweep, so that each child runs all of it in a folder of its own. Here 
 the overrides of the one job that is running, and that job's folder.
 """
 
+import atexit
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,13 +27,21 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
+from lightning_dear.failure_watch import dump_stacks, first_failure
+
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """Seconds between two looks at the child processes."""
 
 GRACE_S = 5.0
-"""Seconds the other ranks have to report an error of their own once one rank has failed."""
+"""Seconds the other ranks have to end by themselves once one rank has failed."""
+
+END_S = 60.0
+"""Seconds the other ranks have to end once rank 0 has ended in good order."""
+
+PARENT_VARIABLE = "LIGHTNING_DEAR_PARENT"
+"""Tells a child rank the process number of rank 0."""
 
 _REPLACED_KEYS = (
     "hydra.mode",
@@ -72,7 +82,9 @@ def configure_launcher(strategy: Strategy) -> None:
 class JobLauncher(_SubprocessScriptLauncher):
     """Starts ranks 1, 2, ... of this host as child processes and ends all when one fails.
 
-    Outside Hydra the children repeat the command line, as with Lightning's own launcher.
+    Outside Hydra the children repeat the command line, as with Lightning's own launcher. None of
+    them outlives rank 0: at its end they have ``END_S`` seconds, after a failure ``GRACE_S``; when
+    rank 0 is killed, they end within ``GRACE_S``.
 
     Args:
         cluster_environment: Knows the main address, its port and this host's number.
@@ -85,13 +97,14 @@ class JobLauncher(_SubprocessScriptLauncher):
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._is_failing = threading.Event()
+        watch_parent()
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the children once, then call ``function`` on this rank and return its result.
 
-        Blocks as long as ``function`` does. If it raises, the children get ``GRACE_S`` seconds to
-        end by themselves and are then killed, before the exception goes on.
+        Blocks as long as ``function`` does. If it raises, the children live until this process
+        ends, so that all ranks can still save what they save after an exception.
         """
         kwargs.pop("trainer", None)
         self.cluster_environment.validate_settings(
@@ -99,6 +112,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         )
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
+            atexit.register(self._end_children)
             self._watch_children()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -108,7 +122,6 @@ class JobLauncher(_SubprocessScriptLauncher):
             raise
         except BaseException:
             self._is_failing.set()
-            end_processes(self.procs, GRACE_S)
             raise
 
     @override
@@ -124,8 +137,8 @@ class JobLauncher(_SubprocessScriptLauncher):
 
     def _start(self, local_rank: int) -> "subprocess.Popen[bytes]":
         command, cwd = child_command(local_rank)
-        child_environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
-        return subprocess.Popen(command, env=child_environment, cwd=cwd)
+        own = {"LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
+        return subprocess.Popen(command, env={**os.environ, **own}, cwd=cwd)
 
     def _watch_children(self) -> None:
         watcher = threading.Thread(target=self._end_all_when_one_fails, daemon=True)
@@ -142,10 +155,56 @@ class JobLauncher(_SubprocessScriptLauncher):
         # cannot, since its loop never communicates, must not keep the job alive.
         if self._is_failing.wait(GRACE_S):
             return
+        dump_stacks()
         rank, code = next((index + 1, code) for index, code in enumerate(codes) if code)
-        log.error("Local rank %d ended with code %d: ending all ranks.", rank, code)
+        self._end_at_once(f"Local rank {rank} {ending(code)}, which rank 0 has not noticed")
+
+    def _end_children(self) -> None:
+        """Runs when this process ends, after its traceback has been printed."""
+        is_failing = self._is_failing.is_set()
+        codes = end_processes(self.procs, GRACE_S if is_failing else END_S)
+        if is_failing:
+            print_first_failure()
+        elif any(codes):
+            rank, code = next((index + 1, code) for index, code in enumerate(codes) if code)
+            self._end_at_once(f"Rank 0 was done, but local rank {rank} {ending(code)}")
+
+    def _end_at_once(self, reason: str) -> None:
+        log.error("%s: ending all ranks.", reason)
         end_processes(self.procs, 0.0)
+        print_first_failure()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         os._exit(1)
+
+
+def print_first_failure() -> None:
+    """Print which rank failed first and of what, if this rank knows."""
+    failure = first_failure()
+    if failure is not None:
+        print(failure, file=sys.stderr, flush=True)
+
+
+def watch_parent() -> None:
+    """In a child rank, begin to watch rank 0, and end soon after it; elsewhere a no-op.
+
+    The kernel's own signal for this, PR_SET_PDEATHSIG, comes when the *thread* that started the
+    children ends, and so would end them while rank 0 lives.
+    """
+    # Removed, so that processes which this rank starts do not take themselves for ranks.
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(int(parent),), daemon=True).start()
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL_S)
+    # Rank 0 waits for its children when it ends in good order, so it was killed.
+    time.sleep(GRACE_S)
+    dump_stacks()
+    log.error("Rank 0 was killed, and this rank, which has not noticed, is ended.")
+    os._exit(1)
 
 
 def child_command(local_rank: int) -> tuple[list[str], str | None]:
@@ -201,6 +260,11 @@ def end_processes(processes: Sequence["subprocess.Popen[bytes]"], grace_s: float
         except subprocess.TimeoutExpired:
             process.kill()
     return [process.wait() for process in processes]
+
+
+def ending(code: int) -> str:
+    """Words for the exit code of a process, as ``subprocess`` gives it."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def _program(cwd: Path) -> list[str]:

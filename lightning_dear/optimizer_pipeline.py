@@ -114,6 +114,9 @@ class OptimizerPipeline:
             yield
         finally:
             self._synchronize = before
+        if synchronize and self._active is None and self._collectives.world_size > 1:
+            # As from the next step on: what `.grad` holds would not be the mean.
+            self.reduce()
 
     def _on_gradient(self, index: int, parameter: Parameter) -> None:
         self._is_reduced = self._is_exposed = False

@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import re
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -40,11 +41,24 @@ TESTED_RANGES = (
     TestedRange("lightning", (2, 5), (2, 7)),
 )
 
+MIRROR_RANGES = tuple(
+    replace(tested, name=tested.name.replace("lightning", "pytorch-lightning"))
+    for tested in TESTED_RANGES
+)
+"""What counts where `pytorch_lightning` is used, which has the version numbers of `lightning`."""
 
-def warn_outside_tested_range() -> None:
-    """Warn once, naming every version outside `TESTED_RANGES`; silent when all lie inside."""
-    outside = [problem for tested in TESTED_RANGES if (problem := _outside(tested))]
+_named: set[str] = set()
+
+
+def warn_outside_tested_range(ranges: Sequence[TestedRange] = TESTED_RANGES) -> None:
+    """Warn, naming every version outside `ranges`; silent when all lie inside.
+
+    A version that was named in an earlier warning of this process is not named again.
+    """
+    problems = (_outside(tested) for tested in ranges)
+    outside = [problem for problem in problems if problem and problem not in _named]
     if outside:
+        _named.update(outside)
         warnings.warn(
             f"lightning-dear was not tested with {' and '.join(outside)}. Install a tested version,"
             " or run the test suite of lightning-dear on yours (make test).",

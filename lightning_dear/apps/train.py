@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps import checks, job, report
+from lightning_dear.apps import checks, doctor, job, report
 from lightning_dear.launcher import configure_launcher
 from lightning_dear.paths import conf_dir
 
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 def train(cfg: DictConfig) -> dict[str, float]:
     """Fit and test the job described by ``cfg``; return its test metrics.
 
+    With ``doctor=true`` only examine the cluster that it would run on, and return nothing.
+
     Starts the other ranks of this host where the strategy needs them, and blocks until they have
     ended. Writes the resolved config, metrics and checkpoints into the job's folder.
 
@@ -30,6 +32,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
         ValueError: If the config asks for what this machine does not have.
     """
     check(cfg)
+    if cfg.doctor:
+        return examine(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
     datamodule = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
@@ -43,6 +47,15 @@ def train(cfg: DictConfig) -> dict[str, float]:
         print(report.format_table(title, table), flush=True)
     job.wait_for_children(trainer)
     return dict(metrics)
+
+
+def examine(cfg: DictConfig) -> dict[str, float]:
+    """Examine the started ranks and their links instead of training; see ``apps/doctor.py``."""
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    trainer = build_trainer(cfg)
+    doctor.examine_job(cfg, trainer)
+    job.wait_for_children(trainer)
+    return {}
 
 
 def check(cfg: DictConfig) -> None:
@@ -114,7 +127,7 @@ def main(cfg: DictConfig) -> float | None:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     with job.one_message("dear-train"), job.isolated_job():
         metrics = train(cfg)
-    return metrics[cfg.optimized_metric] if cfg.optimized_metric else None
+    return metrics[cfg.optimized_metric] if metrics and cfg.optimized_metric else None
 
 
 if __name__ == "__main__":

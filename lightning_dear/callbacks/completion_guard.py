@@ -51,10 +51,17 @@ class CompletionGuard(Callback):
 
     Args:
         complete: Completes the parameters; takes the reason, for the timeline.
+        on_failure: Told of an exception before other callbacks are, some of which save and so wait
+            for other ranks.
     """
 
-    def __init__(self, complete: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        complete: Callable[[str], None],
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
         self._complete = complete
+        self._on_failure = on_failure
         self._reader_of: dict[tuple[str, tuple[int, ...]], str | None] = {}
 
     def _before(self, hook: str, trainer: Trainer, module: LightningModule) -> None:
@@ -112,3 +119,10 @@ class CompletionGuard(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._complete("on_save_checkpoint")
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if self._on_failure is not None:
+            self._on_failure(exception)

@@ -48,7 +48,9 @@ def new_trainer(strategy: Strategy | str, *callbacks: Callback, **options: Any) 
     for namespace in ("pytorch", "fabric"):
         logging.getLogger(f"lightning.{namespace}").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.")
-    quiet = {
+    defaults = {
+        "devices": int(os.environ["WORLD_SIZE"]),
+        "plugins": [TorchElasticEnvironment()],
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": False,
@@ -58,11 +60,9 @@ def new_trainer(strategy: Strategy | str, *callbacks: Callback, **options: Any) 
     }
     return Trainer(
         accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
         strategy=strategy,
-        plugins=[TorchElasticEnvironment()],
         callbacks=list(callbacks),
-        **{**quiet, **options},
+        **{**defaults, **options},
     )
 
 
@@ -164,7 +164,9 @@ def digest(tensors: Iterable[Tensor]) -> str:
     """A hash of all bytes."""
     hashed = hashlib.sha256()
     for tensor in tensors:
-        hashed.update(tensor.detach().contiguous().numpy().tobytes())
+        # As bytes, since numpy has no bfloat16.
+        flat = tensor.detach().contiguous().flatten()
+        hashed.update(flat.view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
 
 

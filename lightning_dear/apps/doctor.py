@@ -1,0 +1,237 @@
+"""``dear-train doctor=true``: is this cluster fit for the job, and does the job need more than DDP?
+
+Every rank meets the others, knocks at their doors, compares versions, measures the links, and
+times a few forwards and backwards of the configured model on its own data. Nothing is kept.
+"""
+
+import hashlib
+import platform
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_dear.apps import report
+from lightning_dear.apps.compute_probe import Compute, measure_compute
+from lightning_dear.apps.doctor_report import Links, compute_rows, link_rows, verdict
+from lightning_dear.apps.reachability import Doorkeeper, unreachable_from
+from lightning_dear.collectives import new_collectives
+from lightning_dear.link_probe import (
+    MeetingPoint,
+    PairProbe,
+    named,
+    probe_pairs,
+    probe_together,
+)
+
+COMPUTE_TIMEOUT_S = 600.0
+"""Seconds that ranks wait for each other while models are built and timed."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that the doctor found out; equal on every rank.
+
+    Attributes:
+        problems: One sentence for each check that failed.
+        table: Titles and values, in the order to print.
+        verdict: Whether DDP would do, in a sentence or two; empty if a check failed.
+    """
+
+    problems: list[str]
+    table: list[tuple[str, str]]
+    verdict: str
+
+
+def examine_job(cfg: DictConfig, trainer: Trainer) -> Findings:
+    """Start the ranks as for training, examine, and print on rank 0. Blocks.
+
+    Raises:
+        UnreachableError: If a rank does not come within ``cfg.doctor_timeout_s``.
+        SystemExit: With code 1 on rank 0, if a check failed.
+    """
+    # Ranks that a launcher forks or spawns have no Hydra to resolve ${hydra:...} with.
+    OmegaConf.resolve(cfg)
+    strategy = trainer.strategy
+    launcher = strategy.launcher
+    found = launcher.launch(_examine, strategy, cfg) if launcher else _examine(strategy, cfg)
+    findings = Findings(**found)
+    if trainer.is_global_zero:
+        print(describe(cfg, trainer, findings), flush=True)
+        if findings.problems:
+            raise SystemExit(1)
+    return findings
+
+
+def describe(cfg: DictConfig, trainer: Trainer, findings: Findings) -> str:
+    """Return the table and, below it, the problems or the verdict."""
+    title = f"doctor: {cfg.task_name}, {trainer.world_size} rank(s)"
+    below = [f"PROBLEM: {problem}" for problem in findings.problems] or [findings.verdict]
+    return "\n".join([report.format_table(title, findings.table), *below])
+
+
+def _examine(strategy: Any, cfg: DictConfig) -> dict[str, Any]:
+    # Plain, because Lightning's launchers refuse to carry a frozen dataclass.
+    return asdict(examine(strategy, cfg))
+
+
+def examine(strategy: Any, cfg: DictConfig) -> Findings:
+    """Examine from one started rank. Collective, blocks; see :func:`examine_job`."""
+    if not isinstance(strategy, ParallelStrategy) or strategy.world_size == 1:
+        compute = measure_compute(cfg, strategy.root_device)
+        facts = [facts_of()]
+        table = [*version_rows(facts), *compute_rows(compute)]
+        return Findings([], table, verdict(1, compute, None, _accumulated(cfg)))
+    strategy._timeout = _seconds(cfg.doctor_timeout_s)  # type: ignore[attr-defined]
+    strategy.set_world_ranks()  # type: ignore[attr-defined]
+    environment = strategy.cluster_environment
+    assert environment is not None
+    meeting = MeetingPoint(
+        environment.main_address,
+        environment.main_port,
+        strategy.global_rank,
+        strategy.world_size,
+        cfg.doctor_timeout_s,
+    )
+    findings = _examine_together(meeting, strategy, cfg)
+    _part(meeting)
+    return findings
+
+
+def _examine_together(
+    meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictConfig
+) -> Findings:
+    facts = meeting.exchange("start", facts_of())
+    table = version_rows(facts)
+    problems = version_problems(facts) + _unreachable(meeting)
+    table.insert(0, _reachable_row(facts, problems))
+    if problems:
+        return Findings(problems, table, "")
+    strategy.setup_environment()
+    links = measure_links(meeting, strategy, cfg)
+    computes = meeting.exchange(
+        "forward and backward", asdict(_compute(meeting, strategy, cfg)), COMPUTE_TIMEOUT_S
+    )
+    slowest = max((Compute(**one) for one in computes), key=lambda one: one.total_s)
+    table += [*link_rows(links, meeting.world_size), *compute_rows(slowest)]
+    return Findings([], table, verdict(meeting.world_size, slowest, links, _accumulated(cfg)))
+
+
+def _part(meeting: MeetingPoint) -> None:
+    """Lets the rank that keeps the store leave last."""
+    if meeting.rank == 0:
+        meeting.exchange("end", None)
+    else:
+        meeting.leave("end")
+
+
+# --- the checks -------------------------------------------------------------------------------
+
+
+def facts_of() -> dict[str, str]:
+    """Return this process's host and versions, by name."""
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "lightning": version("lightning"),
+        "lightning_dear": _own_version(),
+    }
+
+
+def _own_version() -> str:
+    """The version and a digest of the source, which in two clones may differ under one version."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parents[1]
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    try:
+        number = version("lightning-dear")
+    except PackageNotFoundError:
+        number = "not installed"
+    return f"{number}, source {digest.hexdigest()[:8]}"
+
+
+def version_problems(facts: Sequence[dict[str, str]]) -> list[str]:
+    """Return one sentence for each version that is not the same on all ranks."""
+    return [
+        f"{name} differs: {_spread(facts, name)}. Install the same version on every host."
+        for name in facts[0]
+        if name != "host" and len({one[name] for one in facts}) > 1
+    ]
+
+
+def version_rows(facts: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
+    """Return a row for each version."""
+    return [(name, _spread(facts, name)) for name in facts[0] if name != "host"]
+
+
+def _spread(facts: Sequence[dict[str, str]], name: str) -> str:
+    """Such as "2.13.0", or "2.13.0 (ranks 0, 2), 2.6.0 (rank 1)"."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, one in enumerate(facts):
+        ranks_of.setdefault(one[name], []).append(rank)
+    if len(ranks_of) == 1:
+        return facts[0][name]
+    return ", ".join(f"{value} ({named(ranks).lower()})" for value, ranks in ranks_of.items())
+
+
+def _unreachable(meeting: MeetingPoint) -> list[str]:
+    keeper = Doorkeeper(meeting.rank)
+    try:
+        doors = meeting.exchange("doors", asdict(keeper.door))
+        # A rank knocks at one door after the other, and each may take its full time.
+        patience_s = meeting.timeout_s * meeting.world_size
+        failed = meeting.exchange("knocking", unreachable_from(meeting.rank, doors), patience_s)
+    finally:
+        keeper.close()
+    return [sentence for one in failed for sentence in one]
+
+
+def _reachable_row(facts: Sequence[dict[str, str]], problems: Sequence[str]) -> tuple[str, str]:
+    num_hosts = len({one["host"] for one in facts})
+    num_failed = sum("->" in problem for problem in problems)
+    state = f"{num_failed} connection(s) FAILED" if num_failed else "all ranks reach each other"
+    return "connections", f"{state}; {len(facts)} ranks on {num_hosts} host(s)"
+
+
+def measure_links(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictConfig) -> Links:
+    """Measure pair by pair, then all ranks at once. Collective, blocks."""
+    device = strategy.root_device
+    own = [asdict(pair) for pair in probe_pairs(meeting.rank, meeting.world_size, device)]
+    patience_s = max(COMPUTE_TIMEOUT_S, meeting.timeout_s)
+    found = [_pair(one) for pairs in meeting.exchange("pairs", own, patience_s) for one in pairs]
+    collectives = new_collectives(device, _seconds(cfg.doctor_timeout_s))
+    together = probe_together(collectives, device, max_bytes=16 * 1024 * 1024)
+    backend = str(strategy.process_group_backend)  # type: ignore[attr-defined]
+    return Links(found, min(meeting.exchange("all at once", together)), backend)
+
+
+def _pair(one: dict[str, Any]) -> PairProbe:
+    low, high = one["ranks"]
+    rates = {int(size): rate for size, rate in one["rates"].items()}
+    return PairProbe((low, high), one["round_trip_s"], rates)
+
+
+def _compute(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictConfig) -> Compute:
+    # As in training: one process of each host downloads before the others look.
+    if strategy.local_rank == 0:
+        instantiate(cfg.data, _convert_="all").prepare_data()
+    meeting.exchange("data", None, COMPUTE_TIMEOUT_S)
+    return measure_compute(cfg, strategy.root_device)
+
+
+def _accumulated(cfg: DictConfig) -> int:
+    return int(cfg.trainer.get("accumulate_grad_batches") or 1)
+
+
+def _seconds(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)

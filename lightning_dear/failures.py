@@ -1,0 +1,276 @@
+"""The first failure of a run, known to all ranks, and agreements that do not wait for ever.
+
+A rank whose peer fails sees only a closed connection or a timeout. So the first rank that fails for
+a reason of its own writes it on a board: the key-value store of the default process group. The
+others read it there before they end. While a run lasts, `FailureWatch` looks at the board.
+
+Nothing here raises because the store is gone, and nothing waits longer than it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lightning_dear.collectives import default_store
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EXCEPTION_GRACE_S = 10.0
+"""Seconds within which all ranks must come for a checkpoint after a failure."""
+
+REPORT_WAIT_S = 2.0
+"""Seconds that a failing rank waits for another's report, or for others to read its own."""
+
+STORE_WAIT_S = 2.0
+"""Seconds after which the store counts as gone."""
+
+POLL_S = 0.05
+
+_MAX_MESSAGE_CHARS = 2000
+
+_CONSEQUENCE = re.compile(
+    r"Connection (was likely )?(closed|reset|refused)|Broken pipe|[Ss]ocket (is )?closed"
+    r"|Timed out waiting \d+ ?ms|[Ww]ait timeout|Socket Timeout|timeout caused pair closure"
+    r"|monitoredBarrier|remote process exited|communicator was aborted|collective operation timeout"
+    r"|NCCL operations have failed or timed out"
+)
+"""What gloo, NCCL and the store say on a rank whose peer has gone or does not come."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank failed of, in one line or several."""
+
+    rank: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"Rank {self.rank} failed first: {self.message}"
+
+
+def describe(exception: BaseException) -> str:
+    """The exception's type and text, as a traceback ends."""
+    text = str(exception)[:_MAX_MESSAGE_CHARS]
+    return f"{type(exception).__name__}: {text}" if text else type(exception).__name__
+
+
+def is_consequence(exception: BaseException) -> bool:
+    """Whether the root of the exception's chain only says that a peer is gone or late."""
+    root = exception
+    while (before := _earlier(root)) is not None:
+        root = before
+    return isinstance(root, RuntimeError) and bool(_CONSEQUENCE.search(str(root)))
+
+
+def _earlier(exception: BaseException) -> BaseException | None:
+    if exception.__cause__ is not None or exception.__suppress_context__:
+        return exception.__cause__
+    return exception.__context__
+
+
+class FailureBoard:
+    """What the ranks of one run know of its failure. Without other ranks all of it is a no-op.
+
+    Args:
+        attempt: Equal on all ranks and never used before in this store, so that a run after a
+            failed one does not see the old failure.
+        rank: This process's.
+        world_size: Number of ranks.
+
+    Attributes:
+        has_failed: Whether this rank has failed in this run.
+        seen: The first failure, once this rank knows it.
+    """
+
+    def __init__(self, attempt: str = "", rank: int = 0, world_size: int = 1) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.has_failed = False
+        self.seen: Failure | None = None
+        self._attempt = attempt
+        self._own: str | None = None
+        self._num_agreements = 0
+        self._is_store_gone = False
+
+    def handle(self, exception: BaseException) -> None:
+        """Reports the failure of this rank, or says whose it was. Acts once a run.
+
+        Blocks for at most about `2 * REPORT_WAIT_S`.
+        """
+        if self.has_failed:
+            return
+        self.has_failed = True
+        if self.world_size == 1:
+            return
+        self.report(self.rank, exception)
+        self.blame(exception)
+        if self.rank == 0:
+            # The store ends with this process; the others must have read it before.
+            self._poll(self._all_others_know, REPORT_WAIT_S)
+
+    def report(self, rank: int, exception: BaseException) -> None:
+        """Writes the failure on the board; the first one whose cause lies on its own rank stays."""
+        message = describe(exception)
+        self._own = message
+
+        def write(store: Any) -> bool:
+            if not is_consequence(exception):
+                store.compare_set(self._key("first"), "", f"{rank} {message}")
+            store.set(self._key("failed", rank), message)
+            store.set(self._key("noticed"), str(rank))
+            return True
+
+        self._ask(write)
+
+    def first(self) -> Failure | None:
+        """The first failure with a cause of its own; None if there is none, or no store."""
+        if self.seen is None:
+            self._ask(self.read)
+        return self.seen
+
+    def read(self, store: Any) -> bool:
+        """Looks for the first failure in `store` and keeps it in `seen`; whether there is one."""
+        if self.seen is None and store.check([self._key("first")]):
+            rank, _, message = store.get(self._key("first")).decode(errors="replace").partition(" ")
+            self.seen = Failure(int(rank), message)
+        return self.seen is not None
+
+    def notice(self, store: Any) -> bool:
+        """Whether any rank has failed; if so, leaves word that this rank's process lives."""
+        if not store.check([self._key("noticed")]):
+            return False
+        self.read(store)
+        store.set(self._key("alive", self.rank), "1")
+        return True
+
+    def blame(self, exception: BaseException) -> str | None:
+        """Says which rank failed first, if `exception` is only a consequence of that.
+
+        Waits at most `REPORT_WAIT_S` for that rank's report, logs the sentence as an error and adds
+        it to the exception as a note (Python >= 3.11).
+
+        Returns:
+            The sentence; None where the cause is this rank's own.
+        """
+        if not is_consequence(exception):
+            return None
+        self._poll(self.read, REPORT_WAIT_S)
+        sentence = str(self.seen) if self.seen is not None else self._suspicion()
+        log.error("Rank %d ends because another rank failed. %s", self.rank, sentence)
+        if hasattr(exception, "add_note"):
+            exception.add_note(sentence)
+        return sentence
+
+    def agree(self, name: str, state: str = "", timeout_s: float = EXCEPTION_GRACE_S) -> None:
+        """Returns once all ranks have called this with the same `state`; on all of them or on none.
+
+        Args:
+            name: What the agreement is for; stands in the error message.
+            state: What must be equal on all ranks.
+            timeout_s: Seconds to wait for the others.
+
+        Raises:
+            RuntimeError: Naming the ranks that came. No rank returns then.
+        """
+        if self.world_size == 1:
+            return
+        self._num_agreements += 1
+        key = self._key("agree", self._num_agreements, name)
+        verdict = self._ask(
+            lambda store: self._verdict(store, key, state, timeout_s), timeout_s + STORE_WAIT_S
+        )
+        if verdict == "yes":
+            return
+        reason = verdict or "the ranks' store is gone, and probably rank 0 with it"
+        cause = self.seen or self._own
+        raise RuntimeError(
+            f"The {name} cannot be collected: {reason}. Resume from the last checkpoint."
+            + (f" ({cause})" if cause else "")
+        )
+
+    # --- the store -----------------------------------------------------------------------------
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(["lightning_dear", self._attempt, *map(str, parts)])
+
+    def _ask(self, question: Callable[[Any], T], timeout_s: float = STORE_WAIT_S) -> T | None:
+        store = None if self.world_size == 1 or self._is_store_gone else default_store()
+        if store is None:
+            return None
+        answer = _bounded(lambda: question(store), timeout_s)
+        self._is_store_gone = answer is None
+        return answer
+
+    def _poll(self, question: Callable[[Any], bool], timeout_s: float) -> bool | None:
+        def wait(store: Any) -> bool:
+            end = time.monotonic() + timeout_s
+            while not (answer := question(store)) and time.monotonic() < end:
+                time.sleep(POLL_S)
+            return answer
+
+        return self._ask(wait, timeout_s + STORE_WAIT_S)
+
+    def _without(self, store: Any, what: str) -> list[int]:
+        return [r for r in range(self.world_size) if not store.check([self._key(what, r)])]
+
+    def _all_others_know(self, store: Any) -> bool:
+        unaware = set(self._without(store, "alive")) & set(self._without(store, "failed"))
+        return not unaware
+
+    def _suspicion(self) -> str:
+        silent = self._ask(lambda store: self._without(store, "failed"))
+        mute = self._ask(lambda store: self._without(store, "alive"))
+        if silent is None or mute is None:
+            return (
+                "No rank's report can be read, since rank 0, which keeps them, is gone: see what"
+                " rank 0 printed last, and whether it was killed (out of memory)."
+            )
+        dead = [rank for rank in silent if rank in mute]
+        if dead:
+            return f"Ranks {dead} are gone without a report: were they killed (out of memory)?"
+        if silent:
+            return f"Ranks {silent} did not come to a collective: see what they do or printed last."
+        return "No rank has reported a cause of its own: see what each printed first."
+
+    def _verdict(self, store: Any, key: str, state: str, timeout_s: float) -> str:
+        store.set(f"{key}/{self.rank}", state)
+        marks = [f"{key}/{rank}" for rank in range(self.world_size)]
+        end = time.monotonic() + timeout_s
+        verdict = ""
+        while not verdict:
+            if store.check([f"{key}/verdict"]):
+                verdict = "read"
+            elif store.check(marks):
+                states = [store.get(mark).decode() for mark in marks]
+                verdict = "yes" if len(set(states)) == 1 else f"ranks stand at {states}"
+            elif time.monotonic() > end:
+                came = [rank for rank, mark in enumerate(marks) if store.check([mark])]
+                verdict = f"only ranks {came} of {self.world_size} came within {timeout_s:g} s"
+            else:
+                time.sleep(POLL_S)
+        # Whoever decides first decides for all.
+        decided: str = store.compare_set(f"{key}/verdict", "", verdict).decode()
+        return decided
+
+
+def _bounded(call: Callable[[], T], timeout_s: float) -> T | None:
+    """What `call` returns; None if it raises, or takes longer than `timeout_s`."""
+    results: list[T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            results.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return results[0] if results else None

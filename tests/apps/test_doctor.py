@@ -1,0 +1,302 @@
+"""`dear-train doctor=true`: what it finds out about ranks, links and the job."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import pytest
+
+from lightning_dear.apps import doctor
+from lightning_dear.apps.compute_probe import Compute
+from lightning_dear.apps.doctor_report import Links, link_rows, verdict
+from lightning_dear.apps.reachability import Door, Doorkeeper, announced_address, unreachable_from
+from lightning_dear.emulation import EmulatedCluster
+from lightning_dear.link_probe import MeetingPoint, PairProbe, UnreachableError, pairs_to_measure
+from lightning_dear.paths import conf_dir
+
+ROOT = conf_dir().parent
+QUICK = ("model.net.channels=[4,8]", "model.net.num_blocks=1")
+TIMEOUT_S = 120
+RUN = ["-m", "lightning_dear.apps.train", "doctor=true", "hydra.run.dir=out", *QUICK]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def rank_environment(rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> dict:
+    """What a launcher outside sets for one rank, one rank on each host."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "NODE_RANK": str(rank),
+        "LOCAL_RANK": "0",
+    }
+
+
+def start(arguments, environment, folder, prefix=()):
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [*prefix, sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ends(processes):
+    """Wait for all and return (exit code, stdout, stderr) of each."""
+    try:
+        printed = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, out, err) for p, (out, err) in zip(processes, printed, strict=True)]
+
+
+# --- whole runs -------------------------------------------------------------------------------
+
+
+def run_alone(folder, *overrides):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return ends([start([*RUN, *overrides], environment, folder)])[0]
+
+
+def test_two_ranks_are_examined_and_nothing_is_trained(tmp_path):
+    code, table, errors = run_alone(tmp_path)
+    assert code == 0, errors
+    for row in (
+        r"connections +all ranks reach each other; 2 ranks on 1 host\(s\)",
+        r"torch +\d+\.\d+\.\d+\S*",
+        r"lightning_dear +\S.*",
+        r"backend +gloo",
+        r"rate, messages of 8 MiB, median +[\d.]+ MB/s",
+        r"slowest pair +ranks 0 and 1: [\d.]+ MB/s",
+        r"rate of each rank, all at once +[\d.]+ MB/s",
+        r"gradients +0\.0\d MB",
+        r"backward \(median of \d\) +[\d.]+ ms",
+    ):
+        assert re.search(f"^{row}$", table, re.MULTILINE), (row, table)
+    assert re.search(r"^Communication is \d+% of a step \(.* ms beside .* ms", table, re.MULTILINE)
+    assert table.count("doctor: digits") == 1
+    assert not (tmp_path / "out/metrics.csv").exists()
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_other_launchers(start_method, tmp_path):
+    code, table, errors = run_alone(tmp_path, f"strategy.start_method={start_method}")
+    assert code == 0, errors
+    assert "Communication is" in table
+
+
+def test_one_rank_is_told_so(tmp_path):
+    code, table, errors = run_alone(tmp_path, "strategy=single")
+    assert code == 0, errors
+    assert "One rank sends nothing: strategy=single would do as well." in table
+
+
+OTHER_VERSION = """
+from lightning_dear.apps import doctor, train
+facts_of = doctor.facts_of
+doctor.facts_of = lambda: {**facts_of(), "torch": "2.6.0"}
+train.main()
+"""
+
+
+def test_another_version_on_one_rank_fails(tmp_path):
+    (tmp_path / "other.py").write_text(OTHER_VERSION)
+    port = free_port()
+    programs = (RUN, [str(tmp_path / "other.py"), *RUN[2:]])
+    (code, table, _), (other_code, other_table, _) = ends(
+        [
+            start(
+                [*program, "cluster.num_nodes=2", "cluster.devices=1"],
+                rank_environment(rank, 2, port),
+                tmp_path / str(rank),
+            )
+            for rank, program in enumerate(programs)
+        ]
+    )
+    assert (code, other_code, other_table) == (1, 0, "")
+    assert re.search(r"^PROBLEM: torch differs: \S+ \(rank 0\), 2\.6\.0 \(rank 1\)\.", table, re.M)
+    assert "Communication is" not in table
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        (0, "Rank 1 did not report to rank 0 at 127.0.0.1:"),
+        pytest.param(1, "Rank 1 could not reach rank 0 at 127.0.0.1:", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_not_there_is_named_in_time(rank, words, tmp_path):
+    overrides = ("doctor_timeout_s=2", "cluster.num_nodes=2", "cluster.devices=1")
+    begin_s = time.monotonic()
+    environment = rank_environment(rank, 2, free_port())
+    ((code, _, errors),) = ends([start([*RUN, *overrides], environment, tmp_path)])
+    assert code == 1
+    assert f"UnreachableError: {words}" in errors
+    assert "within 2 s" in errors
+    assert time.monotonic() - begin_s < 60
+
+
+@pytest.mark.netns
+def test_a_slow_link_is_measured(tmp_path):
+    ends_of_ranks = on_two_hosts(tmp_path, [{}, {}], rate_mbit=200)
+    code, table, errors = ends_of_ranks[0]
+    assert code == 0, errors
+    together = float(re.search(r"all at once +([\d.]+) MB/s", table)[1])
+    alone = float(re.search(r"slowest pair +ranks 0 and 1: ([\d.]+) MB/s", table)[1])
+    assert 8 < together < 26  # 200 Mbit/s are 25 MB/s with headers
+    assert 8 < alone < 26
+
+
+@pytest.mark.netns
+@pytest.mark.slow
+def test_an_interface_that_others_cannot_reach_fails(tmp_path):
+    ends_of_ranks = on_two_hosts(tmp_path, [{}, {"GLOO_SOCKET_IFNAME": "lo"}], rate_mbit=None)
+    code, table, errors = ends_of_ranks[0]
+    assert code == 1, errors
+    assert re.search(
+        r"PROBLEM: rank 0 .* -> rank 1 \(.*127\.0\.0\.1:\d+\): connection refused", table
+    )
+
+
+def on_two_hosts(folder, extra, rate_mbit):
+    with EmulatedCluster(num_hosts=2, rate_mbit=rate_mbit) as cluster:
+        address = cluster.hosts[0].address
+        return ends(
+            [
+                start(
+                    [*RUN, "cluster.num_nodes=2", "cluster.devices=1"],
+                    {
+                        **rank_environment(host.index, 2, 29500, address),
+                        "GLOO_SOCKET_IFNAME": host.interface,
+                        **extra[host.index],
+                    },
+                    folder / str(host.index),
+                    prefix=host.command([]),
+                )
+                for host in cluster.hosts
+            ]
+        )
+
+
+# --- meeting and knocking ---------------------------------------------------------------------
+
+
+def test_values_are_exchanged_in_rank_order():
+    port = free_port()
+
+    def one(rank):
+        meeting = MeetingPoint("127.0.0.1", port, rank, 3, 20)
+        found = meeting.exchange("topic", {"rank": rank})
+        done.wait()
+        return found
+
+    done = threading.Barrier(3)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(one, range(3))) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
+
+
+def test_missing_ranks_are_named():
+    meeting = MeetingPoint("127.0.0.1", free_port(), 0, 4, 0.3)
+    meeting._store.set("topic/2", "null")
+    with pytest.raises(UnreachableError, match=r"^Ranks 1, 3 did not report .*for: topic"):
+        meeting.exchange("topic", 0)
+
+
+def test_open_and_closed_doors():
+    keepers = [Doorkeeper(rank) for rank in range(3)]
+    doors = [asdict(keeper.door) for keeper in keepers]
+    assert unreachable_from(0, doors) == []
+    keepers[2].close()
+    # Somebody else's socket where rank 1 is said to be.
+    doors[1]["port"] = keepers[0].door.port
+    wrong, closed = unreachable_from(0, doors)
+    assert re.match(r"rank 0 .* -> rank 1 .*: something else answers there", wrong)
+    assert re.match(r"rank 0 .* -> rank 2 .*: connection refused; is a firewall", closed)
+    for keeper in keepers[:2]:
+        keeper.close()
+
+
+def test_a_loopback_address_of_another_host_gets_the_advice():
+    here = Doorkeeper(0)
+    there = Door(1, "elsewhere", "127.0.1.1", free_port())
+    (sentence,) = unreachable_from(0, [asdict(here.door), asdict(there)])
+    here.close()
+    assert "set cluster.interface or GLOO_SOCKET_IFNAME" in sentence
+
+
+def test_the_announced_address_follows_the_interface(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert announced_address() == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    with pytest.raises(ValueError, match=r"'eth99'.*it has .*lo"):
+        announced_address()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^eth99")
+    socket.create_server((announced_address(), 0)).close()
+
+
+# --- what is concluded ------------------------------------------------------------------------
+
+
+def test_versions_are_compared_by_rank():
+    same = {"host": "a", "torch": "2.13.0", "python": "3.11.7"}
+    assert doctor.version_problems([same, {**same, "host": "b"}]) == []
+    (problem,) = doctor.version_problems([same, {**same, "torch": "2.6.0"}, same])
+    assert problem.startswith("torch differs: 2.13.0 (ranks 0, 2), 2.6.0 (rank 1).")
+
+
+def test_pairs():
+    assert pairs_to_measure(3) == [(0, 1), (0, 2), (1, 2)]
+    assert len(pairs_to_measure(8)) == 28
+    assert pairs_to_measure(9)[-2:] == [(7, 8), (0, 8)]
+
+
+def test_the_slowest_pair_is_named():
+    pairs = [
+        PairProbe((0, 1), 1e-4, {65536: 1e8, 1048576: 9e8}),
+        PairProbe((0, 2), 3e-4, {65536: 1e8}),
+        PairProbe((1, 2), 1e-4, {65536: 1e8, 1048576: 9e8}),
+    ]
+    rows = dict(link_rows(Links(pairs, 5e6, "gloo"), 3))
+    assert rows["slowest pair"] == "ranks 0 and 2: 100 MB/s, 9.0 times slower than the median"
+    assert rows["round trip, median of all pairs"] == "100 us; slowest 300 us (ranks 0 and 2)"
+    assert rows["rate, messages of 1 MiB, median"] == "900 MB/s"
+    assert rows["rate of each rank, all at once"] == "5.00 MB/s"
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_accumulated", "words"),
+    [
+        (1e9, 1, "is 5% of a step (15.0 ms beside 300.0 ms of forward and backward): strategy=ddp"),
+        (1e8, 1, "is 33% of a step (150.0 ms beside 300.0 ms of forward and backward): worth"),
+        (1e8, 10, "is 5% of a step (150.0 ms beside 3000.0 ms of forward and backward): strat"),
+        (1e7, 1, "is 83% of a step (1500.0 ms beside 300.0 ms of forward and backward): neither"),
+    ],
+)
+def test_the_verdict(rate, num_accumulated, words):
+    """10 MB of gradients at 4 ranks: 15 MB go through each link."""
+    links = Links([], rate, "gloo")
+    said = verdict(4, Compute(10_000_000, 0.1, 0.2, 8), links, num_accumulated)
+    assert f"Communication {words}" in said
+    if rate == 1e7:
+        assert "ddp, which hides it behind backward, leaves 1300.0 ms" in said
+        assert "dear, behind backward and the next forward, 1200.0 ms" in said

@@ -1,0 +1,196 @@
+"""Rows: manual optimisation, with one optimizer and with two."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_dear import DearStrategy
+from tests.engine.models import optimizer_for
+from tests.lightning.matrix.gradients import CLIP
+from tests.lightning.matrix.nets import ManualNet
+from tests.lightning.matrix.rows import NORM_ORDER, Apart, Feature
+
+row = partial(Feature, section="Optimisation")
+TWICE = Apart(
+    "DDP averages after every backward, ours once before the step: another order of summation",
+    2e-5,
+    (2, 3),
+)
+
+
+class _Plain(ManualNet):
+    """Reads weights right behind the step, in the same training step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.backward_of(batch)
+        optimizer.step()
+        self.note("behind the step", [self.loss(batch), *self.parameters()])
+
+
+class _TwoBackwards(ManualNet):
+    """One backward or two before a step, by turns; the last one marked or not."""
+
+    is_marked = False
+
+    def last_backward(self) -> Any:
+        strategy = self.trainer.strategy
+        is_ours = isinstance(strategy, DearStrategy)
+        return strategy.last_backward() if is_ours and self.is_marked else nullcontext()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        if batch_idx % 2:
+            self.backward_of(batch, 0.5)
+        with self.last_backward():
+            self.backward_of(batch, 0.5)
+        optimizer.step()
+
+
+class _Marked(_TwoBackwards):
+    is_marked = True
+
+
+class _MarkedOnce(_TwoBackwards):
+    """One backward a step, marked: the same sums as DDP's."""
+
+    is_marked = True
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        with self.last_backward():
+            self.backward_of(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class _WithoutStep(ManualNet):
+    """Steps behind every second backward."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.backward_of(batch)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class _Closure(ManualNet):
+    """Forward and backward in a closure."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            return self.backward_of(batch)
+
+        self.note("returned", [optimizer.step(closure=closure)])
+
+
+class _Clipping(ManualNet):
+    """Clips by norm or by value, by turns."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.backward_of(batch)
+        algorithm = "value" if batch_idx % 2 else "norm"
+        self.clip_gradients(optimizer, CLIP, gradient_clip_algorithm=algorithm)
+        optimizer.step()
+
+
+class _Gan(ManualNet):
+    """A generator and a discriminator in turns, toggled or not."""
+
+    toggles = True
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer, _new_gan)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        generator, discriminator = self.net["generator"], self.net["discriminator"]
+        real = batch[0]
+        for optimizer, sign in zip(self.optimizers(), (-1.0, 1.0), strict=True):
+            if self.toggles:
+                self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            fake = generator(real.flip(-1))
+            loss = sign * (discriminator(fake).mean() - discriminator(real).mean())
+            self.losses.append(loss.detach().clone())
+            self.manual_backward(loss)
+            optimizer.step()
+            if self.toggles:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [self.new_optimizer(self.net[name]) for name in ("generator", "discriminator")]
+
+
+class _UntoggledGan(_Gan):
+    toggles = False
+
+
+def _new_gan() -> nn.Module:
+    def part(outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(7, 90), nn.Tanh(), nn.Linear(90, outputs), nn.Tanh())
+
+    return nn.ModuleDict({"generator": part(7), "discriminator": part(1)})
+
+
+class _Shared(ManualNet):
+    """Weights under one optimizer, biases of the same modules under another."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        self.backward_of(batch)
+        first.step()
+        if batch_idx % 2:
+            second.step()
+
+    def configure_optimizers(self) -> Any:
+        other = {"sgd": "adamw", "adamw": "sgd"}[self.optimizer_name]
+        matrices = nn.ParameterList(p for p in self.parameters() if p.dim() > 1)
+        vectors = nn.ParameterList(p for p in self.parameters() if p.dim() == 1)
+        return [optimizer_for(self.optimizer_name, matrices), optimizer_for(other, vectors)]
+
+
+FEATURES = (
+    row(name="manual optimisation", net=partial(_Plain, model="gpt"), data="gpt"),
+    row(name="two backwards before one step", net=_TwoBackwards, apart=(TWICE,)),
+    row(
+        name="two backwards before one step, the last one marked",
+        net=_Marked,
+        apart=(TWICE,),
+        remark="`with self.trainer.strategy.last_backward():` lets its communication overlap",
+    ),
+    row(name="one backward, marked as the last", net=_MarkedOnce),
+    row(name="a backward without a step", net=_WithoutStep, apart=(TWICE,), num_steps=3),
+    row(name="a closure in manual optimisation", net=_Closure),
+    row(name="self.clip_gradients in manual optimisation", net=_Clipping, apart=(NORM_ORDER,)),
+    row(
+        name="two optimizers with toggle_optimizer (GAN)",
+        net=_Gan,
+        reference="ddp, unused",
+        num_steps=12,
+    ),
+    row(
+        name="two optimizers without toggle_optimizer (GAN)",
+        net=_UntoggledGan,
+        reference="ddp, unused",
+        num_steps=12,
+    ),
+    row(
+        name="two optimizers that share modules",
+        net=_Shared,
+        remark="weights in one, biases in the other; each has buckets of its own",
+    ),
+)

@@ -1,0 +1,137 @@
+"""Rows: manual optimisation, closures, several optimizers and learning rate schedulers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+
+from tests.lightning.fitting import assert_same
+from tests.lightning.matrix.manual import FEATURES as MANUAL
+from tests.lightning.matrix.nets import RowNet
+from tests.lightning.matrix.rows import Feature
+from tests.lightning.matrix.seen import Seen
+from tests.lightning.nets import copies
+
+row = partial(Feature, section="Optimisation")
+
+
+class _Closure(RowNet):
+    """Calls the optimizer itself, and notes what `step` returned."""
+
+    num_calls = 1
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        for _ in range(self.num_calls - 1):
+            optimizer_closure()
+        self.note("returned", [optimizer.step(optimizer_closure)])
+
+
+class _ClosureTwice(_Closure):
+    """The closure's first gradients are cleared by its second call."""
+
+    num_calls = 2
+
+
+class _Skipping(RowNet):
+    """Runs the closure in every batch, but steps in every second one only."""
+
+    phase = 1
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer_closure()
+        if batch_idx % 2 == self.phase:
+            optimizer.step()
+
+
+class _SkippingLater(_Skipping):
+    """The first step, which is recorded, is one with a closure."""
+
+    phase = 0
+
+
+class _Scheduled(RowNet):
+    """With a learning rate scheduler."""
+
+    def __init__(self, optimizer: str, kind: str, interval: str) -> None:
+        super().__init__(optimizer)
+        self.kind, self.interval = kind, interval
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedulers = torch.optim.lr_scheduler
+        if self.kind == "one cycle":
+            schedule: Any = schedulers.OneCycleLR(optimizer, max_lr=0.05, total_steps=13)
+        elif self.kind == "plateau":
+            schedule = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        else:
+            schedule = schedulers.ExponentialLR(optimizer, 0.5)
+        config = {"scheduler": schedule, "interval": self.interval, "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.note("monitored", [self.trainer.callback_metrics.get("val_loss", torch.zeros(()))])
+
+
+def _rates_change(seen: Seen) -> None:
+    first, *_, last = seen.series["rates"]
+    assert not torch.equal(first[0], last[0])
+
+
+def _lr_find(trainer: Trainer, module: LightningModule, loader: Any) -> None:
+    before = [one.to(trainer.precision_plugin.convert_input(one).dtype) for one in copies(module)]
+    finder = Tuner(trainer).lr_find(
+        module, loader, num_training=5, update_attr=False, early_stop_threshold=None
+    )
+    assert finder is not None
+    assert_same(copies(module), before, "weights after the search")
+    module.note("loss by rate", [torch.tensor(finder.results["loss"])])
+    trainer.fit(module, loader)
+
+
+class _Rate(RowNet):
+    """With the attribute that `lr_find` looks for."""
+
+    lr = 0.01
+
+    def new_optimizer(self, module: nn.Module) -> Any:
+        optimizer = super().new_optimizer(module)
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr
+        return optimizer
+
+
+FEATURES = (
+    *MANUAL,
+    row(name="optimizer_step with a closure", net=_Closure, num_steps=6),
+    row(name="a closure called twice", net=_ClosureTwice, num_steps=6),
+    row(name="a step apart from its closure", net=_Skipping),
+    row(name="a step apart from its closure, later", net=_SkippingLater),
+    row(
+        name="learning rate scheduler on steps",
+        net=partial(_Scheduled, kind="exponential", interval="step"),
+        check=_rates_change,
+    ),
+    row(
+        name="learning rate scheduler on epochs",
+        net=partial(_Scheduled, kind="exponential", interval="epoch"),
+        trainer={"max_epochs": 2},
+        num_batches=3,
+        check=_rates_change,
+    ),
+    row(
+        name="OneCycleLR, which changes momentum too",
+        net=partial(_Scheduled, kind="one cycle", interval="step"),
+        check=_rates_change,
+    ),
+    row(name="lr_find, then fit", net=_Rate, drive=_lr_find),
+)

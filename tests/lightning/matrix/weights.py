@@ -1,0 +1,178 @@
+"""Rows: whoever reads weights between two steps, and whoever writes them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor, nn
+
+from tests.lightning.matrix.averaging import FEATURES as AVERAGING
+from tests.lightning.matrix.nets import RowNet, gpt, mlp
+from tests.lightning.matrix.rows import Feature
+from tests.lightning.nets import copies
+
+row = partial(Feature, section="Reading and writing weights")
+
+
+class _Reader(Callback):
+    """Reads weights in one way at the end of every batch, and notes them."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+        self.held: list[nn.Parameter] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.held = list(pl_module.parameters())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if self.way != "rank 0" or trainer.is_global_zero:
+            pl_module.note(self.way, self.read(pl_module))
+
+    def read(self, module: Any) -> list[Tensor]:
+        """The weights."""
+        if self.way == "held":
+            return [parameter.detach() for parameter in self.held]
+        if self.way == "state_dict":
+            return list(module.state_dict().values())
+        if self.way == "save":
+            file = io.BytesIO()
+            torch.save(module.net.state_dict(), file)
+            return list(torch.load(io.BytesIO(file.getvalue()), weights_only=True).values())
+        if self.way == "pickle":
+            return copies(pickle.loads(pickle.dumps(module.net)))
+        if self.way == "deepcopy":
+            return copies(copy.deepcopy(module.net))
+        return copies(module)
+
+
+class _SavesModule(_Reader):
+    """`torch.save` of the module object itself."""
+
+    def read(self, module: Any) -> list[Tensor]:
+        file = io.BytesIO()
+        torch.save(module.net, file)
+        return copies(torch.load(io.BytesIO(file.getvalue()), weights_only=False))
+
+
+class _BatchStartReader(_Reader):
+    on_train_batch_end = Callback.on_train_batch_end
+    on_train_batch_start = _Reader.on_train_batch_end
+
+
+def _reader(way: str, kind: type[_Reader] = _Reader) -> Any:
+    return partial(_new_reader, way, kind)
+
+
+def _new_reader(way: str, kind: type[_Reader], folder: Path) -> Sequence[Callback]:
+    return [kind(way)]
+
+
+class _OwnHook(RowNet):
+    """Reads its weights in its own hook, through a list that it made before."""
+
+    def on_fit_start(self) -> None:
+        self.held = list(self.parameters())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note("own hook", [parameter.detach() for parameter in self.held])
+
+
+class _Writer(Callback):
+    """Changes weights between steps."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        parameter = next(iter(pl_module.parameters()))
+        with torch.no_grad():
+            if self.way == "in place":
+                parameter.mul_(0.5)
+            elif self.way == "data":
+                parameter.data = parameter.data * 0.5
+            else:
+                state = {key: value * 0.5 for key, value in pl_module.state_dict().items()}
+                pl_module.load_state_dict(state)
+
+
+def _writer(way: str) -> Any:
+    return partial(_new_writer, way)
+
+
+def _new_writer(way: str, folder: Path) -> Sequence[Callback]:
+    return [_Writer(way)]
+
+
+def _checkpoint(folder: Path) -> Sequence[Callback]:
+    return [ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)]
+
+
+def _fit_and_load(trainer: Trainer, module: LightningModule, loader: Any) -> None:
+    """Notes the weights and the optimizer's state in every file."""
+    trainer.fit(module, loader)
+    dist.barrier()
+    folder = Path(trainer.checkpoint_callback.dirpath)
+    files = sorted(folder.iterdir())
+    assert [file.name for file in files] == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
+    for file in files:
+        saved = torch.load(file, weights_only=True)
+        module.note("weights in the file", list(saved["state_dict"].values()))
+        (state,) = saved["optimizer_states"]
+        tensors = [one for _, entries in sorted(state["state"].items()) for one in entries.values()]
+        module.note("optimizer state in the file", [t for t in tensors if t is not None])
+
+
+def _async_io() -> Sequence[Any]:
+    return [AsyncCheckpointIO()]
+
+
+CHECKPOINTED = {"drive": _fit_and_load, "trainer": {"enable_checkpointing": True}}
+FEATURES = (
+    row(name="a callback that reads weights", net=gpt, data="gpt", callbacks=_reader("callback")),
+    row(
+        name="a callback that reads weights in on_train_batch_start",
+        net=mlp,
+        callbacks=_reader("start", _BatchStartReader),
+    ),
+    row(
+        name="a callback with a list of parameters kept since on_fit_start",
+        net=mlp,
+        callbacks=_reader("held"),
+    ),
+    row(name="the module's own on_train_batch_end", net=_OwnHook),
+    row(name="reads on rank 0 alone", net=mlp, callbacks=_reader("rank 0")),
+    row(name="state_dict() between steps", net=gpt, data="gpt", callbacks=_reader("state_dict")),
+    row(name="torch.save of a state_dict", net=mlp, callbacks=_reader("save")),
+    row(name="torch.save of the module", net=mlp, callbacks=_reader("save", _SavesModule)),
+    row(name="copy.deepcopy of the module", net=mlp, callbacks=_reader("deepcopy")),
+    row(name="pickle of the module", net=mlp, callbacks=_reader("pickle")),
+    row(name="weights changed in place", net=mlp, callbacks=_writer("in place")),
+    row(name="weights replaced through .data", net=mlp, callbacks=_writer("data")),
+    row(name="load_state_dict between steps", net=mlp, callbacks=_writer("load")),
+    row(
+        name="ModelCheckpoint every n steps",
+        net=gpt,
+        data="gpt",
+        callbacks=_checkpoint,
+        **CHECKPOINTED,
+    ),
+    row(
+        name="asynchronous checkpoints (AsyncCheckpointIO)",
+        net=mlp,
+        callbacks=_checkpoint,
+        plugins=_async_io,
+        **CHECKPOINTED,
+    ),
+    *AVERAGING,
+)
