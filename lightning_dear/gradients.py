@@ -72,3 +72,10 @@ def any_not_finite(
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     norms = torch._foreach_norm(list(gradients), norm_type)
     return torch.stack([norm.double() for norm in norms])
+
+
+def anyone(says: bool, collectives: Collectives) -> bool:
+    """Whether any rank says so. Collective; blocks the host."""
+    flag = torch.tensor([says], dtype=torch.uint8)
+    collectives.launch_any(flag).wait()
+    return bool(flag)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dear.collectives import shard_of
 from lightning_dear.work import Collectives
 
 SIZES_BYTES = (64 * 1024, 1024 * 1024, 8 * 1024 * 1024)
@@ -186,9 +187,10 @@ def _move(collectives: Collectives, device: torch.device, size: int) -> float:
     numel = -(-size // 4 // step) * step
     buffer = torch.zeros(numel, device=device)
     received = torch.zeros(collectives.scratch_numel(numel), device=device)
+    own = shard_of(buffer, collectives.rank, collectives.world_size)
     dist.barrier()
     with _Clock(device) as clock:
-        collectives.launch_reduce_scatter(buffer, received, 0).wait()
+        collectives.launch_reduce_scatter(buffer, received, own, 0).wait()
         collectives.launch_all_gather(buffer, 0).wait()
     return clock.elapsed_s
 

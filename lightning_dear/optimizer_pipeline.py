@@ -75,9 +75,7 @@ class OptimizerPipeline:
         self._active: ActivePlan | None = None
         self._synchronize = True
         # What has happened since the gradients were last reduced, dropped or stepped.
-        self._is_sending = False
-        self._is_reduced = False
-        self._is_exposed = False
+        self._is_sending = self._has_new = self._is_reduced = self._is_exposed = False
         self._start_recording()
 
     # --- forward and backward -----------------------------------------------------------------
@@ -119,7 +117,7 @@ class OptimizerPipeline:
             self.reduce()
 
     def _on_gradient(self, index: int, parameter: Parameter) -> None:
-        self._is_reduced = self._is_exposed = False
+        self._has_new = True
         if self._active is not None:
             self._active.reducer.check_was_complete(index)
         if not self._synchronize:
@@ -132,12 +130,16 @@ class OptimizerPipeline:
 
     # --- gradients between backward and step -----------------------------------------------------
 
-    def reduce(self) -> None:
+    def reduce(self, *, votes: bool = False) -> None:
         """Blocks until this rank's shards hold the mean gradient. All ranks call; idempotent.
 
         Makes the plan in the first step. Afterwards `.grad` is None (at world size 1: what it was).
+
+        Args:
+            votes: Whether to ask all ranks, if gradients were reduced before, for new ones that
+                came outside `backward`, and perhaps on some ranks only.
         """
-        if self._is_reduced:
+        if self._is_reduced and not self._has_new_gradients(votes):
             if self._is_exposed:
                 self._conceal()
             return
@@ -151,7 +153,13 @@ class OptimizerPipeline:
         active = self._active or self._activate()
         self.sharded.set_gradients(active.reducer.reduce())
         # At world size 1 the shards' gradients are views of `.grad`, and nobody tells of new ones.
-        self._is_reduced, self._is_sending = self._collectives.world_size > 1, False
+        self._is_reduced = self._collectives.world_size > 1
+        self._is_sending = self._has_new = self._is_exposed = False
+
+    def _has_new_gradients(self, votes: bool) -> bool:
+        if votes and self._collectives.reads_flags_freely:
+            return gradients.anyone(self._has_new, self._collectives)
+        return self._has_new
 
     def _conceal(self) -> None:
         assert self._active is not None
@@ -225,11 +233,11 @@ class OptimizerPipeline:
             self._active.reducer.reset()
             self.sharded.clear_gradients()
         self._recorder.gradients.clear()
-        self._is_sending = self._is_reduced = self._is_exposed = False
+        self._is_sending = self._has_new = self._is_reduced = self._is_exposed = False
 
     def before_step(self) -> None:
         """See `StepListener`: the last reduce-scatters, and at the first step the plan."""
-        self.reduce()
+        self.reduce(votes=True)
         assert self._active is not None
         self._active.adopt_writes()
         self.sharded.adopt_state()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.optim import Optimizer
 
@@ -166,36 +166,46 @@ def _fit_two() -> None:
     fit(dear(), _TwoOptimizersNet(_two))
 
 
-def test_a_parameter_in_two_optimizers() -> None:
-    _assert_all_refuse(_fit_two, "stands in optimizer 0 and in optimizer 1")
+def test_two_optimizers() -> None:
+    _assert_all_refuse(_fit_two, "one optimizer so far, configure_optimizers returned 2")
 
 
-def _fused(module: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(module.parameters(), fused=True)
+def _fit_with(options: dict[str, Any]) -> None:
+    fit(dear(), _UntouchedNet(_sgd), **options)
 
 
-def _fit_fused_with_scaler() -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gradient_clip_val": 0.5}, "gradient_clip_val=0.5 has no effect under strategy='dear'"),
+        ({"precision": "bf16-true"}, "precision='bf16-true' does not work under strategy='dear'"),
+        ({"precision": "16-true"}, "precision='16-true' does not work under strategy='dear'"),
+    ],
+)
+def test_trainer_options(options: dict[str, Any], words: str) -> None:
+    _assert_all_refuse(_fit_with, words, options)
+
+
+def _fit_with_scaler() -> None:
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    fit(dear(precision_plugin=plugin), _UntouchedNet(_fused))
+    fit(dear(precision_plugin=plugin), _UntouchedNet(_sgd))
 
 
-def test_a_fused_optimizer_with_a_loss_scale() -> None:
-    _assert_all_refuse(_fit_fused_with_scaler, "AdamW(fused=True) unscales gradients itself")
+def test_a_gradient_scaler() -> None:
+    _assert_all_refuse(_fit_with_scaler, "precision='16-mixed' does not work")
 
 
-class BitsandbytesPrecision(Precision):
-    """Stands for plug-ins that replace layers; the real one needs a package and a GPU."""
-
-    precision = "nf4"
-
-
-def _fit_with_quantised_layers() -> None:
-    fit(dear(precision_plugin=BitsandbytesPrecision()), _UntouchedNet(_sgd))
+class _ClippingNet(_UntouchedNet):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        """Would clip."""
 
 
-def test_a_precision_that_replaces_layers() -> None:
-    words = "BitsandbytesPrecision (precision='nf4') does not work under strategy='dear'"
-    _assert_all_refuse(_fit_with_quantised_layers, words)
+def _fit_clipping_net() -> None:
+    fit(dear(), _ClippingNet(_sgd))
+
+
+def test_a_clipping_hook() -> None:
+    _assert_all_refuse(_fit_clipping_net, "_ClippingNet.configure_gradient_clipping would see")
 
 
 def _fit_different_models(kind: str) -> None:
