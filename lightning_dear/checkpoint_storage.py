@@ -78,6 +78,8 @@ def write_tensors(
     with warnings.catch_warnings():
         # Without a process group there is one rank, as it says.
         warnings.filterwarnings("ignore", "torch.distributed is (unavailable|disabled)")
+        # torch 2.6 uses what it deprecates.
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")
         save_collectively(
             dict(tensors), storage_writer=_Writer(folder, finish, commit), planner=_SavePlanner()
         )

@@ -54,14 +54,15 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
     write_tensors(folder, _stored(taken), finish, partial(_publish, folder, target))
 
 
-def load(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:
+def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
     """The ordinary checkpoint dict again, with whole tensors on the CPU. Local: no collective.
 
     Any process may call, in any world or in none. Needs memory for the result and one chunk.
 
     Args:
         path: A folder that `save` has written.
-        weights_only: As in `torch.load`: False lets the checkpoint run code of its own.
+        weights_only: As in `torch.load`, whose default is None: True unless an environment variable
+            says otherwise. False lets the checkpoint run code of its own.
 
     Raises:
         FileNotFoundError: If there is no such folder.
@@ -94,7 +95,7 @@ def remove(path: str | Path) -> None:
     _delete(folder)
 
 
-def convert(folder: str | Path, file: str | Path, *, weights_only: bool = True) -> None:
+def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None = None) -> None:
     """Writes the ordinary checkpoint file of a folder; needs memory for the whole checkpoint.
 
     Args:
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     given = parser.parse_args(arguments)
     try:
-        convert(given.folder, given.file, weights_only=not given.trusted)
+        convert(given.folder, given.file, weights_only=False if given.trusted else None)
     except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
 
