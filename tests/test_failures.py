@@ -174,14 +174,14 @@ def test_without_a_store_nothing_raises_or_waits(
     sentence = in_time(lambda: board.blame(RuntimeError(CLOSED)))
     assert "see what rank 0 printed last" in sentence
     with pytest.raises(RuntimeError, match="store is gone.*ValueError: bad batch"):
-        in_time(lambda: board.agree("state", timeout_s=0.2))
+        in_time(lambda: board.agree("collect the state", timeout_s=0.2))
 
 
 def test_one_process_has_nobody_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "default_store", _StuckStore)
     board = FailureBoard()
     in_time(lambda: board.handle(ValueError("bad batch")), 0.1)
-    in_time(lambda: board.agree("state"), 0.1)
+    in_time(lambda: board.agree("collect the state"), 0.1)
 
 
 def agreements(boards: list[FailureBoard], states: list[str], timeout_s: float) -> list[str]:
@@ -189,7 +189,7 @@ def agreements(boards: list[FailureBoard], states: list[str], timeout_s: float) 
 
     def outcome(board: FailureBoard, state: str) -> str:
         try:
-            board.agree("state", state, timeout_s)
+            board.agree("collect the state", state, timeout_s)
         except RuntimeError as error:
             return str(error)
         return "yes"
@@ -207,7 +207,7 @@ def test_some_do_not_come(boards: list[FailureBoard]) -> None:
     boards[1].report(1, ValueError("bad batch"))
     boards[2].first()
     outcomes = in_time(lambda: agreements(boards[1:], ["step 3"] * 2, 0.3))
-    expected = "The state cannot be collected: only ranks [1, 2] of 3 came within 0.3 s. Resume"
+    expected = "Cannot collect the state: only ranks [1, 2] of 3 came within 0.3 s. Resume"
     assert all(outcome.startswith(expected) for outcome in outcomes)
     assert all("ValueError: bad batch" in outcome for outcome in outcomes)
     # Who comes late hears the same at once, and does not wait for those who have gone.
