@@ -53,9 +53,9 @@ class FailureHandling:
             super().barrier(name)  # type: ignore[misc]
             return
         try:
-            board.agree(name or "barrier")
+            board.agree(f"meet at {name or 'a barrier'}")
         except RuntimeError as error:
-            log.warning("Went on without a barrier after the failure: %s", error)
+            log.warning("Not all ranks are there after the failure. %s", error)
 
     def on_exception(self, exception: BaseException) -> None:
         """Reports the failure, if no callback has done so before."""
@@ -72,6 +72,9 @@ class FailureHandling:
 
     def _agree_after_failure(self, name: str) -> None:
         """Before a collective that may follow a failure: raises unless all ranks take part.
+
+        Args:
+            name: What the ranks want to do; stands in the error message after "Cannot".
 
         Raises:
             RuntimeError: Naming the ranks that came within `EXCEPTION_GRACE_S`.

@@ -125,6 +125,7 @@ class FailureBoard:
         def write(store: Any) -> bool:
             if not is_consequence(exception):
                 store.compare_set(self._key("first"), "", f"{rank} {message}")
+            self.read(store)
             store.set(self._key("failed", rank), message)
             store.set(self._key("noticed"), str(rank))
             return True
@@ -174,7 +175,7 @@ class FailureBoard:
         """Returns once all ranks have called this with the same `state`; on all of them or on none.
 
         Args:
-            name: What the agreement is for; stands in the error message.
+            name: What the ranks want to do together; stands in the error message after "Cannot".
             state: What must be equal on all ranks.
             timeout_s: Seconds to wait for the others.
 
@@ -186,14 +187,15 @@ class FailureBoard:
         self._num_agreements += 1
         key = self._key("agree", self._num_agreements, name)
         verdict = self._ask(
-            lambda store: self._verdict(store, key, state, timeout_s), timeout_s + STORE_WAIT_S
+            lambda store: self._verdict(store, key, state, timeout_s),
+            timeout_s + REPORT_WAIT_S + STORE_WAIT_S,
         )
         if verdict == "yes":
             return
         reason = verdict or "the ranks' store is gone, and probably rank 0 with it"
         cause = self.seen or self._own
         raise RuntimeError(
-            f"The {name} cannot be collected: {reason}. Resume from the last checkpoint."
+            f"Cannot {name}: {reason}. Resume from the last checkpoint."
             + (f" ({cause})" if cause else "")
         )
 
@@ -259,6 +261,14 @@ class FailureBoard:
                 time.sleep(POLL_S)
         # Whoever decides first decides for all.
         decided: str = store.compare_set(f"{key}/verdict", "", verdict).decode()
+        store.set(f"{key}/heard/{self.rank}", "1")
+        heard = [f"{key}/heard/{rank}" for rank in range(self.world_size)]
+        end = time.monotonic() + REPORT_WAIT_S
+        # The store ends with rank 0; those who came must have heard before.
+        while self.rank == 0 and decided == "yes" and time.monotonic() < end:
+            if store.check(heard):
+                break
+            time.sleep(POLL_S)
         return decided
 
 

@@ -1,9 +1,12 @@
 """Starting ranks: the arguments of a child, and the end of all when one fails."""
 
+import atexit
+import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
@@ -15,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from omegaconf import read_write
 
 from lightning_dear import launcher
+from lightning_dear.failures import Failure
 from lightning_dear.launcher import JobLauncher, configure_launcher, end_processes, job_arguments
 from lightning_dear.paths import conf_dir
 from tests.conf.composing import composed
@@ -95,14 +99,19 @@ def make_launcher(monkeypatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    all_made = []
 
     def make(statement):
         command = [sys.executable, "-c", statement]
         made = JobLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
         monkeypatch.setattr(made, "_start", lambda local_rank: subprocess.Popen(command))
+        all_made.append(made)
         return made
 
-    return make
+    yield make
+    for made in all_made:
+        # What would run at the end of this process.
+        atexit.unregister(made._end_children)
 
 
 def test_the_result_comes_back_and_children_are_started_once(make_launcher):
@@ -114,7 +123,7 @@ def test_the_result_comes_back_and_children_are_started_once(make_launcher):
     assert end_processes(procs, 30.0) == [0]
 
 
-def test_a_failure_here_ends_hanging_children(make_launcher, monkeypatch):
+def test_a_failure_here_ends_hanging_children_with_the_process(make_launcher, monkeypatch):
     monkeypatch.setattr(launcher, "GRACE_S", 0.1)
     made = make_launcher("import time; time.sleep(600)")
 
@@ -123,7 +132,47 @@ def test_a_failure_here_ends_hanging_children(make_launcher, monkeypatch):
 
     with pytest.raises(ValueError, match="bad batch"):
         made.launch(fail)
+    # Exception checkpoints are saved from here on, which takes all ranks.
+    assert made.procs[0].poll() is None
+    made._end_children()
     assert made.procs[0].returncode == -9
+
+
+def test_the_first_failure_is_printed_last(make_launcher, monkeypatch, capfd):
+    monkeypatch.setattr(launcher, "GRACE_S", 30.0)
+    monkeypatch.setattr(launcher, "first_failure", lambda: Failure(1, "ValueError: bad batch"))
+    made = make_launcher("import sys; print('noise', file=sys.stderr)")
+
+    def fail():
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError):
+        made.launch(fail)
+    made._end_children()
+    assert capfd.readouterr().err.endswith("Rank 1 failed first: ValueError: bad batch\n")
+
+
+@pytest.fixture
+def exit_codes(monkeypatch):
+    """What this process would have ended with; `event` is set once it would."""
+    codes, event = [], threading.Event()
+    monkeypatch.setattr(launcher.os, "_exit", lambda code: (codes.append(code), event.set()))
+    return codes, event
+
+
+@pytest.mark.parametrize("statement", ["raise SystemExit(3)", "import time; time.sleep(600)"])
+def test_rank_0_does_not_succeed_without_the_others(
+    make_launcher, monkeypatch, exit_codes, statement
+):
+    monkeypatch.setattr(launcher, "GRACE_S", 30.0)
+    monkeypatch.setattr(launcher, "END_S", 3.0)
+    codes, _ = exit_codes
+    made = make_launcher(statement)
+    made.launch(lambda: None)
+    made._end_children()
+    assert codes == [1]
+    # For the thread that also watches.
+    made._is_failing.set()
 
 
 def test_the_tuner_may_leave_its_trial_without_ending_anybody(make_launcher):
@@ -139,15 +188,59 @@ def test_the_tuner_may_leave_its_trial_without_ending_anybody(make_launcher):
     end_processes(made.procs, 0.0)
 
 
-def test_a_failing_child_ends_this_process(make_launcher, monkeypatch):
+def test_a_failing_child_ends_this_process(make_launcher, monkeypatch, exit_codes):
     monkeypatch.setattr(launcher, "GRACE_S", 0.1)
-    ended = threading.Event()
-    codes = []
-    monkeypatch.setattr(launcher.os, "_exit", lambda code: (codes.append(code), ended.set()))
+    codes, ended = exit_codes
     made = make_launcher("raise SystemExit(3)")
     # Stands for a training loop that never communicates and so never notices.
     assert made.launch(ended.wait, 30.0)
     assert codes == [1]
+
+
+_CHILD = """
+import time
+from lightning_dear import launcher
+from lightning_dear.failures import Failure
+launcher.GRACE_S = 0.1
+launcher.watch_parent()
+print("watching", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_child_does_not_outlive_rank_0(tmp_path):
+    """Rank 0 dies without a chance to do anything about it."""
+    rank_0 = (
+        "import os, subprocess, sys\n"
+        f"command = [sys.executable, '-c', {_CHILD!r}]\n"
+        f"environment = {{**os.environ, {launcher.PARENT_VARIABLE!r}: str(os.getpid())}}\n"
+        "child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", rank_0], capture_output=True, text=True)
+    assert done.returncode == -9
+    end = time.monotonic() + 30
+    while is_running(int(done.stdout)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not is_running(int(done.stdout))
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_childs_own_children_are_no_ranks(monkeypatch):
+    watched = []
+    monkeypatch.setattr(launcher, "_end_after", watched.append)
+    monkeypatch.setenv(launcher.PARENT_VARIABLE, "123")
+    JobLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
+    assert watched == [123]
+    assert launcher.PARENT_VARIABLE not in os.environ
 
 
 def test_nobody_outlives_the_time_given():

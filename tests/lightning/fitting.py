@@ -155,6 +155,15 @@ def assert_same(ours: Iterable[Any], theirs: Iterable[Any], what: str) -> None:
             assert_same(left, right, name)
 
 
+def assert_same_optimizer(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Two optimizers' `state_dict()`s: the same groups, and the same state bit for bit."""
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert sorted(ours["state"]) == sorted(theirs["state"])
+    for number, entries in theirs["state"].items():
+        assert list(ours["state"][number]) == list(entries)
+        assert_same(ours["state"][number].values(), entries.values(), f"state {number}")
+
+
 def assert_differ(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
     """Two sets of weights are not the same: what should have trained has."""
     assert any(not torch.equal(a, b) for a, b in zip(left, right, strict=True))

@@ -20,6 +20,7 @@ from tests.lightning.matrix.rows import NORM_ORDER, Apart, Feature
 from tests.lightning.matrix.seen import Seen
 
 CLIP = 0.02
+GATHERED = "whole gradients are gathered for it: their bytes travel once more"
 row = partial(Feature, section="Gradients")
 
 
@@ -187,24 +188,24 @@ FEATURES = (
         name="reading .grad in on_before_optimizer_step",
         net=_Reader,
         check=_read,
-        remark="gradients are gathered for it: no overlap is lost, but their bytes travel again",
+        remark=GATHERED,
     ),
     row(
         name="changing .grad in on_before_optimizer_step",
         net=_Changer,
-        remark="as above",
+        remark=GATHERED,
     ),
     row(
         name="clip_grad_norm_ in on_before_optimizer_step",
         net=_HandClipper,
         check=_norms_exceed,
-        remark="as above; `gradient_clip_val` costs less",
+        remark=f"{GATHERED}; `gradient_clip_val` costs less",
     ),
     row(
         name="reading and changing .grad in on_after_backward",
         net=mlp,
         callbacks=_after_backward,
         check=_read,
-        remark="as above",
+        remark=GATHERED,
     ),
 )

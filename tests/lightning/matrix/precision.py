@@ -14,15 +14,12 @@ from torch import Tensor
 
 from tests.lightning.matrix.gradients import CLIP
 from tests.lightning.matrix.nets import RowNet, conv, gpt, mlp
-from tests.lightning.matrix.rows import NORM_ORDER, SUM_ORDER, Apart, Feature
+from tests.lightning.matrix.rows import NORM_ORDER, SUM_ORDER, THREE_RANKS, Apart, Feature
 from tests.lightning.matrix.seen import Seen
 
 OVERFLOW_STEP = 2
 row = partial(Feature, section="Precision")
-
-
-def _at_three_ranks(distance: float) -> Apart:
-    return Apart(f"{SUM_ORDER.reason}; in this precision", distance, (3,))
+AT_THREE_RANKS = Apart(SUM_ORDER.reason, THREE_RANKS, (3,))
 
 
 def _grad_scaler() -> Sequence[Any]:
@@ -101,27 +98,27 @@ def _is_half(seen: Seen, dtype: torch.dtype) -> None:
 
 
 FEATURES = (
-    row(name="precision 32-true", net=gpt, data="gpt", apart=(_at_three_ranks(1e-2),)),
+    row(name="precision 32-true", net=gpt, data="gpt", apart=(AT_THREE_RANKS,)),
     row(name="precision 64-true", net=conv, data="conv", trainer={"precision": "64-true"}),
     row(
         name="precision bf16-mixed",
         net=mlp,
         trainer={"precision": "bf16-mixed"},
-        apart=(_at_three_ranks(1e-2),),
+        apart=(AT_THREE_RANKS,),
     ),
     row(
         name="precision 16-mixed with GradScaler",
         net=mlp,
         plugins=_grad_scaler,
         check=_grown,
-        apart=(_at_three_ranks(1e-2),),
+        apart=(AT_THREE_RANKS,),
     ),
     row(
         name="GradScaler with an overflow on one rank",
         net=_Overflowing,
         plugins=_grad_scaler,
         check=_skipped,
-        apart=(_at_three_ranks(1e-2),),
+        apart=(AT_THREE_RANKS,),
         remark="the step is skipped on all ranks, the scale agrees",
     ),
     row(
@@ -129,14 +126,14 @@ FEATURES = (
         net=mlp,
         plugins=_grad_scaler,
         trainer={"gradient_clip_val": CLIP},
-        apart=(NORM_ORDER, _at_three_ranks(1e-2)),
+        apart=(NORM_ORDER, AT_THREE_RANKS),
     ),
     row(
         name="GradScaler and accumulation",
         net=mlp,
         plugins=_grad_scaler,
         trainer={"accumulate_grad_batches": 2},
-        apart=(_at_three_ranks(1e-2),),
+        apart=(AT_THREE_RANKS,),
     ),
     row(
         name="precision bf16-true",
@@ -153,6 +150,6 @@ FEATURES = (
         trainer={"precision": "16-true"},
         reference_net=_Masters,
         check=partial(_is_half, dtype=torch.float16),
-        remark="as above; gradients can underflow, for which 16-mixed has a scaler",
+        remark="compared as bf16-true; gradients can underflow, for which 16-mixed has a scaler",
     ),
 )

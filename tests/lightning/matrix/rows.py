@@ -53,6 +53,9 @@ SUM_ORDER = Apart(
 wrong gradient would do (AdamW blows up gradients that are rounding noise: in float32 the weights
 would be 1e-3 apart)."""
 
+THREE_RANKS = 1e-2
+"""In place of `SUM_ORDER`'s distance where a row fixes its precision."""
+
 NORM_ORDER = Apart(
     "the norm is summed up over shards, not over whole tensors: another order of summation", 2e-6
 )

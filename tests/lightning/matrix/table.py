@@ -11,10 +11,16 @@ from tests.lightning.matrix import (
     precision,
     weights,
 )
-from tests.lightning.matrix.rows import Feature
+from tests.lightning.matrix.refused import REFUSED_ROWS
+from tests.lightning.matrix.rows import Feature, Refused
+from tests.lightning.matrix.uncaught import UNCAUGHT
 
 SECTIONS = (gradients, precision, optimization, parameters, weights, loops, compiled)
 FEATURES: dict[str, Feature] = {
     feature.name: feature for section in SECTIONS for feature in section.FEATURES
 }
 assert len(FEATURES) == sum(len(section.FEATURES) for section in SECTIONS), "a name twice"
+REFUSED: dict[str, Refused] = {one.name: one for one in REFUSED_ROWS}
+assert len(REFUSED) == len(REFUSED_ROWS), "a name twice"
+
+__all__ = ["FEATURES", "REFUSED", "UNCAUGHT"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.lightning.matrix.averaging import FEATURES as AVERAGING
 from tests.lightning.matrix.nets import RowNet, gpt, mlp
-from tests.lightning.matrix.rows import Feature
+from tests.lightning.matrix.rows import Feature, fit_and_validate
 from tests.lightning.nets import copies
 
 row = partial(Feature, section="Reading and writing weights")
@@ -79,13 +79,26 @@ def _new_reader(way: str, kind: type[_Reader], folder: Path) -> Sequence[Callbac
 
 
 class _OwnHook(RowNet):
-    """Reads its weights in its own hook, through a list that it made before."""
+    """Reads its weights in a hook of its own, through a list that it made before."""
 
     def on_fit_start(self) -> None:
         self.held = list(self.parameters())
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def read(self, *_: Any) -> None:
         self.note("own hook", [parameter.detach() for parameter in self.held])
+
+
+class _OwnEndHook(_OwnHook):
+    on_train_batch_end = _OwnHook.read
+
+
+class _OwnStartHook(_OwnHook):
+    on_train_batch_start = _OwnHook.read
+
+
+class _OwnValidation(_OwnHook):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.read()
 
 
 class _Writer(Callback):
@@ -150,7 +163,14 @@ FEATURES = (
         net=mlp,
         callbacks=_reader("held"),
     ),
-    row(name="the module's own on_train_batch_end", net=_OwnHook),
+    row(name="a held list read in the module's own on_train_batch_end", net=_OwnEndHook),
+    row(name="a held list read in the module's own on_train_batch_start", net=_OwnStartHook),
+    row(
+        name="a held list read in validation_step",
+        net=_OwnValidation,
+        drive=fit_and_validate,
+        trainer={"val_check_interval": 2, "limit_val_batches": 1},
+    ),
     row(name="reads on rank 0 alone", net=mlp, callbacks=_reader("rank 0")),
     row(name="state_dict() between steps", net=gpt, data="gpt", callbacks=_reader("state_dict")),
     row(name="torch.save of a state_dict", net=mlp, callbacks=_reader("save")),

@@ -1,0 +1,43 @@
+"""The format number that every checkpoint of ours carries, so that a later one can be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+KEY = "lightning_dear"
+"""Under which a checkpoint holds what only this package reads."""
+
+FORMAT = 1
+"""Of what is written now. Grows when what older versions would read wrongly is written."""
+
+READABLE = (1,)
+"""Format numbers that can be read."""
+
+
+def stamp(checkpoint: dict[str, Any]) -> None:
+    """Writes the format number into `checkpoint`, beside what else stands under `KEY`."""
+    checkpoint[KEY] = {**checkpoint.get(KEY, {}), "format": FORMAT}
+
+
+def check(checkpoint: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint that this version cannot read; one without `KEY` is DDP's, and fine.
+
+    Raises:
+        ValueError: Naming the format number and what to do.
+    """
+    if KEY not in checkpoint:
+        return
+    own = checkpoint[KEY]
+    number = own.get("format") if isinstance(own, Mapping) else None
+    if number in READABLE and not isinstance(number, bool):
+        return
+    readable = ", ".join(map(str, READABLE))
+    if isinstance(number, int) and number > FORMAT:
+        advice = "A newer lightning-dear wrote it: upgrade this one (pip install -U lightning-dear)"
+    else:
+        advice = "Load it with the version of lightning-dear that wrote it"
+    raise ValueError(
+        f"The checkpoint has lightning_dear format {number!r}; this version reads {readable}."
+        f" {advice}, or drop checkpoint['{KEY}'] to load it as DDP's own."
+    )

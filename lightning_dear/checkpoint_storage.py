@@ -1,0 +1,240 @@
+"""Named tensors to and from a folder, through torch.distributed.checkpoint.
+
+Every tensor is stored 1-D, in storage order and in chunks, so that any rank can write any part.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict_saver import save as save_collectively
+from typing_extensions import override
+
+from lightning_dear.bucket import as_flat, storage_strides
+from lightning_dear.sharded_state import Chunk
+
+METADATA_FILE = ".metadata"
+"""torch.distributed.checkpoint's own; a folder without it is not a complete checkpoint."""
+
+MAX_CHUNK_NUMEL = 1 << 22
+"""Longer chunks are cut: one at a time is copied to the CPU, written or read."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor to write, as far as it lies here.
+
+    Attributes:
+        stand_in: Its shape and dtype, on the meta device.
+        chunks: What lies here of it; a chunk that several ranks have, one of them writes.
+        is_rank_0s: Whether only what rank 0 has is written.
+    """
+
+    stand_in: Tensor
+    chunks: Sequence[Chunk]
+    is_rank_0s: bool = False
+
+
+def write_tensors(
+    folder: Path,
+    tensors: Mapping[str, Stored],
+    finish: Callable[[], None],
+    commit: Callable[[], None],
+) -> None:
+    """Writes every rank's part of `tensors` into `folder`. Collective, blocks.
+
+    Runs on the default process group. What `finish` and `commit` raise, all ranks raise.
+
+    Args:
+        folder: On storage that all ranks share; what it holds is removed.
+        tensors: By name; a name that several ranks have is the same tensor.
+        finish: Called on rank 0 when all data is written, before the folder is complete.
+        commit: Called on rank 0 when the folder is complete.
+    """
+    with warnings.catch_warnings():
+        # Without a process group there is one rank, as it says.
+        warnings.filterwarnings("ignore", "torch.distributed is (unavailable|disabled)")
+        # torch 2.6 uses what it deprecates.
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")
+        save_collectively(
+            dict(tensors), storage_writer=_Writer(folder, finish, commit), planner=_SavePlanner()
+        )
+
+
+def read_tensors(folder: Path, stand_ins: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name -> the whole tensor on the CPU, shaped like its stand-in. Local: any process may call.
+
+    Needs memory for the result and one chunk.
+
+    Raises:
+        ValueError: If the folder is not complete.
+    """
+    reader = _Reader(folder)
+    metadata = reader.read_metadata()
+    _check_complete(folder, metadata, stand_ins)
+    tensors = {
+        name: torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+        for name, like in stand_ins.items()
+    }
+    flat = {name: tensor.as_strided((tensor.numel(),), (1,)) for name, tensor in tensors.items()}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    # Step by step, since `load` is collective wherever there is a process group.
+    planner.set_up_planner(flat, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+    return tensors
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Offers the chunks that lie here; the inherited part spreads what several ranks offer."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._values: dict[tuple[str, int], Tensor] = {}
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, stored in self.state_dict.items():
+            if stored.is_rank_0s and not self.is_coordinator:
+                continue
+            for chunk in _cut(stored):
+                self._values[name, chunk.start] = chunk.values
+                items.append(_write_item(name, stored.stand_in, chunk))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        assert write_item.index.offset is not None
+        return self._values[write_item.index.fqn, write_item.index.offset[0]]
+
+
+def _cut(stored: Stored) -> Iterator[Chunk]:
+    for chunk in stored.chunks:
+        flat = as_flat(chunk.values, storage_strides(chunk.values))
+        for start in range(0, flat.numel(), MAX_CHUNK_NUMEL):
+            yield Chunk(chunk.start + start, flat[start : start + MAX_CHUNK_NUMEL])
+
+
+def _write_item(name: str, stand_in: Tensor, chunk: Chunk) -> WriteItem:
+    offsets = torch.Size([chunk.start])
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets, chunk.values.size()),
+        properties=TensorProperties(dtype=stand_in.dtype),
+        size=torch.Size([stand_in.numel()]),
+    )
+    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class _Writer(FileSystemWriter):
+    def __init__(
+        self, folder: Path, finish: Callable[[], None], commit: Callable[[], None]
+    ) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._finish = finish
+        self._commit = commit
+
+    @override
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator:
+            # Others may make the folder at the same time, but write only after rank 0 has planned.
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        written = {one.storage_data.relative_path for result in results for one in result}
+        missing = sorted(name for name in written if not (self._folder / name).exists())
+        if missing:
+            raise RuntimeError(
+                f"Rank 0 does not see {', '.join(missing)} in {self._folder}, which other ranks"
+                " have written: save to a folder that all hosts share, or leave out"
+                " save_distributed_checkpoint=True."
+            )
+        self._finish()
+        super().finish(metadata, results)
+        self._commit()
+
+
+class _Reader(FileSystemReader):
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As inherited, but what the file names is not run."""
+        with (Path(self.path) / METADATA_FILE).open("rb") as file:
+            metadata: Metadata = _MetadataUnpickler(file).load()
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the records of torch.distributed.checkpoint and nothing else."""
+
+    @override
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        package, _, module = module_name.rpartition(".")
+        is_record = package == "torch.distributed.checkpoint" and (
+            module == "metadata" or global_name == "_StorageInfo"
+        )
+        is_path = module_name.startswith("pathlib") and global_name.endswith("Path")
+        is_layout = (module_name, global_name) == ("torch.serialization", "_get_layout")
+        is_plain = module_name == "torch" and (
+            global_name == "Size" or isinstance(getattr(torch, global_name, None), torch.dtype)
+        )
+        # Dotted names would lead out of the module.
+        if "." in global_name or not (is_record or is_path or is_layout or is_plain):
+            raise ValueError(
+                f"{METADATA_FILE} names {module_name}.{global_name}, which no checkpoint of ours"
+                " does: do not trust this folder."
+            )
+        return super().find_class(module_name, global_name)
+
+
+def _check_complete(folder: Path, metadata: Metadata, stand_ins: Mapping[str, Tensor]) -> None:
+    assert metadata.storage_data is not None
+    needed: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        end = info.offset + info.length
+        needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+    for name, num_bytes in sorted(needed.items()):
+        file = folder / name
+        if not file.exists() or os.path.getsize(file) < num_bytes:
+            raise ValueError(
+                f"{file} is missing or cut off: it was not copied in whole, or is damaged. Copy it"
+                " again, or use an earlier checkpoint."
+            )
+    for name, stand_in in stand_ins.items():
+        stored = metadata.state_dict_metadata.get(name)
+        chunks = stored.chunks if isinstance(stored, TensorStorageMetadata) else []
+        numel = sum(chunk.sizes.numel() for chunk in chunks)
+        if numel != stand_in.numel():
+            raise ValueError(
+                f"{folder} holds {numel} of the {stand_in.numel()} elements of '{name}': it is"
+                " damaged. Use an earlier checkpoint."
+            )

@@ -1,0 +1,212 @@
+"""Checkpoints as folders into which every rank writes its own pieces; nobody gathers the state.
+
+    python -m lightning_dear.distributed_checkpoint FOLDER FILE
+
+makes an ordinary checkpoint file of a folder, for DDP, a single device or `torch.load`.
+
+The folder holds the tensors as torch.distributed.checkpoint writes them, and `checkpoint.pt`:
+everything else, with names in place of tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_dear.checkpoint_format import check, stamp
+from lightning_dear.checkpoint_storage import METADATA_FILE, Stored, read_tensors, write_tensors
+from lightning_dear.checkpoint_tree import TakenApart, put_together, take_apart
+from lightning_dear.sharded_state import Chunk
+
+SKELETON_FILE = "checkpoint.pt"
+"""What is no large tensor; written by rank 0."""
+
+
+def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
+    """Writes `checkpoint` to the folder `path`, every rank its part. Collective, blocks.
+
+    Rank 0 writes what all ranks have, except that the optimizers' parameters are spread over the
+    ranks, and each rank its chunks of every `ShardedState`. Nobody holds more than its share and
+    one chunk. The folder appears under its name when it is complete; a file or folder of that name
+    is replaced then, not before. Runs on the default process group, with its timeout.
+
+    Args:
+        path: Equal on all ranks, on storage that all ranks share.
+        checkpoint: Lightning's ordinary dict; its `optimizer_states` may be `ShardedState`.
+
+    Raises:
+        ValueError: If `path` is no local path.
+        CheckpointException: On all ranks, if writing failed on any.
+    """
+    target = _local(path)
+    taken = take_apart(checkpoint)
+    folder = _beside(target, "saving")
+    finish = partial(_write_skeleton, folder, taken)
+    write_tensors(folder, _stored(taken), finish, partial(_publish, folder, target))
+
+
+def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
+    """The ordinary checkpoint dict again, with whole tensors on the CPU. Local: no collective.
+
+    Any process may call, in any world or in none. Needs memory for the result and one chunk.
+
+    Args:
+        path: A folder that `save` has written.
+        weights_only: As in `torch.load`, whose default is None: True unless an environment variable
+            says otherwise. False lets the checkpoint run code of its own.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+        ValueError: If it is incomplete, damaged, or of an unknown format.
+    """
+    folder = _existing(path)
+    for name in (METADATA_FILE, SKELETON_FILE):
+        if not (folder / name).exists():
+            raise ValueError(
+                f"{folder} is not a complete checkpoint folder ({name} is missing): saving or"
+                " removing it was interrupted, or something else wrote it. Use an earlier one."
+            )
+    file = torch.load(folder / SKELETON_FILE, map_location="cpu", weights_only=weights_only)
+    check(file)
+    tensors = read_tensors(folder, file["tensors"])
+    checkpoint: dict[str, Any] = put_together(file["checkpoint"], tensors)
+    return checkpoint
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether `load` is what reads `path`: it is a folder, or was just being replaced."""
+    return Path(path).is_dir() or (not Path(path).exists() and _beside(path, "replaced").is_dir())
+
+
+def remove(path: str | Path) -> None:
+    """Removes a checkpoint folder, so that what a kill leaves of it does not look complete."""
+    folder = Path(path)
+    if not folder.is_symlink():
+        (folder / METADATA_FILE).unlink(missing_ok=True)
+    _delete(folder)
+
+
+def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None = None) -> None:
+    """Writes the ordinary checkpoint file of a folder; needs memory for the whole checkpoint.
+
+    Args:
+        folder: That `save` has written.
+        file: Must not exist; appears when it is complete.
+        weights_only: As in `load`.
+
+    Raises:
+        FileExistsError: If `file` exists.
+    """
+    target = _local(file)
+    if target.exists():
+        raise FileExistsError(f"{target} exists; remove it or name another file.")
+    partial_file = _beside(target, "saving")
+    _write(load(folder, weights_only=weights_only), partial_file)
+    os.replace(partial_file, target)
+
+
+def _stored(taken: TakenApart) -> dict[str, Stored]:
+    whole = {
+        name: Stored(taken.stand_ins[name], [Chunk(0, tensor)], name not in taken.replicated)
+        for name, tensor in taken.whole.items()
+    }
+    sharded = {name: Stored(taken.stand_ins[name], own) for name, own in taken.sharded.items()}
+    return whole | sharded
+
+
+def _write_skeleton(folder: Path, taken: TakenApart) -> None:
+    file: dict[str, Any] = {"checkpoint": taken.skeleton, "tensors": taken.stand_ins}
+    stamp(file)
+    _write(file, folder / SKELETON_FILE)
+
+
+def _write(value: object, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(folder: Path, target: Path) -> None:
+    replaced = _beside(target, "replaced")
+    if os.path.lexists(target):
+        # If `target` is not there, a save was killed between the two renames and this is the last.
+        _delete(replaced)
+        target.rename(replaced)
+    folder.rename(target)
+    _delete(replaced)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _beside(path: str | Path, what: str) -> Path:
+    """A name in the same folder that depends on `path`, and has none of its letters in it.
+
+    Lightning takes whatever has "last" in its name for a last checkpoint.
+    """
+    path = Path(path)
+    return path.with_name(f".{what}-{hashlib.sha256(path.name.encode()).hexdigest()[:12]}")
+
+
+def _existing(path: str | Path) -> Path:
+    folder = _local(path)
+    if folder.is_dir():
+        return folder
+    replaced = _beside(folder, "replaced")
+    if folder.exists() or not replaced.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; nothing to load.")
+    warnings.warn(
+        f"{folder} was being replaced when its process was killed; loading the one before it, which"
+        f" is still there as {replaced.name}.",
+        stacklevel=3,
+    )
+    return replaced
+
+
+def _local(path: str | Path) -> Path:
+    if "://" in str(path):
+        raise ValueError(
+            f"Checkpoint folders are written and read through the file system, not at '{path}':"
+            " give a path that all hosts have mounted, or leave out"
+            " save_distributed_checkpoint=True."
+        )
+    return Path(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command: a checkpoint folder to an ordinary checkpoint file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_dear.distributed_checkpoint",
+        description="Make an ordinary checkpoint file of a checkpoint folder.",
+    )
+    parser.add_argument("folder", help="written with save_distributed_checkpoint=True")
+    parser.add_argument("file", help="to write; must not exist")
+    parser.add_argument(
+        "--trusted",
+        action="store_true",
+        help="load with weights_only=False: only for folders from a trusted source",
+    )
+    given = parser.parse_args(arguments)
+    try:
+        convert(given.folder, given.file, weights_only=False if given.trusted else None)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

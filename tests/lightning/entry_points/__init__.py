@@ -1,0 +1,1 @@
+"""What users start: scripts that `test_entry_points.py` runs in processes of their own."""

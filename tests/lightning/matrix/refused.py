@@ -1,0 +1,133 @@
+"""What is refused: on every rank alike, in a sentence with the remedy."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_dear import DearStrategy
+from tests.lightning.fitting import dear, fit
+from tests.lightning.matrix.refused_models import OPTIMIZERS, UntouchedNet, sgd
+from tests.lightning.matrix.rows import Refused
+
+NO_DDP = "leave it out; there is no DistributedDataParallel to pass it to"
+row = partial(Refused, section="Options")
+plugin = partial(Refused, section="Precision")
+
+
+def _construct(**options: Any) -> None:
+    DearStrategy(**options)
+
+
+# Stand-ins: Lightning's own need packages, or a GPU, before the strategy can refuse them.
+class TransformerEnginePrecision(Precision):
+    """Under Lightning's name."""
+
+    precision = "transformer-engine"
+
+
+class BitsandbytesPrecision(Precision):
+    """Under Lightning's name."""
+
+    precision = "nf4"
+
+
+def _fit_with_plugin(kind: type[Precision]) -> None:
+    fit(dear(precision_plugin=kind()), UntouchedNet(sgd))
+
+
+def _fit_with_batch_size_finder() -> None:
+    fit(dear(), UntouchedNet(sgd), BatchSizeFinder())
+
+
+def _ddp_option(option: str, value: Any, why: str, instead: str = NO_DDP) -> Refused:
+    return row(
+        name=option,
+        run=partial(_construct, **{option: value}),
+        message=f"does not take {option}",
+        why=why,
+        instead=instead,
+    )
+
+
+OPTIONS = (
+    row(
+        name="unknown compressor",
+        run=partial(_construct, compressor="topkk"),
+        message="Unknown compressor 'topkk'; valid names: none",
+        why="a wrong name would train without it",
+        instead="one of the names in the message",
+    ),
+    row(
+        name="unknown fusion",
+        run=partial(_construct, fusion="thresh"),
+        message="Unknown fusion 'thresh'; valid names: threshold, none, single",
+        why="as above",
+        instead="one of the names in the message",
+    ),
+    row(
+        name="unknown gather",
+        run=partial(_construct, gather="weights"),
+        message="Unknown gather 'weights'; valid names: parameters",
+        why="as above",
+        instead='`gather="parameters"`',
+    ),
+    *(
+        row(
+            name=f"bucket_cap_mb={cap}",
+            run=partial(_construct, bucket_cap_mb=cap),
+            message=f"bucket_cap_mb must be > 0 MiB, got {cap}",
+            why="no bucket has that size",
+            instead="a positive number of MiB",
+        )
+        for cap in (0, -1.0, float("nan"))
+    ),
+    row(
+        name="bucket_cap_mb without threshold fusion",
+        run=partial(_construct, fusion="single", bucket_cap_mb=4),
+        message="bucket_cap_mb=4 has no effect with fusion=",
+        why="it would be ignored",
+        instead="leave one of both out",
+    ),
+    _ddp_option("ddp_comm_hook", print, "it hooks DistributedDataParallel", "`compressor=`"),
+    _ddp_option("static_graph", True, "the order of execution is recorded in any case"),
+    _ddp_option("gradient_as_bucket_view", True, "gradients always lie in the buckets"),
+    _ddp_option("model_averaging_period", 4, "weights are equal on all ranks after every step"),
+    row(
+        name="unknown option",
+        run=partial(_construct, bucket_cap=4),
+        message="does not take bucket_cap (unknown option)",
+        why="it would be ignored",
+        instead="see the options in README",
+    ),
+    row(
+        name="BatchSizeFinder",
+        run=_fit_with_batch_size_finder,
+        message="The Batch size finder is not supported with distributed strategies.",
+        why="Lightning itself refuses it under every distributed strategy",
+        instead="search on one device",
+        error="MisconfigurationException",
+    ),
+)
+
+PRECISIONS = (
+    plugin(
+        name="TransformerEngine (FP8)",
+        run=partial(_fit_with_plugin, TransformerEnginePrecision),
+        message="TransformerEnginePrecision",
+        why="its layers cache casts of weights that a gather would change behind them",
+        instead="`bf16-mixed` or `bf16-true`",
+    ),
+    plugin(
+        name="bitsandbytes",
+        run=partial(_fit_with_plugin, BitsandbytesPrecision),
+        message="BitsandbytesPrecision",
+        why="its parameters are not floating-point numbers",
+        instead="`bf16-true`",
+    ),
+)
+
+REFUSED_ROWS = (*OPTIONS, *PRECISIONS, *OPTIMIZERS)

@@ -1,0 +1,229 @@
+"""What is refused because of the optimizer or the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.lightning.fitting import dear, fit
+from tests.lightning.matrix.rows import Refused
+from tests.lightning.nets import Net
+
+row = partial(Refused, section="Optimizers and models")
+WHOLE = "its update of an element depends on other elements of the tensor"
+ELEMENTWISE = "an element-wise optimizer (SGD, Adam, AdamW, ...), or `strategy='ddp'`"
+
+
+class Lars(Optimizer):
+    """Scales a tensor's step by its norm: not element-wise, and known by name."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad * (group["lr"] * p.norm() / (p.grad.norm() + 1e-9)))
+        return loss
+
+
+class HomeMadeLars(Lars):
+    """Under a name that no list knows."""
+
+
+class ClosureFree(torch.optim.SGD):
+    """Steps without calling its closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step()
+
+
+class UntouchedNet(Net):
+    """Fails the test if it is ever trained."""
+
+    def __init__(self, new_optimizer: Callable[[nn.Module], Any], model: str = "mlp") -> None:
+        super().__init__(model)
+        self.new_optimizer = new_optimizer
+
+    def training_step(self, *_: Any) -> Any:
+        raise AssertionError("training began")
+
+    def configure_optimizers(self) -> Any:
+        return self.new_optimizer(self.net)
+
+
+class _TrainedNet(UntouchedNet):
+    training_step = Net.training_step
+
+
+class _SparseNet(Net):
+    """Its embedding has sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.table = nn.Embedding(5, 7, sparse=True)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss([self.table(batch[1]), batch[1]])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def sgd(module: nn.Module) -> Optimizer:
+    """One that works."""
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def _foreign(module: nn.Module) -> Optimizer:
+    return torch.optim.SGD(nn.Linear(5, 6).parameters(), lr=0.1)
+
+
+def _frozen(module: nn.Module) -> Optimizer:
+    return torch.optim.SGD(module.requires_grad_(False).parameters(), lr=0.1)
+
+
+def _none(module: nn.Module) -> None:
+    return None
+
+
+def _of(kind: Callable[[Any], Optimizer], module: nn.Module) -> Optimizer:
+    return kind(module.parameters())
+
+
+def _muon(module: nn.Module) -> Optimizer:
+    return torch.optim.Muon([p for p in module.parameters() if p.dim() == 2])
+
+
+def _closure_free(module: nn.Module) -> Optimizer:
+    return ClosureFree(module.parameters(), lr=0.1)
+
+
+def _fit(new_optimizer: Callable[[nn.Module], Any]) -> None:
+    fit(dear(), UntouchedNet(new_optimizer))
+
+
+def _fit_closure_free() -> None:
+    fit(dear(), _TrainedNet(_closure_free))
+
+
+def _fit_sparse() -> None:
+    fit(dear(), _SparseNet())
+
+
+def _fit_different(kind: str) -> None:
+    """One rank alone is wrong; all say so, and none is left waiting."""
+    net = UntouchedNet(sgd)
+    if os.environ["RANK"] == "1":
+        if kind == "shape":
+            net.net.layers[2] = nn.Linear(131, 62)
+        elif kind == "number":
+            net.net.layers.append(nn.Linear(3, 3))
+        else:
+            net.new_optimizer = _foreign
+    fit(dear(), net)
+
+
+def _not_elementwise(kind: Any) -> Refused:
+    return row(
+        name=kind.__name__,
+        run=partial(_fit, partial(_of, kind)),
+        message=f"strategy='dear' cannot shard {kind.__name__}",
+        why=WHOLE,
+        instead=ELEMENTWISE,
+    )
+
+
+OPTIMIZERS = (
+    _not_elementwise(torch.optim.LBFGS),
+    _not_elementwise(torch.optim.Adafactor),
+    _not_elementwise(torch.optim.SparseAdam),
+    _not_elementwise(Lars),
+    row(
+        name="any other optimizer that is not element-wise",
+        run=partial(_fit, partial(_of, HomeMadeLars)),
+        message="strategy='dear' cannot shard HomeMadeLars: a matrix stepped in two parts",
+        why="found by stepping a matrix whole and in two parts",
+        instead=ELEMENTWISE,
+    ),
+    *(
+        [
+            row(
+                name="Muon",
+                run=partial(_fit, _muon),
+                message="strategy='dear' cannot shard Muon",
+                why=WHOLE,
+                instead=ELEMENTWISE,
+            )
+        ]
+        if hasattr(torch.optim, "Muon")
+        else []
+    ),
+    row(
+        name="an optimizer that does not call its closure",
+        run=_fit_closure_free,
+        message="ClosureFree.step() did not call its closure",
+        why="Lightning runs forward and backward in it",
+        instead="call the closure before the update",
+        error="RuntimeError",
+    ),
+    row(
+        name="no optimizer",
+        run=partial(_fit, _none),
+        message="strategy='dear' needs an optimizer",
+        why="there is nothing to train",
+        instead="return one from `configure_optimizers`",
+    ),
+    row(
+        name="an optimizer over frozen parameters alone",
+        run=partial(_fit, _frozen),
+        message="The optimizer holds no parameter of the module that requires a gradient",
+        why="there is nothing to train",
+        instead="unfreeze some before the fit",
+    ),
+    row(
+        name="parameters that are not the module's",
+        run=partial(_fit, _foreign),
+        message="SGD's parameter group 0 holds 2 parameter(s) that are not the module's",
+        why="no rank would send them",
+        instead="make them attributes of the LightningModule",
+    ),
+    row(
+        name="sparse gradients",
+        run=_fit_sparse,
+        message="has a sparse gradient, which strategy='dear' does not",
+        why="a bucket is dense",
+        instead="`sparse=False` in the embedding",
+        error="RuntimeError",
+    ),
+    row(
+        name="ranks with other shapes",
+        run=partial(_fit_different, "shape"),
+        message="Ranks hold different models: rank 0 has",
+        why="their buckets would not fit",
+        instead="build the same model on every rank",
+    ),
+    row(
+        name="ranks with another number of parameters",
+        run=partial(_fit_different, "number"),
+        message="Ranks hold different models: rank 0 trains 6 parameters, rank 1 8",
+        why="as above",
+        instead="as above",
+    ),
+    row(
+        name="ranks with another optimizer",
+        run=partial(_fit_different, "optimizer"),
+        message="parameter(s) that are not the module's",
+        why="as above",
+        instead="as above",
+    ),
+)

@@ -1,0 +1,269 @@
+"""The board on which ranks find the first failure, and the agreement that does not wait for ever.
+
+Several boards in one process stand for ranks; they share a store as ranks do.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_dear import failure_watch, failures
+from lightning_dear.failure_watch import FailureWatch, first_failure
+from lightning_dear.failures import Failure, FailureBoard, describe, is_consequence
+
+NUM_RANKS = 3
+CLOSED = "[pair.cc:537] Read error [127.0.0.1]:57046: Connection reset by peer."
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(failures, "default_store", lambda: store)
+    monkeypatch.setattr(failure_watch, "new_store_client", lambda: store)
+    monkeypatch.setattr(failures, "REPORT_WAIT_S", 0.3)
+    return store
+
+
+@pytest.fixture
+def boards(store: dist.Store) -> list[FailureBoard]:
+    return [FailureBoard("attempt", rank, NUM_RANKS) for rank in range(NUM_RANKS)]
+
+
+def in_time(call: Callable[[], Any], seconds: float = 5.0) -> Any:
+    start_s = time.monotonic()
+    value = call()
+    assert time.monotonic() - start_s < seconds
+    return value
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CLOSED,
+        "Connection closed by peer [127.0.0.1]:46760. This is typically caused by a crash.",
+        "[unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+        "wait timeout after 300000ms, keys: /default_pg/0/store_based_barrier",
+        "NCCL communicator was aborted on rank 2.",
+    ],
+)
+def test_what_a_lost_peer_sounds_like(message: str) -> None:
+    assert is_consequence(RuntimeError(message))
+    assert not is_consequence(ValueError(message))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DataLoader timed out after 30 seconds"),
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
+        TimeoutError("Timed out waiting 5000ms"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_what_is_a_cause_of_its_own(error: BaseException) -> None:
+    assert not is_consequence(error)
+
+
+def test_the_root_of_a_chain_decides() -> None:
+    def chained(first: BaseException, second: BaseException, how: str) -> BaseException:
+        try:
+            try:
+                raise first
+            except BaseException as error:
+                if how == "from":
+                    raise second from error
+                raise second  # noqa: B904
+        except BaseException as error:
+            return error
+
+    closed, mistake = RuntimeError(CLOSED), ValueError("mistake")
+    assert is_consequence(chained(closed, ValueError("wrapped"), "from"))
+    assert not is_consequence(chained(mistake, RuntimeError(CLOSED), "while"))
+
+
+def test_describe() -> None:
+    assert describe(ValueError("bad batch")) == "ValueError: bad batch"
+    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert len(describe(ValueError("x" * 10**6))) < 10**4
+
+
+def test_the_first_cause_stays(boards: list[FailureBoard]) -> None:
+    assert boards[2].first() is None
+    boards[0].report(0, RuntimeError(CLOSED))
+    boards[1].report(1, ValueError("bad batch\nof two lines"))
+    boards[2].report(2, KeyError("later"))
+    first = Failure(1, "ValueError: bad batch\nof two lines")
+    assert [board.first() for board in boards] == [first] * NUM_RANKS
+    assert str(first) == "Rank 1 failed first: ValueError: bad batch\nof two lines"
+
+
+def test_another_attempt_sees_nothing_of_it(boards: list[FailureBoard]) -> None:
+    boards[1].report(1, ValueError("bad batch"))
+    assert FailureBoard("another", 0, NUM_RANKS).first() is None
+
+
+def test_a_consequence_is_told_whose_it_is(
+    boards: list[FailureBoard], caplog: pytest.LogCaptureFixture
+) -> None:
+    boards[1].report(1, ValueError("bad batch"))
+    error = RuntimeError(CLOSED)
+    with caplog.at_level(logging.ERROR):
+        assert boards[0].blame(error) == "Rank 1 failed first: ValueError: bad batch"
+    assert "Rank 1 failed first: ValueError: bad batch" in caplog.text
+    if sys.version_info >= (3, 11):
+        assert error.__notes__ == ["Rank 1 failed first: ValueError: bad batch"]
+
+
+def test_a_report_that_comes_a_little_later(boards: list[FailureBoard]) -> None:
+    timer = threading.Timer(0.1, boards[1].report, (1, ValueError("bad batch")))
+    timer.start()
+    assert "bad batch" in boards[0].blame(RuntimeError(CLOSED))
+    timer.join()
+
+
+def test_nobody_is_blamed_for_ones_own_mistake(boards: list[FailureBoard]) -> None:
+    boards[1].report(1, ValueError("bad batch"))
+    assert boards[0].blame(KeyError("own")) is None
+
+
+def test_the_dead_and_the_hanging_are_told_apart(
+    boards: list[FailureBoard], store: dist.Store
+) -> None:
+    boards[0].report(0, RuntimeError(CLOSED))
+    assert boards[0].blame(RuntimeError(CLOSED)).startswith("Ranks [1, 2] are gone")
+    boards[1].notice(store)
+    assert boards[0].blame(RuntimeError(CLOSED)).startswith("Ranks [2] are gone")
+    boards[2].notice(store)
+    assert boards[0].blame(RuntimeError(CLOSED)).startswith("Ranks [1, 2] did not come")
+    for rank in (1, 2):
+        boards[rank].report(rank, RuntimeError(CLOSED))
+    assert boards[0].blame(RuntimeError(CLOSED)).startswith("No rank has reported a cause")
+
+
+class _DeadStore:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Connection refused")
+
+
+class _StuckStore:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: time.sleep(60)
+
+
+@pytest.mark.parametrize("kind", [_DeadStore, _StuckStore, lambda: None])
+def test_without_a_store_nothing_raises_or_waits(
+    kind: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "default_store", kind)
+    monkeypatch.setattr(failures, "STORE_WAIT_S", 0.2)
+    board = FailureBoard("attempt", 1, NUM_RANKS)
+    in_time(lambda: board.handle(ValueError("bad batch")))
+    assert in_time(board.first) is None
+    sentence = in_time(lambda: board.blame(RuntimeError(CLOSED)))
+    assert "see what rank 0 printed last" in sentence
+    with pytest.raises(RuntimeError, match="store is gone.*ValueError: bad batch"):
+        in_time(lambda: board.agree("collect the state", timeout_s=0.2))
+
+
+def test_one_process_has_nobody_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "default_store", _StuckStore)
+    board = FailureBoard()
+    in_time(lambda: board.handle(ValueError("bad batch")), 0.1)
+    in_time(lambda: board.agree("collect the state"), 0.1)
+
+
+def agreements(boards: list[FailureBoard], states: list[str], timeout_s: float) -> list[str]:
+    """What became of each board's `agree`, called at the same time."""
+
+    def outcome(board: FailureBoard, state: str) -> str:
+        try:
+            board.agree("collect the state", state, timeout_s)
+        except RuntimeError as error:
+            return str(error)
+        return "yes"
+
+    with ThreadPoolExecutor(len(boards)) as pool:
+        return list(pool.map(outcome, boards, states))
+
+
+def test_all_agree(boards: list[FailureBoard]) -> None:
+    for _ in range(2):
+        assert agreements(boards, ["step 3"] * NUM_RANKS, 5.0) == ["yes"] * NUM_RANKS
+
+
+def test_some_do_not_come(boards: list[FailureBoard]) -> None:
+    boards[1].report(1, ValueError("bad batch"))
+    boards[2].first()
+    outcomes = in_time(lambda: agreements(boards[1:], ["step 3"] * 2, 0.3))
+    expected = "Cannot collect the state: only ranks [1, 2] of 3 came within 0.3 s. Resume"
+    assert all(outcome.startswith(expected) for outcome in outcomes)
+    assert all("ValueError: bad batch" in outcome for outcome in outcomes)
+    # Who comes late hears the same at once, and does not wait for those who have gone.
+    (late,) = in_time(lambda: agreements(boards[:1], ["step 3"], 60.0))
+    assert late.startswith(expected)
+
+
+def test_ranks_at_different_steps_do_not_agree(boards: list[FailureBoard]) -> None:
+    outcomes = agreements(boards, ["step 3", "step 4", "step 3"], 5.0)
+    assert all("ranks stand at ['step 3', 'step 4', 'step 3']" in one for one in outcomes)
+
+
+@pytest.fixture
+def watch_all(
+    boards: list[FailureBoard], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[float], list[FailureWatch]]]:
+    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
+    made: list[FailureWatch] = []
+
+    def make(timeout_s: float) -> list[FailureWatch]:
+        made.extend(FailureWatch(board, timedelta(seconds=timeout_s)) for board in boards)
+        return made
+
+    yield make
+    for watch in made:
+        watch.close()
+
+
+def test_rank_0_stays_until_its_failure_has_been_read(
+    watch_all: Callable[[float], list[FailureWatch]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "REPORT_WAIT_S", 5.0)
+    watches = watch_all(60.0)
+    in_time(lambda: watches[0].handle(ValueError("bad batch")), 4.0)
+    first = Failure(0, "ValueError: bad batch")
+    assert [watch.board.seen for watch in watches[1:]] == [first] * 2
+    assert first_failure() == first
+
+
+def test_a_rank_that_never_notices_is_ended(
+    watch_all: Callable[[float], list[FailureWatch]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: dict[int, float] = {}
+    monkeypatch.setattr(
+        FailureWatch, "_end", lambda self: ended.setdefault(self.board.rank, time.monotonic())
+    )
+    watches = watch_all(2.0)
+    start_s = time.monotonic()
+    watches[0].handle(ValueError("bad batch"))
+    watches[1].close()
+    while not ended and time.monotonic() < start_s + 30:
+        time.sleep(0.05)
+    assert ended.keys() == {2}
+    assert ended[2] - start_s > 1.9
+
+
+def test_a_watch_is_pickled_as_of_no_run(watch_all: Any) -> None:
+    copied = pickle.loads(pickle.dumps(watch_all(1.0)[0]))
+    assert copied.board.world_size == 1

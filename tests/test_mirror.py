@@ -1,0 +1,229 @@
+"""`strategy="dear"` for `pytorch_lightning` beside `lightning`, in one process."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import pickle
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_dear
+from lightning_dear import versions
+from lightning_dear.mirror import mirror_imports, mirrored_name
+from lightning_dear.registration import REGISTRIES, START_METHODS
+from lightning_dear.versions import MIRROR_RANGES, warn_outside_tested_range
+from tests.distributed.harness import distributed
+from tests.lightning.fitting import assert_differ, assert_same
+
+pytest.importorskip("pytorch_lightning")
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMESPACES = {
+    "lightning.pytorch": "lightning_dear",
+    "pytorch_lightning": "lightning_dear.pytorch_lightning",
+}
+every_namespace = pytest.mark.parametrize("namespace", NAMESPACES)
+
+QUIET = {
+    "accelerator": "cpu",
+    "max_epochs": 2,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def strategy_of(namespace: str) -> Any:
+    return importlib.import_module(NAMESPACES[namespace]).DearStrategy
+
+
+# --- one process, both packages ---------------------------------------------------------------
+
+
+def fit(namespace: str, strategy: Any) -> list[list[Tensor]]:
+    """Weights after every batch, as a callback of that package sees them."""
+    pl = importlib.import_module(namespace)
+    environments = importlib.import_module(f"{namespace}.plugins.environments")
+    seen: list[list[Tensor]] = []
+
+    class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            inputs, targets = batch
+            return nn.functional.mse_loss(self.layers(inputs), targets)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    class Recorder(pl.Callback):  # type: ignore[name-defined, misc]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append([parameter.detach().clone() for parameter in pl_module.parameters()])
+
+    torch.manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(24, 6), torch.randn(24, 3))
+    trainer = pl.Trainer(
+        strategy=strategy,
+        devices=int(os.environ["WORLD_SIZE"]),
+        plugins=[environments.TorchElasticEnvironment()],
+        callbacks=[Recorder()],
+        **QUIET,
+    )
+    trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=3))
+    return seen
+
+
+@distributed(world_sizes=[2])
+def test_both_packages_train_like_ddp_in_one_process() -> None:
+    options = {"timeout": timedelta(seconds=40)}
+    runs = {}
+    for namespace in ("pytorch_lightning", "lightning.pytorch", "pytorch_lightning"):
+        ddp = importlib.import_module(f"{namespace}.strategies").DDPStrategy
+        theirs = fit(namespace, ddp(**options))
+        ours = runs[namespace] = fit(namespace, strategy_of(namespace)(fusion="none", **options))
+        assert len(ours) == 8
+        assert_same(ours, theirs, f"weights under {namespace}")
+        assert_differ(ours[0], ours[-1])
+    assert_same(runs["pytorch_lightning"], runs["lightning.pytorch"], "weights of the two")
+
+
+@every_namespace
+@pytest.mark.parametrize("name", START_METHODS)
+def test_names_give_the_strategy_of_the_trainer(namespace: str, name: str) -> None:
+    pl = importlib.import_module(namespace)
+    strategies = importlib.import_module(f"{namespace}.strategies")
+    strategy = pl.Trainer(strategy=name, devices=2, **QUIET).strategy
+    assert type(strategy) is strategy_of(namespace)
+    assert isinstance(strategy, strategies.DDPStrategy)
+    assert strategy._start_method == START_METHODS[name]
+
+
+@every_namespace
+def test_names_are_those_that_the_class_registers(namespace: str) -> None:
+    registry = importlib.import_module(f"{namespace}.strategies").StrategyRegistry
+    eager = type(registry)()
+    strategy_of(namespace).register_strategies(eager)
+    keys = ("strategy_name", "description", "init_params")
+    assert {name: [data[key] for key in keys] for name, data in eager.items()} == {
+        name: [registry[name][key] for key in keys] for name in START_METHODS
+    }
+
+
+@pytest.mark.parametrize("namespaces", [list(NAMESPACES), list(NAMESPACES)[::-1]])
+def test_the_other_package_refuses_an_instance(namespaces: list[str]) -> None:
+    one, other = namespaces
+    trainer = importlib.import_module(one).Trainer
+    with pytest.raises(ValueError, match=f"an instance of `{one}.strategies.Strategy`"):
+        trainer(strategy=strategy_of(other)(), devices=2, **QUIET)
+
+
+def test_the_engine_exists_once() -> None:
+    ours = importlib.import_module("lightning_dear.strategy")
+    mirrored = importlib.import_module("lightning_dear.pytorch_lightning.strategy")
+    assert mirrored.Pipeline is ours.Pipeline
+    assert mirrored.CompletionGuard is not ours.CompletionGuard
+    assert mirrored.check_trainer is not ours.check_trainer
+    assert importlib.util.find_spec("lightning_dear.pytorch_lightning.pipeline") is None
+
+
+def test_mirrored_classes_can_be_pickled() -> None:
+    for name in ("DearStrategy", "DearMonitor", "TimelineCallback"):
+        mirrored = getattr(importlib.import_module(NAMESPACES["pytorch_lightning"]), name)
+        assert mirrored.__module__.startswith("lightning_dear.pytorch_lightning.")
+        assert pickle.loads(pickle.dumps(mirrored)) is mirrored
+    strategy = strategy_of("pytorch_lightning")
+    assert type(pickle.loads(pickle.dumps(strategy()))) is strategy
+
+
+def test_source_and_tracebacks_are_the_originals() -> None:
+    ours, mirrored = map(strategy_of, NAMESPACES)
+    assert inspect.getsource(mirrored) == inspect.getsource(ours)
+    assert inspect.getsourcefile(mirrored) == str(ROOT / "lightning_dear/strategy.py")
+    with pytest.raises(ValueError, match="Unknown gather 'nothing'") as caught:
+        mirrored(gather="nothing")
+    *_, calls, raises = traceback.extract_tb(caught.value.__traceback__)
+    assert Path(calls.filename).name == "strategy.py"
+    assert "check_options(" in (calls.line or "")
+    assert Path(raises.filename).name == "support.py"
+    assert "raise ValueError(" in (raises.line or "")
+
+
+# --- the rules themselves -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("original", "mirrored"),
+    [
+        ("import lightning.pytorch as pl", "import pytorch_lightning as pl"),
+        ("from lightning.fabric.a import b", "from lightning_fabric.a import b"),
+        (
+            "from lightning_dear.callbacks.monitor import DearMonitor as D",
+            "from lightning_dear.pytorch_lightning.callbacks.monitor import DearMonitor as D",
+        ),
+        (
+            "def f():\n    from lightning.pytorch import Trainer",
+            "def f():\n    from pytorch_lightning import Trainer",
+        ),
+        ("from lightning_dear.pipeline import Pipeline",) * 2,
+        ("from lightning_utilities import x",) * 2,
+        ("import torch, lightning_dear.planning",) * 2,
+    ],
+)
+def test_imports_are_renamed(original: str, mirrored: str) -> None:
+    tree = ast.parse(original)
+    mirror_imports(tree, "file.py")
+    assert ast.unparse(tree) == mirrored
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import lightning",
+        "import lightning.pytorch",
+        "import lightning_dear.callbacks.monitor",
+        "from lightning import Trainer",
+        "from lightning import pytorch as pl",
+        "from lightning_dear import callbacks",
+    ],
+)
+def test_imports_that_cannot_be_renamed_are_refused(line: str) -> None:
+    with pytest.raises(ImportError, match=f"file.py, line 2: `{line}` .* write `from"):
+        mirror_imports(ast.parse(f"import torch\n{line}"), "file.py")
+
+
+def test_a_name_that_only_begins_alike_is_kept() -> None:
+    for name in ("lightning.pytorch_x", "lightning_dear.supports", "lightning_dear.strategy_x"):
+        assert mirrored_name(name) == name
+
+
+def test_the_mirror_has_tested_versions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [tested.name for tested in MIRROR_RANGES] == ["python", "torch", "pytorch-lightning"]
+    installed = {"torch": "2.13.0", "lightning": "2.6.0", "pytorch-lightning": "2.4.0"}
+    monkeypatch.setattr(versions, "version", installed.__getitem__)
+    monkeypatch.setattr(versions, "_named", set())
+    with pytest.warns(UserWarning, match=r"tested with pytorch-lightning 2\.4\.0"):
+        warn_outside_tested_range(MIRROR_RANGES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_outside_tested_range(MIRROR_RANGES)
+
+
+def test_every_registry_is_there() -> None:
+    assert {f"{namespace}.strategies" for namespace in NAMESPACES} == {
+        place.module for place in REGISTRIES
+    }
+    assert lightning_dear.DearStrategy is strategy_of("lightning.pytorch")
