@@ -17,6 +17,10 @@ from tests.lightning.matrix.rows import SUM_ORDER, THREE_RANKS, Apart, Feature, 
 from tests.lightning.matrix.seen import Seen
 
 row = partial(Feature, section="Reading and writing weights")
+LEFTOVERS = (
+    "its extra epoch ends in a step without gradients, which changes nothing here;"
+    " DDP steps once more with those that the epoch before left behind"
+)
 HAS_AVERAGING = hasattr(lightning_callbacks, "EMAWeightAveraging")
 WeightAveraging: Any = getattr(lightning_callbacks, "WeightAveraging", Callback)
 
@@ -127,8 +131,24 @@ FEATURES = (
         drive=fit_and_validate,
         trainer={"max_epochs": 3},
         num_batches=3,
-        remark="its extra epoch ends in a step without gradients, which changes nothing here;"
-        " DDP steps once more with those that the epoch before left behind",
+        remark=LEFTOVERS,
+    ),
+    row(
+        name="StochasticWeightAveraging with validation",
+        net=mlp,
+        callbacks=_swa,
+        drive=fit_and_validate,
+        trainer={"max_epochs": 3},
+        num_batches=3,
+    ),
+    row(
+        name="StochasticWeightAveraging with BatchNorm",
+        net=partial(_WithoutLeftovers, model="conv"),
+        data="conv",
+        callbacks=_swa,
+        trainer={"max_epochs": 3},
+        num_batches=3,
+        remark=LEFTOVERS,
     ),
     row(
         name="ModelPruning",

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_dear import DearStrategy
@@ -22,7 +23,7 @@ TWICE = Apart(
 )
 
 
-class _Plain(ManualNet):
+class ManualPlain(ManualNet):
     """Reads weights right behind the step, in the same training step."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -106,7 +107,22 @@ class _Clipping(ManualNet):
         optimizer.step()
 
 
-class _Gan(ManualNet):
+class _Scheduled(ManualNet):
+    """Steps its learning rate scheduler by hand."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.backward_of(batch)
+        optimizer.step()
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class Gan(ManualNet):
     """A generator and a discriminator in turns, toggled or not."""
 
     toggles = True
@@ -133,7 +149,7 @@ class _Gan(ManualNet):
         return [self.new_optimizer(self.net[name]) for name in ("generator", "discriminator")]
 
 
-class _UntoggledGan(_Gan):
+class UntoggledGan(Gan):
     toggles = False
 
 
@@ -147,11 +163,16 @@ def _new_gan() -> nn.Module:
 class _Shared(ManualNet):
     """Weights under one optimizer, biases of the same modules under another."""
 
+    clips = False
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         first, second = self.optimizers()
         first.zero_grad()
         second.zero_grad()
         self.backward_of(batch)
+        if self.clips:
+            self.clip_gradients(first, CLIP, gradient_clip_algorithm="norm")
+            self.clip_gradients(second, CLIP, gradient_clip_algorithm="value")
         first.step()
         if batch_idx % 2:
             second.step()
@@ -163,8 +184,12 @@ class _Shared(ManualNet):
         return [optimizer_for(self.optimizer_name, matrices), optimizer_for(other, vectors)]
 
 
+class _SharedClipping(_Shared):
+    clips = True
+
+
 FEATURES = (
-    row(name="manual optimisation", net=partial(_Plain, model="gpt"), data="gpt"),
+    row(name="manual optimisation", net=partial(ManualPlain, model="gpt"), data="gpt"),
     row(name="two backwards before one step", net=_TwoBackwards, apart=(TWICE,)),
     row(
         name="two backwards before one step, the last one marked",
@@ -176,15 +201,16 @@ FEATURES = (
     row(name="a backward without a step", net=_WithoutStep, apart=(TWICE,), num_steps=3),
     row(name="a closure in manual optimisation", net=_Closure),
     row(name="self.clip_gradients in manual optimisation", net=_Clipping, apart=(NORM_ORDER,)),
+    row(name="a learning rate scheduler stepped by hand", net=_Scheduled),
     row(
         name="two optimizers with toggle_optimizer (GAN)",
-        net=_Gan,
+        net=Gan,
         reference="ddp, unused",
         num_steps=12,
     ),
     row(
         name="two optimizers without toggle_optimizer (GAN)",
-        net=_UntoggledGan,
+        net=UntoggledGan,
         reference="ddp, unused",
         num_steps=12,
     ),
@@ -193,4 +219,5 @@ FEATURES = (
         net=_Shared,
         remark="weights in one, biases in the other; each has buckets of its own",
     ),
+    row(name="two optimizers, each clipped", net=_SharedClipping, apart=(NORM_ORDER,)),
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.lightning.fitting import assert_same
 from tests.lightning.matrix.manual import FEATURES as MANUAL
 from tests.lightning.matrix.nets import RowNet
-from tests.lightning.matrix.rows import Feature
+from tests.lightning.matrix.rows import Feature, fit_and_validate
 from tests.lightning.matrix.seen import Seen
 from tests.lightning.nets import copies
 
@@ -132,6 +132,13 @@ FEATURES = (
         name="OneCycleLR, which changes momentum too",
         net=partial(_Scheduled, kind="one cycle", interval="step"),
         check=_rates_change,
+    ),
+    row(
+        name="ReduceLROnPlateau",
+        net=partial(_Scheduled, kind="plateau", interval="epoch"),
+        drive=fit_and_validate,
+        trainer={"max_epochs": 4},
+        num_batches=2,
     ),
     row(name="lr_find, then fit", net=_Rate, drive=_lr_find),
 )

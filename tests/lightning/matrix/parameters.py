@@ -20,7 +20,7 @@ from torch.distributed.nn.functional import all_reduce
 from tests.engine import odd_models
 from tests.engine.models import batch as batch_of
 from tests.lightning.matrix import models
-from tests.lightning.matrix.nets import RowNet, conv, gpt
+from tests.lightning.matrix.nets import RowNet, conv, gpt, mlp
 from tests.lightning.matrix.rows import Feature, fit_and_validate
 from tests.lightning.matrix.seen import Seen
 from tests.lightning.matrix.unused import FEATURES as UNUSED
@@ -94,6 +94,25 @@ def _joined(seen: Seen) -> None:
     assert not any(map(torch.equal, backbone[2], backbone[-1]))
 
 
+class _Freezer(Callback):
+    """Freezes the first layer in the second epoch, and thaws it in the third."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net.layers[0].requires_grad_(trainer.current_epoch != 1)
+
+
+def _freezing(folder: Path) -> Sequence[Callback]:
+    return [_Freezer()]
+
+
+def _rested(seen: Seen) -> None:
+    """The first layer trains in the first and third epoch."""
+    (first, before, after, last) = (seen.series["weights"][step][0] for step in (0, 1, 3, 5))
+    assert torch.equal(before, after)
+    assert not torch.equal(first, before)
+    assert not torch.equal(after, last)
+
+
 class _SyncedNorm(nn.BatchNorm1d):
     """Normalises over all ranks' samples, on CPU, which torch's SyncBatchNorm does not."""
 
@@ -134,6 +153,15 @@ FEATURES = (
     row(name="tied weights", net=gpt, data="gpt"),
     row(name="tied weights, read through the alias first", net=_odd("tied_alias_first")),
     row(name="frozen parameters", net=_net(models.Frozen)),
+    row(
+        name="parameters frozen and thawed in mid-training",
+        net=mlp,
+        callbacks=_freezing,
+        trainer={"max_epochs": 3},
+        num_batches=2,
+        reference="ddp, unused",
+        check=_rested,
+    ),
     row(
         name="BackboneFinetuning",
         net=_Finetuned,

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from tests.lightning.matrix.gradients import CLIP
+from tests.lightning.matrix.manual import Gan, ManualPlain
 from tests.lightning.matrix.nets import RowNet, conv, gpt, mlp
 from tests.lightning.matrix.rows import NORM_ORDER, SUM_ORDER, THREE_RANKS, Apart, Feature
 from tests.lightning.matrix.seen import Seen
@@ -133,6 +134,19 @@ FEATURES = (
         net=mlp,
         plugins=_grad_scaler,
         trainer={"accumulate_grad_batches": 2},
+        apart=(AT_THREE_RANKS,),
+    ),
+    row(
+        name="GradScaler in manual optimisation",
+        net=ManualPlain,
+        plugins=_grad_scaler,
+        apart=(AT_THREE_RANKS,),
+    ),
+    row(
+        name="GradScaler with two optimizers (GAN)",
+        net=Gan,
+        reference="ddp, unused",
+        plugins=_grad_scaler,
         apart=(AT_THREE_RANKS,),
     ),
     row(

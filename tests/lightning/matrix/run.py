@@ -30,14 +30,19 @@ def run_row(row: Feature, optimizer: str, folder: Path) -> None:
     rank = os.environ["RANK"]
     theirs = _run(row, _reference(row), row.reference_net or row.net, optimizer, folder / "theirs")
     watched = _run(row, _ours(row), row.net, optimizer, folder / "ours")
-    alone = _run(row, _ours(row), row.net, optimizer, folder / "alone", watches=False)
+    # At one rank nothing is gathered, so that looking changes nothing.
+    alone = (
+        _run(row, _ours(row), row.net, optimizer, folder / "alone", watches=False)
+        if world_size > 1
+        else watched
+    )
     for name, entries in theirs.series.items():
         if rank != "0" and name in ("buffers", "averaged buffers", "buffers after fit"):
             continue  # rank 0's come at the end of a step, under DDP with the next forward
         limit = row.distance(world_size, name)
         for seen in (watched, alone):
             if name in seen.series or seen is watched:
-                where = f"{row.name}, rank {rank}" + (", unwatched" if seen is alone else "")
+                where = f"{row.name}, rank {rank}" + ("" if seen is watched else ", unwatched")
                 compare(seen.series[name], entries, limit, f"{where}: {name}")
     assert set(watched.series) == set(theirs.series)
     for name in ("weights", "averages", "weights after fit", "buffers after fit"):
