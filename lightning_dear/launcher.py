@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
 from lightning_dear.failure_watch import dump_stacks, first_failure
+from lightning_dear.interrupts import call_if_unheard
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ GRACE_S = 5.0
 
 END_S = 60.0
 """Seconds the other ranks have to end once rank 0 has ended in good order."""
+
+BLOCKED_S = 10.0
+"""Seconds after which a Ctrl-C or SIGTERM that has no effect on rank 0 ends the other ranks."""
 
 PARENT_VARIABLE = "LIGHTNING_DEAR_PARENT"
 """Tells a child rank the process number of rank 0."""
@@ -97,6 +101,7 @@ class JobLauncher(_SubprocessScriptLauncher):
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._is_failing = threading.Event()
+        self._has_heard_signal = threading.Event()
         watch_parent()
 
     @override
@@ -116,13 +121,25 @@ class JobLauncher(_SubprocessScriptLauncher):
             self._watch_children()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
-            return function(*args, **kwargs)
+            with call_if_unheard(self._has_heard_signal, BLOCKED_S, self._end_deaf_children):
+                return function(*args, **kwargs)
         except _TunerExitException:
             # Not a failure: the tuner leaves its trial fit this way, on every rank.
             raise
         except BaseException:
             self._is_failing.set()
             raise
+
+    @override
+    def kill(self, signum: signal.Signals | int) -> None:
+        """Send a signal to the children; Lightning's own handler of SIGTERM does so."""
+        self._has_heard_signal.set()
+        super().kill(signum)
+
+    def _end_deaf_children(self) -> None:
+        if self.procs:
+            log.error("Rank 0 cannot be interrupted while it waits for others: ending those.")
+            end_processes(self.procs, 0.0)
 
     @override
     def _call_children_scripts(self) -> None:
