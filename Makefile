@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: help train test test-all lint
+.PHONY: help train test test-all lint notebook
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -30,6 +30,9 @@ lint: $(VENV)/.ready-to-test ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+notebook: $(VENV)/.ready-for-notebook ## run docs/dear_notebook.ipynb again and keep its outputs
+	$(BIN)/python docs/run_notebook.py
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "lightning-dear needs Python 3.10 or newer, this is %d.%d: use make PYTHON=python3.12 (or another)." % sys.version_info[:2])'
@@ -52,4 +55,8 @@ $(VENV)/.ready-to-run: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.ready-to-test: $(VENV)/.torch pyproject.toml
 	$(PIP) -e '.[dev,tensorboard]'
+	@touch $@ $(VENV)/.ready-to-run
+
+$(VENV)/.ready-for-notebook: $(VENV)/.torch pyproject.toml
+	$(PIP) -e '.[notebook]'
 	@touch $@ $(VENV)/.ready-to-run

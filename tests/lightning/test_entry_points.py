@@ -5,7 +5,10 @@ Whoever starts the ranks, they train the same weights: those of DDP, started by 
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -243,3 +246,49 @@ def test_stages_in_new_processes_each(
     # The last fit went on from the first one's weights, and its own came back too.
     assert_differ(found["all-0.pt"]["weights"], found["fit-first-0.pt"]["weights"])
     assert_same(found["all-0.pt"]["weights"], found["fit-last-0.pt"]["weights"], "weights")
+
+
+# --- the notebook ---------------------------------------------------------------------------------
+
+NOTEBOOK = ROOT / "docs" / "dear_notebook.ipynb"
+
+
+def outputs_of(notebook: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
+
+
+def check_outputs(outputs: Sequence[Mapping[str, Any]]) -> None:
+    """It learned, drew two pictures and complained of nothing."""
+    printed = "".join("".join(output.get("text", "")) for output in outputs)
+    found = re.search(r"test accuracy (\d\.\d+)", printed)
+    assert found, printed
+    assert float(found[1]) > 0.9
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert {output["output_type"] for output in outputs} <= {
+        "stream",
+        "display_data",
+        "execute_result",
+    }
+
+
+def test_the_notebook_is_kept_with_its_outputs() -> None:
+    notebook = json.loads(NOTEBOOK.read_text())
+    check_outputs(outputs_of(notebook))
+    assert all(output.get("name") != "stderr" for output in outputs_of(notebook))
+    source = "".join("".join(cell["source"]) for cell in notebook["cells"])
+    assert '"dear_notebook"' in source
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("nbclient", "ipykernel"):
+        pytest.importorskip(module, reason="the extra [notebook] is not installed")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    script = runpy.run_path(str(ROOT / "docs" / "run_notebook.py"))
+    notebook = script["executed"](NOTEBOOK, str(tmp_path))
+    check_outputs(outputs_of(notebook))
+    assert script["paths_in_outputs"](notebook) == []
+    # The check itself sees a path.
+    notebook.cells[1]["outputs"] = [{"text": "at /home/somebody/file.py:3"}]
+    assert script["paths_in_outputs"](notebook) == ["/home/somebody/file.py"]
