@@ -22,8 +22,10 @@ from typing_extensions import override
 
 from lightning_dear.callbacks.completion_guard import CompletionGuard
 from lightning_dear.callbacks.gradient_guard import GradientGuard, gradient_readers
+from lightning_dear.checkpoint_io import AtomicCheckpointIO
 from lightning_dear.collectives import new_collectives
 from lightning_dear.compression import NoCompression, resolve_compressor
+from lightning_dear.failure_handling import FailureHandling
 from lightning_dear.gradient_access import GradientAccess
 from lightning_dear.launcher import configure_launcher
 from lightning_dear.pipeline import Pipeline
@@ -42,7 +44,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
 
 
-class DearStrategy(GradientAccess, DDPStrategy):
+class DearStrategy(FailureHandling, GradientAccess, DDPStrategy):
     """Data parallel training whose communication overlaps backward *and* the next forward.
 
     Gradients are reduce-scattered during backward, the optimizer steps this rank's 1/world_size of
@@ -155,6 +157,8 @@ class DearStrategy(GradientAccess, DDPStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         configure_launcher(self)
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -197,7 +201,7 @@ class DearStrategy(GradientAccess, DDPStrategy):
         if readers and self._gradients_in_hooks and self.world_size > 1:
             warn_about_readers(readers)
             callbacks.insert(0, GradientGuard(readers, self._expose_gradients))
-        callbacks.insert(0, CompletionGuard(self.complete_parameters))
+        callbacks.insert(0, CompletionGuard(self.complete_parameters, self._on_failure))
 
     def _expose_gradients(self, optimizer: Optimizer | None) -> None:
         assert self._pipeline is not None
@@ -245,7 +249,8 @@ class DearStrategy(GradientAccess, DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.complete_parameters("state_dict")
+        with self._explaining():
+            self.complete_parameters("state_dict")
         return super().lightning_module_state_dict()
 
     @override
@@ -259,10 +264,12 @@ class DearStrategy(GradientAccess, DDPStrategy):
         optimizer = unwrapped(optimizer)
         if self._pipeline is None or optimizer not in self.optimizers:
             return super().optimizer_state(optimizer)
+        self._agree_after_failure("collect the whole optimizer state")
         return self._pipeline.of(optimizer).optimizer_state_dict()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         if self._pipeline is not None:
             self._pipeline.abandon()
 
