@@ -93,6 +93,7 @@ def remove(path: str | Path) -> None:
     if not folder.is_symlink():
         (folder / METADATA_FILE).unlink(missing_ok=True)
     _delete(folder)
+    _delete(_beside(folder, "replaced"))
 
 
 def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None = None) -> None:

@@ -26,7 +26,7 @@ from types import CodeType, ModuleType
 
 from typing_extensions import override
 
-MIRRORED = ("callbacks", "checkpoint_io", "launcher", "strategy", "support")
+MIRRORED = ("callbacks", "checkpoint_access", "checkpoint_io", "launcher", "strategy", "support")
 """Modules of ours that import Lightning and that the strategy or a callback needs."""
 
 _PACKAGE = "lightning_dear"
@@ -36,6 +36,7 @@ _RENAMED = {
     "lightning.fabric": "lightning_fabric",
     **{f"{_PACKAGE}.{module}": f"{_MIRROR}.{module}" for module in MIRRORED},
 }
+_NOT_SHARED = {f"{_PACKAGE}.DearStrategy", *_RENAMED}
 
 
 def mirrored_name(name: str) -> str:
@@ -58,7 +59,8 @@ def mirror_imports(tree: ast.Module, file: str) -> None:
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            if node.module in ("lightning", _PACKAGE):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            if node.module == "lightning" or (node.module == _PACKAGE and names & _NOT_SHARED):
                 raise _unclear(node, file)
             node.module = mirrored_name(node.module)
         elif isinstance(node, ast.Import):

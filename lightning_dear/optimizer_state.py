@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_dear.bucket import Piece
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
@@ -17,22 +18,26 @@ from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.work import Collectives
 
 Described = dict[int, dict[str, Any]]
-"""Tensor index -> state key -> `_PerElement`, `_Scalar`, or a value that is no tensor."""
+"""Tensor index -> state key -> `PerElement`, `Scalar`, or a value that is no tensor."""
 
 
 @dataclass(frozen=True)
-class _PerElement:
+class PerElement:
     """Stands for a tensor with one value per element, of which each rank has its pieces."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class _Scalar:
+class Scalar:
     """A tensor that all ranks have alike (`step`), on the CPU, and whether it came from there."""
 
     value: Tensor
     is_on_cpu: bool
+
+    def on(self, device: torch.device) -> Tensor:
+        """The tensor where it came from: on the CPU or on `device`."""
+        return self.value if self.is_on_cpu else self.value.to(device)
 
 
 def consolidate(
@@ -45,8 +50,11 @@ def consolidate(
 
     Collective: all ranks call. Blocks. Needs memory for the whole state on each rank.
     """
-    state = whole_state(sharded, plan, parameters, collectives)
-    optimizer = sharded.optimizer
+    return pack(sharded.optimizer, whole_state(sharded, plan, parameters, collectives))
+
+
+def pack(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
+    """`optimizer.state_dict()` as if it had `state` too, ordered by parameter number."""
     own, optimizer.state = optimizer.state, defaultdict(dict, {**optimizer.state, **state})
     try:
         packed = optimizer.state_dict()
@@ -63,10 +71,11 @@ def whole_state(
     collectives: Collectives,
 ) -> dict[Tensor, dict[str, Any]]:
     """Parameter -> its whole state; parameters never stepped are left out. Collective, blocks."""
-    described = _agree(_describe(sharded), collectives)
+    described = describe(sharded, collectives)
     whole: dict[int, dict[str, Any]] = {
         index: {
-            key: _unpack(value, parameters[index], sharded.device) for key, value in entries.items()
+            key: _undescribed(value, parameters[index], sharded.device)
+            for key, value in entries.items()
         }
         for index, entries in described.items()
     }
@@ -82,36 +91,31 @@ def whole_state(
     return {parameters[index]: entries for index, entries in whole.items()}
 
 
-def _pack(value: Any, piece: Piece) -> Any:
+def _described(value: Any, piece: Piece) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape == (piece.numel,):
-        return _PerElement(value.dtype)
-    return _Scalar(value.cpu(), value.device.type == "cpu")
+        return PerElement(value.dtype)
+    return Scalar(value.cpu(), value.device.type == "cpu")
 
 
-def _unpack(packed: Any, parameter: Parameter, device: torch.device) -> Any:
-    if isinstance(packed, _PerElement):
-        return torch.empty_like(parameter, dtype=packed.dtype, requires_grad=False)
-    if isinstance(packed, _Scalar):
-        return packed.value if packed.is_on_cpu else packed.value.to(device)
-    return packed
+def _undescribed(described: Any, parameter: Parameter, device: torch.device) -> Any:
+    if isinstance(described, PerElement):
+        return torch.empty_like(parameter, dtype=described.dtype, requires_grad=False)
+    return described.on(device) if isinstance(described, Scalar) else described
 
 
-def _describe(sharded: ShardedOptimizer) -> Described:
-    described: Described = {}
+def describe(sharded: ShardedOptimizer, collectives: Collectives) -> Described:
+    """What state there is, on whatever rank, without the sharded values. Collective, blocks."""
+    own: Described = {}
     for piece in sharded.pieces:
         entries = sharded.state_of(piece)
         if entries:
-            described[piece.tensor_index] = {
-                key: _pack(value, piece) for key, value in entries.items()
+            own[piece.tensor_index] = {
+                key: _described(value, piece) for key, value in entries.items()
             }
-    return described
-
-
-def _agree(described: Described, collectives: Collectives) -> Described:
     merged: Described = {}
-    for one in collectives.all_gather_object(described):
+    for one in collectives.all_gather_object(own):
         merged.update(one)
     return dict(sorted(merged.items()))
 
@@ -121,7 +125,7 @@ def _cut_entries(spec: BucketSpec, described: Described) -> Iterator[tuple[str, 
         (key, value.dtype): None
         for part in spec.slices
         for key, value in described.get(part.tensor, {}).items()
-        if isinstance(value, _PerElement)
+        if isinstance(value, PerElement)
     }
     yield from entries
 

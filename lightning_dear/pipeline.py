@@ -21,6 +21,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -31,6 +32,7 @@ from lightning_dear.module_buffers import BufferBroadcast
 from lightning_dear.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.recorder import has_compiled_region
+from lightning_dear.sharded_state import sharded_state
 from lightning_dear.statistics import StepStatistics
 from lightning_dear.timeline import Timeline
 from lightning_dear.work import Collectives
@@ -113,6 +115,17 @@ class Pipeline:
             if part.optimizer is optimizer:
                 return part
         raise ValueError(f"{type(optimizer).__name__} is not an optimizer of this training.")
+
+    def sharded_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """`optimizer.state_dict()`, tensors left where they are. Collective, blocks.
+
+        See `ShardedState`; `of(optimizer).optimizer_state_dict()` has whole tensors.
+        """
+        part = self.of(optimizer)
+        part.prepare_state()
+        if part.plan is None:
+            return optimizer.state_dict()
+        return sharded_state(part.sharded, part.parameters, self._collectives)
 
     # --- the phases ---------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from lightning_dear.optimizer_state import _agree, _describe, _PerElement, _unpack
+from lightning_dear.optimizer_state import PerElement, Scalar, describe, pack
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.work import Collectives
 
@@ -72,30 +72,20 @@ def sharded_state(
         parameters: The engine's list, by `Piece.tensor_index`.
         collectives: Of the pipeline.
     """
-    described = _agree(_describe(sharded), collectives)
+    described = describe(sharded, collectives)
     chunks: dict[tuple[int, str], list[Chunk]] = defaultdict(list)
     for piece in sharded.pieces:
         for key, value in sharded.state_of(piece).items():
-            if isinstance(described[piece.tensor_index].get(key), _PerElement):
+            if isinstance(described[piece.tensor_index].get(key), PerElement):
                 chunks[piece.tensor_index, key].append(Chunk(piece.start, value))
     state: dict[Tensor, dict[str, Any]] = {}
     stand_ins: list[tuple[Tensor, Sequence[Chunk]]] = []
     for index, entries in described.items():
         own = state[parameters[index]] = {}
         for key, value in entries.items():
-            if isinstance(value, _PerElement):
+            if isinstance(value, PerElement):
                 own[key] = torch.empty_like(parameters[index], dtype=value.dtype, device="meta")
                 stand_ins.append((own[key], chunks[index, key]))
             else:
-                own[key] = _unpack(value, parameters[index], sharded.device)
-    return ShardedState(_packed(sharded, state), stand_ins, parameters)
-
-
-def _packed(sharded: ShardedOptimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
-    optimizer = sharded.optimizer
-    own, optimizer.state = optimizer.state, defaultdict(dict, {**optimizer.state, **state})
-    try:
-        packed = optimizer.state_dict()
-        return {**packed, "state": dict(sorted(packed["state"].items()))}
-    finally:
-        optimizer.state = own
+                own[key] = value.on(sharded.device) if isinstance(value, Scalar) else value
+    return ShardedState(pack(sharded.optimizer, state), stand_ins, parameters)

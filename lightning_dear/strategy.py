@@ -13,7 +13,6 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, device
@@ -22,6 +21,7 @@ from typing_extensions import override
 
 from lightning_dear.callbacks.completion_guard import CompletionGuard
 from lightning_dear.callbacks.gradient_guard import GradientGuard, gradient_readers
+from lightning_dear.checkpoint_access import CheckpointAccess
 from lightning_dear.checkpoint_io import AtomicCheckpointIO
 from lightning_dear.collectives import new_collectives
 from lightning_dear.compression import NoCompression, resolve_compressor
@@ -44,7 +44,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
 
 
-class DearStrategy(FailureHandling, GradientAccess, DDPStrategy):
+class DearStrategy(FailureHandling, GradientAccess, CheckpointAccess):
     """Data parallel training whose communication overlaps backward *and* the next forward.
 
     Gradients are reduce-scattered during backward, the optimizer steps this rank's 1/world_size of
@@ -70,6 +70,10 @@ class DearStrategy(FailureHandling, GradientAccess, DDPStrategy):
             such a hook; without, `.grad` is None there.
         audit: Whether to look at every read of every forward, and raise where a parameter is read
             while it is still being gathered. Slow; for finding such a read.
+        save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes
+            its own part, so that none needs memory for the whole optimizer state. All hosts must
+            share the file system. Files and folders are read either way, at any world size;
+            `python -m lightning_dear.distributed_checkpoint FOLDER FILE` makes a file of a folder.
         find_unused_parameters: Accepted and unnecessary: unused parameters always work.
         process_group_backend: "gloo" or "nccl"; None: by device.
         timeout: Of a collective; a rank that waits longer raises.
@@ -95,6 +99,7 @@ class DearStrategy(FailureHandling, GradientAccess, DDPStrategy):
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
         audit: bool = False,
+        save_distributed_checkpoint: bool = False,
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
@@ -107,6 +112,7 @@ class DearStrategy(FailureHandling, GradientAccess, DDPStrategy):
         self._broadcast_buffers = broadcast_buffers
         self._gradients_in_hooks = gradients_in_hooks
         self._audit = audit
+        self._saves_folders = save_distributed_checkpoint
         self._pipeline: Pipeline | None = None
         super().__init__(
             accelerator=accelerator,
@@ -165,6 +171,7 @@ class DearStrategy(FailureHandling, GradientAccess, DDPStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             check_precision(self.precision_plugin)
+            self._check_checkpoint_io()
         super().setup(trainer)
         if is_fitting:
             self._start_pipeline(trainer)
@@ -260,11 +267,13 @@ class DearStrategy(FailureHandling, GradientAccess, DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state in torch's format, on every rank. Collective, blocks."""
+        """The state in torch's format: whole on every rank, or for a folder. Collective, blocks."""
         optimizer = unwrapped(optimizer)
         if self._pipeline is None or optimizer not in self.optimizers:
             return super().optimizer_state(optimizer)
         self._agree_after_failure("collect the whole optimizer state")
+        if self._saves_folders:
+            return self._pipeline.sharded_state_dict(optimizer)
         return self._pipeline.of(optimizer).optimizer_state_dict()
 
     @override

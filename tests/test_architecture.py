@@ -31,6 +31,7 @@ HOST_ROOMS = (
     "support.py",
     "precision.py",
     "gradient_access.py",
+    "checkpoint_access.py",
     "checkpoint_io.py",
     "launcher.py",
     "callbacks/",
