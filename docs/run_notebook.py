@@ -1,6 +1,7 @@
 """Runs dear_notebook.ipynb from its first cell and keeps the outputs.
 
-`python docs/run_notebook.py`, or `make notebook`. Needs the extra [notebook]. The kernel works in a folder of its own that is deleted afterwards.
+`python docs/run_notebook.py`, or `make notebook`. Needs the extra [notebook]. The kernel works in a
+folder of its own that is deleted afterwards.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """`dear-train doctor=true`: what it finds out about ranks, links and the job."""
 
+import ast
 import os
 import re
 import socket
@@ -300,3 +301,32 @@ def test_the_verdict(rate, num_accumulated, words):
     if rate == 1e7:
         assert "ddp, which hides it behind backward, leaves 1300.0 ms" in said
         assert "dear, behind backward and the next forward, 1200.0 ms" in said
+
+
+# --- docs/clusters.md ---------------------------------------------------------------------------
+
+
+def own_texts():
+    """Every string of the package, with `...` for what a format fills in."""
+    for path in (ROOT / "lightning_dear").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (getattr(part, "value", None) for part in node.values)
+                yield "".join(part if isinstance(part, str) else "..." for part in parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%[sdg]", "...", node.value)
+
+
+def documented_messages():
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    rows = [line.split("|")[1:3] for line in text.splitlines() if "| lightning_dear |" in line]
+    return [message.strip(" `") for message, _ in rows]
+
+
+def test_messages_in_the_docs_are_ours():
+    texts = list(own_texts())
+    messages = documented_messages()
+    assert len(messages) >= 10
+    for message in messages:
+        pieces = [piece for piece in message.split("...") if piece.strip(" ,")]
+        assert any(all(piece in text for piece in pieces) for text in texts), message
