@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dear import gradients
 from lightning_dear.active_plan import ActivePlan, activate
@@ -22,6 +20,7 @@ from lightning_dear.layout import TrainedParameters
 from lightning_dear.optimizer_state import consolidate, whole_state
 from lightning_dear.planning import BucketPlan, FusionPlanner
 from lightning_dear.recorder import ForwardRecorder
+from lightning_dear.reducer import on_each_gradient, warn_of_leftovers
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.work import Collectives
 
@@ -74,6 +73,7 @@ class OptimizerPipeline:
         self._on_step = on_step
         self._active: ActivePlan | None = None
         self._synchronize = True
+        self._has_leftovers = False
         # What has happened since the gradients were last reduced, dropped or stepped.
         self._is_sending = self._has_new = self._is_reduced = self._is_exposed = False
         self._start_recording()
@@ -116,7 +116,7 @@ class OptimizerPipeline:
             # As from the next step on: what `.grad` holds would not be the mean.
             self.reduce()
 
-    def _on_gradient(self, index: int, parameter: Parameter) -> None:
+    def _on_gradient(self, index: int) -> None:
         self._has_new = True
         if self._active is not None:
             self._active.reducer.check_was_complete(index)
@@ -148,6 +148,8 @@ class OptimizerPipeline:
                 "Parameters began to require gradients, or a parameter group was added, between a"
                 " forward and its optimizer step; do it before the forward."
             )
+        if self._has_leftovers and self._collectives.rank == 0:
+            warn_of_leftovers(self.optimizer)
         self.complete_parameters("step")
         self._on_reduce()
         active = self._active or self._activate()
@@ -233,6 +235,7 @@ class OptimizerPipeline:
             self._active.reducer.reset()
             self.sharded.clear_gradients()
         self._recorder.gradients.clear()
+        self._has_leftovers = False
         self._is_sending = self._has_new = self._is_reduced = self._is_exposed = False
 
     def before_step(self) -> None:
@@ -258,6 +261,7 @@ class OptimizerPipeline:
         self._active.gatherer.close_gates()
         self._active.reducer.reset()
         self._is_reduced = self._is_exposed = False
+        self._has_leftovers = self._collectives.world_size > 1
         self._on_step()
         if self.sharded.has_foreign_post_hooks():
             self.complete_parameters("optimizer step hook")
@@ -267,11 +271,8 @@ class OptimizerPipeline:
     def _start_recording(self) -> None:
         self._trained = TrainedParameters(self._module, self.optimizer)
         self._recorder = ForwardRecorder(self._module, self.parameters)
-        self._hooks = [
-            _after_accumulation(parameter, partial(self._on_gradient, index))
-            for index, parameter in enumerate(self.parameters)
-            if self._collectives.world_size > 1
-        ]
+        watched = self.parameters if self._collectives.world_size > 1 else []
+        self._hooks = on_each_gradient(watched, self._on_gradient)
 
     def _activate(self) -> ActivePlan:
         self._active = activate(
@@ -340,9 +341,3 @@ class OptimizerPipeline:
         self._release()
         self.sharded.remove_hooks()
         self.sharded.detach()
-
-
-def _after_accumulation(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
-    register: Any = parameter.register_post_accumulate_grad_hook
-    handle: RemovableHandle = register(hook)
-    return handle

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.exchange import DenseExchange
@@ -260,3 +265,28 @@ class GradientReducer:
     def _own(self, buffer: Tensor) -> slice:
         size = buffer.numel() // self._collectives.world_size
         return slice(self._collectives.rank * size, (self._collectives.rank + 1) * size)
+
+
+def on_each_gradient(
+    parameters: Sequence[Parameter], hook: Callable[[int], None]
+) -> list[RemovableHandle]:
+    """Calls `hook` with a parameter's number whenever its `.grad` has been accumulated."""
+
+    def watch(parameter: Any, number: int) -> RemovableHandle:
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(
+            lambda _: hook(number)
+        )
+        return handle
+
+    return [watch(parameter, number) for number, parameter in enumerate(parameters)]
+
+
+def warn_of_leftovers(optimizer: Optimizer) -> None:
+    """Warns, once, that gradients of the step before would still count under plain torch."""
+    warnings.warn(
+        f"{type(optimizer).__name__}.zero_grad() was not called since its last step. Under"
+        " strategy='dear' what a step has used is forgotten; without it the next gradients would be"
+        " added to it. If that is meant, accumulate before the step; if gradients are cleared in"
+        " another way, call the optimizer's zero_grad() to be rid of this warning.",
+        stacklevel=2,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -321,3 +322,24 @@ def test_two_optimizers_that_share_every_module(world_size: int) -> None:
         assert_close(weights(model), weights(there))
     assert pipeline.parts[1].plan is not None
     pipeline.detach()
+
+
+@distributed(world_sizes=(2,))
+def test_gradients_left_over_from_a_step_are_named() -> None:
+    model = build(MODEL)
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for clears in (True, True, False):
+            with pipeline.forward():
+                loss = _loss(model, 0, dist.get_rank())
+            if clears:
+                optimizer.zero_grad()
+            with pipeline.backward():
+                loss.backward()
+            optimizer.step()
+    pipeline.detach()
+    texts = [str(one.message) for one in seen]
+    assert len(texts) == (1 if dist.get_rank() == 0 else 0), texts
+    assert all("zero_grad() was not called" in text for text in texts)
