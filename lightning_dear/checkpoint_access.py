@@ -9,8 +9,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from lightning_dear import distributed_checkpoint
 from lightning_dear.checkpoint_format import check, stamp
+from lightning_dear.distributed_checkpoint import is_folder, load, remove, save
 
 
 class CheckpointAccess(DDPStrategy):
@@ -41,7 +41,7 @@ class CheckpointAccess(DDPStrategy):
                 " storage_options; leave out one of them."
             )
         # Names may hold a time of day, which ranks read at different moments.
-        distributed_checkpoint.save(self.broadcast(filepath), checkpoint)
+        save(self.broadcast(filepath), checkpoint)
 
     @override
     def load_checkpoint(
@@ -52,10 +52,10 @@ class CheckpointAccess(DDPStrategy):
         Raises:
             ValueError: If it is damaged or of an unknown format.
         """
-        if distributed_checkpoint.is_folder(checkpoint_path):
+        if is_folder(checkpoint_path):
             # Lightning 2.5 does not pass it.
             weights_only = kwargs.get("weights_only", *args[:1])
-            return distributed_checkpoint.load(checkpoint_path, weights_only=weights_only)
+            return load(checkpoint_path, weights_only=weights_only)
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         check(checkpoint)
         return checkpoint
@@ -67,10 +67,10 @@ class CheckpointAccess(DDPStrategy):
             super().remove_checkpoint(filepath)
 
     def _remove_folder(self, path: str | Path) -> bool:
-        is_folder = distributed_checkpoint.is_folder(path)
-        if is_folder and self.is_global_zero:
-            distributed_checkpoint.remove(path)
-        return is_folder
+        was_folder = is_folder(path)
+        if was_folder and self.is_global_zero:
+            remove(path)
+        return was_folder
 
     def _check_checkpoint_io(self) -> None:
         """Refuses a plug-in that folders would go past.

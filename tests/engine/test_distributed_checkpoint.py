@@ -282,6 +282,23 @@ def test_saving_after_training_and_before_the_first_step(tmp_path: Path) -> None
         assert_equal(load(tmp_path / name), ordinary)
 
 
+def _save_what_was_just_loaded(folder: Path) -> dict[str, Any]:
+    model = build("mlp")
+    optimizer = optimizer_for("adamw", model)
+    pipeline = new_pipeline(model, optimizer)
+    _train(model, optimizer, pipeline, "mlp", range(2))
+    earlier = copy.deepcopy(_whole(pipeline, optimizer))
+    _train(model, optimizer, pipeline, "mlp", range(2, 4))
+    optimizer.load_state_dict(earlier)
+    save(folder, _checkpoint(model, _sharded(pipeline, optimizer)))
+    return copy.deepcopy(_checkpoint(model, earlier))
+
+
+def test_saving_what_was_just_loaded(tmp_path: Path) -> None:
+    ordinary = run_ranks(_save_what_was_just_loaded, 2, tmp_path / "saved")[0]
+    assert_equal(load(tmp_path / "saved"), ordinary)
+
+
 # What else stands in a checkpoint.
 
 
@@ -544,6 +561,13 @@ def test_what_is_not_there_or_damaged_is_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(ValueError, match="missing or cut off"):
         load(tmp_path / "saved")
+
+
+def test_elements_that_nobody_wrote_are_not_made_up(tmp_path: Path) -> None:
+    _save_again(tmp_path / "saved", 1.0)
+    longer = {"value": torch.empty(6000, device="meta")}
+    with pytest.raises(ValueError, match="holds 5000 of the 6000 elements of 'value'"):
+        checkpoint_storage.read_tensors(tmp_path / "saved", longer)
 
 
 def test_an_unknown_format_is_refused_by_name(tmp_path: Path) -> None:

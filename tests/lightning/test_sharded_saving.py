@@ -161,6 +161,14 @@ def test_saving_over_the_other_kind(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["saved.ckpt"]
 
 
+@distributed(world_sizes=[2])
+def test_all_ranks_save_to_the_path_of_rank_0(tmp_path: Path) -> None:
+    trainer = fit(folders(), Net("mlp", "adamw"))
+    trainer.save_checkpoint(tmp_path / f"rank {trainer.global_rank}")
+    assert os.listdir(tmp_path) == ["rank 0"]
+    load(tmp_path / "rank 0")
+
+
 class _Stop(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3:
