@@ -312,3 +312,12 @@ def new_store_client() -> Any | None:
         return None
     timeout = timedelta(seconds=10)
     return distributed.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """Every rank's picklable `value`, in rank order, over the default group. Collective, blocks."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

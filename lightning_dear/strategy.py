@@ -28,6 +28,7 @@ from lightning_dear.compression import NoCompression, resolve_compressor
 from lightning_dear.failure_handling import FailureHandling
 from lightning_dear.gradient_access import GradientAccess
 from lightning_dear.launcher import configure_launcher
+from lightning_dear.module_states import check_module_states
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, resolve_fusion
 from lightning_dear.precision import connect_precision, disconnect_precision, unwrapped
@@ -179,6 +180,7 @@ class DearStrategy(FailureHandling, GradientAccess, CheckpointAccess):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
+        check_module_states(self.model)
         _sync_module_states(self.model)
 
     def _start_pipeline(self, trainer: pl.Trainer) -> None:

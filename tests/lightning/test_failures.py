@@ -267,3 +267,43 @@ def test_a_failed_save_leaves_nothing_beside(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(TypeError, match="storage_options"):
         AtomicCheckpointIO().save_checkpoint({}, tmp_path / "last.ckpt", storage_options={"a": 1})
+
+
+def _smaller(net: Net) -> None:
+    net.net.layers[2] = torch.nn.Linear(2, 2)
+
+
+def _shorter(net: Net) -> None:
+    net.net.layers = net.net.layers[:2]
+
+
+def _double(net: Net) -> None:
+    net.net.layers[2].double()
+
+
+def _one_more_buffer(net: Net) -> None:
+    net.register_buffer("scale", torch.zeros(3))
+
+
+def _fit_different_models(change: Any) -> None:
+    net = Net()
+    if os.environ["RANK"] == "1":
+        change(net)
+    new_trainer(DearStrategy(timeout=COLLECTIVE_TIMEOUT)).fit(net, data())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_smaller, "rank 1 has 'net.layers.2.weight' (shape (2, 2), torch.float32)"),
+        (_shorter, "rank 1 has no more tensors"),
+        (_double, "rank 1 has 'net.layers.2.weight' (shape (61, 131), torch.float64)"),
+        (_one_more_buffer, "rank 0 has no more tensors, rank 1 has 'scale' (shape (3,),"),
+    ],
+)
+def test_another_model_on_a_rank_is_named_on_all(change: Any, words: str) -> None:
+    outcomes = observe_ranks(_fit_different_models, 2, change, init_process_group=False)
+    for outcome in outcomes:
+        assert isinstance(outcome, Raised), outcome
+        assert "Ranks hold different models: rank 0 has" in outcome.message
+        assert words in outcome.message
