@@ -1,0 +1,100 @@
+"""One change to one source file, and tests of which at least one must fail with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 300
+_COPIED = ("lightning_dear", "conf", "recipes", "tests", "pyproject.toml", "README.md", "docs")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """What is removed, and who should notice.
+
+    Attributes:
+        name: For people.
+        file: In the package.
+        old: Text that stands in it once.
+        new: What takes its place.
+        tests: Arguments of pytest.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def apply(self, tree: Path) -> None:
+        """Changes the file in a copy of the repository.
+
+        Raises:
+            ValueError: If `old` does not stand in it exactly once.
+        """
+        path = tree / "lightning_dear" / self.file
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: found {text.count(self.old)} times in {self.file}")
+        path.write_text(text.replace(self.old, self.new))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutation: `failed` names the first test that noticed, None if none did."""
+
+    mutation: Mutation
+    failed: str | None
+    seconds: float
+
+
+def copy_tree(to: Path) -> None:
+    """Copies what tests need of the repository."""
+    for name in _COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            skipped = shutil.ignore_patterns("__pycache__", ".*")
+            shutil.copytree(source, to / name, ignore=skipped)
+        elif source.exists():
+            shutil.copy(source, to / name)
+
+
+def run_tests(tree: Path, tests: tuple[str, ...]) -> str | None:
+    """Runs tests against a copy until one fails; its name, or None if all pass.
+
+    A run that takes longer than TIMEOUT_S counts as a failure: a removed wait may hang.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"(ran longer than {TIMEOUT_S} s)"
+    if done.returncode == 0:
+        return None
+    if done.returncode != 1:
+        raise RuntimeError(f"pytest could not run {tests}:\n{done.stdout[-2000:]}{done.stderr}")
+    failures = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    return failures[0].removeprefix("FAILED ").split(" - ")[0] if failures else "(a test)"
+
+
+def judge(mutation: Mutation, tree: Path) -> Verdict:
+    """Applies the mutation to the copy in `tree`, runs its tests, and undoes it."""
+    path = tree / "lightning_dear" / mutation.file
+    original = path.read_text()
+    start = time.monotonic()
+    try:
+        mutation.apply(tree)
+        failed = run_tests(tree, mutation.tests)
+    finally:
+        path.write_text(original)
+    return Verdict(mutation, failed, time.monotonic() - start)
