@@ -23,6 +23,8 @@ def test_a_mutation_that_changes_nothing_is_not_noticed(tmp_path: Path) -> None:
     text = (tmp_path / "lightning_dear" / "paths.py").read_text()
     idle = Mutation("nothing", "paths.py", text, text + "\n", ("tests/test_paths.py",))
     assert judge(idle, tmp_path).failed is None
-    broken = Mutation("broken", "paths.py", text, text + "\n1 / 0\n", ("tests/test_paths.py",))
+    broken = Mutation(
+        "broken", "paths.py", "if installed.is_dir()", "if True", ("tests/test_paths.py",)
+    )
     assert judge(broken, tmp_path).failed is not None
     assert (tmp_path / "lightning_dear" / "paths.py").read_text() == text
