@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: help train test test-all lint notebook
+.PHONY: help train test test-all netns gpu mutations lint notebook
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -25,6 +25,15 @@ test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (at mos
 
 test-all: $(VENV)/.ready-to-test ## run every test: full matrices and package builds too
 	$(BIN)/python -m pytest $(ARGS)
+
+netns: $(VENV)/.ready-to-test ## run the tests that need root and iproute2: bytes and overlap on shaped links
+	$(BIN)/python -m pytest -m netns $(ARGS)
+
+gpu: $(VENV)/.ready-to-test ## run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+mutations: $(VENV)/.ready-to-test ## remove each wait, flush and guard in turn: a test must fail
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 lint: $(VENV)/.ready-to-test ## check format, style and types
 	$(BIN)/ruff format --check .
