@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
@@ -102,6 +102,8 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
         cfg.doctor_timeout_s,
     )
     findings = _examine_together(meeting, strategy, cfg)
+    # Ends what listens to the ranks' store, before that is gone.
+    strategy.teardown()
     _part(meeting)
     return findings
 
@@ -115,6 +117,8 @@ def _examine_together(
     table.insert(0, _reachable_row(facts, problems))
     if problems:
         return Findings(problems, table, "")
+    # FSDP2's strategy gives its device mesh to a module; the real one is built later.
+    strategy.connect(LightningModule())
     strategy.setup_environment()
     links = measure_links(meeting, strategy, cfg)
     computes = meeting.exchange(

@@ -96,16 +96,22 @@ def verdict(
     )
     if share < NEGLIGIBLE_SHARE:
         return f"{figures}: strategy=ddp would do as well."
-    hidden_s = {"ddp": compute.backward_s, "dear": compute.total_s}
-    left = {name: _milli(max(0.0, sent_s - most_s)) for name, most_s in hidden_s.items()}
+    if sent_s <= compute.backward_s:
+        return (
+            f"{figures}: worth hiding, and short enough for either: strategy=ddp has"
+            f" {_milli(compute.backward_s)} of backward to hide it, strategy=dear"
+            f" {_milli(compute.total_s)} of backward and the next forward. Time both."
+        )
+    left_s = {"ddp": sent_s - compute.backward_s, "dear": max(0.0, sent_s - compute.total_s)}
     bounds = (
-        f"At best strategy=ddp, which hides it behind backward, leaves {left['ddp']} of it, and"
-        f" strategy=dear, behind backward and the next forward, {left['dear']}"
+        f"At best strategy=ddp, which hides it behind backward, leaves {_milli(left_s['ddp'])} of"
+        " it, and strategy=dear, behind backward and the next forward,"
+        f" {_milli(left_s['dear'])}"
     )
-    if sent_s > compute.total_s:
+    if left_s["dear"] > 0:
         more = "larger batches or accumulate_grad_batches save more than either"
         return f"{figures}: neither strategy can hide all of it. {bounds}; {more}."
-    return f"{figures}: worth hiding. {bounds}."
+    return f"{figures}: more than strategy=ddp can hide. {bounds}."
 
 
 def _milli(seconds: float) -> str:

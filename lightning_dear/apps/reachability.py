@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_dear.apps.checks import INTERFACE_VARIABLES
@@ -60,6 +61,9 @@ class Doorkeeper:
 
     def close(self) -> None:
         """Stop listening."""
+        # Closing alone would leave the thread, and with it the port, in `accept`.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
