@@ -26,8 +26,17 @@ from types import CodeType, ModuleType
 
 from typing_extensions import override
 
-MIRRORED = ("callbacks", "checkpoint_access", "checkpoint_io", "launcher", "strategy", "support")
-"""Modules of ours that import Lightning and that the strategy or a callback needs."""
+MIRRORED = (
+    "callbacks",
+    "checkpoint_access",
+    "checkpoint_io",
+    "gradient_access",
+    "launcher",
+    "precision",
+    "strategy",
+    "support",
+)
+"""What the strategy and callbacks need of ours that imports Lightning, itself or through others."""
 
 _PACKAGE = "lightning_dear"
 _MIRROR = "lightning_dear.pytorch_lightning"

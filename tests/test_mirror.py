@@ -24,6 +24,7 @@ from lightning_dear.registration import REGISTRIES, START_METHODS
 from lightning_dear.versions import MIRROR_RANGES, warn_outside_tested_range
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import assert_differ, assert_same
+from tests.test_architecture import FILES, import_graph, imports_library, module_of, tree_of
 
 pytest.importorskip("pytorch_lightning")
 
@@ -136,7 +137,7 @@ def test_the_engine_exists_once() -> None:
     mirrored = importlib.import_module("lightning_dear.pytorch_lightning.strategy")
     assert mirrored.Pipeline is ours.Pipeline
     assert mirrored.CompletionGuard is not ours.CompletionGuard
-    assert mirrored.check_trainer is not ours.check_trainer
+    assert mirrored.check_options is not ours.check_options
     assert importlib.util.find_spec("lightning_dear.pytorch_lightning.pipeline") is None
 
 
@@ -179,6 +180,7 @@ def test_source_and_tracebacks_are_the_originals() -> None:
             "def f():\n    from pytorch_lightning import Trainer",
         ),
         ("from lightning_dear.pipeline import Pipeline",) * 2,
+        ("from lightning_dear import gradients",) * 2,
         ("from lightning_utilities import x",) * 2,
         ("import torch, lightning_dear.planning",) * 2,
     ],
@@ -198,11 +200,28 @@ def test_imports_are_renamed(original: str, mirrored: str) -> None:
         "from lightning import Trainer",
         "from lightning import pytorch as pl",
         "from lightning_dear import callbacks",
+        "from lightning_dear import paths, DearStrategy",
     ],
 )
 def test_imports_that_cannot_be_renamed_are_refused(line: str) -> None:
     with pytest.raises(ImportError, match=f"file.py, line 2: `{line}` .* write `from"):
         mirror_imports(ast.parse(f"import torch\n{line}"), "file.py")
+
+
+def test_every_module_that_needs_a_mirror_has_one() -> None:
+    """Else the mirrored strategy would mix the two packages; the names belong in `MIRRORED`."""
+    graph = import_graph({module_of(file): tree_of(file) for file in FILES})
+    lightning = {module_of(file) for file in FILES if imports_library(tree_of(file), "lightning")}
+    todo = [name for name in graph if mirrored_name(name) != name]
+    reached: set[str] = set()
+    while todo:
+        if (name := todo.pop()) not in reached:
+            reached.add(name)
+            todo.extend(graph[name])
+    needs = lightning & reached
+    while more := {name for name in reached - needs if graph[name] & needs}:
+        needs |= more
+    assert sorted(name for name in needs if mirrored_name(name) == name) == []
 
 
 def test_a_name_that_only_begins_alike_is_kept() -> None:
