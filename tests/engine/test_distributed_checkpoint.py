@@ -450,8 +450,11 @@ def test_an_interrupted_save_leaves_the_earlier_one(
     assert ["was being replaced" in str(one.message) for one in warned] == [True] * was_between
     # What is left is not taken for a last checkpoint, and the next save clears it away.
     assert all("last" not in path.name for path in tmp_path.iterdir())
+    for left in tmp_path.glob(".saving-*"):
+        (left / "stray").touch()
     _save_again(folder, 3.0)
     assert _value(folder) == 3.0
+    assert not (folder / "stray").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
