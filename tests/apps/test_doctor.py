@@ -226,6 +226,7 @@ def test_open_and_closed_doors():
     keepers = [Doorkeeper(rank) for rank in range(3)]
     doors = [asdict(keeper.door) for keeper in keepers]
     assert unreachable_from(0, doors) == []
+    time.sleep(0.2)  # so that it waits in `accept` when it is closed
     keepers[2].close()
     # Somebody else's socket where rank 1 is said to be.
     doors[1]["port"] = keepers[0].door.port
