@@ -30,6 +30,7 @@ MIRRORED = (
     "callbacks",
     "checkpoint_access",
     "checkpoint_io",
+    "fabric",
     "gradient_access",
     "launcher",
     "precision",

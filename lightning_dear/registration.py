@@ -43,7 +43,6 @@ class Registry:
     strategy: str
 
 
-# Fabric's will be `STRATEGY_REGISTRY` in `lightning.fabric.strategies` and `lightning_fabric...`.
 REGISTRIES = (
     Registry("lightning.pytorch.strategies", "StrategyRegistry", "lightning_dear", "DearStrategy"),
     Registry(
@@ -51,6 +50,18 @@ REGISTRIES = (
         "StrategyRegistry",
         "lightning_dear.pytorch_lightning",
         "DearStrategy",
+    ),
+    Registry(
+        "lightning.fabric.strategies",
+        "STRATEGY_REGISTRY",
+        "lightning_dear.fabric",
+        "DearFabricStrategy",
+    ),
+    Registry(
+        "lightning_fabric.strategies",
+        "STRATEGY_REGISTRY",
+        "lightning_dear.pytorch_lightning.fabric",
+        "DearFabricStrategy",
     ),
 )
 """Every registry that our names are added to."""

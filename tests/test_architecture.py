@@ -35,6 +35,7 @@ HOST_ROOMS = (
     "checkpoint_io.py",
     "launcher.py",
     "callbacks/",
+    "fabric/",
     "apps/",
     "workloads/",
 )

@@ -243,6 +243,6 @@ def test_the_mirror_has_tested_versions_of_its_own(monkeypatch: pytest.MonkeyPat
 
 def test_every_registry_is_there() -> None:
     assert {f"{namespace}.strategies" for namespace in NAMESPACES} == {
-        place.module for place in REGISTRIES
+        place.module for place in REGISTRIES if place.strategy == "DearStrategy"
     }
     assert lightning_dear.DearStrategy is strategy_of("lightning.pytorch")

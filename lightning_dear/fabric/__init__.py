@@ -1,0 +1,5 @@
+"""`Fabric(strategy="dear")` after `import lightning_dear`; see `strategy.py`."""
+
+from lightning_dear.fabric.strategy import DearFabricStrategy
+
+__all__ = ["DearFabricStrategy"]

@@ -1,0 +1,187 @@
+"""What `fabric.setup` puts around a module, where "ddp" puts DistributedDataParallel."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from lightning.fabric.wrappers import is_wrapped
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dear.optimizer_pipeline import OptimizerPipeline
+from lightning_dear.pipeline import Pipeline
+
+_PART = "_lightning_dear_part"
+"""Attribute of an optimizer that was set up."""
+
+_training: WeakSet[DearModule] = WeakSet()
+
+
+class DearModule(Module):
+    """Runs the training forwards of `module` inside the pipeline; other forwards as they are.
+
+    The module is trained for as long as this object lives, which is what `fabric.setup` returned.
+    Then it is an ordinary module again, with the new values, and its optimizers refuse to step.
+
+    Args:
+        module: The user's.
+        pipeline: Trains it; None if it was set up without an optimizer.
+
+    Attributes:
+        has_run: Whether a training forward has run since the last step of its optimizers.
+        is_sync_blocked: Whether gradients stay on this rank at present.
+    """
+
+    def __init__(self, module: Module, pipeline: Pipeline | None = None) -> None:
+        super().__init__()
+        self.module = module
+        self.pipeline = pipeline
+        self.has_run = False
+        self.is_sync_blocked = False
+        if pipeline is not None:
+            self._ending = weakref.finalize(self, _end_of, pipeline)
+            self._ending.atexit = False
+            _training.add(self)
+            for part in pipeline.parts:
+                _claim(part)
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own; waits for nothing that a training forward does not read yet."""
+        if self.pipeline is None:
+            return self.module(*args, **kwargs)
+        if not (torch.is_grad_enabled() and self._may_train()):
+            self.pipeline.complete_parameters("evaluation")
+            return self.module(*args, **kwargs)
+        with self.pipeline.forward():
+            output = self.module(*args, **kwargs)
+        self.has_run = True
+        return output
+
+    def _may_train(self) -> bool:
+        assert self.pipeline is not None
+        return any(p.requires_grad for part in self.pipeline.parts for p in part.parameters)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients accumulate locally in backwards run within; nothing is sent."""
+        before, self.is_sync_blocked = self.is_sync_blocked, True
+        try:
+            yield
+        finally:
+            self.is_sync_blocked = before
+
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` is one of this module's."""
+        parts = self.pipeline.parts if self.pipeline is not None else ()
+        return any(part.optimizer is optimizer for part in parts)
+
+    def end(self) -> None:
+        """Ends the training before this object's life ends. Blocks for the last parameters."""
+        if self.pipeline is not None:
+            self._ending()
+            self.pipeline = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: process groups stay behind, a copy is for inference."""
+        return {**self.__dict__, "pipeline": None, "_ending": None}
+
+
+def part_of(optimizer: Optimizer) -> OptimizerPipeline | None:
+    """What an optimizer that was set up has of its own; also after the end of its training."""
+    part: OptimizerPipeline | None = getattr(optimizer, _PART, None)
+    return part
+
+
+def finish_at_exit() -> None:
+    """Waits until other ranks have this rank's part of the last step, and it has theirs.
+
+    After an exception it does not: others may never come.
+    """
+    # What Python sets before it prints an exception that nobody caught.
+    if getattr(sys, "last_value", None) is not None:
+        return
+    for module in list(_training):
+        if module.pipeline is not None:
+            try:
+                module.pipeline.complete_parameters("exit")
+            except (RuntimeError, ValueError) as error:
+                _warn_of_mixture(error)
+
+
+def finishing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `function`; then as `finish_at_exit`, for processes that leave without an exit."""
+    result = function(*args, **kwargs)
+    finish_at_exit()
+    return result
+
+
+def _end_of(pipeline: Pipeline) -> None:
+    try:
+        pipeline.detach()
+    except RuntimeError:
+        pipeline.abandon()
+        pipeline.detach()  # Warns now.
+    for part in pipeline.parts:
+        _disown(part)
+
+
+def _warn_of_mixture(error: Exception) -> None:
+    warnings.warn(
+        f"The last step's parameters did not all arrive ({error}); what other ranks have of them"
+        " may be a mixture of two steps.",
+        stacklevel=2,
+    )
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def _claim(part: OptimizerPipeline) -> None:
+    """Leads to `part` from its optimizer, and `zero_grad` of Fabric's wrapper to the optimizer."""
+    optimizer, kind = part.optimizer, type(part.optimizer)
+    setattr(optimizer, _PART, part)
+    for hook in optimizer.__dict__.pop("_lightning_dear_refusals", ()):
+        hook.remove()
+    if not issubclass(kind, _ZeroGradReachesInner):
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        optimizer.__class__ = type(kind.__name__, (_ZeroGradReachesInner, kind), names)
+
+
+class _ZeroGradReachesInner(Optimizer):
+    """Base of an optimizer's class while it is trained.
+
+    Fabric wraps an optimizer in an object whose class derives from the optimizer's, and so runs
+    the class's `zero_grad` on the wrapper, past the one that the pipeline has put in its place.
+    """
+
+    @override
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if is_wrapped(self):
+            self.optimizer.zero_grad(*args, **kwargs)  # type: ignore[attr-defined]
+        else:
+            super().zero_grad(*args, **kwargs)
+
+
+def _disown(part: OptimizerPipeline) -> None:
+    optimizer, kind = part.optimizer, type(part.optimizer)
+    if issubclass(kind, _ZeroGradReachesInner):
+        optimizer.__class__ = kind.__mro__[2]
+    hook = optimizer.register_step_pre_hook(_refuse_step)
+    optimizer.__dict__["_lightning_dear_refusals"] = [hook]
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        f"The training of this {type(optimizer).__name__}'s parameters has ended: what fabric.setup"
+        " returned for the model is gone, or the model was set up again. Keep what `model,"
+        " optimizer = fabric.setup(model, optimizer)` returned, and call that model."
+    )
