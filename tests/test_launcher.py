@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -214,17 +215,21 @@ def test_a_child_does_not_outlive_rank_0(tmp_path):
         "import os, subprocess, sys\n"
         f"command = [sys.executable, '-c', {_CHILD!r}]\n"
         f"environment = {{**os.environ, {launcher.PARENT_VARIABLE!r}: str(os.getpid())}}\n"
-        "child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)\n"
+        "child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,\n"
+        "                         stderr=subprocess.DEVNULL)\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", rank_0], capture_output=True, text=True)
     assert done.returncode == -9
-    end = time.monotonic() + 30
-    while is_running(int(done.stdout)) and time.monotonic() < end:
+    child, end = int(done.stdout), time.monotonic() + 30
+    while is_running(child) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not is_running(int(done.stdout))
+    is_left = is_running(child)
+    if is_left:
+        os.kill(child, signal.SIGKILL)
+    assert not is_left
 
 
 def is_running(pid):
