@@ -32,6 +32,7 @@ from lightning_dear.module_states import check_module_states
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, resolve_fusion
 from lightning_dear.precision import connect_precision, disconnect_precision, unwrapped
+from lightning_dear.registration import START_METHODS
 from lightning_dear.statistics import StepStatistics
 from lightning_dear.support import (
     check_optimizers,
@@ -291,6 +292,11 @@ class DearStrategy(FailureHandling, GradientAccess, CheckpointAccess):
             disconnect_precision(self.precision_plugin)
         super().teardown()
 
+    @override
+    def __repr__(self) -> str:
+        # Lightning quotes it when the strategy is given to the other package's Trainer.
+        return f"<{type(self).__module__}.{type(self).__name__} for a Trainer of {pl.__name__}>"
+
     def __getstate__(self) -> dict[str, Any]:
         """For launchers that pickle the strategy: process groups and works stay behind."""
         return {**self.__dict__, "_pipeline": None}
@@ -299,12 +305,7 @@ class DearStrategy(FailureHandling, GradientAccess, CheckpointAccess):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
-        for name, start_method in (
-            ("dear", "popen"),
-            ("dear_spawn", "spawn"),
-            ("dear_fork", "fork"),
-            ("dear_notebook", "fork"),
-        ):
+        for name, start_method in START_METHODS.items():
             strategy_registry.register(
                 name,
                 cls,

@@ -66,14 +66,15 @@ def test_a_script_trains_and_leaves_no_process(name: str, tmp_path: Path) -> Non
 
 
 def _session(leader: int) -> list[str]:
-    """Command lines of the living processes of a session."""
+    """Command lines of the living processes of a session; one that is just ending has none."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == leader and fields[0] != "Z":
-                    found.append((entry / "cmdline").read_text().replace("\0", " "))
+                command = (entry / "cmdline").read_text().replace("\0", " ")
+                if int(fields[3]) == leader and fields[0] != "Z" and command:
+                    found.append(command)
             except OSError:
                 continue
     return found
