@@ -88,7 +88,7 @@ class Job:
         ("popen", "raise", 1),
         pytest.param("popen", "raise", 0, marks=slow),
         pytest.param("popen", "kill", 1, marks=slow),
-        ("popen", "kill", 0),
+        pytest.param("popen", "kill", 0, marks=slow),
         pytest.param("popen", "hang", 1, marks=slow),
         pytest.param("popen", "hang", 0, marks=slow),
         pytest.param("popen", "collective", 0, marks=slow),
