@@ -63,7 +63,7 @@ $(VENV)/.ready-to-run: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.ready-to-test: $(VENV)/.torch pyproject.toml
-	$(PIP) -e '.[dev,tensorboard]'
+	$(PIP) -e '.[dev,notebook,tensorboard]'
 	@touch $@ $(VENV)/.ready-to-run
 
 $(VENV)/.ready-for-notebook: $(VENV)/.torch pyproject.toml

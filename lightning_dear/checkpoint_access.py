@@ -9,8 +9,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from lightning_dear.checkpoint_format import check, stamp
-from lightning_dear.distributed_checkpoint import is_folder, load, remove, save
+from lightning_dear.checkpoint.folder import is_folder, load, remove, save
+from lightning_dear.checkpoint.format import check, stamp
 
 
 class CheckpointAccess(DDPStrategy):

@@ -27,8 +27,8 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
-from lightning_dear.failure_watch import dump_stacks, first_failure
-from lightning_dear.interrupts import call_if_unheard
+from lightning_dear.failures.interrupts import call_if_unheard
+from lightning_dear.failures.watch import dump_stacks, first_failure
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lightning_dear import gradients
 from lightning_dear.active_plan import ActivePlan, activate
 from lightning_dear.audit import audit
+from lightning_dear.checkpoint.whole_state import consolidate, whole_state
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import TrainedParameters
-from lightning_dear.optimizer_state import consolidate, whole_state
 from lightning_dear.planning import BucketPlan, FusionPlanner
 from lightning_dear.recorder import ForwardRecorder
 from lightning_dear.reducer import on_each_gradient, warn_of_leftovers

@@ -26,13 +26,13 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_dear.checkpoint.sharded_state import sharded_state
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import check_layout
 from lightning_dear.module_buffers import BufferBroadcast
 from lightning_dear.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.recorder import has_compiled_region
-from lightning_dear.sharded_state import sharded_state
 from lightning_dear.statistics import StepStatistics
 from lightning_dear.timeline import Timeline
 from lightning_dear.work import Collectives

@@ -25,7 +25,7 @@ from lightning_dear.checkpoint_access import CheckpointAccess
 from lightning_dear.checkpoint_io import AtomicCheckpointIO
 from lightning_dear.collectives import new_collectives
 from lightning_dear.compression import NoCompression, resolve_compressor
-from lightning_dear.failure_handling import FailureHandling
+from lightning_dear.failures.handling import FailureHandling
 from lightning_dear.gradient_access import GradientAccess
 from lightning_dear.launcher import configure_launcher
 from lightning_dear.module_states import check_module_states
@@ -75,7 +75,7 @@ class DearStrategy(FailureHandling, GradientAccess, CheckpointAccess):
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes
             its own part, so that none needs memory for the whole optimizer state. All hosts must
             share the file system. Files and folders are read either way, at any world size;
-            `python -m lightning_dear.distributed_checkpoint FOLDER FILE` makes a file of a folder.
+            `python -m lightning_dear.checkpoint.folder FOLDER FILE` makes a file of a folder.
         find_unused_parameters: Accepted and unnecessary: unused parameters always work.
         process_group_backend: "gloo" or "nccl"; None: by device.
         timeout: Of a collective; a rank that waits longer raises.

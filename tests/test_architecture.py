@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 60
 # messages between two ranks, which training never sends but a measurement of a link does.
 DISTRIBUTED_ROOMS = ("collectives.py", "apps/job.py", "workloads/task.py", "link_probe.py")
 # Where torch.distributed.checkpoint, and nothing else of torch.distributed, writes and reads.
-CHECKPOINT_ROOM = "checkpoint_storage.py"
+CHECKPOINT_ROOM = "checkpoint/storage.py"
 HOST_ROOMS = (
     "pytorch_lightning/",
     "strategy.py",

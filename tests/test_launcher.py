@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from omegaconf import read_write
 
 from lightning_dear import launcher
-from lightning_dear.failures import Failure
+from lightning_dear.failures.board import Failure
 from lightning_dear.launcher import JobLauncher, configure_launcher, end_processes, job_arguments
 from lightning_dear.paths import conf_dir
 from tests.conf.composing import composed
@@ -201,7 +201,7 @@ def test_a_failing_child_ends_this_process(make_launcher, monkeypatch, exit_code
 _CHILD = """
 import time
 from lightning_dear import launcher
-from lightning_dear.failures import Failure
+from lightning_dear.failures.board import Failure
 launcher.GRACE_S = 0.1
 launcher.watch_parent()
 print("watching", flush=True)

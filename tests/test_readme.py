@@ -97,7 +97,7 @@ def test_file_tree_is_the_real_one() -> None:
     listed: set[Path] = set()
     for line in tree.splitlines():
         folder = ROOT / "lightning_dear" if line.startswith("  ") else ROOT
-        for name in line[:25].replace(",", " ").split():
+        for name in re.split(r"\s{2,}", line.strip())[0].replace(",", " ").split():
             found = set(folder.glob(name.rstrip("/")))
             assert found, name
             assert all(path.is_dir() == name.endswith("/") for path in found), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 import weakref
@@ -46,6 +47,7 @@ class DearModule(Module):
         self.pipeline = pipeline
         self.has_run = False
         self.is_sync_blocked = False
+        self._was_called = False
         if pipeline is not None:
             self._ending = weakref.finalize(self, _end_of, pipeline)
             self._ending.atexit = False
@@ -53,11 +55,20 @@ class DearModule(Module):
             for part in pipeline.parts:
                 _claim(part)
 
+    # What is compiled inside stays compiled; only this method is not to be traced.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own; waits for nothing that a training forward does not read yet."""
+        """The module's own; waits for nothing that a training forward does not read yet.
+
+        Raises:
+            RuntimeError: If Fabric has compiled this object instead of the module.
+        """
         if self.pipeline is None:
             return self.module(*args, **kwargs)
+        if not self._was_called:
+            self._refuse_compiling()
+            self._was_called = True
         if not (torch.is_grad_enabled() and self._may_train()):
             self.pipeline.complete_parameters("evaluation")
             return self.module(*args, **kwargs)
@@ -65,6 +76,16 @@ class DearModule(Module):
             output = self.module(*args, **kwargs)
         self.has_run = True
         return output
+
+    def _refuse_compiling(self) -> None:
+        # Fabric compiles what the strategy returns, and tells nobody.
+        holders = (holder for holder in gc.get_referrers(self) if isinstance(holder, dict))
+        if any(holder.get("_orig_mod") is self for holder in holders):
+            raise RuntimeError(
+                "Fabric has put torch.compile around what strategy='dear' adds to the model, which"
+                " cannot be compiled. Compile the model in place: call model.compile() in place of"
+                " torch.compile(model), or fabric.setup(..., _reapply_compile=False)."
+            )
 
     def _may_train(self) -> bool:
         assert self.pipeline is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dear.checkpoint_format import FORMAT, KEY, check, stamp
+from lightning_dear.checkpoint.format import FORMAT, KEY, check, stamp
 
 
 def test_a_stamped_checkpoint_is_read() -> None:

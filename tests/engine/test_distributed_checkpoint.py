@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear import checkpoint_storage, distributed_checkpoint
-from lightning_dear.checkpoint_format import KEY
-from lightning_dear.checkpoint_tree import put_together, take_apart
-from lightning_dear.distributed_checkpoint import convert, is_folder, load, remove, save
+from lightning_dear.checkpoint import folder as distributed_checkpoint
+from lightning_dear.checkpoint import storage as checkpoint_storage
+from lightning_dear.checkpoint.folder import convert, is_folder, load, remove, save
+from lightning_dear.checkpoint.format import KEY
+from lightning_dear.checkpoint.sharded_state import sharded_state
+from lightning_dear.checkpoint.tree import put_together, take_apart
 from lightning_dear.pipeline import Pipeline
-from lightning_dear.sharded_state import sharded_state
 from tests.distributed.harness import RanksFailed, distributed, observe_ranks, run_ranks
 from tests.engine.models import batch, build, loss_of, optimizer_for, two_groups, weights
 from tests.engine.training import new_pipeline
@@ -376,7 +377,7 @@ def test_what_ranks_have_differently_is_rank_0s(tmp_path: Path) -> None:
 def test_the_command_makes_an_ordinary_file(tmp_path: Path) -> None:
     folder, file = tmp_path / "saved", tmp_path / "ordinary.ckpt"
     ordinary = run_ranks(_train_and_save, 2, folder, "gpt", "adamw")[0]
-    command = [sys.executable, "-m", "lightning_dear.distributed_checkpoint", folder, file]
+    command = [sys.executable, "-m", "lightning_dear.checkpoint.folder", folder, file]
     subprocess.run(command, check=True)
     loaded = torch.load(file, weights_only=True)
     assert_equal(loaded, ordinary)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dear.checkpoint_format import FORMAT, KEY
+from lightning_dear.checkpoint.format import FORMAT, KEY
 from lightning_dear.sharded_optimizer import MASTER_KEY
 from tests.distributed.harness import distributed, run_ranks
 from tests.engine.models import batch, build, distance, loss_of, optimizer_for

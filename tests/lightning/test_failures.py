@@ -190,7 +190,7 @@ def test_one_rank_alone_saves_nothing_and_waits_for_nobody(rank: int, tmp_path: 
 
 
 def _second_failure(folder: Path) -> str:
-    from lightning_dear.failure_watch import first_failure
+    from lightning_dear.failures.watch import first_failure
 
     for error in (ValueError("first attempt"), None):
         callbacks = [] if error is None else [_Stop(error, None)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from lightning_dear.optimizer_state import PerElement, Scalar, describe, pack
+from lightning_dear.checkpoint.whole_state import PerElement, Scalar, describe, pack
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.work import Collectives
 
@@ -33,7 +33,7 @@ class Chunk:
 class ShardedState(dict[str, Any]):
     """`optimizer.state_dict()` in which tensors on the meta device stand for sharded ones.
 
-    It can be looked at like the ordinary one, but only `distributed_checkpoint.save` can write it.
+    It can be looked at like the ordinary one, but only `folder.save` can write it.
 
     Args:
         packed: The state dict.

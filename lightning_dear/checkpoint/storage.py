@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_collectiv
 from typing_extensions import override
 
 from lightning_dear.bucket import as_flat, storage_strides
-from lightning_dear.sharded_state import Chunk
+from lightning_dear.checkpoint.sharded_state import Chunk
 
 METADATA_FILE = ".metadata"
 """torch.distributed.checkpoint's own; a folder without it is not a complete checkpoint."""

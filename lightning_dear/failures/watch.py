@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_dear.collectives import new_store_client
-from lightning_dear.failures import Failure, FailureBoard
+from lightning_dear.failures.board import Failure, FailureBoard
 
 log = logging.getLogger(__name__)
 

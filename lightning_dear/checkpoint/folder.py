@@ -1,6 +1,6 @@
 """Checkpoints as folders into which every rank writes its own pieces; nobody gathers the state.
 
-    python -m lightning_dear.distributed_checkpoint FOLDER FILE
+    python -m lightning_dear.checkpoint.folder FOLDER FILE
 
 makes an ordinary checkpoint file of a folder, for DDP, a single device or `torch.load`.
 
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from lightning_dear.checkpoint_format import check, stamp
-from lightning_dear.checkpoint_storage import METADATA_FILE, Stored, read_tensors, write_tensors
-from lightning_dear.checkpoint_tree import TakenApart, put_together, take_apart
-from lightning_dear.sharded_state import Chunk
+from lightning_dear.checkpoint.format import check, stamp
+from lightning_dear.checkpoint.sharded_state import Chunk
+from lightning_dear.checkpoint.storage import METADATA_FILE, Stored, read_tensors, write_tensors
+from lightning_dear.checkpoint.tree import TakenApart, put_together, take_apart
 
 SKELETON_FILE = "checkpoint.pt"
 """What is no large tensor; written by rank 0."""
@@ -192,7 +192,7 @@ def _local(path: str | Path) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command: a checkpoint folder to an ordinary checkpoint file."""
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_dear.distributed_checkpoint",
+        prog="python -m lightning_dear.checkpoint.folder",
         description="Make an ordinary checkpoint file of a checkpoint folder.",
     )
     parser.add_argument("folder", help="written with save_distributed_checkpoint=True")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dear.sharded_state import Chunk, ShardedState
+from lightning_dear.checkpoint.sharded_state import Chunk, ShardedState
 
 _MARK = "lightning_dear.tensor"
 _SMALL_BYTES = 1024
