@@ -107,6 +107,21 @@ class _Clipping(ManualNet):
         optimizer.step()
 
 
+class _Whole(ManualNet):
+    """Notes every gradient and clips with torch's own function, behind the last backward."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.backward_of(batch)
+        strategy = self.trainer.strategy
+        is_ours = isinstance(strategy, DearStrategy)
+        with strategy.whole_gradients() if is_ours else nullcontext():
+            self.note("gradients", [parameter.grad for parameter in self.parameters()])
+            torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP)
+        optimizer.step()
+
+
 class _Scheduled(ManualNet):
     """Steps its learning rate scheduler by hand."""
 
@@ -127,6 +142,10 @@ class Gan(ManualNet):
 
     toggles = True
 
+    def last_backward(self, *optimizers: Any) -> Any:
+        """Unmarked."""
+        return nullcontext()
+
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer, _new_gan)
 
@@ -140,7 +159,8 @@ class Gan(ManualNet):
             fake = generator(real.flip(-1))
             loss = sign * (discriminator(fake).mean() - discriminator(real).mean())
             self.losses.append(loss.detach().clone())
-            self.manual_backward(loss)
+            with self.last_backward(optimizer):
+                self.manual_backward(loss)
             optimizer.step()
             if self.toggles:
                 self.untoggle_optimizer(optimizer)
@@ -151,6 +171,15 @@ class Gan(ManualNet):
 
 class UntoggledGan(Gan):
     toggles = False
+
+
+class _MarkedGan(UntoggledGan):
+    """Says of every backward which optimizer steps next."""
+
+    def last_backward(self, *optimizers: Any) -> Any:
+        strategy = self.trainer.strategy
+        is_ours = isinstance(strategy, DearStrategy)
+        return strategy.last_backward(*optimizers) if is_ours else nullcontext()
 
 
 def _new_gan() -> nn.Module:
@@ -201,6 +230,11 @@ FEATURES = (
     row(name="a backward without a step", net=_WithoutStep, apart=(TWICE,), num_steps=3),
     row(name="a closure in manual optimisation", net=_Closure),
     row(name="self.clip_gradients in manual optimisation", net=_Clipping, apart=(NORM_ORDER,)),
+    row(
+        name="reading and changing .grad in manual optimisation",
+        net=_Whole,
+        remark="in `with self.trainer.strategy.whole_gradients():`",
+    ),
     row(name="a learning rate scheduler stepped by hand", net=_Scheduled),
     row(
         name="two optimizers with toggle_optimizer (GAN)",
@@ -213,6 +247,13 @@ FEATURES = (
         net=UntoggledGan,
         reference="ddp, unused",
         num_steps=12,
+    ),
+    row(
+        name="two optimizers without toggle_optimizer, each backward marked (GAN)",
+        net=_MarkedGan,
+        reference="ddp, unused",
+        num_steps=12,
+        remark="`with self.trainer.strategy.last_backward(optimizer):`",
     ),
     row(
         name="two optimizers that share modules",

@@ -56,8 +56,8 @@ def _grown(seen: Seen) -> None:
 class _Masters(RowNet):
     """Reference for 16-bit weights: float32 copies take the steps, and are rounded.
 
-    Every rank has the gradients of all; they are scaled by 1/P, summed in float32 by rank and
-    rounded once, as ours are.
+    Every rank has the gradients of all; they are scaled by 1/P in 16 bits, as they travel, and
+    summed in float32 by rank.
     """
 
     def optimizer_step(
@@ -72,7 +72,7 @@ class _Masters(RowNet):
             }
         lists = [group["params"] for group in optimizer.param_groups]
         for parameter, master in self.masters.items():
-            master.grad = _mean(parameter.grad).float()
+            master.grad = _mean(parameter.grad)
         for group in optimizer.param_groups:
             group["params"] = [self.masters[parameter] for parameter in group["params"]]
         optimizer.step()
@@ -91,7 +91,7 @@ def _mean(gradient: Tensor) -> Tensor:
     total = everyone[0].float()
     for other in everyone[1:]:
         total += other.float()
-    return total.to(gradient.dtype)
+    return total
 
 
 def _is_half(seen: Seen, dtype: torch.dtype) -> None:

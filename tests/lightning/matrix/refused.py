@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import BatchSizeFinder
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import nn
 
 from lightning_dear import DearStrategy
 from tests.lightning.fitting import dear, fit
 from tests.lightning.matrix.refused_models import OPTIMIZERS, UntouchedNet, sgd
 from tests.lightning.matrix.rows import Refused
+from tests.lightning.nets import Net
 
 NO_DDP = "leave it out; there is no DistributedDataParallel to pass it to"
 row = partial(Refused, section="Options")
 plugin = partial(Refused, section="Precision")
+checkpointing = partial(Refused, section="Checkpoints")
 
 
 def _construct(**options: Any) -> None:
@@ -37,6 +45,15 @@ class BitsandbytesPrecision(Precision):
 
 def _fit_with_plugin(kind: type[Precision]) -> None:
     fit(dear(precision_plugin=kind()), UntouchedNet(sgd))
+
+
+def _fused(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), fused=True)
+
+
+def _fit_fused_with_scaler() -> None:
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    fit(dear(precision_plugin=scaled), UntouchedNet(_fused))
 
 
 def _fit_with_batch_size_finder() -> None:
@@ -113,7 +130,56 @@ OPTIONS = (
     ),
 )
 
+
+def _fit_folders_with_plugin() -> None:
+    strategy = dear(save_distributed_checkpoint=True, checkpoint_io=AsyncCheckpointIO())
+    fit(strategy, UntouchedNet(sgd))
+
+
+def _load_format(number: int) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "newer.ckpt"
+        trainer = fit(dear(), Net("mlp"), max_steps=1)
+        trainer.save_checkpoint(path)
+        dist.barrier()
+        if trainer.is_global_zero:
+            _raise_format(path, number)
+        path = Path(trainer.strategy.broadcast(str(path)))
+        fit(dear(), UntouchedNet(sgd), ckpt_path=str(path), max_epochs=2)
+
+
+def _raise_format(path: Path, number: int) -> None:
+    checkpoint = torch.load(path, weights_only=True)
+    assert "format" in checkpoint["lightning_dear"]
+    checkpoint["lightning_dear"]["format"] = number
+    torch.save(checkpoint, path)
+
+
+CHECKPOINTS = (
+    checkpointing(
+        name="save_distributed_checkpoint with a checkpoint plug-in",
+        run=_fit_folders_with_plugin,
+        message="save_distributed_checkpoint=True writes folders itself",
+        why="the plug-in would not be used",
+        instead="leave one of both out",
+    ),
+    checkpointing(
+        name="a checkpoint of an unknown format",
+        run=partial(_load_format, 99),
+        message="The checkpoint has lightning_dear format 99; this version reads",
+        why="a newer version may have written what this one reads wrongly",
+        instead="upgrade lightning-dear",
+    ),
+)
+
 PRECISIONS = (
+    plugin(
+        name="a fused optimizer with GradScaler",
+        run=_fit_fused_with_scaler,
+        message="unscales gradients itself",
+        why="it would see an overflow in its own shard alone",
+        instead="`fused=False`",
+    ),
     plugin(
         name="TransformerEngine (FP8)",
         run=partial(_fit_with_plugin, TransformerEnginePrecision),
@@ -130,4 +196,4 @@ PRECISIONS = (
     ),
 )
 
-REFUSED_ROWS = (*OPTIONS, *PRECISIONS, *OPTIMIZERS)
+REFUSED_ROWS = (*OPTIONS, *CHECKPOINTS, *PRECISIONS, *OPTIMIZERS)

@@ -172,6 +172,23 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Different:
+    """What is not as under DDP, by design.
+
+    Attributes:
+        name: What a user might do; unique.
+        run: Runs on every rank of two; raises unless it is as `what` says.
+        what: What happens.
+        instead: What to do.
+    """
+
+    name: str
+    run: Callable[[], None]
+    what: str
+    instead: str
+
+
+@dataclass(frozen=True)
 class Uncaught:
     """What no test and no guard can see; for the documentation.
 

@@ -11,6 +11,7 @@ from tests.lightning.matrix import (
     precision,
     weights,
 )
+from tests.lightning.matrix.different import DIFFERENT
 from tests.lightning.matrix.refused import REFUSED_ROWS
 from tests.lightning.matrix.rows import Feature, Refused
 from tests.lightning.matrix.uncaught import UNCAUGHT
@@ -23,4 +24,4 @@ assert len(FEATURES) == sum(len(section.FEATURES) for section in SECTIONS), "a n
 REFUSED: dict[str, Refused] = {one.name: one for one in REFUSED_ROWS}
 assert len(REFUSED) == len(REFUSED_ROWS), "a name twice"
 
-__all__ = ["FEATURES", "REFUSED", "UNCAUGHT"]
+__all__ = ["FEATURES", "REFUSED", "UNCAUGHT", "DIFFERENT"]

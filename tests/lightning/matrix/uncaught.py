@@ -7,6 +7,12 @@ from tests.lightning.matrix.rows import Uncaught
 COMPLETE = "`strategy.complete_parameters()` before the read"
 UNCAUGHT = (
     Uncaught(
+        ".grad read or changed in a manual training_step",
+        "until the step it is this rank's own gradient, not the mean",
+        "`with self.trainer.strategy.whole_gradients():` around it; `self.clip_gradients` and"
+        " `strategy.grad_norm()` work without",
+    ),
+    Uncaught(
         "a weight kept elsewhere and used where nothing of it is saved for backward",
         "an added bias or an embedding, read at a place where the recorded step did not read it,"
         " may have the value of the step before",

@@ -7,8 +7,8 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
-from tests.lightning.matrix.rows import SUM_ORDER, THREE_RANKS, Apart, Feature
-from tests.lightning.matrix.table import FEATURES, REFUSED, UNCAUGHT
+from tests.lightning.matrix.rows import SUM_ORDER, THREE_RANKS, Apart, Different, Feature, Uncaught
+from tests.lightning.matrix.table import DIFFERENT, FEATURES, REFUSED, UNCAUGHT
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "support.md"
 HEAD = f"""\
@@ -52,8 +52,8 @@ def page() -> str:
     for title, refused in _sections(REFUSED.values()):
         rows = [(one.name, one.why, one.instead) for one in refused]
         parts.append(f"### {title}\n\n" + _table(("what", "why", "instead"), rows))
-    rows = [(one.name, one.what, one.instead) for one in UNCAUGHT]
-    parts.append("## Cannot be caught\n\n" + _table(("what", "what happens", "instead"), rows))
+    parts.append("## Different from DDP\n\n" + _notes(DIFFERENT))
+    parts.append("## Cannot be caught\n\n" + _notes(UNCAUGHT))
     return "\n".join(parts)
 
 
@@ -79,6 +79,11 @@ def _remark(feature: Feature) -> str:
         number = _reasons().index(one.reason) + 1
         parts.append(f"{what}equal within {one.distance:.0e}{where} ({number})")
     return "; ".join(parts)
+
+
+def _notes(notes: Iterable[Different | Uncaught]) -> str:
+    rows = [(one.name, one.what, one.instead) for one in notes]
+    return _table(("what", "what happens", "instead"), rows)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
