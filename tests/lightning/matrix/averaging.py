@@ -106,7 +106,6 @@ FEATURES = (
         drive=fit_and_validate,
         trainer={"val_check_interval": 2},
         needs=HAS_AVERAGING,
-        remark="validation runs with the averaged weights, as under DDP",
     ),
     row(
         name="WeightAveraging every second step",

@@ -98,6 +98,6 @@ DIFFERENT = (
         "load_state_dict(assign=True) in mid-training",
         _assign,
         "the assigned weights are trained on; under DDP the optimizer keeps the old ones",
-        "nothing",
+        "nothing has to be done",
     ),
 )

@@ -155,18 +155,13 @@ OPTIMIZERS = (
         why="found by stepping a matrix whole and in two parts",
         instead=ELEMENTWISE,
     ),
-    *(
-        [
-            row(
-                name="Muon",
-                run=partial(_fit, _muon),
-                message="strategy='dear' cannot shard Muon",
-                why=WHOLE,
-                instead=ELEMENTWISE,
-            )
-        ]
-        if hasattr(torch.optim, "Muon")
-        else []
+    row(
+        name="Muon",
+        run=partial(_fit, _muon),
+        message="strategy='dear' cannot shard Muon",
+        why=WHOLE,
+        instead=ELEMENTWISE,
+        needs=hasattr(torch.optim, "Muon"),
     ),
     row(
         name="an optimizer that does not call its closure",

@@ -160,6 +160,7 @@ class Refused:
         why: For the documentation, a short clause.
         instead: For the documentation: what to do.
         error: Name of the exception's type.
+        needs: False where the installed Lightning or torch lacks what is refused.
     """
 
     name: str
@@ -169,6 +170,7 @@ class Refused:
     why: str
     instead: str
     error: str = "ValueError"
+    needs: bool = True
 
 
 @dataclass(frozen=True)

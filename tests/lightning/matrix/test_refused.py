@@ -22,6 +22,8 @@ def _run(name: str) -> None:
 def test_row(name: str) -> None:
     """No rank is left waiting for one that has refused."""
     row = REFUSED[name]
+    if not row.needs:
+        pytest.skip(f"the installed versions lack {name}")
     # Without a group of the harness: a rank that refuses at once would close it under the other.
     options = {"timeout_s": TIMEOUT_S, "init_process_group": False}
     for rank, outcome in enumerate(observe_ranks(_run, 2, name, **options)):
