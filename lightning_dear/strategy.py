@@ -199,6 +199,9 @@ class DearStrategy(FailureHandling, GradientAccess, CheckpointAccess):
             broadcast_buffers=self._broadcast_buffers,
             audit=self._audit,
         )
+        for wrapper in self._lightning_optimizers:
+            # Its class has torch's own, which would pass the pipeline by.
+            wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         connect_precision(self.precision_plugin, self._pipeline)
         self._insert_guards(trainer)
 

@@ -53,7 +53,7 @@ WAITS = [
         "gatherer.py",
         '        self.complete(self._entry, "training_step")\n',
         "        pass\n",
-        row("a held list read before its owner runs", "parameters of the LightningModule itself"),
+        (READING,),
     ),
     Mutation(
         "waiting for it again after a step in mid-forward",
@@ -67,7 +67,7 @@ WAITS = [
         "optimizer_pipeline.py",
         '            self._active.gatherer.complete(reason="compiled region")\n',
         "            pass\n",
-        row("torch.compile of an inner module", "torch.compile of the LightningModule"),
+        (READING,),
     ),
     Mutation(
         "waiting for module buffers",
@@ -81,7 +81,7 @@ WAITS = [
         "optimizer_pipeline.py",
         '        self.complete_parameters("step")\n',
         "",
-        (STATE, DELAYS, *row("parameters unused in some steps", "a step without any gradient")),
+        (READING,),
     ),
     Mutation(
         "completing parameters before others' step hooks",
