@@ -1,4 +1,4 @@
-"""The same weights and losses as under DDP, step by step, through Trainer.fit."""
+"""Fifty steps, and four ranks; everything else that equals DDP is a row of the matrix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from tests.distributed.harness import distributed
 from tests.engine.models import distance
 from tests.lightning.fitting import (
-    STRATEGIES,
     WeightRecorder,
     assert_differ,
     assert_ranks_agree,
@@ -18,7 +17,7 @@ from tests.lightning.fitting import (
     fit,
     fit_both,
 )
-from tests.lightning.nets import BATCH_SIZE, Net, copies
+from tests.lightning.nets import BATCH_SIZE, Net
 
 NUM_STEPS = 50
 CASES = [(model, optimizer) for model in ("conv", "mlp", "gpt") for optimizer in ("sgd", "adamw")]
@@ -39,20 +38,8 @@ def test_fifty_steps_equal_ddp(model: str, optimizer: str) -> None:
     assert_differ(seen_ours.seen[0], seen_ours.seen[-1])
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("conv", "sgd"), ("gpt", "adamw")])
-@distributed(world_sizes=[2])
-def test_equals_ddp_when_nobody_looks(model: str, optimizer: str) -> None:
-    """No callback reads weights, so that only forward's own gates wait for the gathers."""
-    nets = {}
-    for name, strategy in STRATEGIES.items():
-        nets[name] = Net(model, optimizer)
-        fit(strategy(), nets[name], model=model, num_samples=32)
-    assert_same(nets["dear"].losses, nets["ddp"].losses, "loss")
-    assert_same(copies(nets["dear"]), copies(nets["ddp"]), "weights after fit")
-
-
 @pytest.mark.parametrize(("model", "optimizer"), [("conv", "adamw"), ("gpt", "sgd")])
-@distributed(world_sizes=[1, 3, 4])
+@distributed(world_sizes=[4])
 def test_all_ranks_agree_in_every_step(model: str, optimizer: str) -> None:
     net, recorder = Net(model, optimizer), WeightRecorder()
     fit(dear(), net, recorder, model=model, num_samples=48, limit_train_batches=6, validates=True)
@@ -62,7 +49,7 @@ def test_all_ranks_agree_in_every_step(model: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "optimizer"), [("conv", "adamw"), ("gpt", "sgd")])
-@distributed(world_sizes=[3, 4])
+@distributed(world_sizes=[4])
 def test_float64_is_near_ddp_at_more_ranks(model: str, optimizer: str) -> None:
     """DDP adds up in an order of its own there, so that no bits are promised."""
     fits = fit_both(model, optimizer, num_samples=48, limit_train_batches=6, precision="64-true")
