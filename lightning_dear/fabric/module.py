@@ -64,11 +64,11 @@ class DearModule(Module):
         Raises:
             RuntimeError: If Fabric has compiled this object instead of the module.
         """
-        if self.pipeline is None:
-            return self.module(*args, **kwargs)
         if not self._was_called:
             self._refuse_compiling()
             self._was_called = True
+        if self.pipeline is None:
+            return self.module(*args, **kwargs)
         if not (torch.is_grad_enabled() and self._may_train()):
             self.pipeline.complete_parameters("evaluation")
             return self.module(*args, **kwargs)

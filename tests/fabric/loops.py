@@ -189,6 +189,32 @@ def overflows(run: Run) -> None:
     run.end(raw)
 
 
+def masters(run: Run) -> None:
+    """Reference for 16-bit weights: float32 copies take the steps, and are rounded.
+
+    Gradients are scaled by 1/P and summed in float32 by rank, as ours are.
+    """
+    raw, model, _ = _set_up(run, "mlp")
+    copy = build("mlp").to(torch.bfloat16).float()
+    optimizer = optimizer_for(run.optimizer, copy)
+    for step in range(NUM_STEPS):
+        raw.zero_grad()
+        with run.fabric.no_backward_sync(model):
+            loss = loss_of(model, *run.data("mlp", step))
+            run.fabric.backward(loss)
+        run.note("losses", loss)
+        with torch.no_grad():
+            for own, master in zip(raw.parameters(), copy.parameters(), strict=True):
+                parts = run.fabric.all_gather(own.grad / run.fabric.world_size)
+                parts = parts.view(run.fabric.world_size, *own.shape)
+                master.grad = sum(part.float() for part in parts)
+            optimizer.step()
+            for own, master in zip(raw.parameters(), copy.parameters(), strict=True):
+                own.copy_(master)
+        run.see(raw)
+    run.end(raw)
+
+
 def _gan(run: Run, *, names_model: bool) -> None:
     torch.manual_seed(1)
     raws = [UnevenMLP((7, 131, 7)), UnevenMLP((7, 61, 1))]

@@ -41,7 +41,7 @@ class Row:
         optimizers: Names of optimizers.
         options: Fabric's.
         plugins: New ones for Fabric.
-        unused: Whether DDP needs `find_unused_parameters`.
+        reference: What runs under DDP, if another loop.
         distance: How far series may be apart for a reason of their own: name -> distance.
         check: Raises unless the run showed what the row is about.
     """
@@ -50,7 +50,7 @@ class Row:
     optimizers: tuple[str, ...] = ("adamw",)
     options: Mapping[str, Any] = field(default_factory=dict)
     plugins: Callable[[], tuple[Any, ...]] = tuple
-    unused: bool = False
+    reference: Loop | None = None
     distance: float = 0.0
     check: Callable[[Run], None] = lambda run: None
 
@@ -80,9 +80,10 @@ ROWS = {
     "training in eval mode": Row(loops.trains_in_eval_mode),
     "GAN": Row(loops.gan, ALL, distance=NORM_ORDER),
     "GAN, naming models": Row(loops.gan_naming_models, distance=NORM_ORDER),
-    "two optimizers": Row(loops.two_optimizers, unused=True),
+    "two optimizers": Row(loops.two_optimizers),
     "LightningModule": Row(loops.lightning_module),
     "bf16-mixed": Row(loops.mlp, options={"precision": "bf16-mixed"}),
+    "bf16-true": Row(loops.mlp, ALL, {"precision": "bf16-true"}, reference=loops.masters),
     "16-mixed with an overflow": Row(
         loops.overflows, ALL, plugins=lambda: (_scaler(),), check=_skipped
     ),
@@ -97,7 +98,11 @@ def _run(name: str, optimizer: str) -> None:
     if world_size == 3 and not (options or row.plugins()):
         options = {"precision": "64-true"}
     theirs = run_loop(
-        row.loop, optimizer, ddp(find_unused_parameters=row.unused), *row.plugins(), **options
+        row.reference or row.loop,
+        optimizer,
+        ddp(),
+        *row.plugins(),
+        **options,
     )
     for watches in (True, False):
         ours = run_loop(row.loop, optimizer, dear(), *row.plugins(), watches=watches, **options)
