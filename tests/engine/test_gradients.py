@@ -343,3 +343,23 @@ def test_gradients_left_over_from_a_step_are_named() -> None:
     texts = [str(one.message) for one in seen]
     assert len(texts) == (1 if dist.get_rank() == 0 else 0), texts
     assert all("zero_grad() was not called" in text for text in texts)
+
+
+@distributed(world_sizes=(2,))
+def test_two_optimizers_number_their_buckets_apart() -> None:
+    """What is under way for both at once must not be taken for each other's."""
+    model = build(MODEL)
+    optimizers = _two_optimizers(model)
+    pipeline = new_pipeline(model, optimizers[0], more=optimizers[1:])
+    launch, numbers = pipeline._collectives.launch_all_gather, list[int]()
+    pipeline._collectives.launch_all_gather = lambda buffer, number: (
+        numbers.append(number) or launch(buffer, number)
+    )
+    with pipeline.forward():
+        loss = _loss(model, 0, dist.get_rank())
+    with pipeline.backward():
+        loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert len(numbers) == len(set(numbers)) > 2
+    pipeline.detach()

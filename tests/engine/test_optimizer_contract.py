@@ -195,3 +195,33 @@ def test_state_survives_a_second_pipeline_over_the_same_optimizer() -> None:
         _step(second, model, optimizer, step)
     for a, b in zip(weights(model), _plain(6, lambda *_: None), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_sizes=(1, 2))
+def test_parameters_that_are_new_at_the_step_are_refused() -> None:
+    model = build("mlp")
+    frozen = model.layers[0].weight.requires_grad_(False)
+    optimizer = _sgd(model)
+    pipeline = new_pipeline(model, optimizer)
+    with pipeline.forward():
+        loss = loss_of(model, *batch("mlp", 0, dist.get_rank()))
+    frozen.requires_grad_(True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="began to require gradients"):
+        optimizer.step()
+
+
+class _ClosureFree(torch.optim.SGD):
+    """Takes a closure and never calls it."""
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+        super().step()
+
+
+@distributed(world_sizes=(1, 2))
+def test_a_step_that_never_calls_its_closure_is_refused() -> None:
+    model = build("mlp")
+    optimizer = _ClosureFree(model.parameters(), lr=0.1)
+    new_pipeline(model, optimizer)
+    with pytest.raises(RuntimeError, match="did not call its closure"):
+        optimizer.step(lambda: torch.zeros(()))
