@@ -1,0 +1,82 @@
+"""What reaches the pipeline, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.distributed.harness import distributed
+from tests.engine.models import batch, build, loss_of, optimizer_for
+from tests.fabric.running import dear, new_fabric
+from tests.lightning.fitting import assert_ranks_agree, poison_until_waited
+from tests.lightning.nets import copies
+
+
+@distributed([2])
+def test_training_starts_from_rank_0_and_buffers_follow_it() -> None:
+    fabric = new_fabric(dear())
+    raw = build("conv", seed=fabric.global_rank)
+    model, optimizer = fabric.setup(raw, optimizer_for("sgd", raw))
+    assert_ranks_agree([copies(raw)])
+    for step in range(3):
+        fabric.backward(loss_of(model, *batch("conv", step, fabric.global_rank)))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_ranks_agree([[buffer.clone() for buffer in raw.buffers()]])
+
+
+@distributed([2])
+def test_gradients_leave_during_backward() -> None:
+    fabric = new_fabric(dear())
+    raw = build("mlp")
+    model, optimizer = fabric.setup(raw, optimizer_for("sgd", raw))
+    for step in range(3):
+        for is_last in (False, True):
+            with fabric.no_backward_sync(model, enabled=not is_last):
+                fabric.backward(loss_of(model, *batch("mlp", step, fabric.global_rank)))
+            assert all((p.grad is None) == is_last for p in raw.parameters())
+        assert model._forward_module.has_run
+        optimizer.step()
+        assert not model._forward_module.has_run
+
+
+@distributed([2])
+def test_messages_of_two_models_are_told_apart() -> None:
+    fabric = new_fabric(dear())
+    strategy: Any = fabric.strategy
+    kept = []
+    for _ in range(2):
+        raw = build("mlp")
+        kept.append(fabric.setup(raw, optimizer_for("sgd", raw)))
+    numbers = {part._number for one in kept for part in strategy.pipeline_of(one[1]).parts}
+    assert len(numbers) == 2
+
+
+class _Holding(nn.Module):
+    """Reads its weight through a list, past the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 300)
+        self.held = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.held[0])
+
+
+@distributed([2])
+def test_evaluation_waits_for_what_no_gate_sees() -> None:
+    fabric = new_fabric(dear())
+    raw = _Holding()
+    model, optimizer = fabric.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    with poison_until_waited():
+        for step in range(2):
+            inputs, _ = batch("mlp", step, fabric.global_rank)
+            fabric.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                assert model(inputs).isfinite().all()
