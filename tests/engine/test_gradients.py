@@ -295,6 +295,31 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
     assert_close(weights(model), weights(there))
 
 
+@distributed(world_sizes=(2, 3))
+def test_an_overflow_in_one_shard_skips_the_step_on_all(world_size: int) -> None:
+    """The other ranks' shards are finite: only the vote tells them."""
+    model = build(MODEL)
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer)
+    scaler, overflows = torch.amp.GradScaler("cpu", init_scale=256.0), False
+    last_bias = list(model.parameters())[-1]
+    last_bias.register_hook(lambda g: torch.full_like(g, math.inf) if overflows else g)
+    for step in range(3):
+        before, overflows = weights(model), step == 2
+        with pipeline.forward():
+            loss = _loss(model, step, dist.get_rank())
+        optimizer.zero_grad()
+        with pipeline.backward():
+            scaler.scale(loss).backward()
+        pipeline.of(optimizer).unscale(scaler.unscale_)
+        scaler.step(optimizer)
+        scaler.update()
+        was_stepped = not all(map(torch.equal, before, weights(model)))
+        assert was_stepped != overflows
+    assert scaler.get_scale() == 128.0
+    pipeline.detach()
+
+
 def _two_optimizers(model: nn.Module) -> tuple[Optimizer, Optimizer]:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]

@@ -246,3 +246,24 @@ def test_module_buffers_follow_rank_0() -> None:
         first = buffer.clone()
         dist.broadcast(first, 0)
         assert torch.equal(buffer, first)
+
+
+@distributed(world_sizes=(2,))
+def test_gradients_that_come_in_parts_are_sent_once() -> None:
+    """Reentrant checkpointing accumulates a parameter's gradient more than once in a backward."""
+    model = build("reentrant")
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer)
+    for step in range(3):
+        before = pipeline._collectives.ledger.reduce_scatter_bytes
+        with pipeline.forward():
+            loss = loss_of(model, *batch("reentrant", step, dist.get_rank()))
+        optimizer.zero_grad()
+        with pipeline.backward():
+            loss.backward()
+        optimizer.step()
+        plan = pipeline.parts[0].plan
+        assert plan is not None
+        sent = pipeline._collectives.ledger.reduce_scatter_bytes - before
+        assert sent == plan.padded_numel * 4 // 2
+    pipeline.detach()

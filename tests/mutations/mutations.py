@@ -147,7 +147,7 @@ GUARDS = [
         "reducer.py",
         "        if self._num_calls[index] >= self._expected[index]:\n",
         "        if True:\n",
-        row("activation checkpointing, reentrant"),
+        (f"{STATE}::test_gradients_that_come_in_parts_are_sent_once",),
     ),
     Mutation(
         "leaving late gradients to another round",
@@ -175,7 +175,7 @@ GUARDS = [
         "gradients.py",
         "    collectives.launch_any(flag).wait()\n    return flag\n",
         "    return flag\n",
-        (f"{GRADIENTS}::test_an_overflow_on_one_rank_skips_the_step_on_all",),
+        (f"{GRADIENTS}::test_an_overflow_in_one_shard_skips_the_step_on_all",),
     ),
     Mutation(
         "unused parameters stay unused",
