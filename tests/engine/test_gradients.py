@@ -236,10 +236,11 @@ def test_a_backward_into_exposed_gradients_is_added() -> None:
     assert_close(_train([0], expose), _reference([0], add))
 
 
+@pytest.mark.parametrize("exposed", [False, True])
 @distributed(world_sizes=(1, 2, 3))
-def test_dropped_gradients_leave_nothing_behind() -> None:
+def test_dropped_gradients_leave_nothing_behind(exposed: bool) -> None:
     def begin_anew(part: OptimizerPipeline, model: nn.Module) -> None:
-        part.expose_gradients()
+        part.expose_gradients() if exposed else part.reduce()
         part.optimizer.zero_grad()
         with pipeline_of(part).backward():
             _loss(model, 77, dist.get_rank()).backward()

@@ -225,3 +225,17 @@ def test_a_step_that_never_calls_its_closure_is_refused() -> None:
     new_pipeline(model, optimizer)
     with pytest.raises(RuntimeError, match="did not call its closure"):
         optimizer.step(lambda: torch.zeros(()))
+
+
+@distributed(world_sizes=(1, 2))
+def test_a_step_after_an_interrupted_one_finds_the_users_groups() -> None:
+    model = build("mlp")
+    optimizer = _sgd(model)
+    pipeline = new_pipeline(model, optimizer)
+    _step(pipeline, model, optimizer, 0)
+    parameters = optimizer.param_groups[0]["params"]
+    pipeline.parts[0].sharded._begin()
+    pipeline.complete_parameters()
+    optimizer.step()
+    assert optimizer.param_groups[0]["params"] is parameters
+    pipeline.detach()

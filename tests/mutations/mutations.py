@@ -290,7 +290,7 @@ FLUSHES = [
         "sharded_optimizer.py",
         "    def _begin(self) -> None:\n        self.restore()\n",
         "    def _begin(self) -> None:\n",
-        (f"{CONTRACT}::test_a_step_that_was_interrupted_leaves_no_pieces_in_the_groups",),
+        (f"{CONTRACT}::test_a_step_after_an_interrupted_one_finds_the_users_groups",),
     ),
 ]
 
@@ -300,21 +300,21 @@ STRATEGY = [
         "strategy.py",
         '        self.complete_parameters("validation_step")\n',
         "",
-        row("a held list read in validation_step"),
+        ("tests/lightning/test_guard.py::test_the_strategy_waits_itself",),
     ),
     Mutation(
         "completing before a state_dict",
         "strategy.py",
         '            self.complete_parameters("state_dict")\n',
         "            pass\n",
-        row("ModelCheckpoint every n steps", "state_dict() between steps"),
+        ("tests/lightning/test_guard.py::test_the_strategy_waits_itself",),
     ),
     Mutation(
         "completing before load_state_dict",
         "strategy.py",
         '        self.complete_parameters("load_state_dict")\n',
         "",
-        row("lr_find, then fit", "load_state_dict between steps"),
+        ("tests/lightning/test_guard.py::test_the_strategy_waits_itself",),
     ),
     Mutation(
         "not sending while accumulating",
@@ -361,7 +361,7 @@ def _guard_hook(hook: str, is_conditional: bool, *rows: str) -> Mutation:
         "callbacks/completion_guard.py",
         f"        self.{call}\n",
         "        pass\n",
-        (*row(*rows), "tests/lightning/test_guard.py"),
+        (*row(*rows), "tests/lightning/test_guard.py::test_the_guard_waits_in_every_hook"),
     )
 
 
