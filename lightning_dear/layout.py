@@ -152,14 +152,18 @@ def check_layout(module: Module, optimizers: Sequence[Optimizer], collectives: C
         for number, optimizer in enumerate(optimizers)
         for name, what in _describe(module, optimizer)
     ]
-    reports = collectives.all_gather_object((problem, described))
-    for rank, (other_problem, _) in enumerate(reports):
+    options = [_options(optimizer, number) for number, optimizer in enumerate(optimizers)]
+    reports = collectives.all_gather_object((problem, described, options))
+    for rank, (other_problem, _, _) in enumerate(reports):
         if other_problem is not None:
             where = "" if rank == collectives.rank else f" (found on rank {rank})"
             raise ValueError(other_problem + where)
-    for rank, (_, other) in enumerate(reports):
+    for rank, (_, other, _) in enumerate(reports):
         if other != reports[0][1]:
             raise ValueError(_difference(rank, reports[0][1], other))
+    for rank, (_, _, others) in enumerate(reports):
+        for ours, theirs in zip(reports[0][2], others, strict=True):
+            _check_options(rank, ours, theirs)
 
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:
@@ -176,6 +180,27 @@ def _describe(module: Module, optimizer: Optimizer) -> Described:
         )
         for name, parameter in managed_parameters(module, optimizer)
     ]
+
+
+def _options(optimizer: Optimizer, number: int) -> dict[str, Any]:
+    """What is set in the parameter groups, by place; tensors are left out."""
+    kinds = (bool, int, float, str, tuple, type(None))
+    return {
+        f"{type(optimizer).__name__} {number}, parameter group {place}: {key}": value
+        for place, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params" and isinstance(value, kinds)
+    }
+
+
+def _check_options(rank: int, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    for key in {**first, **other}:
+        left, right = first.get(key), other.get(key)
+        if left != right:
+            raise ValueError(
+                f"Ranks set up other optimizers: {key} is {left} on rank 0 and {right} on rank"
+                f" {rank}. Each rank steps a part of the model: set the same on all."
+            )
 
 
 def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:

@@ -52,6 +52,8 @@ class Pipeline:
         fusion: Makes each optimizer's plan from its recorded first step.
         broadcast_buffers: Whether module buffers follow rank 0 after each step.
         audit: Whether to look at every read of every forward; slow.
+        first_number: What its first optimizer is numbered, where several pipelines share process
+            groups; each optimizer takes a number.
 
     Attributes:
         parts: What each optimizer has of its own.
@@ -70,6 +72,7 @@ class Pipeline:
         *,
         broadcast_buffers: bool = True,
         audit: bool = False,
+        first_number: int = 0,
     ) -> None:
         check_layout(module, optimizers, collectives)
         self._collectives = collectives
@@ -93,7 +96,7 @@ class Pipeline:
                 on_reduce=self._on_reduce,
                 on_step=self._on_step,
             )
-            for number, optimizer in enumerate(optimizers)
+            for number, optimizer in enumerate(optimizers, start=first_number)
         ]
 
     def _warn_of_compiling(self) -> None:

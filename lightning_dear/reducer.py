@@ -116,7 +116,8 @@ class GradientReducer:
             f"A second gradient for '{self._names[index]}' arrived after the first had been"
             " reduced: this step ran backward through it more often than the first step did."
             " Run every backward but the step's last one in"
-            " `with trainer.strategy.block_backward_sync():`."
+            " `with trainer.strategy.block_backward_sync():`, or"
+            " `with fabric.no_backward_sync(model):`."
         )
 
     def _collect(self, index: int) -> None:

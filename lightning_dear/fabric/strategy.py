@@ -169,8 +169,10 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
             self._fusion,
             broadcast_buffers=self._broadcast_buffers,
             audit=self._audit,
+            # Keeps messages apart whose backwards mix in another order per rank.
+            first_number=self._num_optimizers % _MAX_OPTIMIZERS,
         )
-        self._number(pipeline)
+        self._num_optimizers += len(optimizers)
         _sync(module, self.world_size)
         wrapped = self._remember(DearModule(module, pipeline))
         for optimizer in optimizers:
@@ -188,12 +190,6 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
                     states[part.optimizer] = part.optimizer_state_dict()
                 one.end()
         return states
-
-    def _number(self, pipeline: Pipeline) -> None:
-        """Keeps the messages of pipelines apart whose backwards mix in another order per rank."""
-        for part in pipeline.parts:
-            part._number = self._num_optimizers % _MAX_OPTIMIZERS
-            self._num_optimizers += 1
 
     def _remember(self, module: DearModule) -> DearModule:
         self._setups = [ref for ref in self._setups if ref() is not None]

@@ -129,8 +129,12 @@ def _fit_different(kind: str) -> None:
         elif kind == "number":
             net.net.layers.append(nn.Linear(3, 3))
         else:
-            net.new_optimizer = _foreign
+            net.new_optimizer = _faster if kind == "learning rate" else _foreign
     fit(dear(), net)
+
+
+def _faster(module: nn.Module) -> Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.2)
 
 
 def _not_elementwise(kind: Any) -> Refused:
@@ -213,6 +217,13 @@ OPTIMIZERS = (
         message="Ranks hold different models: rank 0 has no more tensors, rank 1 has",
         why="as above",
         instead="as above",
+    ),
+    row(
+        name="ranks with another learning rate",
+        run=partial(_fit_different, "learning rate"),
+        message="Ranks set up other optimizers: SGD 0, parameter group 0: lr is 0.1 on rank 0 and",
+        why="each rank steps a part of the model",
+        instead="set the same on all ranks",
     ),
     row(
         name="ranks with another optimizer",
