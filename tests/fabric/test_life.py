@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -221,6 +222,13 @@ def _run(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(source)
     command = [sys.executable, "-W", "error::UserWarning:lightning_dear", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, cwd=folder
+        command,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=folder,
+        env=environment,
     )
