@@ -10,8 +10,17 @@ from tests.distributed.harness import run_ranks
 from tests.lightning.matrix.run import run_row
 from tests.lightning.matrix.table import FEATURES
 
+QUICK = {("sgd", 1), ("sgd", 2), ("adamw", 2), ("adamw", 3)}
+"""What runs in every test run; the other third of the matrix is marked slow."""
+
 CASES = [
-    pytest.param(row.name, optimizer, world_size, id=f"{row.name}-{optimizer}-{world_size}")
+    pytest.param(
+        row.name,
+        optimizer,
+        world_size,
+        id=f"{row.name}-{optimizer}-{world_size}",
+        marks=() if (optimizer, world_size) in QUICK else pytest.mark.slow,
+    )
     for row in FEATURES.values()
     for optimizer in row.optimizers
     for world_size in row.world_sizes
