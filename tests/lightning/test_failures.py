@@ -18,8 +18,9 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from lightning_dear import DearStrategy, failures
+from lightning_dear import DearStrategy
 from lightning_dear.checkpoint_io import AtomicCheckpointIO
+from lightning_dear.failures.board import FailureBoard
 from tests.distributed.calls import Raised, Returned
 from tests.distributed.harness import observe_ranks, run_ranks
 from tests.lightning.fault_script import START_TIMEOUT
@@ -157,7 +158,7 @@ class _Stop(Callback):
 
 
 def _stop(folder: Path, error: BaseException, rank: int | None, grace_s: float) -> None:
-    failures.FailureBoard.agree.__defaults__ = ("", grace_s)  # type: ignore[assignment]
+    FailureBoard.agree.__defaults__ = ("", grace_s)  # type: ignore[assignment]
     train(folder, None, False, _Stop(error, rank), OnExceptionCheckpoint(folder))
 
 
