@@ -20,7 +20,7 @@ help: ## list the targets
 train: $(VENV)/.ready-to-run ## train on the digits with 2 processes: make train ARGS="strategy=ddp"
 	$(BIN)/dear-train $(ARGS)
 
-test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (at most 10 minutes on 2 cores)
+test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (18 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.ready-to-test ## run every test: full matrices and package builds too
