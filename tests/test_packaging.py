@@ -76,7 +76,8 @@ def test_command_line_works_outside_the_repository(environment: Path, tmp_path: 
 def test_plugin_and_configs_come_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     code = (
         "import hydra_plugins.lightning_dear_plugin as plugin;"
-        "print(plugin.__file__); print(plugin._conf_dir())"
+        "import lightning_dear.paths as paths;"
+        "print(plugin.__file__); print(paths.conf_dir())"
     )
     shown = run(environment / "python", "-c", code, cwd=tmp_path).stdout.splitlines()
     assert all(line.startswith(str(environment.parent)) for line in shown), shown
