@@ -1,7 +1,6 @@
 """Running one job of possibly many in one process: its environment, its errors, its end."""
 
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from hydra.errors import InstantiationException
 from lightning.pytorch import Trainer
 
 from lightning_dear.collectives import forget_process_groups
-from lightning_dear.launcher import JobLauncher, end_processes
+from lightning_dear.launcher import JobLauncher, end_processes, ending
 
 CHILD_END_S = 60.0
 """Seconds that child ranks have for ending after the last collective of a job."""
@@ -51,16 +50,12 @@ def wait_for_children(trainer: Trainer) -> None:
     if not isinstance(launcher, JobLauncher):
         return
     codes = end_processes(launcher.procs, CHILD_END_S)
-    failed = [f"local rank {index + 1} {_ending(code)}" for index, code in enumerate(codes) if code]
+    failed = [f"local rank {index + 1} {ending(code)}" for index, code in enumerate(codes) if code]
     if failed:
         raise RuntimeError(
             "The job is done and its results are saved, but while shutting down"
             f" {', '.join(failed)}; what it printed is above."
         )
-
-
-def _ending(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 @contextmanager
