@@ -121,10 +121,11 @@ def test_without_gradients_in_hooks_the_norm_is_still_right() -> None:
 @distributed(world_sizes=(2,))
 def test_many_fits_open_no_more_sockets_than_one() -> None:
     descriptors = []
-    for _ in range(4):
+    for _ in range(5):
         fit(dear(), Net("mlp"))
         descriptors.append(len(os.listdir("/proc/self/fd")))
-    assert descriptors[3] == descriptors[0]
+    # New groups would open several with each fit; torch itself opens or closes one now and then.
+    assert descriptors[4] - descriptors[1] < 3
 
 
 @distributed(world_sizes=(2,))
