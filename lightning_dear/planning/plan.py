@@ -90,12 +90,15 @@ class BucketPlan:
         world_size: Ranks it was made for.
         buckets: In the order in which the next forward first reads them.
         reduce_order: Bucket numbers in the order in which backward completes them.
+        early: Numbers of the buckets that may be stepped and gathered while backward still runs, in
+            the order in which they are to be gathered.
     """
 
     name: str
     world_size: int
     buckets: tuple[BucketSpec, ...]
     reduce_order: tuple[int, ...]
+    early: tuple[int, ...] = ()
 
     @property
     def padded_numel(self) -> int:
