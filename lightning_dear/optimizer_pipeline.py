@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -18,6 +15,7 @@ from lightning_dear.audit import audit
 from lightning_dear.checkpoint.whole_state import consolidate, whole_state
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import TrainedParameters
+from lightning_dear.mean_gradients import MeanGradients
 from lightning_dear.planning import BucketPlan, FusionPlanner
 from lightning_dear.recorder import ForwardRecorder
 from lightning_dear.reducer import on_each_gradient, warn_of_leftovers
@@ -28,7 +26,7 @@ _MAX_BUCKETS = 1 << 12
 """Of one optimizer; keeps the numbers of several optimizers' buckets apart."""
 
 
-class OptimizerPipeline:
+class OptimizerPipeline(MeanGradients):
     """Reduces, steps and gathers the parameters of one optimizer.
 
     `Pipeline` calls it around forwards and backwards; `ShardedOptimizer` (as `StepListener`) when
@@ -180,50 +178,6 @@ class OptimizerPipeline:
         assert self._active is not None
         self._active.reducer.expose()
         self._is_exposed = True
-
-    @contextmanager
-    def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
-        """Mean gradients of this rank's pieces; `.grad` is as exposed afterwards as before."""
-        was_exposed = self._is_exposed and self._is_reduced
-        self.reduce()
-        yield self.sharded.gradients
-        if was_exposed:
-            assert self._active is not None
-            self._active.reducer.expose() if mutates else self._active.reducer.show()
-            self._is_exposed = True
-
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Norm of the mean gradient that the next step will use. All ranks call; blocks."""
-        with self._on_shards(mutates=False) as own:
-            return gradients.global_norm(own, norm_type, self._collectives, self._like)
-
-    def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
-        with self._on_shards(mutates=True) as own:
-            norm = gradients.global_norm(own, norm_type, self._collectives, self._like)
-            gradients.scale_to_norm(own, norm, max_norm)
-            return norm
-
-    def clip_by_value(self, clip_value: float) -> None:
-        """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
-        with self._on_shards(mutates=True) as own:
-            gradients.clip_to_value(own, clip_value)
-
-    def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
-        """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
-        with self._on_shards(mutates=True) as own:
-            like = self._like
-            overflow = gradients.any_not_finite(own, self._collectives, like.device)
-            # The scaler looks at gradients only, and at least at one: this one brings it the vote.
-            vote = torch.zeros(1, dtype=like.dtype, device=like.device)
-            vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
-            with self.sharded.on_shards(vote):
-                unscale(self.optimizer)
-
-    @property
-    def _like(self) -> Tensor:
-        assert self._active is not None
-        return self._active.flat.buckets[0].shard
 
     # --- the step: see `StepListener` -------------------------------------------------------------
 

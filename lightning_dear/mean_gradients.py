@@ -1,0 +1,75 @@
+"""What may be done to the mean gradient between the reduce-scatters and the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dear import gradients
+from lightning_dear.active_plan import ActivePlan
+from lightning_dear.sharded_optimizer import ShardedOptimizer
+from lightning_dear.work import Collectives
+
+
+class MeanGradients:
+    """Norms, clipping and loss scales, on this rank's shards; a part of `OptimizerPipeline`."""
+
+    optimizer: Optimizer
+    sharded: ShardedOptimizer
+    _collectives: Collectives
+    _active: ActivePlan | None
+    _is_exposed: bool
+    _is_reduced: bool
+
+    def reduce(self) -> None:
+        """See `OptimizerPipeline`."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
+        """Mean gradients of this rank's pieces; `.grad` is as exposed afterwards as before."""
+        was_exposed = self._is_exposed and self._is_reduced
+        self.reduce()
+        yield self.sharded.gradients
+        if was_exposed:
+            assert self._active is not None
+            self._active.reducer.expose() if mutates else self._active.reducer.show()
+            self._is_exposed = True
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Norm of the mean gradient that the next step will use. All ranks call; blocks."""
+        with self._on_shards(mutates=False) as own:
+            return gradients.global_norm(own, norm_type, self._collectives, self._like)
+
+    def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
+        with self._on_shards(mutates=True) as own:
+            norm = gradients.global_norm(own, norm_type, self._collectives, self._like)
+            gradients.scale_to_norm(own, norm, max_norm)
+            return norm
+
+    def clip_by_value(self, clip_value: float) -> None:
+        """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
+        with self._on_shards(mutates=True) as own:
+            gradients.clip_to_value(own, clip_value)
+
+    def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
+        """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
+        with self._on_shards(mutates=True) as own:
+            like = self._like
+            overflow = gradients.any_not_finite(own, self._collectives, like.device)
+            # The scaler looks at gradients only, and at least at one: this one brings it the vote.
+            vote = torch.zeros(1, dtype=like.dtype, device=like.device)
+            vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
+            with self.sharded.on_shards(vote):
+                unscale(self.optimizer)
+
+    @property
+    def _like(self) -> Tensor:
+        assert self._active is not None
+        return self._active.flat.buckets[0].shard
