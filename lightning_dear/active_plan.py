@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from lightning_dear.bucket import FlatBuffers, allocate
 from lightning_dear.exchange import DenseExchange
 from lightning_dear.gatherer import ParameterGatherer
 from lightning_dear.layout import tensor_specs
-from lightning_dear.planning import BucketPlan, FusionPlanner
+from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.recorder import ForwardRecorder
 from lightning_dear.reducer import GradientReducer
 from lightning_dear.work import Collectives
@@ -57,40 +57,90 @@ class ActivePlan:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
 
-@torch.no_grad()
-def activate(
-    module: Module,
+@dataclass(frozen=True)
+class Recording:
+    """What rank 0 saw in the recorded step, the same on every rank, and what this rank saw.
+
+    Attributes:
+        tensors: What a planner needs to know.
+        expected: How often each parameter's gradient is accumulated in one backward.
+        ungated: See `ForwardRecorder`; this rank's own.
+    """
+
+    tensors: list[TensorSpec]
+    expected: list[int]
+    ungated: Mapping[int, Module | None]
+
+
+def agree_on_recording(
     names: Sequence[str],
     parameters: Sequence[Parameter],
     recorder: ForwardRecorder,
-    fusion: FusionPlanner,
+    collectives: Collectives,
+) -> Recording:
+    """Takes rank 0's order of reads and gradients for everybody's. Collective, blocks."""
+    recorded = collectives.all_gather_object((recorder.first_use, recorder.gradients))
+    first_use, gradients = recorded[0]
+    return Recording(
+        tensor_specs(names, parameters, first_use, list(gradients)),
+        [gradients.get(index, 1) for index in range(len(parameters))],
+        recorder.ungated,
+    )
+
+
+def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec], collectives: Collectives) -> None:
+    """Refuses a plan that ranks do not share, or that is not over `tensors`. Collective, blocks.
+
+    Raises:
+        ValueError: Saying what differs.
+    """
+    if any(other != plan for other in collectives.all_gather_object(plan)):
+        raise ValueError(f"Ranks were given other plans than '{plan.name}'; give all the same.")
+    if plan.world_size != collectives.world_size:
+        raise ValueError(
+            f"The plan '{plan.name}' is for {plan.world_size} ranks, and there are"
+            f" {collectives.world_size}; plan anew."
+        )
+    covered = {tensor.index: 0 for tensor in tensors}
+    for bucket in plan.buckets:
+        for piece in bucket.slices:
+            covered[piece.tensor] = covered.get(piece.tensor, 0) + piece.numel
+    if covered != {tensor.index: tensor.numel for tensor in tensors}:
+        raise ValueError(
+            f"The plan '{plan.name}' is for another model: its tensors are not the"
+            f" {len(tensors)} that this optimizer trains; plan anew."
+        )
+
+
+@torch.no_grad()
+def activate(
+    plan: BucketPlan,
+    recording: Recording,
+    module: Module,
+    parameters: Sequence[Parameter],
     collectives: Collectives,
     waiting: Waiting,
     first_number: int,
 ) -> ActivePlan:
-    """Makes the plan that rank 0's recording asks for, and all it needs. Collective, blocks.
+    """Makes all that `plan` needs. Local.
 
     Mutates each parameter's `data`: values stay, storage changes. `first_number`: see
     `DenseExchange`.
     """
-    recorded = collectives.all_gather_object((recorder.first_use, recorder.gradients))
-    first_use, gradients = recorded[0]
-    world_size = collectives.world_size
-    plan = fusion.plan(tensor_specs(names, parameters, first_use, list(gradients)), world_size)
     flat = allocate(plan, parameters, collectives.rank, collectives.scratch_numel)
     exchange = DenseExchange(collectives, first_number)
     gatherer = ParameterGatherer(
         module,
         flat,
         exchange,
-        recorder.ungated,
+        recording.ungated,
         partial(waiting, "all_gather"),
-        is_gated=world_size > 1,
+        is_gated=collectives.world_size > 1,
     )
     reducer = GradientReducer(
         flat,
-        names,
-        [gradients.get(index, 1) for index in range(len(parameters))],
+        [tensor.name for tensor in recording.tensors],
+        recording.expected,
         plan,
         exchange,
         collectives,

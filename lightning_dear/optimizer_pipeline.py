@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_dear import gradients
-from lightning_dear.active_plan import ActivePlan, activate
+from lightning_dear.active_plan import ActivePlan, Recording
 from lightning_dear.audit import audit
-from lightning_dear.checkpoint.whole_state import consolidate, whole_state
+from lightning_dear.checkpoint.whole_state import consolidate
 from lightning_dear.instruments import Instruments
-from lightning_dear.layout import TrainedParameters
 from lightning_dear.mean_gradients import MeanGradients
+from lightning_dear.plan_changes import PlanChanges
 from lightning_dear.planning import BucketPlan, FusionPlanner
-from lightning_dear.recorder import ForwardRecorder
-from lightning_dear.reducer import on_each_gradient, warn_of_leftovers
+from lightning_dear.reducer import warn_of_leftovers
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.work import Collectives
 
@@ -26,7 +25,7 @@ _MAX_BUCKETS = 1 << 12
 """Of one optimizer; keeps the numbers of several optimizers' buckets apart."""
 
 
-class OptimizerPipeline(MeanGradients):
+class OptimizerPipeline(MeanGradients, PlanChanges):
     """Reduces, steps and gathers the parameters of one optimizer.
 
     `Pipeline` calls it around forwards and backwards; `ShardedOptimizer` (as `StepListener`) when
@@ -70,6 +69,7 @@ class OptimizerPipeline(MeanGradients):
         self._on_reduce = on_reduce
         self._on_step = on_step
         self._active: ActivePlan | None = None
+        self._recording: Recording | None = None
         self._synchronize = True
         self._has_leftovers = False
         # What has happened since the gradients were last reduced, dropped or stepped.
@@ -150,7 +150,7 @@ class OptimizerPipeline(MeanGradients):
             warn_of_leftovers(self.optimizer)
         self.complete_parameters("step")
         self._on_reduce()
-        active = self._active or self._activate()
+        active = self._active or self._start()
         self.sharded.set_gradients(active.reducer.reduce())
         # At world size 1 the shards' gradients are views of `.grad`, and nobody tells of new ones.
         self._is_reduced = self._collectives.world_size > 1
@@ -220,48 +220,6 @@ class OptimizerPipeline(MeanGradients):
         if self.sharded.has_foreign_post_hooks():
             self.complete_parameters("optimizer step hook")
 
-    # --- from one plan to the next -------------------------------------------------------------
-
-    def _start_recording(self) -> None:
-        self._trained = TrainedParameters(self._module, self.optimizer)
-        self._recorder = ForwardRecorder(self._module, self.parameters)
-        watched = self.parameters if self._collectives.world_size > 1 else []
-        self._hooks = on_each_gradient(watched, self._on_gradient)
-
-    def _activate(self) -> ActivePlan:
-        self._active = activate(
-            self._module,
-            self._trained.names,
-            self.parameters,
-            self._recorder,
-            self._fusion,
-            self._collectives,
-            self._instruments.waiting,
-            self._number * _MAX_BUCKETS,
-        )
-        self.plan = self._active.plan
-        rank, world_size = self._collectives.rank, self._collectives.world_size
-        self.sharded.attach(self._active.flat, self.parameters, rank, world_size)
-        return self._active
-
-    def _dissolve(self) -> None:
-        """Back to before the first step, values and optimizer state kept. Collective, blocks."""
-        self.complete_parameters("re-plan")
-        if self.plan is not None:
-            self.sharded.adopt_state()
-            state = whole_state(self.sharded, self.plan, self.parameters, self._collectives)
-            self.sharded.detach()
-            self.optimizer.state.update(state)
-        self._release()
-        self._start_recording()
-
-    def _release(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        if self._active is not None:
-            self._active.release()
-        self._active = None
-
     # --- for whoever looks in from outside ------------------------------------------------------
 
     def complete_parameters(self, reason: str = "read") -> None:
@@ -284,11 +242,6 @@ class OptimizerPipeline(MeanGradients):
         if self._active is not None:
             self._active.adopt_writes()
             self.sharded.adopt_state()
-
-    @property
-    def parameters(self) -> Sequence[Parameter]:
-        """What is trained, in the order of the plan's tensor numbers."""
-        return self._trained.parameters
 
     def detach(self) -> None:
         """The module and the optimizer are as they were. Parameters should be complete."""

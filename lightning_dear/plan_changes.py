@@ -1,0 +1,145 @@
+"""From the recorded step to a plan, and from one plan to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dear.active_plan import (
+    ActivePlan,
+    Recording,
+    activate,
+    agree_on_recording,
+    check_plan,
+)
+from lightning_dear.checkpoint.whole_state import whole_state
+from lightning_dear.instruments import Instruments
+from lightning_dear.layout import TrainedParameters
+from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
+from lightning_dear.recorder import ForwardRecorder
+from lightning_dear.reducer import on_each_gradient
+from lightning_dear.sharded_optimizer import ShardedOptimizer
+from lightning_dear.work import Collectives
+
+_MAX_BUCKETS = 1 << 12
+"""Of one optimizer; keeps the numbers of several optimizers' buckets apart."""
+
+
+class PlanChanges:
+    """Makes plans and puts them to work; a part of `OptimizerPipeline`."""
+
+    optimizer: Optimizer
+    plan: BucketPlan | None
+    sharded: ShardedOptimizer
+    _module: Module
+    _number: int
+    _collectives: Collectives
+    _fusion: FusionPlanner
+    _instruments: Instruments
+    _active: ActivePlan | None
+    _recording: Recording | None
+    _trained: TrainedParameters
+    _recorder: ForwardRecorder
+    _hooks: list[RemovableHandle]
+    _has_new: bool
+    _is_sending: bool
+    _is_reduced: bool
+
+    def complete_parameters(self, reason: str = "read") -> None:
+        """See `OptimizerPipeline`."""
+        raise NotImplementedError
+
+    def _on_gradient(self, index: int) -> None:
+        raise NotImplementedError
+
+    def _start_recording(self) -> None:
+        self._trained = TrainedParameters(self._module, self.optimizer)
+        self._recorder = ForwardRecorder(self._module, self.parameters)
+        watched = self.parameters if self._collectives.world_size > 1 else []
+        self._hooks = on_each_gradient(watched, self._on_gradient)
+
+    def _start(self) -> ActivePlan:
+        """Makes the plan that the recorded step asks for, and puts it to work. Collective."""
+        self._recording = agree_on_recording(
+            self._trained.names, self.parameters, self._recorder, self._collectives
+        )
+        plan = self._fusion.plan(self._recording.tensors, self._collectives.world_size)
+        return self._activate(plan)
+
+    def _activate(self, plan: BucketPlan) -> ActivePlan:
+        assert self._recording is not None
+        self.plan = plan
+        self._active = activate(
+            plan,
+            self._recording,
+            self._module,
+            self.parameters,
+            self._collectives,
+            self._instruments.waiting,
+            self._number * _MAX_BUCKETS,
+        )
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        self.sharded.attach(self._active.flat, self.parameters, rank, world_size)
+        return self._active
+
+    def replan(self, plan: BucketPlan) -> None:
+        """Trains on with another plan; weights and optimizer state stay, bit for bit.
+
+        Collective, blocks. To be called between a step and the next forward.
+
+        Args:
+            plan: Over the tensors of `tensors`, the same on all ranks.
+
+        Raises:
+            RuntimeError: Before the first step, or with gradients that no step has used yet.
+            ValueError: If ranks have other plans, or the plan is for another model.
+        """
+        if self._active is None or self._has_new or self._is_sending or self._is_reduced:
+            raise RuntimeError(
+                "replan() belongs between an optimizer step and the next forward, from the first"
+                " step on: there are gradients that no step has used yet, or there is no plan."
+            )
+        check_plan(plan, self.tensors, self._collectives)
+        self._put_state_together()
+        self._active.release()
+        self._activate(plan)
+        self.sharded.adopt_state()
+
+    def _put_state_together(self) -> None:
+        """Completes parameters and makes `optimizer.state` whole again. Collective, blocks."""
+        assert self.plan is not None
+        self.complete_parameters("re-plan")
+        assert self._active is not None
+        self._active.adopt_writes()
+        self.sharded.adopt_state()
+        with self._instruments.not_counting():
+            state = whole_state(self.sharded, self.plan, self.parameters, self._collectives)
+        self.sharded.detach()
+        self.optimizer.state.update(state)
+
+    def _dissolve(self) -> None:
+        """Back to before the first step, values and optimizer state kept. Collective, blocks."""
+        if self._active is not None:
+            self._put_state_together()
+        self._release()
+        self._start_recording()
+
+    def _release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._active is not None:
+            self._active.release()
+        self._active = None
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """What the plan is over: one for each of `parameters`; empty before the first step."""
+        return [] if self._recording is None else self._recording.tensors
+
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """What is trained, in the order of the plan's tensor numbers."""
+        return self._trained.parameters
