@@ -22,16 +22,17 @@ class Instruments:
         collectives: Whose bytes are counted, and whose arrivals are shown.
 
     Attributes:
+        clock: The device's.
         statistics: Of the last finished optimizer step.
     """
 
     def __init__(self, device: torch.device, collectives: Collectives) -> None:
-        self._clock = clock_of(device)
+        self.clock = clock_of(device)
         self._collectives = collectives
         self._timeline: Timeline | None = None
         self._sent_bytes = 0
-        self.statistics = StepStatistics(self._clock)
-        self._current = StepStatistics(self._clock)
+        self.statistics = StepStatistics(self.clock)
+        self._current = StepStatistics(self.clock)
 
     @property
     def timeline(self) -> Timeline | None:
@@ -42,7 +43,7 @@ class Instruments:
     def timeline(self, timeline: Timeline | None) -> None:
         self._timeline = timeline
         if timeline is not None:
-            timeline.clock = self._clock
+            timeline.clock = self.clock
         self._collectives.observer = None if timeline is None else timeline.observe
 
     def span(self, lane: str, name: str) -> AbstractContextManager[None]:
@@ -57,19 +58,19 @@ class Instruments:
 
     def mark(self) -> Any:
         """The present moment, if a timeline is recorded."""
-        return self._clock.mark() if self._timeline is not None else None
+        return self.clock.mark() if self._timeline is not None else None
 
     def record_step(self, name: str, began: Any) -> None:
         """Shows what was stepped since the mark `began`."""
         if self._timeline is not None and began is not None:
-            self._timeline.record("step", name, began, self._clock.mark())
+            self._timeline.record("step", name, began, self.clock.mark())
 
     def finish_step(self) -> None:
         """Ends a step: its figures become `statistics`."""
         sent_bytes = self._collectives.ledger.total_bytes
         self._current.wire_bytes = sent_bytes - self._sent_bytes
         self._sent_bytes = sent_bytes
-        self.statistics, self._current = self._current, StepStatistics(self._clock)
+        self.statistics, self._current = self._current, StepStatistics(self.clock)
 
     @contextmanager
     def not_counting(self) -> Iterator[None]:

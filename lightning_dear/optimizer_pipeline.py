@@ -17,8 +17,10 @@ from lightning_dear.instruments import Instruments
 from lightning_dear.mean_gradients import MeanGradients
 from lightning_dear.plan_changes import PlanChanges
 from lightning_dear.planning import BucketPlan, FusionPlanner
+from lightning_dear.planning.times import ModelTimes
 from lightning_dear.reducer import warn_of_leftovers
 from lightning_dear.sharded_optimizer import ShardedOptimizer
+from lightning_dear.times_recorder import TimesRecorder
 from lightning_dear.work import Collectives
 
 _MAX_BUCKETS = 1 << 12
@@ -44,6 +46,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
     Attributes:
         optimizer: The user's.
         plan: None until the first step has been recorded; stays readable after `detach`.
+        times: Of the last step that was measured, on this rank; None before one was.
         sharded: The optimizer's state and pieces on this rank.
     """
 
@@ -60,6 +63,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
     ) -> None:
         self.optimizer = optimizer
         self.plan: BucketPlan | None = None
+        self.times: ModelTimes | None = None
         self.sharded = ShardedOptimizer(optimizer, self)
         self._module = module
         self._number = number
@@ -70,6 +74,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self._on_step = on_step
         self._active: ActivePlan | None = None
         self._recording: Recording | None = None
+        self._times_recorder: TimesRecorder | None = None
         self._synchronize = True
         self._has_leftovers = False
         # What has happened since the gradients were last reduced, dropped or stepped.
@@ -85,13 +90,23 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
             self._dissolve()
 
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
-        """Around a training forward: records it, or looks at every read (`audits`), or nothing."""
+        """Around a training forward: records or times it, or audits every read, or nothing."""
+        if self._times_recorder is not None and self._active is not None:
+            return self._times_recorder.forward()
         if self._collectives.world_size > 1:
             if self._active is None:
                 return self._recorder.recording()
             if audits:
                 return audit(self._trained, self._active)
         return nullcontext()
+
+    def measure_next_step(self) -> None:
+        """Lets `times` be measured anew: forward will wait for nothing. May block. Local."""
+        if self._recording is not None:
+            self.complete_parameters("measuring")
+            self._times_recorder = TimesRecorder(
+                self._module, self.parameters, self._recording.ungated, self._instruments.clock
+            )
 
     def complete_entry(self, *, completes_all: bool) -> None:
         """Completes what is read outside any module; all, where no gate sees reads. May block."""
@@ -106,8 +121,10 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         before, self._synchronize = self._synchronize, synchronize
         self._is_sending |= synchronize
         self._is_reduced = self._is_exposed = False
+        recorder = self._times_recorder if synchronize else None
         try:
-            yield
+            with nullcontext() if recorder is None else recorder.backward():
+                yield
         finally:
             self._synchronize = before
         if synchronize and self._active is None and self._collectives.world_size > 1:
@@ -121,6 +138,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         if not self._synchronize:
             return
         self._is_sending = True
+        if self._times_recorder is not None:
+            self._times_recorder.note_gradient(index)
         if self._active is None:
             self._recorder.note_gradient(index)
         else:
@@ -216,6 +235,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self._active.reducer.reset()
         self._is_reduced = self._is_exposed = False
         self._has_leftovers = self._collectives.world_size > 1
+        if self._times_recorder is not None and self._times_recorder.times is not None:
+            self.times, self._times_recorder = self._times_recorder.times, None
         self._on_step()
         if self.sharded.has_foreign_post_hooks():
             self.complete_parameters("optimizer step hook")

@@ -56,6 +56,7 @@ class Pipeline:
             groups; each optimizer takes a number.
 
     Attributes:
+        collectives: What moves the bytes.
         parts: What each optimizer has of its own.
 
     Raises:
@@ -75,7 +76,7 @@ class Pipeline:
         first_number: int = 0,
     ) -> None:
         check_layout(module, optimizers, collectives)
-        self._collectives = collectives
+        self.collectives = collectives
         self._instruments = Instruments(next(module.parameters()).device, collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
         self._has_compiled_region = has_compiled_region(module)
@@ -100,7 +101,7 @@ class Pipeline:
         ]
 
     def _warn_of_compiling(self) -> None:
-        if self._collectives.world_size > 1 and self._collectives.rank == 0:
+        if self.collectives.world_size > 1 and self.collectives.rank == 0:
             warnings.warn(
                 "A compiled graph reads parameters where strategy='dear' cannot wait for each: all"
                 " are waited for before forward, so that only reduce-scatters overlap. Leave"
@@ -128,7 +129,15 @@ class Pipeline:
         part.prepare_state()
         if part.plan is None:
             return optimizer.state_dict()
-        return sharded_state(part.sharded, part.parameters, self._collectives)
+        return sharded_state(part.sharded, part.parameters, self.collectives)
+
+    def measure_next_step(self) -> None:
+        """Lets the next step be timed for the planners: see `OptimizerPipeline.times`.
+
+        Parameters are completed before its forward, so that no wait is in the times. May block.
+        """
+        for part in self.parts:
+            part.measure_next_step()
 
     # --- the phases ---------------------------------------------------------------------------
 
@@ -220,7 +229,7 @@ class Pipeline:
     def abandon(self) -> None:
         """After an exception: puts the optimizers' groups right; waits for nothing."""
         self._is_abandoned = True
-        self._collectives.discard()
+        self.collectives.discard()
         for part in self.parts:
             part.sharded.restore()
 

@@ -377,8 +377,8 @@ def test_two_optimizers_number_their_buckets_apart() -> None:
     model = build(MODEL)
     optimizers = _two_optimizers(model)
     pipeline = new_pipeline(model, optimizers[0], more=optimizers[1:])
-    launch, numbers = pipeline._collectives.launch_all_gather, list[int]()
-    pipeline._collectives.launch_all_gather = lambda buffer, number: (
+    launch, numbers = pipeline.collectives.launch_all_gather, list[int]()
+    pipeline.collectives.launch_all_gather = lambda buffer, number: (
         numbers.append(number) or launch(buffer, number)
     )
     with pipeline.forward():

@@ -144,7 +144,7 @@ def test_a_second_gradient_that_nobody_could_know_of_names_the_remedy() -> None:
     optimizer = optimizer_for("sgd", model)
     pipeline = new_pipeline(model, optimizer)
     _step(pipeline, model, optimizer, 0)
-    pipeline._collectives.reads_flags_freely = False  # as on NCCL
+    pipeline.collectives.reads_flags_freely = False  # as on NCCL
     with pipeline.forward():
         loss = loss_of(model, *batch("mlp", 1, dist.get_rank()))
     loss.backward(retain_graph=True)

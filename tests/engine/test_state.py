@@ -229,10 +229,10 @@ def test_accumulated_gradients_are_those_of_ddp(world_size: int) -> None:
             else:
                 with wrapped.no_sync():
                     loss_of(wrapped, *data).backward()
-        sent_before = pipeline._collectives.ledger.reduce_scatter_bytes
+        sent_before = pipeline.collectives.ledger.reduce_scatter_bytes
         optimizer.step()
         plain_optimizer.step()
-        assert pipeline._collectives.ledger.reduce_scatter_bytes == sent_before or step == 0
+        assert pipeline.collectives.ledger.reduce_scatter_bytes == sent_before or step == 0
     assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(plain), strict=True))
 
 
@@ -255,7 +255,7 @@ def test_gradients_that_come_in_parts_are_sent_once() -> None:
     optimizer = optimizer_for("sgd", model)
     pipeline = new_pipeline(model, optimizer)
     for step in range(3):
-        before = pipeline._collectives.ledger.reduce_scatter_bytes
+        before = pipeline.collectives.ledger.reduce_scatter_bytes
         with pipeline.forward():
             loss = loss_of(model, *batch("reentrant", step, dist.get_rank()))
         optimizer.zero_grad()
@@ -264,6 +264,6 @@ def test_gradients_that_come_in_parts_are_sent_once() -> None:
         optimizer.step()
         plan = pipeline.parts[0].plan
         assert plan is not None
-        sent = pipeline._collectives.ledger.reduce_scatter_bytes - before
+        sent = pipeline.collectives.ledger.reduce_scatter_bytes - before
         assert sent == plan.padded_numel * 4 // 2
     pipeline.detach()

@@ -1,0 +1,113 @@
+"""Measures one step for the planner: when forward reads what, and when gradients are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch.nn import Module, Parameter
+
+from lightning_dear.clock import Clock
+from lightning_dear.gate import close_gate, plain_parameters, remove_gate
+from lightning_dear.planning.times import ModelTimes
+
+
+class TimesRecorder:
+    """Marks a step's forward and backward; nothing may be waited for meanwhile.
+
+    A parameter's first use is where training would wait for it: in front of the forward of a module
+    that owns it, or at the first read through its module, whichever comes first.
+
+    Args:
+        module: The trained module.
+        parameters: The engine's list.
+        ungated: See `ForwardRecorder`.
+        clock: The device's.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        parameters: Sequence[Parameter],
+        ungated: Mapping[int, Module | None],
+        clock: Clock,
+    ) -> None:
+        self._module = module
+        self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._ungated = ungated
+        self._clock = clock
+        self._first_uses: dict[int, Any] = {}
+        self._gradients: dict[int, Any] = {}
+        self._forward: tuple[Any, Any] | None = None
+        self._backward: tuple[Any, Any] | None = None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a training forward whose parameters are complete. The first one counts."""
+        if self._forward is not None:
+            yield
+            return
+        with ExitStack() as stack:
+            for part, indices in self._readers().items():
+                stack.enter_context(self._watched(part, indices))
+            start = self._clock.mark()
+            yield
+            self._forward = start, self._clock.mark()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward. The last one counts."""
+        start = self._clock.mark()
+        self._gradients.clear()
+        yield
+        self._backward = start, self._clock.mark()
+
+    def note_gradient(self, index: int) -> None:
+        """Parameter `index` has a new gradient."""
+        self._gradients[index] = self._clock.mark()
+
+    def _readers(self) -> dict[Module, set[int]]:
+        readers: dict[Module, set[int]] = {}
+        for part in self._module.modules():
+            known = (self._index.get(id(own)) for own in plain_parameters(part).values())
+            if indices := {index for index in known if index is not None}:
+                readers[part] = indices
+        for index, user in self._ungated.items():
+            if user is not None:
+                readers.setdefault(user, set()).add(index)
+        return readers
+
+    @contextmanager
+    def _watched(self, part: Module, indices: set[int]) -> Iterator[None]:
+        note: Callable[..., None] = partial(self._note_read, part, indices)
+        hook = part.register_forward_pre_hook(note, prepend=True)
+        close_gate(part, self, note)
+        yield
+        remove_gate(part, self)
+        hook.remove()
+
+    def _note_read(self, part: Module, indices: set[int], *_: Any) -> None:
+        remove_gate(part, self)
+        mark = self._clock.mark()
+        for index in indices:
+            self._first_uses.setdefault(index, mark)
+
+    @property
+    def times(self) -> ModelTimes | None:
+        """What was measured; None before both a forward and a backward. May block for a device."""
+        if self._forward is None or self._backward is None:
+            return None
+        seconds = self._clock.seconds
+        (forward, forward_end), (backward, backward_end) = self._forward, self._backward
+        at_entry = {index: 0.0 for index, user in self._ungated.items() if user is None}
+        return ModelTimes(
+            forward_s=seconds(forward_end) - seconds(forward),
+            backward_s=seconds(backward_end) - seconds(backward),
+            first_use_s={
+                **{i: seconds(mark) - seconds(forward) for i, mark in self._first_uses.items()},
+                **at_entry,
+            },
+            ready_s={i: seconds(mark) - seconds(backward) for i, mark in self._gradients.items()},
+        )
