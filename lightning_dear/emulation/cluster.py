@@ -14,12 +14,14 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import subprocess
 import warnings
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from lightning_dear.emulation.host import NAMESPACES, EmulatedHost
+from lightning_dear.emulation.host import EmulatedHost
+from lightning_dear.emulation.janitor import NAMESPACES, end_processes_in, start_janitor
 from lightning_dear.emulation.shell import EmulationUnavailable, run, why_unavailable
 
 MAX_HOSTS = 200
@@ -40,8 +42,8 @@ class EmulatedCluster:
         with EmulatedCluster(num_hosts=2, rate_mbit=1000) as cluster:
             subprocess.run(cluster.hosts[0].command(["ping", "-c1", cluster.hosts[1].address]))
 
-    Entering creates the namespaces, leaving removes them, also after an exception. Namespaces
-    whose process was killed are removed when the next cluster is entered, by any process.
+    Entering creates the namespaces, leaving removes them and ends what runs in them, also after
+    an exception. When the process is killed, a small second process does so in its place.
 
     Args:
         num_hosts: Number of hosts, 1 to 200.
@@ -68,6 +70,7 @@ class EmulatedCluster:
         self.mtu = mtu
         self.hosts: tuple[EmulatedHost, ...] = ()
         self._namespaces: list[str] = []
+        self._janitor: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> EmulatedCluster:
         """Create the namespaces, links and shapes; takes some 0.1 s per host.
@@ -95,11 +98,18 @@ class EmulatedCluster:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Remove the namespaces; processes that still run in one keep it, without its name."""
+        """End the processes that still run on the hosts, and remove the namespaces."""
         self._remove()
+
+    def end_processes(self) -> None:
+        """Kill everything that runs on the hosts, whoever started it; block until it is gone."""
+        left = end_processes_in(self._namespaces)
+        if left:
+            warnings.warn(f"processes {left} on the emulated cluster do not end", stacklevel=2)
 
     def _set_up(self) -> None:
         prefix = f"dear-{os.getpid()}-{next(_numbers)}"
+        self._janitor = start_janitor(f"{prefix}-")
         switch = self._add_namespace(f"{prefix}-switch")
         _ip(switch, "link", "add", "bridge", "mtu", str(self.mtu), "type", "bridge")
         _ip(switch, "link", "set", "bridge", "up")
@@ -137,20 +147,32 @@ class EmulatedCluster:
         run(["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *shape])
 
     def _remove(self) -> None:
+        self.end_processes()
         while self._namespaces:
             _delete_namespace(self._namespaces.pop())
         self.hosts = ()
+        # Last: until here it would finish the work if this process were killed.
+        if self._janitor is not None:
+            self._janitor.kill()
+            self._janitor.wait()
+            self._janitor = None
 
 
 def remove_stale_namespaces() -> list[str]:
-    """Remove the namespaces of emulated clusters whose process has gone; return their names."""
-    removed = []
+    """Remove the namespaces of emulated clusters whose process has gone, and what runs in them.
+
+    Returns:
+        Names of the removed namespaces.
+    """
+    stale = []
     for path in sorted(NAMESPACES.glob("dear-*")):
         match = _NAME.fullmatch(path.name)
         if match and not Path("/proc", match["pid"]).exists():
-            _delete_namespace(path.name)
-            removed.append(path.name)
-    return removed
+            stale.append(path.name)
+    end_processes_in(stale)
+    for name in stale:
+        _delete_namespace(name)
+    return stale
 
 
 def _ip(namespace: str, *arguments: str) -> None:

@@ -7,12 +7,9 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from lightning_dear.emulation.janitor import NAMESPACES
 from lightning_dear.emulation.shell import run
-
-NAMESPACES = Path("/run/netns")
-"""Where `ip netns` keeps its names."""
 
 _CLONE_NEWNET = 0x40000000
 

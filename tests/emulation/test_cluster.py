@@ -129,10 +129,12 @@ def test_nothing_is_left_when_the_kernel_refuses_half_way(monkeypatch: pytest.Mo
 @pytest.mark.netns
 def test_namespaces_of_a_killed_process_are_removed_and_those_of_a_live_one_kept() -> None:
     namespaces = _namespaces()
+    # Its janitor is killed too, as when a whole container ends.
     program = (
         "import time; from lightning_dear.emulation import EmulatedCluster\n"
-        "with EmulatedCluster(num_hosts=1, rate_mbit=None):\n"
-        "    print('up', flush=True); time.sleep(600)\n"
+        "cluster = EmulatedCluster(num_hosts=1, rate_mbit=None)\n"
+        "with cluster:\n"
+        "    cluster._janitor.kill(); print('up', flush=True); time.sleep(600)\n"
     )
     with (
         EmulatedCluster(num_hosts=1, rate_mbit=None) as cluster,
@@ -144,7 +146,11 @@ def test_namespaces_of_a_killed_process_are_removed_and_those_of_a_live_one_kept
         process.wait()
         stale = {f"dear-{process.pid}-0-host0", f"dear-{process.pid}-0-switch"}
         assert stale < _namespaces()
+        lost = subprocess.Popen(
+            ["ip", "netns", "exec", f"dear-{process.pid}-0-host0", "sleep", "600"]
+        )
         assert stale <= set(remove_stale_namespaces())
+        assert lost.wait(timeout=5) == -signal.SIGKILL
         assert cluster.hosts[0].namespace in _namespaces()
     assert _namespaces() == namespaces
 
