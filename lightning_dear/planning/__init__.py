@@ -1,24 +1,46 @@
 """Planning is pure: a profile of the model in, a `BucketPlan` out; no tensors, no processes."""
 
+from lightning_dear.planning.auto import AutoFusion
+from lightning_dear.planning.bayesian import BayesianFusion
+from lightning_dear.planning.cost import LinkCost
+from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import (
-    FUSIONS,
     FusionPlanner,
     NoFusion,
     SingleFusion,
     ThresholdFusion,
-    resolve_fusion,
 )
+from lightning_dear.planning.mgwfbp import MGWFBPFusion
 from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice, TensorSpec
+from lightning_dear.planning.predict import Prediction, predict
+from lightning_dear.planning.programme import MergeCompFusion
+from lightning_dear.planning.registry import FUSIONS, resolve_fusion
+from lightning_dear.planning.saved import FixedPlan, save_plan
+from lightning_dear.planning.search import PlanSearch, SearchingPlanner
+from lightning_dear.planning.times import ModelTimes
 
 __all__ = [
     "FUSIONS",
+    "AutoFusion",
+    "BayesianFusion",
     "BucketPlan",
     "BucketSpec",
+    "FixedPlan",
     "FusionPlanner",
+    "LinkCost",
+    "MGWFBPFusion",
+    "MergeCompFusion",
+    "ModelTimes",
     "NoFusion",
+    "PlanSearch",
+    "Prediction",
+    "SearchingPlanner",
     "SingleFusion",
     "Slice",
     "TensorSpec",
     "ThresholdFusion",
+    "choose_early",
+    "predict",
     "resolve_fusion",
+    "save_plan",
 ]

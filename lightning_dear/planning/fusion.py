@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from lightning_dear.planning.plan import (
@@ -83,43 +83,33 @@ class SingleFusion:
         return _fuse(self.name, tensors, world_size, float("inf"), float("inf"))
 
 
-FUSIONS: dict[str, type[ThresholdFusion] | type[NoFusion] | type[SingleFusion]] = {
-    "threshold": ThresholdFusion,
-    "none": NoFusion,
-    "single": SingleFusion,
-}
+def fuse_groups(
+    name: str,
+    tensors: Sequence[TensorSpec],
+    world_size: int,
+    groups: Iterable[Iterable[int]],
+) -> BucketPlan:
+    """A bucket for each of `groups` (tensor indices, each of one family); no tensor is cut.
 
-
-def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> FusionPlanner:
-    """The planner that a user's `fusion` and `bucket_cap_mb` (MiB) mean.
-
-    Raises:
-        ValueError: For an unknown name, or a cap given to a planner that has none.
-        TypeError: If `fusion` is neither a name nor a planner.
+    Tensors that no group names come last, one bucket a family; those are for tensors without a
+    gradient, which may wait for the end of backward, and nothing else should wait with them.
     """
-    if isinstance(fusion, str):
-        if fusion not in FUSIONS:
-            raise ValueError(f"Unknown fusion {fusion!r}; valid names: {', '.join(FUSIONS)}.")
-        if fusion == "threshold":
-            return ThresholdFusion(
-                **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb})
-            )
-    elif not callable(getattr(fusion, "plan", None)):
-        raise TypeError(
-            f"fusion must be one of {', '.join(FUSIONS)} or an object with a plan() method,"
-            f" got {type(fusion).__name__}."
-        )
-    if bucket_cap_mb is not None:
-        raise ValueError(
-            f"bucket_cap_mb={bucket_cap_mb} has no effect with fusion={_name_of(fusion)}; leave it"
-            " out, or set it there: fusion=ThresholdFusion(bucket_cap_mb=...), under Hydra"
-            " fusion.bucket_cap_mb=..."
-        )
-    return FUSIONS[fusion]() if isinstance(fusion, str) else fusion
-
-
-def _name_of(fusion: str | FusionPlanner) -> str:
-    return repr(fusion) if isinstance(fusion, str) else type(fusion).__name__
+    by_index = {tensor.index: tensor for tensor in tensors}
+    members = [[by_index.pop(index) for index in group] for group in groups]
+    left: dict[str, list[TensorSpec]] = {}
+    for tensor in by_index.values():
+        left.setdefault(tensor.family, []).append(tensor)
+    buckets = []
+    for group in sorted(
+        (sorted(group, key=_use_key) for group in (*members, *left.values())),
+        key=lambda group: _use_key(group[0]),
+    ):
+        builder = _Builder(group[0].family, ALIGNMENT * world_size)
+        for tensor in group:
+            builder.add(tensor, 0, tensor.numel)
+        builder.close()
+        buckets.extend(builder.buckets)
+    return BucketPlan(name, world_size, tuple(buckets), reduce_order(buckets, tensors))
 
 
 class _Builder:

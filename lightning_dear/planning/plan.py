@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+FORMAT_VERSION = 1
+"""Of `BucketPlan.to_dict`."""
+
+_FIELDS = {"name", "world_size", "tensors", "buckets", "reduce_order", "early"}
 
 ALIGNMENT = 64
 """Tensors start, and shards are cut, at multiples of this many elements: torch's fused CPU kernels
@@ -109,6 +115,116 @@ class BucketPlan:
     def fill(self) -> float:
         """Share of the buckets that is not padding, 0..1."""
         return sum(bucket.numel for bucket in self.buckets) / max(self.padded_numel, 1)
+
+    def to_dict(self, tensors: Sequence[TensorSpec]) -> dict[str, Any]:
+        """The plan as JSON can hold it, with the names and sizes of the `tensors` it is over."""
+        return {
+            "version": FORMAT_VERSION,
+            "name": self.name,
+            "world_size": self.world_size,
+            "tensors": [[one.index, one.name, one.numel, one.itemsize] for one in tensors],
+            "buckets": [
+                [[piece.tensor, piece.start, piece.stop] for piece in bucket.slices]
+                for bucket in self.buckets
+            ],
+            "reduce_order": list(self.reduce_order),
+            "early": list(self.early),
+        }
+
+    @classmethod
+    def from_dict(
+        cls, data: dict[str, Any], tensors: Sequence[TensorSpec], world_size: int
+    ) -> BucketPlan:
+        """The plan of `to_dict`, over `tensors`, which are found by name.
+
+        Raises:
+            ValueError: If it is no plan, or one for other tensors (the message names the first that
+                differs) or for another number of ranks.
+        """
+        if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
+            raise ValueError(f"This is no plan of format version {FORMAT_VERSION}; make it again.")
+        if missing := _FIELDS - data.keys():
+            raise ValueError(f"The plan lacks {', '.join(sorted(missing))}; make it again.")
+        if data["world_size"] != world_size:
+            raise ValueError(
+                f"The plan was made for {data['world_size']} ranks, not for {world_size};"
+                " make it again."
+            )
+        found = _matched(data["tensors"], tensors)
+        if unknown := {piece[0] for pieces in data["buckets"] for piece in pieces} - found.keys():
+            raise ValueError(f"The plan does not say which tensor number {min(unknown)} is.")
+        buckets = tuple(
+            _bucket_of([(found[index], *span) for index, *span in pieces], world_size)
+            for pieces in data["buckets"]
+        )
+        plan = cls(
+            data["name"], world_size, buckets, tuple(data["reduce_order"]), tuple(data["early"])
+        )
+        check_plan(plan, tensors)
+        return plan
+
+
+def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
+    """Refuses a plan that does not hold every element of `tensors` exactly once, in order.
+
+    A tensor that is cut must go on at the beginning of its family's next bucket.
+
+    Raises:
+        ValueError: Naming the tensor or the order that is wrong.
+    """
+    reached = {tensor.index: 0 for tensor in tensors}
+    filled_by: dict[str, int | None] = {}
+    for bucket in plan.buckets:
+        for place, piece in enumerate(bucket.slices):
+            continues = place == 0 and filled_by.get(bucket.family) == piece.tensor
+            is_next = piece.start == reached[piece.tensor] < piece.stop
+            if not is_next or (piece.start > 0 and not continues):
+                raise ValueError(
+                    f"The plan does not hold tensor {piece.tensor} once, in order, unbroken."
+                )
+            reached[piece.tensor] = piece.stop
+        last = bucket.slices[-1]
+        is_full = last.offset + last.numel == bucket.padded_numel
+        filled_by[bucket.family] = last.tensor if is_full else None
+    for tensor in tensors:
+        if reached[tensor.index] != tensor.numel:
+            raise ValueError(f"The plan does not hold all of {tensor.name}.")
+    numbers = list(range(len(plan.buckets)))
+    if sorted(plan.reduce_order) != numbers:
+        raise ValueError("The plan's reduce_order does not name every bucket once.")
+    if len(set(plan.early)) < len(plan.early) or not set(plan.early) <= set(plan.reduce_order[:-1]):
+        raise ValueError("The plan's early buckets must differ and not be reduced last.")
+
+
+def _matched(saved: Sequence[Any], tensors: Sequence[TensorSpec]) -> dict[int, TensorSpec]:
+    """Saved index -> the tensor of that name."""
+    names = {tensor.name: tensor for tensor in tensors}
+    found = {}
+    for index, name, numel, itemsize in saved:
+        if name not in names:
+            raise ValueError(f"The plan is for another model: {name} is not in this one.")
+        tensor = names.pop(name)
+        if (tensor.numel, tensor.itemsize) != (numel, itemsize):
+            raise ValueError(
+                f"The plan is for another model: there {name} has {numel} elements of {itemsize}"
+                f" bytes, here {tensor.numel} of {tensor.itemsize}."
+            )
+        found[index] = tensor
+    if names:
+        raise ValueError(f"The plan is for another model: it does not know {next(iter(names))}.")
+    return found
+
+
+def _bucket_of(pieces: Sequence[tuple[TensorSpec, int, int]], world_size: int) -> BucketSpec:
+    families = {tensor.family for tensor, _, _ in pieces}
+    if len(families) != 1:
+        names = ", ".join(tensor.name for tensor, _, _ in pieces[:2])
+        raise ValueError(f"The plan puts {names} in one bucket; here they differ in type.")
+    slices, filled = [], 0
+    for tensor, start, stop in pieces:
+        slices.append(Slice(tensor.index, start, stop, filled))
+        filled += aligned(stop - start)
+    return BucketSpec(families.pop(), tuple(slices), aligned(filled, ALIGNMENT * world_size))
 
 
 def reduce_order(buckets: Sequence[BucketSpec], tensors: Sequence[TensorSpec]) -> tuple[int, ...]:

@@ -1,0 +1,163 @@
+"""Measures the most promising plans against the fixed one, and keeps that unless one is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_dear.planning.bayesian import cap_plans, same_buckets
+from lightning_dear.planning.cost import LinkCost
+from lightning_dear.planning.early import choose_early
+from lightning_dear.planning.fusion import SingleFusion
+from lightning_dear.planning.plan import BucketPlan, TensorSpec
+from lightning_dear.planning.predict import predict
+from lightning_dear.planning.programme import MergeCompFusion
+from lightning_dear.planning.search import (
+    STEPS_BEFORE_SEARCH,
+    STEPS_PER_TRIAL,
+    PlanSearch,
+    described,
+    starting_plan,
+)
+from lightning_dear.planning.times import ModelTimes
+
+NUM_REPEATED = 3
+"""Plans measured twice: the fixed one and the two best others."""
+
+_CAPS_MB = (0.25, 256.0)
+_MIN_CAP_RATIO = 2.0
+_MAX_SINGLE_RATIO = 1.3
+
+
+class AutoFusion:
+    """Predicts plans from the measured times, measures the best on real steps, keeps the fastest.
+
+    Against each other stand `ThresholdFusion`'s own buckets (always), those of `MergeCompFusion`,
+    the caps with the shortest predicted steps, and one bucket for all if it is predicted to be not
+    far behind. The fixed buckets and the two best others are measured twice, apart in time, so that
+    a passing disturbance does not decide; the fixed ones stay unless another plan's mean is lower.
+
+    Args:
+        num_steps: Optimizer steps that all of it may take, the recorded and profiled ones included.
+
+    Raises:
+        ValueError: If that is too few to compare two plans.
+    """
+
+    name = "auto"
+
+    def __init__(self, *, num_steps: int = 60) -> None:
+        least = STEPS_BEFORE_SEARCH + (NUM_REPEATED + 2) * STEPS_PER_TRIAL
+        if num_steps < least:
+            raise ValueError(f"num_steps must be >= {least}, got {num_steps}.")
+        self.num_steps = num_steps
+
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        """See `FusionPlanner`: what to start with, and to beat."""
+        return starting_plan(tensors, world_size)
+
+    def search(
+        self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
+    ) -> PlanSearch:
+        """See `SearchingPlanner`."""
+        fixed = self.plan(tensors, world_size)
+        num_trials = (self.num_steps - STEPS_BEFORE_SEARCH) // STEPS_PER_TRIAL
+        candidates = _candidates(fixed, tensors, times, link)
+        return AutoSearch(fixed, candidates[: num_trials - NUM_REPEATED - 1], tensors)
+
+
+def _candidates(
+    fixed: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
+) -> list[BucketPlan]:
+    """What to try against `fixed`, the most promising first; all distinct."""
+    world_size = fixed.world_size
+
+    def step_s(plan: BucketPlan) -> float:
+        return predict(plan, tensors, times, link).step_s
+
+    programme = MergeCompFusion().best_plan(tensors, world_size, times, link)
+    by_cap = {
+        cap_mb: choose_early(plan, tensors, times, link)
+        for cap_mb, plan in cap_plans(tensors, world_size, *_CAPS_MB).items()
+    }
+    single = SingleFusion().plan(tensors, world_size)
+    found = [programme]
+    order = sorted(by_cap, key=lambda cap_mb: (step_s(by_cap[cap_mb]), cap_mb))
+    apart: list[float] = []
+    for cap_mb in order:
+        if all(max(cap_mb, one) >= _MIN_CAP_RATIO * min(cap_mb, one) for one in apart):
+            apart.append(cap_mb)
+    found += [by_cap[cap_mb] for cap_mb in apart[:2]]
+    if step_s(single) <= _MAX_SINGLE_RATIO * min(map(step_s, [fixed, *found])):
+        found.append(single)
+    found += [by_cap[cap_mb] for cap_mb in apart[2:]]
+    return _distinct([fixed, *found])[1:]
+
+
+def _distinct(plans: Sequence[BucketPlan]) -> list[BucketPlan]:
+    kept: list[BucketPlan] = []
+    for plan in plans:
+        if not any(same_buckets(plan, other) for other in kept):
+            kept.append(plan)
+    return kept
+
+
+class AutoSearch:
+    """See `PlanSearch`: every plan once, then the fixed one and the two best others once more.
+
+    Args:
+        fixed: What to beat.
+        candidates: What may beat it; distinct, and none of them `fixed`.
+        tensors: What the plans are made of.
+    """
+
+    def __init__(
+        self, fixed: BucketPlan, candidates: Sequence[BucketPlan], tensors: Sequence[TensorSpec]
+    ) -> None:
+        self._fixed = fixed
+        self._tensors = tensors
+        self._plans = [fixed, *candidates]
+        self._queue = list(self._plans)
+        self._measured: dict[int, list[float]] = {}
+        self._is_repeating = False
+
+    def next(self) -> BucketPlan | None:
+        """See `PlanSearch`."""
+        if not self._queue and not self._is_repeating:
+            self._is_repeating = True
+            others = sorted(self._plans[1:], key=self._mean_s)[: NUM_REPEATED - 1]
+            # The fixed one between both, so that it is as far from either in time.
+            self._queue = [*others[:1], self._fixed, *others[1:]] if others else []
+        return self._queue[0] if self._queue else None
+
+    def tell(self, plan: BucketPlan, step_s: float) -> None:
+        """See `PlanSearch`."""
+        self._measured.setdefault(self._plans.index(plan), []).append(step_s)
+        if self._queue and self._queue[0] == plan:
+            self._queue.pop(0)
+
+    def _mean_s(self, plan: BucketPlan) -> float:
+        steps_s = self._measured.get(self._plans.index(plan), [])
+        return sum(steps_s) / len(steps_s) if steps_s else float("inf")
+
+    @property
+    def best(self) -> BucketPlan:
+        """See `PlanSearch`; the fixed plan until another was measured twice and has won."""
+        twice = [plan for place, plan in enumerate(self._plans) if self._count(place) > 1]
+        # Ties go to the fixed plan, which stands first.
+        return min([self._fixed, *twice], key=self._mean_s)
+
+    def _count(self, place: int) -> int:
+        return len(self._measured.get(place, ()))
+
+    @property
+    def reason(self) -> str:
+        """See `PlanSearch`."""
+        best, fixed_ms = self.best, 1e3 * self._mean_s(self._fixed)
+        what = f"auto: {described(best, self._tensors)}"
+        if not self._measured:
+            return f"{what}, nothing measured"
+        if best is self._fixed:
+            others = f"none of {len(self._measured) - 1} others was faster"
+            return f"{what} of {best.name} stay: {fixed_ms:.4g} ms/step, {others}"
+        against = f"against {fixed_ms:.4g} ms of {self._fixed.name}"
+        return f"{what}, {1e3 * self._mean_s(best):.4g} ms/step {against}"

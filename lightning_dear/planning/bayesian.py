@@ -1,0 +1,208 @@
+"""Bayesian search for the bucket cap, as DeAR tunes it (arXiv 2302.12445), with its faults cured.
+
+The cap is searched on a logarithmic scale. Step times are normalised before the Gaussian process
+sees them, so that expected improvement means the same for steps of 5 ms and of 5 s. A cap is only
+suggested if its plan has not been measured, and what is used in the end was measured.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import NormalDist, mean, pstdev
+
+from lightning_dear.planning.cost import LinkCost
+from lightning_dear.planning.fusion import ThresholdFusion
+from lightning_dear.planning.plan import BucketPlan, TensorSpec
+from lightning_dear.planning.search import PlanSearch, described, starting_plan
+from lightning_dear.planning.times import ModelTimes
+
+_CAPS_PER_OCTAVE = 4
+_MAX_FIRST_CAP_MB = 1.0
+
+
+class BayesianFusion:
+    """Tries a few caps for `ThresholdFusion` on real steps; a Gaussian process chooses them.
+
+    It starts with `ThresholdFusion`'s own buckets, which are measured first. It needs no times.
+
+    Args:
+        num_trials: Plans to measure, the first one included.
+        min_cap_mb: Smallest cap, MiB.
+        max_cap_mb: Largest cap, MiB.
+        seed: Of the Gaussian process.
+
+    Raises:
+        ValueError: If there are fewer than two trials or the caps are not 0 < min < max.
+    """
+
+    name = "bayesian"
+
+    def __init__(
+        self,
+        *,
+        num_trials: int = 8,
+        min_cap_mb: float = 0.25,
+        max_cap_mb: float = 256.0,
+        seed: int = 0,
+    ) -> None:
+        if num_trials < 2:
+            raise ValueError(f"num_trials must be >= 2, got {num_trials}.")
+        if not 0 < min_cap_mb < max_cap_mb < math.inf:
+            raise ValueError(
+                f"caps must be 0 < min_cap_mb < max_cap_mb, got {min_cap_mb} and {max_cap_mb}."
+            )
+        self.num_trials = num_trials
+        self.min_cap_mb = min_cap_mb
+        self.max_cap_mb = max_cap_mb
+        self.seed = seed
+
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        """See `FusionPlanner`: what to start with."""
+        return starting_plan(tensors, world_size)
+
+    def search(
+        self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
+    ) -> PlanSearch:
+        """See `SearchingPlanner`; `times` and `link` are not looked at."""
+        plans = cap_plans(tensors, world_size, self.min_cap_mb, self.max_cap_mb)
+        return BayesianSearch(
+            plans, self.plan(tensors, world_size), tensors, self.num_trials, self.seed
+        )
+
+
+def cap_plans(
+    tensors: Sequence[TensorSpec], world_size: int, min_cap_mb: float, max_cap_mb: float
+) -> dict[float, BucketPlan]:
+    """Caps from `min_cap_mb` to `max_cap_mb`, evenly on a logarithmic scale, with their plans.
+
+    Of caps that make the same buckets only the smallest is there.
+    """
+    num_steps = max(round(_CAPS_PER_OCTAVE * math.log2(max_cap_mb / min_cap_mb)), 1)
+    plans: dict[float, BucketPlan] = {}
+    for step in range(num_steps + 1):
+        cap_mb = min_cap_mb * (max_cap_mb / min_cap_mb) ** (step / num_steps)
+        planner = ThresholdFusion(
+            bucket_cap_mb=cap_mb, first_bucket_cap_mb=min(cap_mb, _MAX_FIRST_CAP_MB)
+        )
+        plan = planner.plan(tensors, world_size)
+        if not any(same_buckets(plan, other) for other in plans.values()):
+            plans[cap_mb] = plan
+    return plans
+
+
+def same_buckets(one: BucketPlan, other: BucketPlan) -> bool:
+    """Whether two plans differ in their names alone."""
+    return one == replace(other, name=one.name)
+
+
+class BayesianSearch:
+    """See `PlanSearch`. Deterministic: the same measurements bring the same suggestions.
+
+    Args:
+        plans: Cap in MiB -> plan; all distinct.
+        start: Measured first; whatever happens, it is there to go back to.
+        tensors: What the plans are made of.
+        num_trials: Plans to measure, `start` included.
+        seed: Of the Gaussian process.
+    """
+
+    def __init__(
+        self,
+        plans: dict[float, BucketPlan],
+        start: BucketPlan,
+        tensors: Sequence[TensorSpec],
+        num_trials: int,
+        seed: int,
+    ) -> None:
+        self._caps = dict(plans)
+        self._start = start
+        self._tensors = tensors
+        self._num_trials = num_trials
+        self._seed = seed
+        self._measured: list[tuple[float, float, BucketPlan]] = []
+        self._start_cap = _cap_of(start, plans)
+        self._caps[self._start_cap] = start
+
+    @property
+    def best(self) -> BucketPlan:
+        """See `PlanSearch`."""
+        return min(self._measured)[2] if self._measured else self._start
+
+    @property
+    def reason(self) -> str:
+        """See `PlanSearch`."""
+        if not self._measured:
+            return f"bayesian: {described(self._start, self._tensors)}, nothing measured"
+        step_s, cap_mb, plan = min(self._measured, key=lambda one: one[:2])
+        return (
+            f"bayesian: {described(plan, self._tensors)} (cap {cap_mb:.3g} MiB),"
+            f" {1e3 * step_s:.4g} ms/step, the best of {len(self._measured)} caps measured"
+        )
+
+    def next(self) -> BucketPlan | None:
+        """See `PlanSearch`: the start, both quarters of the range, then what is suggested."""
+        left = sorted(set(self._caps) - {cap_mb for _, cap_mb, _ in self._measured})
+        if not self._measured:
+            return self._start
+        if len(self._measured) >= self._num_trials or not left:
+            return None
+        if len(self._measured) < 3:
+            caps = sorted(self._caps)
+            place = (len(caps) - 1) * (0.2 if len(self._measured) == 1 else 0.8)
+            cap_mb = min(left, key=lambda one: (abs(caps.index(one) - place), one))
+        else:
+            cap_mb = left[self._most_promising(left)]
+        return self._caps[cap_mb]
+
+    def tell(self, plan: BucketPlan, step_s: float) -> None:
+        """See `PlanSearch`."""
+        cap_mb = _cap_of(plan, self._caps)
+        self._measured.append((step_s, cap_mb, plan))
+
+    def _most_promising(self, caps: Sequence[float]) -> int:
+        """Place of the cap with the largest expected improvement.
+
+        That is counted in standard deviations of the measurements, so it has no scale of its own.
+        """
+        # Imported here: it takes a second, which only those who tune should pay.
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.gaussian_process import GaussianProcessRegressor
+        from sklearn.gaussian_process.kernels import Matern, WhiteKernel
+
+        kernel = Matern(length_scale=2.0, length_scale_bounds=(0.5, 10.0), nu=2.5) + WhiteKernel(
+            noise_level=1e-2, noise_level_bounds=(1e-4, 0.3)
+        )
+        process = GaussianProcessRegressor(kernel, random_state=self._seed)
+        steps_s = [step_s for step_s, _, _ in self._measured]
+        scale_s = pstdev(steps_s) or 1.0
+        targets = [(step_s - mean(steps_s)) / scale_s for step_s in steps_s]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            process.fit(_column([cap_mb for _, cap_mb, _ in self._measured]), targets)
+        expected, spread = process.predict(_column(caps), return_std=True)
+        gains = [
+            _expected_improvement(min(targets) - float(one), float(deviation))
+            for one, deviation in zip(expected, spread, strict=True)
+        ]
+        return gains.index(max(gains))
+
+
+def _expected_improvement(gain: float, deviation: float) -> float:
+    """Mean of max(0, x) for a normal x with this mean and deviation."""
+    normal = NormalDist()
+    ratio = gain / max(deviation, 1e-9)
+    return gain * normal.cdf(ratio) + deviation * normal.pdf(ratio)
+
+
+def _column(caps: Sequence[float]) -> list[list[float]]:
+    return [[math.log2(cap_mb)] for cap_mb in caps]
+
+
+def _cap_of(plan: BucketPlan, plans: dict[float, BucketPlan]) -> float:
+    for cap_mb, other in plans.items():
+        if same_buckets(plan, other):
+            return cap_mb
+    return ThresholdFusion().bucket_cap_mb

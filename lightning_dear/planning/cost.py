@@ -1,0 +1,61 @@
+"""What an exchange costs: a start, and so much a byte (the alpha-beta model)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """Cost of one exchange on a rank's link, the same in both directions.
+
+    Attributes:
+        alpha_s: Seconds that an exchange takes however small it is.
+        beta_s: Seconds for each byte that the rank sends: 1 / rate.
+    """
+
+    alpha_s: float
+    beta_s: float
+
+    def reduce_scatter_s(self, nbytes: float, world_size: int) -> float:
+        """Seconds for a bucket of `nbytes`: alpha + beta x nbytes x (P-1)/P; 0 at one rank."""
+        if world_size == 1:
+            return 0.0
+        return self.alpha_s + self.beta_s * sent_bytes(nbytes, world_size)
+
+    def all_gather_s(self, nbytes: float, world_size: int) -> float:
+        """Seconds for a bucket of `nbytes`: it sends what a reduce-scatter sends."""
+        return self.reduce_scatter_s(nbytes, world_size)
+
+    def all_reduce_s(self, nbytes: float, world_size: int) -> float:
+        """Seconds for a bucket of `nbytes`: a reduce-scatter and an all-gather."""
+        return self.reduce_scatter_s(nbytes, world_size) + self.all_gather_s(nbytes, world_size)
+
+    def bound_s(self, nbytes: float, world_size: int, forward_s: float, backward_s: float) -> float:
+        """No step is shorter than max(forward + backward, bytes / rate), seconds.
+
+        `nbytes` is the size of all parameters; bytes, what a rank sends of them in both halves.
+        """
+        half_s = self.beta_s * sent_bytes(nbytes, world_size)
+        return max(forward_s + backward_s, 2 * half_s)
+
+    def dear_bound_s(
+        self, nbytes: float, world_size: int, forward_s: float, backward_s: float
+    ) -> float:
+        """No step is shorter whose halves stay apart, seconds (DeAR, arXiv 2302.12445).
+
+        max(forward, all-gather) + max(backward, reduce-scatter).
+        """
+        half_s = self.beta_s * sent_bytes(nbytes, world_size)
+        return max(forward_s, half_s) + max(backward_s, half_s)
+
+
+def sent_bytes(nbytes: float, world_size: int) -> float:
+    """What each rank sends to reduce-scatter, or to all-gather, a buffer of `nbytes`."""
+    return nbytes * (world_size - 1) / world_size
+
+
+def fitted(small_bytes: float, small_s: float, large_bytes: float, large_s: float) -> LinkCost:
+    """The line through two measured exchanges, as bytes sent and seconds; never below zero."""
+    beta_s = max((large_s - small_s) / (large_bytes - small_bytes), 0.0)
+    return LinkCost(alpha_s=max(small_s - beta_s * small_bytes, 0.0), beta_s=beta_s)

@@ -1,0 +1,137 @@
+"""Predicts the steady-state step of a plan: what is on the link when, and who waits for it.
+
+Each rank has one link, used by one exchange at a time, the same in all ranks. Seconds count from
+the beginning of backward, as a step does here: backward, optimizer step, next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_dear.planning.cost import LinkCost
+from lightning_dear.planning.plan import BucketPlan, TensorSpec
+from lightning_dear.planning.times import ModelTimes
+
+
+@dataclass(frozen=True)
+class PredictedSpan:
+    """An exchange of `bucket` on the link, from `begin_s` to `end_s` since backward began."""
+
+    lane: str
+    bucket: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan's step is expected to take.
+
+    Attributes:
+        step_s: From one backward to the next.
+        exposed_reduce_scatter_s: For which the optimizer step waits after backward.
+        exposed_all_gather_s: For which the next forward stands still.
+        bound_s: See `LinkCost.bound_s`.
+        dear_bound_s: See `LinkCost.dear_bound_s`.
+        spans: The link's timeline.
+    """
+
+    step_s: float
+    exposed_reduce_scatter_s: float
+    exposed_all_gather_s: float
+    bound_s: float
+    dear_bound_s: float
+    spans: tuple[PredictedSpan, ...]
+
+
+@dataclass
+class Link:
+    """The link's timeline while it is being filled.
+
+    Attributes:
+        free_s: When the last exchange ends.
+        ends: (lane, bucket) -> when it ends.
+    """
+
+    free_s: float = 0.0
+    spans: list[PredictedSpan] = field(default_factory=list)
+    ends: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def send(self, lane: str, bucket: int, earliest_s: float, duration_s: float) -> float:
+        """Puts an exchange after all others, not before `earliest_s`; returns its end."""
+        begin_s = max(self.free_s, earliest_s)
+        self.free_s = begin_s + duration_s
+        self.spans.append(PredictedSpan(lane, bucket, begin_s, self.free_s))
+        self.ends[lane, bucket] = self.free_s
+        return self.free_s
+
+
+def predict(
+    plan: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
+) -> Prediction:
+    """The steady-state step of `plan`.
+
+    Backward: reduce-scatters in plan order, each when its last gradient is there; in gaps, early
+    gathers in their order, begun when the link is idle and their bucket reduced. Then the step,
+    bucket by bucket, each all-gather when its bucket is stepped (the steps of early buckets are
+    counted here too). Then forward, which stands still at a bucket's first read until it is there.
+    """
+    nbytes = bucket_bytes(plan, tensors)
+    gather_s = [link.all_gather_s(size, plan.world_size) for size in nbytes]
+    timeline = reduced_timeline(plan, nbytes, times, link)
+    reduced_s = max(times.backward_s, timeline.free_s)
+    stepped_s = reduced_s
+    for number, size in enumerate(nbytes):
+        stepped_s += times.step_s * size / max(sum(nbytes), 1)
+        if ("all_gather", number) not in timeline.ends:
+            timeline.send("all_gather", number, stepped_s, gather_s[number])
+    exposed_gather_s = _exposed_in_forward(plan, times, timeline, stepped_s)
+    exposed_reduce_s = reduced_s - times.backward_s
+    total = sum(tensor.numel * tensor.itemsize for tensor in tensors)
+    lengths = times.forward_s, times.backward_s
+    return Prediction(
+        step_s=stepped_s + times.forward_s + exposed_gather_s,
+        exposed_reduce_scatter_s=exposed_reduce_s,
+        exposed_all_gather_s=exposed_gather_s,
+        bound_s=link.bound_s(total, plan.world_size, *lengths),
+        dear_bound_s=link.dear_bound_s(total, plan.world_size, *lengths),
+        spans=tuple(timeline.spans),
+    )
+
+
+def bucket_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
+    """Size of each bucket, padding included."""
+    itemsize = {tensor.index: tensor.itemsize for tensor in tensors}
+    return [bucket.padded_numel * itemsize[bucket.slices[0].tensor] for bucket in plan.buckets]
+
+
+def reduced_timeline(
+    plan: BucketPlan, nbytes: Sequence[int], times: ModelTimes, link: LinkCost
+) -> Link:
+    """The link until the last reduce-scatter has ended, with the early gathers in its gaps."""
+    timeline, launched_s, waiting = Link(), 0.0, list(plan.early)
+    for number in plan.reduce_order:
+        launched_s = max(launched_s, times.ready_of(plan.buckets[number]))
+        while waiting and ("reduce_scatter", waiting[0]) in timeline.ends:
+            reduced_s = timeline.ends["reduce_scatter", waiting[0]]
+            if max(timeline.free_s, reduced_s) >= launched_s:
+                break
+            duration_s = link.all_gather_s(nbytes[waiting[0]], plan.world_size)
+            timeline.send("all_gather", waiting.pop(0), reduced_s, duration_s)
+        duration_s = link.reduce_scatter_s(nbytes[number], plan.world_size)
+        timeline.send("reduce_scatter", number, launched_s, duration_s)
+    return timeline
+
+
+def _exposed_in_forward(
+    plan: BucketPlan, times: ModelTimes, timeline: Link, begin_s: float
+) -> float:
+    needs = sorted(
+        (times.first_use_of(bucket), timeline.ends["all_gather", number])
+        for number, bucket in enumerate(plan.buckets)
+    )
+    exposed_s = 0.0
+    for first_use_s, end_s in needs:
+        exposed_s = max(exposed_s, end_s - (begin_s + first_use_s))
+    return exposed_s
