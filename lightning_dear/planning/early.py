@@ -26,13 +26,21 @@ def choose_early(
     """
     plan = replace(plan, early=())
     fitting = _fitting(plan, tensors, times, link)
-    steps_s = [
-        predict(replace(plan, early=fitting[:count]), tensors, times, link).step_s
-        for count in range(len(fitting) + 1)
-    ]
-    enough_s = min(steps_s) + _MIN_GAIN * steps_s[0]
-    count = next(number for number, step_s in enumerate(steps_s) if step_s <= enough_s)
+    steps_s = {
+        count: predict(replace(plan, early=fitting[:count]), tensors, times, link).step_s
+        for count in _counts(len(fitting))
+    }
+    enough_s = min(steps_s.values()) + _MIN_GAIN * steps_s[0]
+    count = next(count for count, step_s in steps_s.items() if step_s <= enough_s)
     return replace(plan, early=fitting[:count])
+
+
+def _counts(most: int) -> list[int]:
+    """0 to `most`, the more apart the larger, for the time it takes to try them."""
+    counts = [0]
+    while counts[-1] < most:
+        counts.append(min(counts[-1] + 1 + counts[-1] // 4, most))
+    return counts
 
 
 def _fitting(

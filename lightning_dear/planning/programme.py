@@ -28,7 +28,6 @@ from lightning_dear.planning.predict import predict
 from lightning_dear.planning.search import NoContest, PlanSearch, described, starting_plan
 from lightning_dear.planning.times import ModelTimes
 
-
 _SHARES = (1, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 """Of all bytes: what a bucket may hold."""
 
@@ -215,7 +214,7 @@ class MergeCompFusion:
         """Of the unbeaten groupings the one that `predict` finds fastest, early gathers included.
 
         The programme knows nothing of early gathers, which small buckets suit better: so it is run
-        again with groups of at most 1/8 ... 1/64 of all bytes. The times are those without encoding.
+        again with groups of at most 1/8 to 1/64 of all bytes. `times` are those without encoding.
         """
         codec = Codec(self.encode_alpha_s, self.encode_beta_s)
         per_byte_s = link.beta_s * (world_size - 1) / world_size
