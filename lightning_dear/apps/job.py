@@ -58,6 +58,18 @@ def wait_for_children(trainer: Trainer) -> None:
         )
 
 
+def end_unless_zero(code: int) -> None:
+    """End this process with the exit code of the ranks that did the job in its place.
+
+    Returns if they succeeded, so that a sweep goes on with its next job.
+
+    Raises:
+        SystemExit: If ``code`` is not 0.
+    """
+    if code:
+        raise SystemExit(code)
+
+
 @contextmanager
 def one_message(program: str) -> Iterator[None]:
     """Turn an exception into one message on stderr and exit code 1.

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps import checks, doctor, job, report
+from lightning_dear.apps import checks, doctor, emulated, job, report
 from lightning_dear.launcher import configure_launcher
 from lightning_dear.paths import conf_dir
 
@@ -126,6 +126,10 @@ def main(cfg: DictConfig) -> float | None:
     warnings.filterwarnings("ignore", message=".*logs directory .* exists and is not empty.*")
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     with job.one_message("dear-train"), job.isolated_job():
+        code = emulated.restart_on_cluster(cfg, "lightning_dear.apps.train")
+        if code is not None:
+            job.end_unless_zero(code)
+            return None
         metrics = train(cfg)
     return metrics[cfg.optimized_metric] if metrics and cfg.optimized_metric else None
 

@@ -31,6 +31,9 @@ MAX_HOSTS = 200
 _TBF_LIMIT = "16mb"
 _TBF_BURST = "64kb"
 
+_TBF_NUMBER = "1:"
+_NETEM_PACKETS = "100000"
+
 _NAME = re.compile(r"dear-(?P<pid>\d+)-\d+-(switch|host\d+)")
 
 _numbers = itertools.count()
@@ -50,6 +53,8 @@ class EmulatedCluster:
         rate_mbit: Rate of each link and direction in 10^6 bits per second, as the kernel counts
             them (with the headers of Ethernet, IP and TCP). None: not shaped.
         mtu: Largest packet in bytes, on every interface.
+        delay_ms: Milliseconds that each packet takes longer from host to host, in each direction.
+            Needs a kernel with netem.
 
     Attributes:
         hosts: The hosts in order; empty while the cluster is not entered.
@@ -58,16 +63,21 @@ class EmulatedCluster:
         ValueError: An argument is out of range.
     """
 
-    def __init__(self, num_hosts: int, rate_mbit: float | None, mtu: int = 9000) -> None:
+    def __init__(
+        self, num_hosts: int, rate_mbit: float | None, mtu: int = 9000, delay_ms: float = 0.0
+    ) -> None:
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise ValueError(f"num_hosts must be 1 to {MAX_HOSTS}, not {num_hosts}")
         if rate_mbit is not None and not rate_mbit > 0:
             raise ValueError(f"rate_mbit must be positive, or None for no limit, not {rate_mbit}")
         if not 576 <= mtu <= 65535:
             raise ValueError(f"mtu must be 576 to 65535 bytes, not {mtu}")
+        if not delay_ms >= 0:
+            raise ValueError(f"delay_ms must be 0 or more, not {delay_ms}")
         self.num_hosts = num_hosts
         self.rate_mbit = rate_mbit
         self.mtu = mtu
+        self.delay_ms = delay_ms
         self.hosts: tuple[EmulatedHost, ...] = ()
         self._namespaces: list[str] = []
         self._janitor: subprocess.Popen[bytes] | None = None
@@ -76,7 +86,8 @@ class EmulatedCluster:
         """Create the namespaces, links and shapes; takes some 0.1 s per host.
 
         Raises:
-            EmulationUnavailable: Not root, iproute2 is missing, or the kernel refuses.
+            EmulationUnavailable: Not root, iproute2 is missing, or the kernel refuses; also if
+                there is a delay, and the kernel has no netem.
             RuntimeError: The cluster is entered already.
         """
         if self._namespaces:
@@ -137,14 +148,30 @@ class EmulatedCluster:
         _ip(switch, "link", "set", port, "master", "bridge", "up")
         self._shape(namespace, host.interface)
         self._shape(switch, port)
+        self._delay(namespace, host.interface)
         return host
 
     def _shape(self, namespace: str, interface: str) -> None:
         if self.rate_mbit is None:
             return
         rate = f"{round(self.rate_mbit * 1e6)}bit"
+        tbf = ["handle", _TBF_NUMBER, "tbf"]
         shape = ["rate", rate, "burst", _TBF_BURST, "limit", _TBF_LIMIT]
-        run(["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *shape])
+        run(["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *tbf, *shape])
+
+    def _delay(self, namespace: str, interface: str) -> None:
+        if not self.delay_ms:
+            return
+        # Below the shaper, and only on the way out of a host: once on each packet's way.
+        place = ["root"] if self.rate_mbit is None else ["parent", f"{_TBF_NUMBER}1"]
+        netem = ["netem", "delay", f"{self.delay_ms}ms", "limit", _NETEM_PACKETS]
+        try:
+            run(["tc", "-n", namespace, "qdisc", "add", "dev", interface, *place, *netem])
+        except EmulationUnavailable as error:
+            raise EmulationUnavailable(
+                f"delay_ms={self.delay_ms:g} needs a kernel with netem ({error}): leave it at 0;"
+                " alpha_s (cluster.alpha_s) delays the messages of strategy=dear on any kernel"
+            ) from None
 
     def _remove(self) -> None:
         self.end_processes()

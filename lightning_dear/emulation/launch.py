@@ -19,6 +19,9 @@ from lightning_dear.emulation.host import EmulatedHost
 HOST_VARIABLE = "LIGHTNING_DEAR_EMULATED_HOST"
 """Set in every rank to the number of its host: tells that it runs inside an emulated cluster."""
 
+MESSAGE_DELAY_VARIABLE = "LIGHTNING_DEAR_MESSAGE_DELAY_S"
+"""Seconds by which strategy="dear" holds back each message it sends through gloo."""
+
 TIMED_OUT = 124
 """Exit code when the time was over; what the program `timeout` returns."""
 
@@ -35,6 +38,7 @@ def run_on_cluster(
     *,
     ranks_per_host: int = 1,
     env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
     timeout_s: float | None = None,
 ) -> int:
     """Run a command once per rank, spread over the hosts; block until all have ended.
@@ -50,6 +54,7 @@ def run_on_cluster(
         argv: Program and arguments, the same on every rank.
         ranks_per_host: Ranks on each host; rank r runs on host r // ranks_per_host.
         env: Variables for all ranks, over those of this process and those set here.
+        cwd: Folder in which the ranks start; None: this process's.
         timeout_s: Seconds until everything is killed; None: no limit.
 
     Returns:
@@ -68,7 +73,7 @@ def run_on_cluster(
     ranks: list[_Rank] = []
     try:
         for rank in range(len(cluster.hosts) * ranks_per_host):
-            ranks.append(_start(cluster.hosts, rank, ranks_per_host, argv, env or {}))
+            ranks.append(_start(cluster.hosts, rank, ranks_per_host, argv, env or {}, cwd))
         code = _watch(ranks, timeout_s)
     except KeyboardInterrupt:
         _interrupt(ranks)
@@ -117,11 +122,13 @@ def _start(
     ranks_per_host: int,
     argv: Sequence[str],
     env: Mapping[str, str],
+    cwd: str | None,
 ) -> _Rank:
     host = hosts[rank // ranks_per_host]
     process = subprocess.Popen(
         host.command(argv),
         env={**os.environ, **_variables(hosts, rank, ranks_per_host), **env},
+        cwd=cwd,
         stdout=subprocess.PIPE if rank else None,
         stderr=subprocess.STDOUT if rank else None,
         # Ctrl-C then reaches this process alone, which hands it on to each rank once.

@@ -117,7 +117,9 @@ def test_every_logger_is_built(option, tmp_path):
 @pytest.mark.parametrize("option", options_of("cluster"))
 def test_a_cluster_is_launch_and_network(option):
     cluster = OmegaConf.load(conf_dir() / "cluster" / f"{option}.yaml")
+    hosts = ["num_hosts", "ranks_per_host", "rate_mbit", "mtu", "delay_ms"]
     assert list(cluster) == [
+        *(hosts if option == "emulated" else []),
         "num_nodes",
         "devices",
         "accelerator",

@@ -1,0 +1,90 @@
+"""Running a Hydra application on an emulated cluster: it starts itself again, once per rank."""
+
+import logging
+import os
+import sys
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_dear.emulation import EmulatedCluster, run_on_cluster
+from lightning_dear.emulation.launch import HOST_VARIABLE, MESSAGE_DELAY_VARIABLE
+from lightning_dear.launcher import job_arguments
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+def restart_on_cluster(
+    cfg: DictConfig, module: str, *, timeout_s: float | None = None
+) -> int | None:
+    """Run the Hydra job ``cfg`` on the cluster it describes, if that is an emulated one.
+
+    Makes the hosts, runs ``python -m module`` on each with this job's overrides and output
+    folder, blocks until all ranks have ended, and removes the hosts.
+
+    Args:
+        cfg: The job; ``cfg.cluster`` is one of conf/cluster.
+        module: Module whose Hydra ``main`` runs the job; calls this function as well.
+        timeout_s: Seconds until the ranks are killed; None: no limit.
+
+    Returns:
+        None if this process is to do the job itself: the cluster is not emulated, or this is one
+        of its ranks. Else the exit code for this process, as ``run_on_cluster`` returns it;
+        ``INTERRUPTED`` after Ctrl-C.
+
+    Raises:
+        EmulationUnavailable: This machine cannot emulate hosts; the message says why.
+        ValueError: An option of the cluster is out of range.
+    """
+    if not is_emulated(cfg) or HOST_VARIABLE in os.environ:
+        return None
+    node = cfg.cluster
+    if cfg.get("optimized_metric"):
+        raise ValueError(
+            "cluster=emulated returns no metric to a sweeper: leave out optimized_metric,"
+            " or sweep on cluster=local."
+        )
+    warn_of_delay(cfg)
+    hosts = EmulatedCluster(node.num_hosts, node.rate_mbit, node.mtu, node.delay_ms)
+    argv = [sys.executable, "-m", module, *_arguments(cfg)]
+    try:
+        with hosts as cluster:
+            return run_on_cluster(
+                cluster,
+                argv,
+                ranks_per_host=node.ranks_per_host,
+                env={MESSAGE_DELAY_VARIABLE: str(node.alpha_s)} if node.alpha_s else None,
+                cwd=HydraConfig.get().runtime.cwd,
+                timeout_s=timeout_s,
+            )
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def is_emulated(cfg: DictConfig) -> bool:
+    """Whether the job's cluster is one that this machine emulates."""
+    return "num_hosts" in cfg.cluster
+
+
+def warn_of_delay(cfg: DictConfig) -> None:
+    """Warn if ``cluster.alpha_s`` delays nothing, since the strategy is not dear."""
+    strategy = cfg.get("strategy")
+    target = strategy.get("_target_", "") if OmegaConf.is_config(strategy) else str(strategy)
+    if cfg.cluster.alpha_s and strategy is not None and not target.endswith("DearStrategy"):
+        log.warning(
+            "cluster.alpha_s delays the messages of strategy=dear alone, and this strategy has"
+            " none of them: use cluster.delay_ms to compare strategies."
+        )
+
+
+def _arguments(cfg: DictConfig) -> list[str]:
+    config = HydraConfig.get()
+    arguments = job_arguments(config, 0)
+    # A log file for each rank, by a name that each rank resolves for itself.
+    arguments.append(f"hydra.job.name='{config.job.name}_rank${{oc.env:RANK}}'")
+    if cfg.cluster.beta_s_per_byte is None and cfg.cluster.rate_mbit is not None:
+        arguments.append(f"cluster.beta_s_per_byte={8e-6 / cfg.cluster.rate_mbit:.6g}")
+    return arguments
