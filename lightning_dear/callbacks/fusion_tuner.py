@@ -1,0 +1,93 @@
+"""Finds the plan of `fusion="auto"` and its like while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import BucketPlan, SearchingPlanner
+from lightning_dear.tuning import Tuning
+
+
+class FusionTuner(Callback):
+    """Drives a planner that wants measurements, between the first optimizer steps of a fit.
+
+    Training goes on meanwhile: candidates are measured on its own steps, and weights do not depend
+    on the plan. When it is done it says in one line what was chosen and why. The plan goes into
+    checkpoints, and is used at once by a fit that resumes with as many ranks.
+
+    Args:
+        planner: Whose search it is.
+        get_pipeline: Returns the pipeline of the fit; None outside a fit.
+    """
+
+    def __init__(
+        self, planner: SearchingPlanner, get_pipeline: Callable[[], Pipeline | None]
+    ) -> None:
+        self._planner = planner
+        self._get_pipeline = get_pipeline
+        self._tuning: Tuning | None = None
+        self._found: dict[str, Any] | None = None
+        self._num_steps = 0
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """What was found in this fit; None until then."""
+        return None if self._tuning is None else self._tuning.plan
+
+    @property
+    def _option(self) -> str:
+        return f"fusion={getattr(self._planner, 'name', type(self._planner).__name__)!r}"
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tuning = None
+        self._num_steps = trainer.global_step
+        pipeline = self._get_pipeline()
+        if pipeline is None:
+            return
+        if len(pipeline.parts) > 1:
+            raise ValueError(
+                f"{self._option} plans for one optimizer, and there are {len(pipeline.parts)};"
+                " give fusion='threshold'."
+            )
+        if not pl_module.automatic_optimization:
+            rank_zero_warn(
+                f"{self._option} finds no plan under manual optimisation, where it cannot tell"
+                " which gradients are still to be used: the buckets it starts with stay. Give"
+                " fusion='threshold', with a bucket_cap_mb of your own."
+            )
+            return
+        self._tuning = Tuning(pipeline, self._planner, rank_zero_info, self._found)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._tuning is None or trainer.global_step == self._num_steps:
+            return
+        self._num_steps = trainer.global_step
+        self._tuning.before_forward()
+        self._found = self._tuning.found
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._tuning is not None and self._tuning.is_searching:
+            rank_zero_warn(
+                f"{self._option} was still measuring plans when training ended after"
+                f" {self._num_steps} steps; give fusion='threshold' to trainings as short as this."
+            )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"plan": self._found}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._found = state_dict["plan"]

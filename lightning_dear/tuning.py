@@ -1,0 +1,191 @@
+"""Finds a plan on real steps: measures compute, the link and candidate plans, and keeps the best.
+
+Every measurement and every decision is shared: times are those of the slowest rank, plans are rank
+0's, so that ranks never part ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from statistics import median
+from typing import Any
+
+import torch
+
+from lightning_dear.clock import clock_of
+from lightning_dear.collectives import shard_of
+from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import BucketPlan, LinkCost, PlanSearch, SearchingPlanner, TensorSpec
+from lightning_dear.planning.cost import fitted, sent_bytes
+from lightning_dear.planning.plan import ALIGNMENT, aligned
+from lightning_dear.planning.search import (
+    NUM_DROPPED_STEPS,
+    NUM_MEASURED_STEPS,
+    NUM_PROFILED_STEPS,
+)
+from lightning_dear.planning.times import ModelTimes, median_times, slowest_times
+from lightning_dear.work import Collectives, WireLedger
+
+_LINK_BYTES = (1 << 17, 1 << 22)
+_NUM_LINK_REPEATS = 5
+
+
+class Tuning:
+    """Drives one planner's search over the steps of one training.
+
+    Args:
+        pipeline: Its plan is changed, weights and optimizer state stay; it has one optimizer.
+        planner: Whose search it is.
+        say: Takes lines for people, on every rank.
+        found: `BucketPlan.to_dict` of a plan found before, to be used if it fits.
+
+    Attributes:
+        plan: What was found, and is in use; None until then.
+        found: The same for a checkpoint, as `BucketPlan.to_dict`.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        planner: SearchingPlanner,
+        say: Callable[[str], None],
+        found: dict[str, Any] | None = None,
+    ) -> None:
+        self.plan: BucketPlan | None = None
+        self._pipeline = pipeline
+        self._collectives = pipeline.collectives
+        self._part = pipeline.parts[0]
+        self._planner = planner
+        self._say = say
+        self.found = found
+        self._search: PlanSearch | None = None
+        self._has_ended = False
+        self._tensors: list[TensorSpec] | None = None
+        self._course = self._run()
+
+    def before_forward(self) -> None:
+        """To be called once after each optimizer step, before the next forward. Collective, blocks.
+
+        At world size 1 there is nothing to find and this does nothing.
+        """
+        if self._tensors is not None and self._part.tensors is not self._tensors:
+            # The training has other parameters than those planned for.
+            self.plan, self._search = None, None
+            self._course = self._run()
+        self._has_ended = next(self._course, self) is self
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether the search has begun and not ended."""
+        return self._tensors is not None and not self._has_ended
+
+    # --- one `yield` is one optimizer step ----------------------------------------------------
+
+    def _run(self) -> Generator[None, None, None]:
+        while self._part.plan is None:
+            yield
+        self._tensors = self._part.tensors
+        if self._collectives.world_size == 1 or self._takes_found_plan():
+            return
+        times = yield from self._profile()
+        link = measure_link(self._pipeline)
+        if self._collectives.rank == 0:
+            # On rank 0 alone: a search may compute other bits on another kind of host.
+            self._search = self._planner.search(
+                self._tensors, self._collectives.world_size, times, link
+            )
+        while (plan := self._rank_0s(self._search and self._search.next())) is not None:
+            self._use(plan)
+            step_s = yield from self._measure_steps()
+            if self._search is not None:
+                self._search.tell(plan, step_s)
+        search = self._search
+        plan, reason = self._rank_0s(search and (search.best, search.reason))
+        self._adopt(plan)
+        self._say(reason)
+
+    def _takes_found_plan(self) -> bool:
+        found, self.found = self.found, None
+        if found is None:
+            return False
+        try:
+            plan = BucketPlan.from_dict(found, self._part.tensors, self._collectives.world_size)
+        except ValueError as error:
+            self._say(f"The plan found before is not used, another one is searched for: {error}")
+            return False
+        self._adopt(plan)
+        self._say(f"The plan found before is used again: {plan.name}")
+        return True
+
+    def _profile(self) -> Generator[None, None, ModelTimes]:
+        own: list[ModelTimes] = []
+        while len(own) < NUM_PROFILED_STEPS:
+            self._pipeline.measure_next_step()
+            yield
+            # None after a step that was left out, as a GradScaler does.
+            if self._part.times is not None:
+                own.append(self._part.times)
+        return slowest_times(self._collectives.all_gather_object(median_times(own)))
+
+    def _measure_steps(self) -> Generator[None, None, float]:
+        """Seconds a step of the slowest rank; the median, as a validation may come between."""
+        clock = clock_of(self._part.parameters[0].device)
+        for _ in range(NUM_DROPPED_STEPS):
+            yield
+        marks = [clock.mark()]
+        for _ in range(NUM_MEASURED_STEPS):
+            yield
+            marks.append(clock.mark())
+        moments = [clock.seconds(mark) for mark in marks]
+        own = median(end - begin for begin, end in zip(moments, moments[1:], strict=False))
+        return max(self._collectives.all_gather_object(own))
+
+    def _use(self, plan: BucketPlan) -> None:
+        if plan != self._part.plan:
+            self._part.replan(plan)
+
+    def _adopt(self, plan: BucketPlan) -> None:
+        self._use(plan)
+        self.plan = plan
+        self.found = plan.to_dict(self._part.tensors)
+
+    def _rank_0s(self, value: Any) -> Any:
+        return self._collectives.all_gather_object(value)[0]
+
+
+def measure_link(pipeline: Pipeline) -> LinkCost:
+    """What a reduce-scatter or all-gather costs, from exchanges of two sizes. Collective, blocks.
+
+    A size's time is the median of several exchanges, on the slowest rank.
+    """
+    pipeline.complete_parameters("measuring the link")
+    collectives = pipeline.collectives
+    device = pipeline.parts[0].parameters[0].device
+    # These bytes belong to no step.
+    ledger, collectives.ledger = collectives.ledger, WireLedger()
+    seconds = []
+    for nbytes in _LINK_BYTES:
+        times_s = _exchange_times(collectives, device, nbytes)
+        seconds.append(max(collectives.all_gather_object(median(times_s))))
+    collectives.ledger = ledger
+    small, large = (sent_bytes(nbytes, collectives.world_size) for nbytes in _LINK_BYTES)
+    return fitted(small, seconds[0], large, seconds[1])
+
+
+def _exchange_times(collectives: Collectives, device: torch.device, nbytes: int) -> list[float]:
+    """Seconds of exchanges of about `nbytes`, half of them reduce-scatters, half all-gathers."""
+    clock = clock_of(device)
+    numel = aligned(nbytes // 4, ALIGNMENT * collectives.world_size)
+    buffer = torch.zeros(numel, device=device)
+    received = torch.zeros(collectives.scratch_numel(numel), device=device)
+    own = shard_of(buffer, collectives.rank, collectives.world_size)
+    marks = []
+    for _ in range(1 + _NUM_LINK_REPEATS):
+        marks.append(clock.mark())
+        collectives.launch_reduce_scatter(buffer, received, own, 0).wait()
+        marks.append(clock.mark())
+        collectives.launch_all_gather(buffer, 0).wait()
+    marks.append(clock.mark())
+    moments = [clock.seconds(mark) for mark in marks]
+    times_s = [end - begin for begin, end in zip(moments, moments[1:], strict=False)]
+    return times_s[2:]
