@@ -22,7 +22,13 @@ MAX_FUNCTION_LINES = 60
 
 # Besides collectives.py: ending the default process group after a job, FSDP2's `fully_shard`, and
 # messages between two ranks, which training never sends but a measurement of a link does.
-DISTRIBUTED_ROOMS = ("collectives.py", "apps/job.py", "workloads/task.py", "link_probe.py")
+DISTRIBUTED_ROOMS = (
+    "collectives.py",
+    "apps/job.py",
+    "workloads/task.py",
+    "workloads/replay/sharding.py",
+    "link_probe.py",
+)
 # Where torch.distributed.checkpoint, and nothing else of torch.distributed, writes and reads.
 CHECKPOINT_ROOM = "checkpoint/storage.py"
 HOST_ROOMS = (

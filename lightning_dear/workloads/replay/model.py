@@ -1,0 +1,242 @@
+"""A model that takes the time a profile says, with the profile's parameters, and computes nothing.
+
+What is real: parameters, gradients, hooks, optimizer, buckets, sockets. What is not: arithmetic,
+which is replaced by waiting, as the host of an accelerator waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from typing_extensions import override
+
+from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile, load_profile
+from lightning_dear.workloads.replay.sharding import shard_layers
+from lightning_dear.workloads.replay.waiter import Waiter
+from lightning_dear.workloads.schedules import OptimizerFactory, SchedulerFactory
+from lightning_dear.workloads.task import Task
+
+_MIB = 1024 * 1024
+_DEFAULT_OPTIMIZER = partial(SGD, lr=0.01, momentum=0.9)
+
+
+class Gradients:
+    """Makes the gradients of a layer's parameters without arithmetic.
+
+    Zeros: no sum, mean, clipping or scaling changes them, so that they can be handed out again and
+    again from the same memory. Each parameter has memory of its own, since autograd takes over a
+    gradient that nobody else holds, and engines then write to it as `parameter.grad`.
+
+    Args:
+        seed: None for zeros; else gradients are drawn anew for each batch, which costs time.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._seed = seed
+        self._zeros: list[Tensor] = []
+        self.batch = 0
+
+    def make(self, layer: int, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """One gradient for each of `parameters`, on their device and in their dtype.
+
+        Args:
+            layer: The layer's number.
+            parameters: Leaves that autograd will accumulate the gradients into.
+        """
+        if self._seed is not None:
+            return self._draw(layer, parameters)
+        if not all(map(_is_like, self._zeros, parameters)) or not self._zeros:
+            self._zeros = [torch.zeros_like(p, requires_grad=False) for p in parameters]
+        # Accumulating would add the memory behind `.grad` to itself; an expanded zero is only read.
+        return [
+            zeros.detach() if parameter.grad is None else zeros.new_zeros(()).expand_as(zeros)
+            for zeros, parameter in zip(self._zeros, parameters, strict=True)
+        ]
+
+    def _draw(self, layer: int, parameters: Sequence[Tensor]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(hash((self._seed, self.batch, layer)) % 2**63)
+        return [
+            torch.randn(parameter.shape, generator=generator).to(parameter)
+            for parameter in parameters
+        ]
+
+
+class _Replay(torch.autograd.Function):
+    """Identity on a small tensor that waits, and gives a layer's parameters gradients."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, activation: Tensor, layer: ReplayLayer, *parameters: Tensor) -> Tensor:
+        ctx.layer, ctx.parameters = layer, parameters
+        layer.waiter.wait(layer.profile.forward_s)
+        return activation.clone()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        layer: ReplayLayer = ctx.layer
+        layer.waiter.wait(layer.profile.backward_s)
+        return grads[0], None, *layer.gradients.make(layer.number, ctx.parameters)
+
+
+class ReplayLayer(nn.Module):
+    """One layer of a profile.
+
+    Args:
+        number: Its position in forward.
+        profile: What it owns and how long it takes.
+        waiter: Shared by all layers of a model.
+        gradients: Makes its gradients.
+    """
+
+    def __init__(
+        self, number: int, profile: LayerProfile, waiter: Waiter, gradients: Gradients
+    ) -> None:
+        super().__init__()
+        self.number = number
+        self.profile = profile
+        self.waiter = waiter
+        self.gradients = gradients
+        usual = ("weight", "bias")
+        for index, shape in enumerate(profile.shapes):
+            name = usual[index] if index < len(usual) else f"parameter_{index}"
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        self._names = list(self._parameters)
+
+    def forward(self, activation: Tensor) -> Tensor:
+        """Read the parameters, wait, and pass the activation on; blocks for the layer's time."""
+        parameters = [getattr(self, name) for name in self._names]
+        for parameter in parameters:
+            # What records the first use of a parameter sees torch's functions, not the one below.
+            parameter.detach()
+        apply: Any = _Replay.apply
+        output: Tensor = apply(activation, self, *parameters)
+        return output
+
+
+class ReplayNet(nn.Module):
+    """The layers of a profile, one after the other.
+
+    Args:
+        profile: What to replay.
+        gradient_seed: See `ReplayModel`.
+    """
+
+    def __init__(self, profile: ModelProfile, gradient_seed: int | None = None) -> None:
+        super().__init__()
+        self.waiter = Waiter()
+        self._gradients = [Gradients(gradient_seed) for _ in profile.layers]
+        self.layers = nn.ModuleList(
+            ReplayLayer(number, layer, self.waiter, gradients)
+            for number, (layer, gradients) in enumerate(
+                zip(profile.layers, self._gradients, strict=True)
+            )
+        )
+
+    def forward(self, number: int = 0) -> Tensor:
+        """Return a scalar loss of zero after the forward's time; blocks for it.
+
+        Args:
+            number: The batch's; seeded gradients differ from number to number.
+        """
+        for gradients in self._gradients:
+            gradients.batch = number
+        activation = torch.zeros(())
+        for layer in self.layers:
+            activation = layer(activation)
+        return activation
+
+
+class ReplayModel(Task):
+    """Replays a profile under any strategy, on the CPU.
+
+    Args:
+        profile: One of `PROFILES`, a `.json` file, or a profile.
+        scale: Divides the bytes of every tensor; times stay. A link must be slowed down alike.
+        compute_s: Seconds of one forward and backward, with a backward twice as long as the
+            forward; None keeps the profile's.
+        optimizer: Builds the optimizer from a list of parameters; None is SGD with momentum 0.9.
+        scheduler: Builds a schedule from the optimizer and `total_steps`, or None.
+        shard_unit_mb: Under FSDP2 only: consecutive layers are gathered together once they have
+            this many MiB before scaling; 0 gathers each by itself.
+        gradient_seed: None for gradients of zero, which cost no time; else random ones, which
+            depend on the seed and the batch alone: for tests of an engine, not of its speed.
+
+    Attributes:
+        profile: What is replayed, scaled and with the time it takes.
+    """
+
+    def __init__(
+        self,
+        profile: str | ModelProfile,
+        *,
+        scale: float = 1.0,
+        compute_s: float | None = None,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: SchedulerFactory | None = None,
+        shard_unit_mb: float = 25.0,
+        gradient_seed: int | None = None,
+    ) -> None:
+        if not 0 <= shard_unit_mb < math.inf:
+            raise ValueError(f"shard_unit_mb must be 0 or more, got {shard_unit_mb}.")
+        if not isinstance(profile, ModelProfile):
+            profile = load_profile(profile)
+        if compute_s is not None:
+            profile = profile.with_compute(compute_s)
+        profile = profile.scaled(scale)
+        super().__init__(
+            ReplayNet(profile, gradient_seed), optimizer or _DEFAULT_OPTIMIZER, scheduler
+        )
+        self.profile = profile
+        self._unit_bytes = shard_unit_mb * _MIB / scale
+
+    @override
+    def configure_model(self) -> None:
+        """Shard units of layers, then the whole, where the strategy provides a device mesh."""
+        if self.device_mesh is not None:
+            mesh = self.device_mesh["data_parallel"]
+            shard_layers(
+                self.net, list(self.net.get_submodule("layers").children()), self._unit_bytes, mesh
+            )
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Refuse devices that would not wait when the host does."""
+        if self.device.type != "cpu":
+            raise ValueError(
+                f"A replay waits on the host and cannot run on {self.device.type}: set"
+                " accelerator='cpu'."
+            )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Wait for the time of the forward and return a loss whose backward waits as well."""
+        loss: Tensor = self.net(_number_of(batch))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Wait for the time of the forward."""
+        self.net(_number_of(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Wait for the time of the forward."""
+        self.net(_number_of(batch))
+
+
+def _number_of(batch: Any) -> int:
+    """The batch's number where it is one of `ReplayData`; any other data counts as 0."""
+    is_number = isinstance(batch, Tensor) and batch.dtype == torch.int64
+    return int(batch.flatten()[0]) if is_number else 0
+
+
+def _is_like(zeros: Tensor, parameter: Tensor) -> bool:
+    return (
+        zeros.shape == parameter.shape
+        and zeros.dtype == parameter.dtype
+        and zeros.device == parameter.device
+    )
