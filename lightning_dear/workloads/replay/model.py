@@ -201,16 +201,16 @@ class ReplayModel(Task):
         """Shard units of layers, then the whole, where the strategy provides a device mesh."""
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
-            shard_layers(
-                self.net, list(self.net.get_submodule("layers").children()), self._unit_bytes, mesh
-            )
+            layers = list(self.net.get_submodule("layers").children())
+            shard_layers(self.net, layers, self._unit_bytes, mesh)
 
     @override
     def setup(self, stage: str) -> None:
         """Refuse devices that would not wait when the host does."""
-        if self.device.type != "cpu":
+        device = self.trainer.strategy.root_device
+        if device.type != "cpu":
             raise ValueError(
-                f"A replay waits on the host and cannot run on {self.device.type}: set"
+                f"A replay waits on the host and cannot run on {device.type}: set"
                 " accelerator='cpu'."
             )
 
