@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -13,14 +14,17 @@ from lightning_dear.planning import (
     BucketPlan,
     FusionPlanner,
     NoFusion,
+    SearchingPlanner,
     SingleFusion,
     TensorSpec,
     ThresholdFusion,
     resolve_fusion,
 )
+from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.plan import ALIGNMENT, aligned
 
 ITEMSIZE = 4
+FAMILIES = ["float32", "bfloat16"]
 
 
 @st.composite
@@ -34,7 +38,7 @@ def models(draw: st.DrawFn) -> list[TensorSpec]:
             name=f"tensor {index}",
             numel=numel,
             itemsize=ITEMSIZE,
-            family=draw(st.sampled_from(["float32", "bfloat16"])),
+            family=draw(st.sampled_from(FAMILIES)),
             first_use=draw(st.sampled_from([first_use[index], None])),
             ready=draw(st.sampled_from([ready[index], None])),
         )
@@ -42,7 +46,25 @@ def models(draw: st.DrawFn) -> list[TensorSpec]:
     ]
 
 
+class Grouped:
+    """Neighbours in the order of gradients, so many at a time, through `fuse_groups`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        used = sorted((one for one in tensors if one.is_used), key=lambda one: one.ready)
+        families = [[t.index for t in used if t.family == name] for name in FAMILIES]
+        groups = [
+            family[start : start + self.size]
+            for family in families
+            for start in range(0, len(family), self.size)
+        ]
+        return fuse_groups("grouped", tensors, world_size, groups)
+
+
 planners = st.one_of(
+    st.builds(Grouped, st.integers(1, 6)),
     st.just(NoFusion()),
     st.just(SingleFusion()),
     st.builds(
@@ -196,6 +218,18 @@ def test_a_cap_without_effect_is_refused() -> None:
     planner = resolve_fusion("threshold", 7)
     assert isinstance(planner, ThresholdFusion)
     assert planner.bucket_cap_mb == 7
+
+
+@pytest.mark.parametrize("name", FUSIONS)
+def test_every_name_makes_a_planner_that_can_begin_without_times(name: str) -> None:
+    planner = resolve_fusion(name, None)
+    tensors = [TensorSpec(i, f"t{i}", 1 << 18, 4, "f", first_use=i, ready=9 - i) for i in range(9)]
+    plan = planner.plan(tensors, 2)
+    searches = ("mgwfbp", "bayesian", "mergecomp", "auto")
+    assert isinstance(planner, SearchingPlanner) is (name in searches)
+    if name in searches:
+        assert planner.name == name
+        assert plan == ThresholdFusion().plan(tensors, 2)
 
 
 def test_something_else_is_no_planner() -> None:

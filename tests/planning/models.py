@@ -1,0 +1,59 @@
+"""Made-up models and times for the planners' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from lightning_dear.planning import LinkCost, ModelTimes, TensorSpec
+from lightning_dear.planning.plan import ALIGNMENT
+
+WORLD_SIZE = 2
+UNIT = ALIGNMENT * WORLD_SIZE
+ITEMSIZE = 4
+
+
+def chain(
+    units: Sequence[int], forward_s: Sequence[float], backward_s: Sequence[float]
+) -> tuple[list[TensorSpec], ModelTimes]:
+    """A chain of layers with one tensor each, whose sizes need no padding.
+
+    Args:
+        units: Sizes, in multiples of `UNIT` elements.
+        forward_s: Of each layer.
+        backward_s: Of each layer.
+    """
+    count = len(units)
+    tensors = [
+        TensorSpec(i, f"layer {i}", size * UNIT, ITEMSIZE, "f", i, count - 1 - i)
+        for i, size in enumerate(units)
+    ]
+    times = ModelTimes(
+        sum(forward_s),
+        sum(backward_s),
+        {i: sum(forward_s[:i]) for i in range(count)},
+        {i: sum(backward_s[i:]) for i in range(count)},
+    )
+    return tensors, times
+
+
+seconds = st.integers(0, 20).map(float)
+
+
+@st.composite
+def chains(draw: st.DrawFn, max_size: int = 10) -> tuple[list[TensorSpec], ModelTimes]:
+    count = draw(st.integers(1, max_size))
+
+    def each(one: st.SearchStrategy) -> list:
+        return draw(st.lists(one, min_size=count, max_size=count))
+
+    return chain(each(st.integers(1, 20)), each(seconds), each(seconds))
+
+
+links = st.builds(
+    LinkCost,
+    alpha_s=st.integers(0, 10).map(float),
+    beta_s=st.integers(0, 4).map(lambda one: one / (UNIT * ITEMSIZE)),
+)
+"""A unit takes 0, 0.5, 1, 1.5 or 2 seconds at two ranks."""

@@ -1,0 +1,126 @@
+"""`auto` measures what is promising, within its budget, and is never worse than the fixed plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dear.planning import (
+    AutoFusion,
+    BucketPlan,
+    LinkCost,
+    MergeCompFusion,
+    ThresholdFusion,
+    predict,
+)
+from lightning_dear.planning.auto import AutoSearch
+from lightning_dear.planning.bayesian import cap_plans
+from lightning_dear.planning.search import STEPS_BEFORE_SEARCH, STEPS_PER_TRIAL
+from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain
+
+# 64 MiB in 32 layers; a step computes for 0.3 s.
+TENSORS, TIMES = chain([(1 << 19) // UNIT] * 32, [0.1 / 32] * 32, [0.2 / 32] * 32)
+NBYTES = sum(one.numel for one in TENSORS) * ITEMSIZE
+LINKS = [LinkCost(alpha_s, ratio * 0.3 / NBYTES) for alpha_s in (1e-4, 4e-3) for ratio in (0.5, 2)]
+
+
+def _search(link: LinkCost = LINKS[1], **options: int) -> AutoSearch:
+    search = AutoFusion(**options).search(TENSORS, WORLD_SIZE, TIMES, link)
+    assert isinstance(search, AutoSearch)
+    return search
+
+
+def _tried(search: AutoSearch, seconds: list[float]) -> list[tuple[BucketPlan, float]]:
+    tried = []
+    while (plan := search.next()) is not None:
+        tried.append((plan, seconds[len(tried) % len(seconds)]))
+        search.tell(*tried[-1])
+    return tried
+
+
+FIXED = ThresholdFusion().plan(TENSORS, WORLD_SIZE)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from([0.9, 0.99, 1.0, 1.01, 1.2]), min_size=8, max_size=8))
+def test_what_is_kept_never_measured_worse_than_the_fixed_plan(seconds: list[float]) -> None:
+    search = AutoSearch(FIXED, CANDIDATES, TENSORS)
+    tried = _tried(search, seconds)
+
+    def mean_s(plan: BucketPlan) -> float:
+        times_s = [step_s for other, step_s in tried if other == plan]
+        return sum(times_s) / len(times_s)
+
+    assert mean_s(search.best) <= mean_s(FIXED)
+    if search.best != FIXED:
+        assert mean_s(search.best) < mean_s(FIXED)
+        assert sum(plan == search.best for plan, _ in tried) == 2
+    assert sum(plan == FIXED for plan, _ in tried) == 2
+    assert len(tried) == len(CANDIDATES) + 4
+
+
+CANDIDATES = [plan for plan in _search()._plans if plan != FIXED]
+
+
+@pytest.mark.parametrize("num_steps", [39, 60, 100])
+@pytest.mark.parametrize("link", LINKS)
+def test_it_keeps_to_its_budget(num_steps: int, link: LinkCost) -> None:
+    tried = _tried(_search(link, num_steps=num_steps), [1.0])
+    assert STEPS_BEFORE_SEARCH + STEPS_PER_TRIAL * len(tried) <= num_steps
+    assert len(tried) >= 5
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_if_predictions_come_true_it_finds_the_best_of_a_grid(link: LinkCost) -> None:
+    def step_s(plan: BucketPlan) -> float:
+        return predict(plan, TENSORS, TIMES, link).step_s
+
+    search = _search(link)
+    while (plan := search.next()) is not None:
+        search.tell(plan, step_s(plan))
+    grid = cap_plans(TENSORS, WORLD_SIZE, 0.25, 256.0).values()
+    assert step_s(search.best) <= 1.03 * min(map(step_s, [*grid, FIXED]))
+
+
+def test_the_fixed_plan_and_the_programmes_are_among_the_distinct_candidates() -> None:
+    plans = _search()._plans
+    assert plans[0] == FIXED
+    assert plans[1] == MergeCompFusion().best_plan(TENSORS, WORLD_SIZE, TIMES, LINKS[1])
+    assert len({(plan.buckets, plan.early) for plan in plans}) == len(plans) == 5
+
+
+def test_one_lucky_measurement_does_not_decide() -> None:
+    search = _search()
+    lucky = search._plans[2]
+    count = 0
+    while (plan := search.next()) is not None:
+        count += 1
+        search.tell(plan, 0.5 if plan == lucky and count <= 5 else 2.0 if plan == lucky else 1.0)
+    assert search.best == FIXED
+
+
+def test_reasons_in_one_line() -> None:
+    search = _search()
+    assert "nothing measured" in search.reason
+    fast = search._plans[1]
+    while (plan := search.next()) is not None:
+        search.tell(plan, 0.212 if plan == fast else 0.230)
+    assert search.reason.endswith("212 ms/step against 230 ms of threshold(4 MiB, first 1 MiB)")
+    assert f"{len(fast.buckets)} buckets of" in search.reason
+    search = _search()
+    _tried(search, [0.1])
+    assert "stay: 100 ms/step, none of 4 others was faster" in search.reason
+    assert "\n" not in search.reason
+
+
+def test_a_model_with_one_possible_plan_is_measured_once() -> None:
+    tensors, times = chain([1], [1], [1])
+    search = AutoFusion().search(tensors, WORLD_SIZE, times, LINKS[0])
+    assert isinstance(search, AutoSearch)
+    assert len(_tried(search, [1.0])) == 1
+
+
+def test_too_small_a_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_steps must be >= 39"):
+        AutoFusion(num_steps=38)

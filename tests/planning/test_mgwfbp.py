@@ -1,0 +1,90 @@
+"""MG-WFBP's merge rule: a worked example, and never worse than no merging."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dear.planning import LinkCost, MGWFBPFusion
+from lightning_dear.planning.mgwfbp import merged
+from tests.planning.models import WORLD_SIZE, chain, chains, links
+
+
+def _end_s(
+    groups: Sequence[Sequence[int]],
+    sizes: Sequence[float],
+    ready_s: Sequence[float],
+    alpha_s: float,
+    beta_s: float,
+) -> float:
+    end_s = 0.0
+    for group in groups:
+        begin_s = max(end_s, ready_s[group[-1]])
+        end_s = begin_s + alpha_s + beta_s * sum(sizes[place] for place in group)
+    return end_s
+
+
+def test_a_worked_example() -> None:
+    # t = 2 + size. Backward order:
+    # 0: ready 1, begins 1, would end at 1 + 2 + 4 = 7.
+    # 1: ready 4. Before 7; 0 has begun (1 < 4), and waiting costs 3 >= alpha: alone, 7 to 10.
+    # 2: ready 6. Before 10; 1 has not begun (7 > 6): joins 1, which begins at 7, ends at 7+2+2 = 11.
+    # 3: ready 8. Before 11; has begun at 7, but waiting costs 1 < alpha: joins, 8 to 8+2+3 = 13.
+    # 4: ready 13. Not before 13: alone, 13 to 16.
+    # 5: ready 20. The link is free: alone.
+    sizes, ready_s = [4, 1, 1, 1, 1, 1], [1, 4, 6, 8, 13, 20]
+    assert merged(sizes, ready_s, alpha_s=2, beta_s=1) == [[0], [1, 2, 3], [4], [5]]
+
+
+def test_edges_of_the_conditions() -> None:
+    # Ready when the first one ends: nothing to gain.
+    assert merged([1, 1], [0, 2], alpha_s=1, beta_s=1) == [[0], [1]]
+    # Waiting would cost exactly a start.
+    assert merged([5, 1], [0, 1], alpha_s=1, beta_s=1) == [[0], [1]]
+    assert merged([5, 1], [0, 0.9], alpha_s=1, beta_s=1) == [[0, 1]]
+    # Without a start nothing is ever merged that has begun.
+    assert merged([5, 5, 5], [0, 1, 2], alpha_s=0, beta_s=1) == [[0], [1, 2]]
+    assert merged([], [], alpha_s=1, beta_s=1) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=12),
+    st.integers(0, 12),
+    st.integers(0, 3),
+)
+def test_the_last_exchange_never_ends_later_than_without_merging(
+    layers: list[tuple[int, int]], alpha_s: int, beta_s: int
+) -> None:
+    sizes = [size for size, _ in layers]
+    ready_s = [sum(gap for _, gap in layers[: place + 1]) for place in range(len(layers))]
+    groups = merged(sizes, ready_s, alpha_s, beta_s)
+    assert [place for group in groups for place in group] == list(range(len(layers)))
+    alone = [[place] for place in range(len(layers))]
+    figures = sizes, ready_s, alpha_s, beta_s
+    assert _end_s(groups, *figures) <= _end_s(alone, *figures)
+
+
+@given(chains(), links)
+def test_the_plan_has_the_rules_groups(model: tuple, link: LinkCost) -> None:
+    tensors, times = model
+    plan = MGWFBPFusion().search(tensors, WORLD_SIZE, times, link).best
+    order = sorted(tensors, key=lambda one: (times.ready_s[one.index], one.ready))
+    groups = merged(
+        [one.numel * one.itemsize for one in order],
+        [times.ready_s[one.index] for one in order],
+        link.alpha_s,
+        link.beta_s / 2,
+    )
+    expected = {frozenset(order[place].index for place in group) for group in groups}
+    assert {frozenset(s.tensor for s in bucket.slices) for bucket in plan.buckets} == expected
+
+
+def test_its_plan_is_used_without_a_contest() -> None:
+    tensors, times = chain([1, 1], [1, 1], [1, 1])
+    search = MGWFBPFusion().search(tensors, WORLD_SIZE, times, LinkCost(1e-3, 1e-9))
+    assert search.next() is None
+    search.tell(search.best, 1.0)
+    assert search.reason.startswith("mgwfbp: ")
+    assert "ms/step" in search.reason

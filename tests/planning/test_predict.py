@@ -1,0 +1,163 @@
+"""A plan's predicted step: by hand, within its bounds, and with early gathers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dear.planning import (
+    BucketPlan,
+    LinkCost,
+    ModelTimes,
+    NoFusion,
+    SingleFusion,
+    TensorSpec,
+    choose_early,
+    predict,
+)
+from lightning_dear.planning.cost import fitted
+from lightning_dear.planning.fusion import fuse_groups
+from lightning_dear.planning.times import median_times, slowest_times
+from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, chains, links
+
+Model = tuple[list[TensorSpec], ModelTimes]
+
+# A unit takes one second in each half, a start another.
+LINK = LinkCost(alpha_s=1.0, beta_s=2 / (UNIT * ITEMSIZE))
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> tuple[BucketPlan, list[TensorSpec], ModelTimes]:
+    tensors, times = draw(chains())
+    times = replace(times, step_s=draw(st.integers(0, 3)))
+    cuts = [draw(st.booleans()) for _ in tensors]
+    groups: list[list[int]] = [[]]
+    for tensor, is_cut in zip(tensors, cuts, strict=True):
+        groups[-1].append(tensor.index)
+        if is_cut:
+            groups.append([])
+    return fuse_groups("some", tensors, WORLD_SIZE, filter(None, groups)), tensors, times
+
+
+def test_a_step_by_hand() -> None:
+    tensors, times = chain([2, 3, 1], forward_s=[1, 4, 2], backward_s=[2, 4, 2])
+    plan = NoFusion().plan(tensors, WORLD_SIZE)
+    predicted = predict(plan, tensors, replace(times, step_s=6), LINK)
+    spans = [(span.lane, span.bucket, span.begin_s, span.end_s) for span in predicted.spans]
+    assert spans == [
+        ("reduce_scatter", 2, 2, 4),
+        ("reduce_scatter", 1, 6, 10),
+        ("reduce_scatter", 0, 10, 13),
+        # The step: 2, 3 and 1 seconds, each followed by a gather.
+        ("all_gather", 0, 15, 18),
+        ("all_gather", 1, 18, 22),
+        ("all_gather", 2, 22, 24),
+    ]
+    assert predicted.exposed_reduce_scatter_s == 13 - 8
+    # Forward begins at 19 and would read at 19, 20 and 24: only the second gather is late.
+    assert predicted.exposed_all_gather_s == 2
+    assert predicted.step_s == 13 + 6 + 7 + 2
+    assert predicted.dear_bound_s == max(7, 6) + max(8, 6)
+    assert predicted.bound_s == max(7 + 8, 12)
+
+
+def test_an_early_gather_fills_a_gap_of_backward() -> None:
+    tensors, times = chain([1, 1, 1], forward_s=[1, 1, 1], backward_s=[1, 9, 1])
+    plan = NoFusion().plan(tensors, WORLD_SIZE)
+    early = choose_early(plan, tensors, times, LINK)
+    assert early.early == (2,)
+    spans = predict(early, tensors, times, LINK).spans
+    assert [(span.lane, span.bucket, span.begin_s) for span in spans[:3]] == [
+        ("reduce_scatter", 2, 1),
+        ("all_gather", 2, 3),
+        ("reduce_scatter", 1, 10),
+    ]
+    assert predict(early, tensors, times, LINK).step_s == 14 + 2 + 2 + 2
+    assert predict(plan, tensors, times, LINK).step_s == 14 + 2 + 2 + 2 + 1
+
+
+def test_an_early_gather_may_move_reduce_scatters_but_not_the_last_one() -> None:
+    tensors, times = chain([1, 1, 1], forward_s=[1, 1, 0], backward_s=[6, 1, 1])
+    plan = NoFusion().plan(tensors, WORLD_SIZE)
+    assert choose_early(plan, tensors, times, LINK).early == (1,)
+    hurried = replace(times, ready_s={**times.ready_s, 0: 5.0})
+    assert choose_early(plan, tensors, hurried, LINK).early == ()
+
+
+@given(planned(), links)
+def test_no_step_is_shorter_than_its_bounds(planned: tuple, link: LinkCost) -> None:
+    plan, tensors, times = planned
+    predicted = predict(plan, tensors, times, link)
+    assert predicted.step_s >= predicted.dear_bound_s - 1e-9
+    early = predict(choose_early(plan, tensors, times, link), tensors, times, link)
+    assert early.bound_s - 1e-9 <= early.step_s <= predicted.step_s
+
+
+@given(planned(), links, st.randoms())
+def test_the_link_carries_one_exchange_at_a_time_and_gathers_what_was_reduced(
+    planned: tuple, link: LinkCost, random: object
+) -> None:
+    plan, tensors, times = planned
+    early = [*plan.reduce_order[:-1]]
+    random.shuffle(early)  # type: ignore[attr-defined]
+    plan = replace(plan, early=tuple(early))
+    predicted = predict(plan, tensors, times, link)
+    assert all(
+        one.end_s <= other.begin_s
+        for one, other in zip(predicted.spans, predicted.spans[1:], strict=False)
+    )
+    begins = {(span.lane, span.bucket): span.begin_s for span in predicted.spans}
+    ends = {(span.lane, span.bucket): span.end_s for span in predicted.spans}
+    assert len(begins) == len(predicted.spans) == 2 * len(plan.buckets)
+    for number, bucket in enumerate(plan.buckets):
+        assert begins["reduce_scatter", number] >= times.ready_of(bucket)
+        assert begins["all_gather", number] >= ends["reduce_scatter", number]
+    reduced = [span.bucket for span in predicted.spans if span.lane == "reduce_scatter"]
+    assert tuple(reduced) == plan.reduce_order
+
+
+@given(chains(), links)
+def test_one_bucket_overlaps_nothing(model: Model, link: LinkCost) -> None:
+    tensors, times = model
+    plan = SingleFusion().plan(tensors, WORLD_SIZE)
+    nbytes = sum(one.numel for one in tensors) * ITEMSIZE
+    expected_s = times.forward_s + times.backward_s + link.all_reduce_s(nbytes, WORLD_SIZE)
+    assert predict(plan, tensors, times, link).step_s == pytest.approx(expected_s)
+    assert choose_early(plan, tensors, times, link).early == ()
+
+
+@given(planned(), links)
+def test_one_rank_waits_for_nothing(planned: tuple, link: LinkCost) -> None:
+    plan, tensors, times = planned
+    alone = predict(replace(plan, world_size=1), tensors, times, link)
+    assert alone.step_s == pytest.approx(times.forward_s + times.backward_s + times.step_s)
+
+
+def test_what_has_no_time_is_reduced_last_and_read_last() -> None:
+    tensors, times = chain([1, 1], forward_s=[1, 1], backward_s=[1, 1])
+    times = replace(times, first_use_s={0: 0.0}, ready_s={0: 2.0})
+    plan = NoFusion().plan(tensors, WORLD_SIZE)
+    assert times.ready_of(plan.buckets[1]) == times.backward_s
+    assert times.first_use_of(plan.buckets[1]) == times.forward_s
+
+
+def test_a_line_through_two_measurements() -> None:
+    link = fitted(1000, 3.0, 5000, 11.0)
+    assert link == LinkCost(alpha_s=1.0, beta_s=0.002)
+    assert link.reduce_scatter_s(4000, 4) == 1 + 0.002 * 3000
+    assert link.all_reduce_s(4000, 4) == 2 * 7.0
+    assert fitted(1000, 3.0, 5000, 2.0) == LinkCost(alpha_s=3.0, beta_s=0.0)
+    assert fitted(1000, 0.5, 5000, 8.5).alpha_s == 0.0
+
+
+def test_times_of_steps_and_ranks_are_combined() -> None:
+    rows = [
+        ModelTimes(1.0, 9.0, {0: 0.0, 1: 0.5}, {0: 9.0}, 0.1),
+        ModelTimes(2.0, 8.0, {0: 0.1, 1: 0.9}, {0: 7.0}, 0.3),
+        ModelTimes(9.0, 1.0, {0: 0.2}, {0: 1.0}, 0.2),
+    ]
+    assert median_times(rows) == ModelTimes(2.0, 8.0, {0: 0.1, 1: 0.7}, {0: 7.0}, 0.2)
+    assert slowest_times(rows) == ModelTimes(9.0, 9.0, {0: 0.2, 1: 0.9}, {0: 9.0}, 0.3)
