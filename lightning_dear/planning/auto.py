@@ -46,7 +46,7 @@ class AutoFusion:
     name = "auto"
 
     def __init__(self, *, num_steps: int = 60) -> None:
-        least = STEPS_BEFORE_SEARCH + (NUM_REPEATED + 2) * STEPS_PER_TRIAL
+        least = STEPS_BEFORE_SEARCH + 4 * STEPS_PER_TRIAL
         if num_steps < least:
             raise ValueError(f"num_steps must be >= {least}, got {num_steps}.")
         self.num_steps = num_steps
@@ -62,7 +62,8 @@ class AutoFusion:
         fixed = self.plan(tensors, world_size)
         num_trials = (self.num_steps - STEPS_BEFORE_SEARCH) // STEPS_PER_TRIAL
         candidates = _candidates(fixed, tensors, times, link)
-        return AutoSearch(fixed, candidates[: num_trials - NUM_REPEATED - 1], tensors)
+        num_candidates = max(num_trials - 1 - NUM_REPEATED, 1)
+        return AutoSearch(fixed, candidates[:num_candidates], tensors)
 
 
 def _candidates(

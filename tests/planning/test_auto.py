@@ -63,12 +63,12 @@ def test_what_is_kept_never_measured_worse_than_the_fixed_plan(seconds: list[flo
 CANDIDATES = [plan for plan in _search()._plans if plan != FIXED]
 
 
-@pytest.mark.parametrize("num_steps", [39, 60, 100])
+@pytest.mark.parametrize("num_steps", [32, 39, 46, 60, 100])
 @pytest.mark.parametrize("link", LINKS)
 def test_it_keeps_to_its_budget(num_steps: int, link: LinkCost) -> None:
     tried = _tried(_search(link, num_steps=num_steps), [1.0])
     assert STEPS_BEFORE_SEARCH + STEPS_PER_TRIAL * len(tried) <= num_steps
-    assert len(tried) >= 5
+    assert len(tried) >= 4
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -122,5 +122,5 @@ def test_a_model_with_one_possible_plan_is_measured_once() -> None:
 
 
 def test_too_small_a_budget_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_steps must be >= 39"):
-        AutoFusion(num_steps=38)
+    with pytest.raises(ValueError, match="num_steps must be >= 32"):
+        AutoFusion(num_steps=31)

@@ -81,7 +81,8 @@ def test_a_flat_curve_is_no_problem() -> None:
 
 
 def test_it_ends_when_no_other_plan_is_left() -> None:
-    search = BayesianFusion().search(TENSORS[:2], WORLD_SIZE, TIMES, LinkCost(1e-3, 1e-9))
+    tensors = [TensorSpec(0, "t", 1 << 17, 4, "f", 0, 0)]
+    search = BayesianFusion().search(tensors, WORLD_SIZE, TIMES, LinkCost(1e-3, 1e-9))
     assert isinstance(search, BayesianSearch)
     tried = _run(search, lambda _: 1.0)
     assert 1 < len(tried) < 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dear.planning import LinkCost, MGWFBPFusion
@@ -30,7 +30,7 @@ def test_a_worked_example() -> None:
     # t = 2 + size. Backward order:
     # 0: ready 1, begins 1, would end at 1 + 2 + 4 = 7.
     # 1: ready 4. Before 7; 0 has begun (1 < 4), and waiting costs 3 >= alpha: alone, 7 to 10.
-    # 2: ready 6. Before 10; 1 has not begun (7 > 6): joins 1, which begins at 7, ends at 7+2+2 = 11.
+    # 2: ready 6. Before 10; 1 has not begun (7 > 6): joins 1, 7 to 7+2+2 = 11.
     # 3: ready 8. Before 11; has begun at 7, but waiting costs 1 < alpha: joins, 8 to 8+2+3 = 13.
     # 4: ready 13. Not before 13: alone, 13 to 16.
     # 5: ready 20. The link is free: alone.
@@ -49,6 +49,7 @@ def test_edges_of_the_conditions() -> None:
     assert merged([], [], alpha_s=1, beta_s=1) == []
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=12),
     st.integers(0, 12),
@@ -66,6 +67,7 @@ def test_the_last_exchange_never_ends_later_than_without_merging(
     assert _end_s(groups, *figures) <= _end_s(alone, *figures)
 
 
+@settings(max_examples=40)
 @given(chains(), links)
 def test_the_plan_has_the_rules_groups(model: tuple, link: LinkCost) -> None:
     tensors, times = model

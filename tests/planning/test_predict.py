@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dear.planning import (
@@ -87,6 +87,7 @@ def test_an_early_gather_may_move_reduce_scatters_but_not_the_last_one() -> None
     assert choose_early(plan, tensors, hurried, LINK).early == ()
 
 
+@settings(max_examples=40)
 @given(planned(), links)
 def test_no_step_is_shorter_than_its_bounds(planned: tuple, link: LinkCost) -> None:
     plan, tensors, times = planned
@@ -96,6 +97,7 @@ def test_no_step_is_shorter_than_its_bounds(planned: tuple, link: LinkCost) -> N
     assert early.bound_s - 1e-9 <= early.step_s <= predicted.step_s
 
 
+@settings(max_examples=40)
 @given(planned(), links, st.randoms())
 def test_the_link_carries_one_exchange_at_a_time_and_gathers_what_was_reduced(
     planned: tuple, link: LinkCost, random: object
@@ -119,6 +121,7 @@ def test_the_link_carries_one_exchange_at_a_time_and_gathers_what_was_reduced(
     assert tuple(reduced) == plan.reduce_order
 
 
+@settings(max_examples=40)
 @given(chains(), links)
 def test_one_bucket_overlaps_nothing(model: Model, link: LinkCost) -> None:
     tensors, times = model
@@ -129,6 +132,7 @@ def test_one_bucket_overlaps_nothing(model: Model, link: LinkCost) -> None:
     assert choose_early(plan, tensors, times, link).early == ()
 
 
+@settings(max_examples=40)
 @given(planned(), links)
 def test_one_rank_waits_for_nothing(planned: tuple, link: LinkCost) -> None:
     plan, tensors, times = planned

@@ -69,7 +69,7 @@ def _simulated_s(
     return max(link_free_s, backward_s + encoded_s) + late_s + forward_s
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(chains(max_size=9), links, codecs)
 def test_exact_for_both_halves(model: Model, link: LinkCost, codec: Codec) -> None:
     tensors, times = model
@@ -140,6 +140,7 @@ def test_groups_over_a_size_hold_one_piece() -> None:
     assert min(one.num_groups for one in found) == 3
 
 
+@settings(max_examples=40)
 @given(chains(max_size=30), st.integers(1, 12))
 def test_small_neighbours_are_joined_until_few_enough_are_left(model: Model, most: int) -> None:
     pieces = _pieces(*model)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dear.planning import (
@@ -26,6 +26,7 @@ TENSORS = [TensorSpec(i, f"layer{i}", 300 * (i + 1), 4, "float32", i, 2 - i) for
 PLAN = ThresholdFusion(bucket_cap_mb=2**-10, first_bucket_cap_mb=2**-11).plan(TENSORS, 2)
 
 
+@settings(max_examples=40)
 @given(models(), planners, st.integers(1, 5), st.randoms())
 def test_a_plan_comes_back_equal_whatever_the_tensors_are_numbered(
     tensors: list[TensorSpec], planner: FusionPlanner, world_size: int, random: Any
