@@ -8,7 +8,7 @@ Needs the extras `[vision,text]`. Nothing is computed: models and inputs have sh
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_dear.workloads.replay.definitions import DEFINITIONS, Definition
-from lightning_dear.workloads.replay.profile import _FOLDER, LayerProfile, ModelProfile
+from lightning_dear.workloads.replay.ownership import owned_parameters, run_order
+from lightning_dear.workloads.replay.profile import FOLDER, LayerProfile, ModelProfile
 
 FLOPS_PER_S = 7e12
 BYTES_PER_S = 5e11
@@ -32,31 +33,27 @@ NOTE = (
 
 
 class OperationTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the modelled seconds of every operation under the module that runs.
+    """Adds up the modelled seconds of every operation under the layer that runs.
 
     Args:
-        model: Its modules that own parameters are told apart; operations between two of them
-            count for the earlier one.
+        model: Whose modules are called.
+        names: Modules that are layers, in the order of forward; operations between two of them
+            count for the earlier one, those before the first for the first.
 
     Attributes:
-        seconds: Module name -> seconds, in the order of the modules' first forward.
+        seconds: Layer -> seconds.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seconds: dict[str, float] = {}
-        self._running = ""
-        self._pending_s = 0.0
-        for name, module in model.named_modules():
-            if module._parameters:
-                module.register_forward_pre_hook(self._enter(name))
+        self.seconds = dict.fromkeys(names, 0.0)
+        self._running = next(iter(self.seconds))
+        for name in self.seconds:
+            model.get_submodule(name).register_forward_pre_hook(self._enter(name))
 
     def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:
             self._running = name
-            self.seconds.setdefault(name, 0.0)
-            self.seconds[name] += self._pending_s
-            self._pending_s = 0.0
 
         return enter
 
@@ -64,11 +61,7 @@ class OperationTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        spent_s = _operation_s(func, args, kwargs or {}, result)
-        if self._running:
-            self.seconds[self._running] += spent_s
-        else:
-            self._pending_s += spent_s
+        self.seconds[self._running] += _operation_s(func, args, kwargs or {}, result)
         return result
 
 
@@ -91,63 +84,28 @@ def profile_of(name: str, definition: Definition) -> ModelProfile:
     with torch.device("meta"):
         model = definition.build()
         model.train()
-        timer = OperationTimer(model)
+        owned = owned_parameters(model, run_order(model, lambda: definition.run(model)))
+        timer = OperationTimer(model, owned)
         with timer:
             definition.run(model)
+    layers = (
+        LayerProfile(
+            layer,
+            tuple(tuple(parameter.shape) for parameter in owned[layer]),
+            forward_s,
+            BACKWARD_OVER_FORWARD * forward_s,
+        )
+        for layer, forward_s in timer.seconds.items()
+    )
     note = NOTE.format(what=definition.what, source=definition.source)
-    return ModelProfile(name, "flops", note, tuple(_layers(model, timer.seconds)))
-
-
-def _layers(model: nn.Module, seconds: dict[str, float]) -> Iterator[LayerProfile]:
-    """Layers that own trainable parameters; the time of others goes to the layer before."""
-    owned = _owned_shapes(model, list(seconds))
-    waiting: LayerProfile | None = None
-    early_s = 0.0
-    for name, forward_s in seconds.items():
-        shapes = owned[name]
-        if not shapes and waiting is None:
-            early_s += forward_s
-            continue
-        if not shapes:
-            assert waiting is not None
-            forward_s += waiting.forward_s
-            name, shapes = waiting.name, waiting.shapes
-        elif waiting is not None:
-            yield waiting
-        waiting = _layer(name, shapes, forward_s + early_s)
-        early_s = 0.0
-    assert waiting is not None
-    yield waiting
-
-
-def _layer(name: str, shapes: tuple[tuple[int, ...], ...], forward_s: float) -> LayerProfile:
-    return LayerProfile(name, shapes, forward_s, BACKWARD_OVER_FORWARD * forward_s)
-
-
-def _owned_shapes(model: nn.Module, order: list[str]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Module name -> shapes; a shared parameter goes to its first user, leaves before parents."""
-    claimed: set[int] = set()
-    owned = {}
-    is_parent = {name: any(model.get_submodule(name).children()) for name in order}
-    for name in sorted(order, key=lambda name: is_parent[name]):
-        shapes = []
-        for parameter in model.get_submodule(name)._parameters.values():
-            if parameter is not None and parameter.requires_grad and id(parameter) not in claimed:
-                claimed.add(id(parameter))
-                shapes.append(tuple(parameter.shape))
-        owned[name] = tuple(shapes)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    missing = len(trainable) - len(claimed)
-    if missing:
-        raise RuntimeError(f"{missing} trainable parameters belong to no module that ran.")
-    return owned
+    return ModelProfile(name, "flops", note, tuple(layers))
 
 
 def main(names: list[str]) -> None:
     """Write the named profiles, or all."""
     for name in names or DEFINITIONS:
         profile = profile_of(name, DEFINITIONS[name])
-        profile.save(_FOLDER / f"{name}.json")
+        profile.save(FOLDER / f"{name}.json")
         print(
             f"{name}: {len(profile.layers)} layers, {profile.num_tensors} tensors,"
             f" {profile.num_parameters:,} parameters, forward {profile.forward_s * 1e3:.1f} ms,"

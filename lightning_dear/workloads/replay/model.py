@@ -72,17 +72,22 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, activation: Tensor, layer: ReplayLayer, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, activation: Tensor, layer: ReplayLayer, since: float, *parameters: Tensor
+    ) -> Tensor:
         ctx.layer, ctx.parameters = layer, parameters
-        layer.waiter.wait(layer.profile.forward_s)
-        return activation.clone()
+        output = activation.clone()
+        layer.waiter.wait(layer.profile.forward_s, since)
+        return output
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> Any:
         layer: ReplayLayer = ctx.layer
-        layer.waiter.wait(layer.profile.backward_s)
-        return grads[0], None, *layer.gradients.make(layer.number, ctx.parameters)
+        since = layer.waiter.now()
+        gradients = layer.gradients.make(layer.number, ctx.parameters)
+        layer.waiter.wait(layer.profile.backward_s, since)
+        return grads[0], None, None, *gradients
 
 
 class ReplayLayer(nn.Module):
@@ -111,12 +116,14 @@ class ReplayLayer(nn.Module):
 
     def forward(self, activation: Tensor) -> Tensor:
         """Read the parameters, wait, and pass the activation on; blocks for the layer's time."""
+        # Reading blocks until the parameters are complete, which is not the layer's own time.
         parameters = [getattr(self, name) for name in self._names]
+        since = self.waiter.now()
         for parameter in parameters:
             # What records the first use of a parameter sees torch's functions, not the one below.
             parameter.detach()
         apply: Any = _Replay.apply
-        output: Tensor = apply(activation, self, *parameters)
+        output: Tensor = apply(activation, self, since, *parameters)
         return output
 
 

@@ -15,9 +15,10 @@ MIN_NUMEL = 64
 """Elements below which no tensor is scaled: a tensor is an entry of the plan however small."""
 
 _BYTES_PER_ELEMENT = 4
-_FOLDER = Path(__file__).parent / "profiles"
+FOLDER = Path(__file__).parent / "profiles"
+"""Where the profiles that come with the package lie, one JSON file for each."""
 
-PROFILES = tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+PROFILES = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 """Names of the profiles that come with the package."""
 
 
@@ -176,7 +177,7 @@ def load_profile(name_or_path: str | Path) -> ModelProfile:
     """
     path = Path(name_or_path)
     if str(name_or_path) in PROFILES:
-        path = _FOLDER / f"{name_or_path}.json"
+        path = FOLDER / f"{name_or_path}.json"
     elif path.suffix != ".json":
         raise ValueError(
             f"Unknown profile {str(name_or_path)!r}; valid names: {', '.join(PROFILES)}; or give a"

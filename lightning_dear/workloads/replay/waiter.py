@@ -14,6 +14,10 @@ MAX_CREDIT_S = 2.5e-4
 a busy processor's: time that computing and communicating took, and that counts."""
 
 
+MAX_OWN_S = 5e-5
+"""What of a layer's own Python a wait is shortened by, again so that a busy processor counts."""
+
+
 class Waiter:
     """Lets time pass; over many waits the sum is right, and no wait is off by half a millisecond.
 
@@ -38,9 +42,18 @@ class Waiter:
         self.slept_s = 0.0
         self.late_s = 0.0
 
-    def wait(self, seconds: float) -> None:
-        """Block for `seconds`, give or take what earlier waits were short or late by."""
-        self._owed_s += seconds
+    def now(self) -> float:
+        """The time, in seconds, for `wait`."""
+        return self._clock()
+
+    def wait(self, seconds: float, since: float) -> None:
+        """Block for `seconds`, give or take what earlier waits were short or late by.
+
+        Args:
+            seconds: How long the replayed layer takes.
+            since: When it began: what the replay itself has done since counts as waiting.
+        """
+        self._owed_s += seconds - min(self._clock() - since, MAX_OWN_S)
         if self._owed_s < MIN_SLEEP_S:
             return
         start_s = self._clock()
