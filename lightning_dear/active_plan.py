@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -40,17 +40,23 @@ class ActivePlan:
     gatherer: ParameterGatherer
 
     @torch.no_grad()
-    def adopt_writes(self) -> None:
-        """Takes over what was written from outside: to a parameter, or in place of its data."""
+    def adopt_writes(self, but: Collection[int] = ()) -> None:
+        """Takes over what was written from outside: to a parameter, or in place of its data.
+
+        Args:
+            but: Buckets that have been stepped since; nobody may have written to them.
+        """
         for placement in self.flat.placements:
             if placement.was_replaced():
                 placement.adopt_replacement()
         for bucket in self.flat.buckets:
-            bucket.adopt_writes()
+            if bucket.number not in but:
+                bucket.adopt_writes()
 
     def release(self) -> None:
         """Removes hooks and gates and gives every parameter storage of its own again."""
         self.gatherer.detach()
+        self.reducer.release()
         for placement in self.flat.placements:
             parameter = placement.parameter
             if not placement.was_replaced():

@@ -32,10 +32,12 @@ class Bucket:
             (world size 1, 32 or 64 bits): there the optimizer reads `parameter.grad`.
         received: Scratch for what other ranks send of this rank's gradient shard.
         replica: This rank's shard of `parameters`, as every rank has it; a view.
-        shard: What the optimizer steps: `replica` itself, and for 16-bit parameters an fp32 copy
-            of it, the master, which is rounded into `replica` after each step.
+        shard: What the optimizer steps: `replica` itself, or a copy of it. For 16-bit parameters
+            that is an fp32 copy, the master, which is rounded into `replica` after each step.
         mean: This rank's shard of the mean gradient, as precise as `shard`; a view of `gradients`
             where that is as precise.
+        landing: What a gather fills: `parameters` itself, or a buffer as long where the bucket may
+            be gathered while a backward still needs the old values.
     """
 
     number: int
@@ -46,16 +48,30 @@ class Bucket:
     replica: Tensor
     shard: Tensor
     mean: Tensor
+    landing: Tensor
 
     @property
     def has_master(self) -> bool:
         """Whether the optimizer steps a copy that is more precise than the parameters."""
         return self.shard.dtype != self.parameters.dtype
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether new values wait in `landing` until `land`."""
+        return self.landing is not self.parameters
+
     def publish(self) -> None:
-        """Rounds the stepped shard into the parameters; nothing to do where they are the same."""
-        if self.has_master:
+        """Rounds the stepped shard into what is gathered; nothing to do where they are the same."""
+        if self.is_staged:
+            begin = self.replica.storage_offset() - self.parameters.storage_offset()
+            self.landing[begin : begin + self.replica.numel()].copy_(self.shard)
+        elif self.has_master:
             self.replica.copy_(self.shard)
+
+    def land(self) -> None:
+        """Makes what was gathered the parameters' values."""
+        if self.is_staged:
+            self.parameters.copy_(self.landing)
 
     def adopt_writes(self) -> None:
         """Takes over values that were written to the parameters from outside, element by element.
@@ -63,7 +79,9 @@ class Bucket:
         They are those whose bits are not the master's, rounded: no version counter sees a write
         through `.data`.
         """
-        if self.has_master:
+        if self.is_staged and not self.has_master:
+            self.shard.copy_(self.replica)
+        elif self.has_master:
             was_written = self.replica != self.shard.to(self.replica.dtype)
             torch.where(was_written, self.replica.to(self.shard.dtype), self.shard, out=self.shard)
 
@@ -193,7 +211,9 @@ def allocate(
             part = slice(offset, offset + spec.padded_numel)
             scratch = flat.new_empty(scratch_numel(spec.padded_numel))
             own = shard_slice(spec.padded_numel, rank, plan.world_size)
-            buckets[number] = _bucket(number, spec, flat[part], gradients[part], scratch, own)
+            buckets[number] = _bucket(
+                number, spec, flat[part], gradients[part], scratch, own, number in plan.early
+            )
             offset += spec.padded_numel
     for bucket in buckets.values():
         bucket.shard.copy_(bucket.replica)
@@ -216,13 +236,16 @@ def _bucket(
     gradients: Tensor,
     scratch: Tensor,
     own: slice,
+    is_staged: bool,
 ) -> Bucket:
     replica, mean = parameters[own], gradients[own]
-    shard = replica
+    shard, landing = replica, parameters
+    if is_staged:
+        shard, landing = torch.empty_like(replica), torch.empty_like(parameters)
     if parameters.dtype in LOW_PRECISION:
         shard = torch.empty_like(replica, dtype=torch.float32)
         mean = torch.empty_like(shard)
-    return Bucket(number, spec, parameters, gradients, scratch, replica, shard, mean)
+    return Bucket(number, spec, parameters, gradients, scratch, replica, shard, mean, landing)
 
 
 def _place(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+
+from lightning_dear.watcher import Watcher
 
 Record = Callable[[Any, Any], None]
 """Takes the marks between which something happened."""
@@ -34,28 +34,6 @@ class Clock(Protocol):
         """Blocks until everything observed has been recorded."""
 
 
-class _Observed:
-    """A collective that a watcher waits for, and how it ended."""
-
-    def __init__(self, start: float, arrive: Callable[[], None], record: Record) -> None:
-        self._start, self._arrive, self._record = start, arrive, record
-        self._ended = threading.Event()
-        self._failure: BaseException | None = None
-
-    def watch(self) -> None:
-        try:
-            self._arrive()
-        except BaseException as error:
-            self._failure = error
-        self._record(self._start, time.perf_counter())
-        self._ended.set()
-
-    def wait(self) -> None:
-        self._ended.wait()
-        if self._failure is not None:
-            raise self._failure
-
-
 class HostClock:
     """For the CPU, where the program and the work it does are at the same point.
 
@@ -64,7 +42,7 @@ class HostClock:
     """
 
     def __init__(self) -> None:
-        self._watchers: dict[str, tuple[threading.Thread, queue.SimpleQueue[_Observed | None]]] = {}
+        self._watchers: dict[str, Watcher] = {}
 
     def mark(self) -> float:
         """See `Clock`."""
@@ -76,32 +54,17 @@ class HostClock:
 
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
         """See `Clock`: what `arrive` raises in the thread is raised again by whoever waits."""
-        observed = _Observed(self.mark(), arrive, record)
+        start = self.mark()
         if lane not in self._watchers:
-            self._watchers[lane] = _start_watcher(lane)
-        self._watchers[lane][1].put(observed)
-        return observed.wait
+            self._watchers[lane] = Watcher(f"dear-timeline-{lane}")
+        watcher = self._watchers[lane]
+        return watcher.watch(arrive, lambda: record(start, self.mark())).wait
 
     def finish(self) -> None:
         """See `Clock`; ends the threads."""
-        for thread, launched in self._watchers.values():
-            launched.put(None)
-            thread.join()
+        for watcher in self._watchers.values():
+            watcher.finish()
         self._watchers.clear()
-
-
-def _start_watcher(
-    lane: str,
-) -> tuple[threading.Thread, queue.SimpleQueue[_Observed | None]]:
-    launched: queue.SimpleQueue[_Observed | None] = queue.SimpleQueue()
-
-    def watch() -> None:
-        while (observed := launched.get()) is not None:
-            observed.watch()
-
-    thread = threading.Thread(target=watch, name=f"dear-timeline-{lane}", daemon=True)
-    thread.start()
-    return thread, launched
 
 
 class StreamClock:

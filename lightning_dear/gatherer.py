@@ -52,6 +52,7 @@ class ParameterGatherer:
         self._waiting = waiting
         self._lock = threading.RLock()
         self._pending: dict[int, Work] = {}
+        self._staged: dict[int, Work] = {}
         self._parameters_of: list[list[Tensor]] = [[] for _ in buffers.buckets]
         for placement in buffers.placements:
             for number in placement.buckets:
@@ -89,12 +90,16 @@ class ParameterGatherer:
 
     def launch(self, number: int) -> None:
         """Starts gathering bucket `number`, whose own shard has been stepped. Does not block."""
-        work = self._exchange.launch_gather(self._buffers.buckets[number])
+        bucket = self._buffers.buckets[number]
+        work = self._exchange.launch_gather(bucket)
         if not work.is_done:
-            self._pending[number] = work
+            # Until the step has ended, reads find the values that a backward may still need.
+            (self._staged if bucket.is_staged else self._pending)[number] = work
 
     def close_gates(self) -> None:
         """Makes every module that owns a pending parameter wait at its next read."""
+        self._pending.update(self._staged)
+        self._staged.clear()
         if not self._pending:
             return
         for module, numbers in self._owners.items():

@@ -33,6 +33,12 @@ class MeanGradients:
     @contextmanager
     def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
         """Mean gradients of this rank's pieces; `.grad` is as exposed afterwards as before."""
+        if mutates and self._active is not None and self._active.reducer.steps_early:
+            raise RuntimeError(
+                "Gradients cannot be changed after backward where the plan has early gathers: part"
+                " of them has been used. Use fusion='threshold', or change them in a hook of the"
+                " optimizer step that strategy='dear' knows of (see the documentation)."
+            )
         was_exposed = self._is_exposed and self._is_reduced
         self.reduce()
         yield self.sharded.gradients

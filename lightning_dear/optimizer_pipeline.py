@@ -13,6 +13,7 @@ from lightning_dear import gradients
 from lightning_dear.active_plan import ActivePlan, Recording
 from lightning_dear.audit import audit
 from lightning_dear.checkpoint.whole_state import consolidate
+from lightning_dear.early_steps import EarlySteps
 from lightning_dear.instruments import Instruments
 from lightning_dear.mean_gradients import MeanGradients
 from lightning_dear.plan_changes import PlanChanges
@@ -48,6 +49,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         plan: None until the first step has been recorded; stays readable after `detach`.
         times: Of the last step that was measured, on this rank; None before one was.
         sharded: The optimizer's state and pieces on this rank.
+        may_step_early: Whether backwards at present run inside `optimizer.step(closure)` and
+            nothing but the step uses their gradients, so that buckets may be stepped in them.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self._active: ActivePlan | None = None
         self._recording: Recording | None = None
         self._times_recorder: TimesRecorder | None = None
+        self.may_step_early = False
+        self._early_steps: EarlySteps | None = None
         self._synchronize = True
         self._has_leftovers = False
         # What has happened since the gradients were last reduced, dropped or stepped.
@@ -122,11 +127,13 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self._is_sending |= synchronize
         self._is_reduced = self._is_exposed = False
         recorder = self._times_recorder if synchronize else None
+        if synchronize and self.may_step_early and recorder is None:
+            self._early_steps = self._begin_early_steps()
         try:
             with nullcontext() if recorder is None else recorder.backward():
                 yield
         finally:
-            self._synchronize = before
+            self._synchronize, self._early_steps = before, None
         if synchronize and self._active is None and self._collectives.world_size > 1:
             # As from the next step on: what `.grad` holds would not be the mean.
             self.reduce()
@@ -144,6 +151,14 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
             self._recorder.note_gradient(index)
         else:
             self._active.reducer.on_gradient(index)
+        if self._early_steps is not None:
+            self._early_steps.poll()
+
+    def _begin_early_steps(self) -> EarlySteps | None:
+        if self._active is None or not self._active.plan.early:
+            return None
+        self._active.reducer.steps_early = True
+        return EarlySteps(self._active, self.sharded)
 
     # --- gradients between backward and step -----------------------------------------------------
 
@@ -203,6 +218,11 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
     def drop_gradients(self) -> None:
         """See `StepListener`. Other ranks drop theirs too, so what was begun is ended first."""
         if self._active is not None:
+            if self._active.reducer.steps_early:
+                raise RuntimeError(
+                    "zero_grad() was called between the backward of a step and its end, when part"
+                    " of the parameters had been updated. Call it before backward."
+                )
             if self._is_sending:
                 self._active.reducer.reduce()
             self._active.reducer.reset()
@@ -215,7 +235,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         """See `StepListener`: the last reduce-scatters, and at the first step the plan."""
         self.reduce(votes=True)
         assert self._active is not None
-        self._active.adopt_writes()
+        self._active.adopt_writes(but=self.sharded.stepped_early)
         self.sharded.adopt_state()
 
     def stepping(self) -> None:
@@ -257,7 +277,17 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
             return consolidate(self.sharded, self.plan, self.parameters, self._collectives)
 
     def prepare_state(self) -> None:
-        """Puts right what a step that raised left behind, and takes over what was loaded. Local."""
+        """Puts right what a step that raised left behind, and takes over what was loaded. Local.
+
+        Raises:
+            RuntimeError: After a backward that raised when part of the state was already new.
+        """
+        if self.sharded.stepped_early:
+            raise RuntimeError(
+                "The last backward raised after it had updated part of the optimizer's state (the"
+                " plan has early gathers), so that there is no consistent state to save. Load the"
+                " last checkpoint."
+            )
         self.sharded.restore()
         self.complete_parameters("optimizer state")
         if self._active is not None:

@@ -176,6 +176,22 @@ class Pipeline:
             stack.enter_context(self._instruments.span("backward", "backward"))
             yield
 
+    @contextmanager
+    def stepping_early(self) -> Iterator[None]:
+        """Lets backwards in the block step the buckets that the plan calls early.
+
+        For a block around `optimizer.step(closure)` whose closure runs one backward, after
+        `zero_grad`, and where nothing but the step uses the gradients: no clipping, no loss scale,
+        no hook that reads or changes them.
+        """
+        for part in self.parts:
+            part.may_step_early = True
+        try:
+            yield
+        finally:
+            for part in self.parts:
+                part.may_step_early = False
+
     def _on_reduce(self) -> None:
         """Launched first of a step's last messages: buffers have the reduce-scatters' time."""
         if self._buffers is not None and self._buffers_are_due:

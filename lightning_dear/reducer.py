@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.exchange import DenseExchange
 from lightning_dear.planning.plan import BucketPlan
+from lightning_dear.watcher import Watched, Watcher
 from lightning_dear.work import Collectives, Work
 
 _UNUSED, _USED, _LATE = 0, 1, 2
@@ -34,11 +35,15 @@ class GradientReducer:
         buffers: Where gradients go.
         names: Parameter names, for messages.
         expected: How often each parameter's gradient is accumulated in one backward, as recorded.
-        plan: Which bucket is launched after which.
+        plan: Which bucket is launched after which, and which may be stepped in backward.
         exchange: What moves buckets.
         collectives: For the flags that say which parameters were used.
         is_pending: Whether a bucket's parameters are still being gathered.
         waiting: Entered around the wait for the last reduce-scatters.
+
+    Attributes:
+        steps_early: Whether early buckets may have been stepped since `reset`, here or elsewhere.
+            Their gradients cannot be added to any more.
     """
 
     def __init__(
@@ -64,12 +69,16 @@ class GradientReducer:
         self._waiting = waiting
         # Scaled before the sum, as DistributedDataParallel does: at two ranks the bits are its own.
         self._scale = 1.0 / collectives.world_size
+        self._early = frozenset(plan.early)
+        self._watcher = Watcher("dear-early-steps")
+        self._arrivals: dict[int, Watched] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forgets all gradients that were reduced. Nothing may be under way."""
         self._used = [False] * len(self._placements)
         self._num_rounds = 0
+        self.steps_early = False
         self._start_round()
 
     def _start_round(self) -> None:
@@ -77,6 +86,7 @@ class GradientReducer:
         self._collected = [False] * len(self._placements)
         self._missing = list(self._num_tensors)
         self._works: dict[int, Work] = {}
+        self._arrivals.clear()
 
     # --- during backward --------------------------------------------------------------------
 
@@ -148,7 +158,18 @@ class GradientReducer:
             number = self._order[len(self._works)]
             if self._missing[number]:
                 return
-            self._works[number] = self._exchange.launch_reduce(self._buckets[number])
+            work = self._works[number] = self._exchange.launch_reduce(self._buckets[number])
+            if self.steps_early and number in self._early:
+                self._arrivals[number] = self._watcher.watch(work.arrive)
+                work.arrive = self._arrivals[number].wait
+
+    def has_arrived(self, number: int) -> bool:
+        """Whether bucket `number`, one of the plan's early ones, can be reduced without a wait."""
+        return number in self._arrivals and self._arrivals[number].has_ended
+
+    def finish_bucket(self, number: int) -> None:
+        """Blocks until bucket `number`, which was launched, is reduced; others may not be yet."""
+        self._works[number].wait()
 
     # --- after backward -----------------------------------------------------------------------
 
@@ -173,6 +194,7 @@ class GradientReducer:
         self._missing = [0] * len(self._buckets)
         self._launch_ready()
         said_by_any = self._wait(says)
+        self._check_none_came_after_its_step(said_by_any)
         for bucket, earlier in zip(self._buckets, sums, strict=False):
             bucket.mean.add_(earlier)
         self._used = [
@@ -183,6 +205,19 @@ class GradientReducer:
         self._num_rounds += 1
         self._start_round()
         return _LATE in said_by_any
+
+    def _check_none_came_after_its_step(self, said_by_any: Sequence[int]) -> None:
+        """On all ranks alike, wherever the bucket was stepped."""
+        if not self.steps_early:
+            return
+        for name, said, placement in zip(self._names, said_by_any, self._placements, strict=True):
+            if said == _LATE and not self._early.isdisjoint(placement.buckets):
+                raise RuntimeError(
+                    f"Another gradient for '{name}' came after its first had been used for an"
+                    " update during backward: this step ran backward through it more often than"
+                    " the recorded one did. Use a fusion without early gathers, such as"
+                    " fusion='threshold'."
+                )
 
     def _collect_rest(self) -> list[int]:
         says = []
@@ -215,6 +250,10 @@ class GradientReducer:
             return says
         said: list[int] = flags.tolist()
         return said
+
+    def release(self) -> None:
+        """Ends the thread, if there is one. Nothing may be under way."""
+        self._watcher.finish()
 
     # --- whole gradients ------------------------------------------------------------------------
 

@@ -58,11 +58,15 @@ class ShardedOptimizer:
     Args:
         optimizer: The user's. Mutated: step hooks, `zero_grad`.
         listener: The pipeline.
+
+    Attributes:
+        stepped_early: Numbers of the buckets that this step's closure has stepped already.
     """
 
     def __init__(self, optimizer: Optimizer, listener: StepListener) -> None:
         self.optimizer = optimizer
         self.pieces: list[Piece] = []
+        self.stepped_early: set[int] = set()
         self.device = torch.device("cpu")
         self._listener = listener
         self._by_bucket: dict[int, list[list[Piece]]] = {}
@@ -218,7 +222,7 @@ class ShardedOptimizer:
         self.restore()
         self._listener.before_step()
         step = inner_step(self.optimizer)
-        *head, last = self._by_bucket
+        *head, last = (number for number in self._by_bucket if number not in self.stepped_early)
         self._swap()
         try:
             for number in head:
@@ -230,6 +234,23 @@ class ShardedOptimizer:
             self.restore()
             raise
 
+    def step_early(self, number: int) -> None:
+        """Steps bucket `number`, whose gradient is reduced, within the closure of a step.
+
+        The rest of the step then leaves it out. All its parameters must have been used.
+        """
+        for piece in self.pieces_in(number):
+            piece.parameter.grad = piece.gradient
+        self._swap()
+        # First: should the step raise, part of the state may be new.
+        self.stepped_early.add(number)
+        try:
+            self._select(number)
+            inner_step(self.optimizer)(self.optimizer)
+            self._finish_bucket()
+        finally:
+            self.restore()
+
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Post-hook: the inner step has just stepped the last bucket."""
         if self._selected is None:
@@ -240,6 +261,7 @@ class ShardedOptimizer:
         self._finish_bucket()
         self.restore()
         self._has_stepped = True
+        self.stepped_early.clear()
         self.clear_gradients()
         self._listener.after_step()
 

@@ -33,13 +33,14 @@ class Work:
         finish: Local work on the arrived data, run by whoever waits first.
 
     Attributes:
+        arrive: See above; assign to it to wait in another way.
         is_done: Whether `wait` has nothing left to do: no data is awaited, no local work is left.
     """
 
     def __init__(
         self, arrive: Callable[[], None], finish: Callable[[], None] | None = None
     ) -> None:
-        self._arrive = arrive
+        self.arrive = arrive
         self._finish = finish
         self.is_done = False
 
@@ -47,7 +48,7 @@ class Work:
         """Blocks until the result may be read; raises what the backend raises."""
         if self.is_done:
             return
-        self._arrive()
+        self.arrive()
         if self._finish is not None:
             self._finish()
         self.is_done = True

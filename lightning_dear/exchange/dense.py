@@ -5,6 +5,9 @@ from __future__ import annotations
 from lightning_dear.bucket import Bucket
 from lightning_dear.work import Collectives, Work
 
+_GRADIENTS = 1 << 22
+"""Keeps gathers of gradients apart from gathers of parameters that are under way with them."""
+
 
 class DenseExchange:
     """Reduces and gathers buckets without compression.
@@ -27,12 +30,16 @@ class DenseExchange:
         )
 
     def launch_gather(self, bucket: Bucket) -> Work:
-        """Starts filling the bucket's parameters from every rank's stepped shard, in place."""
+        """Starts filling `landing` from every rank's stepped shard, in place.
+
+        After `wait`, the bucket's parameters have the new values.
+        """
         bucket.publish()
         number = self._first_number + bucket.number
-        return self._collectives.launch_all_gather(bucket.parameters, number)
+        work = self._collectives.launch_all_gather(bucket.landing, number)
+        return Work(work.wait, bucket.land) if bucket.is_staged else work
 
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         """Starts filling the bucket's gradients from every rank's mean, in place."""
-        number = self._first_number + bucket.number
+        number = self._first_number + bucket.number + _GRADIENTS
         return self._collectives.launch_all_gather(bucket.gradients, number)

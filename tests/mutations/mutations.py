@@ -92,7 +92,7 @@ WAITS = [
     ),
     Mutation(
         "completing parameters before a new plan",
-        "optimizer_pipeline.py",
+        "plan_changes.py",
         '        self.complete_parameters("re-plan")\n',
         "",
         (f"{CONTRACT}::test_changes_between_steps",),

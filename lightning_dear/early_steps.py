@@ -1,0 +1,42 @@
+"""Past the paper: what backward reduced early is stepped and gathered while backward still runs.
+
+DeAR leaves the link idle when backward takes longer than its reduce-scatters. A bucket of the last
+layers is reduced early; stepped at once, into a second buffer, its all-gather fills that idle time.
+The new values become the parameters' only after the step, since backward still needs the old ones.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_dear.active_plan import ActivePlan
+from lightning_dear.sharded_optimizer import ShardedOptimizer
+
+
+class EarlySteps:
+    """Steps the plan's early buckets in one backward, each as soon as its gradient has arrived.
+
+    When that is differs from rank to rank, and so may whether it is in backward at all: results do
+    not depend on it.
+
+    Args:
+        active: The plan at work.
+        sharded: Steps the buckets.
+    """
+
+    def __init__(self, active: ActivePlan, sharded: ShardedOptimizer) -> None:
+        self._active = active
+        self._sharded = sharded
+        self._todo = list(active.plan.early)
+        self._may_step = not any(place.was_replaced() for place in active.flat.placements)
+
+    @torch.no_grad()
+    def poll(self) -> None:
+        """Steps what has arrived, and launches its gathers. Does not block."""
+        while self._may_step and self._todo and self._active.reducer.has_arrived(self._todo[0]):
+            number = self._todo.pop(0)
+            if not self._sharded.stepped_early:
+                self._sharded.adopt_state()
+            self._active.flat.buckets[number].adopt_writes()
+            self._active.reducer.finish_bucket(number)
+            self._sharded.step_early(number)
