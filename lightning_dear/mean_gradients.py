@@ -30,15 +30,19 @@ class MeanGradients:
         """See `OptimizerPipeline`."""
         raise NotImplementedError
 
+    def _refuse_changes(self) -> None:
+        if self._active is not None and self._active.reducer.steps_early:
+            raise RuntimeError(
+                "Gradients cannot be changed after a backward that has used part of them for its"
+                " early gathers. Override on_before_optimizer_step or configure_gradient_clipping"
+                " to change them there, which turns early gathers off, or use fusion='threshold'."
+            )
+
     @contextmanager
     def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
         """Mean gradients of this rank's pieces; `.grad` is as exposed afterwards as before."""
-        if mutates and self._active is not None and self._active.reducer.steps_early:
-            raise RuntimeError(
-                "Gradients cannot be changed after backward where the plan has early gathers: part"
-                " of them has been used. Use fusion='threshold', or change them in a hook of the"
-                " optimizer step that strategy='dear' knows of (see the documentation)."
-            )
+        if mutates:
+            self._refuse_changes()
         was_exposed = self._is_exposed and self._is_reduced
         self.reduce()
         yield self.sharded.gradients

@@ -208,6 +208,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         """
         if self._is_exposed and self._is_reduced:
             return
+        self._refuse_changes()
         self.reduce()
         assert self._active is not None
         self._active.reducer.expose()

@@ -57,6 +57,8 @@ class Pipeline:
 
     Attributes:
         collectives: What moves the bytes.
+        early_refusal: Why no bucket is gathered before backward has ended, whatever the plan says;
+            None if it is.
         parts: What each optimizer has of its own.
 
     Raises:
@@ -86,6 +88,9 @@ class Pipeline:
         self._is_in_forward = False
         self._buffers_are_due = True
         self._is_abandoned = False
+        self.early_refusal: str | None = None
+        if not collectives.reads_flags_freely:
+            self.early_refusal = "the backend's collectives must keep one order on all ranks"
         self.parts = [
             OptimizerPipeline(
                 module,
@@ -176,6 +181,10 @@ class Pipeline:
             stack.enter_context(self._instruments.span("backward", "backward"))
             yield
 
+    def refuse_early(self, reason: str | None) -> None:
+        """Lets `stepping_early` do nothing; `reason` says why, for people. None: nothing new."""
+        self.early_refusal = self.early_refusal or reason
+
     @contextmanager
     def stepping_early(self) -> Iterator[None]:
         """Lets backwards in the block step the buckets that the plan calls early.
@@ -185,7 +194,7 @@ class Pipeline:
         no hook that reads or changes them.
         """
         for part in self.parts:
-            part.may_step_early = True
+            part.may_step_early = self.early_refusal is None
         try:
             yield
         finally:

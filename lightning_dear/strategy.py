@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, device
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -39,6 +40,7 @@ from lightning_dear.support import (
     check_options,
     check_precision,
     warn_about_readers,
+    why_not_early,
 )
 from lightning_dear.timeline import Timeline
 
@@ -211,6 +213,8 @@ class DearStrategy(FailureHandling, GradientAccess, CheckpointAccess):
         guards = (CompletionGuard, GradientGuard)
         callbacks[:] = [one for one in callbacks if not isinstance(one, guards)]
         readers = gradient_readers((*callbacks, self.lightning_module))
+        assert self._pipeline is not None
+        self._pipeline.refuse_early(why_not_early(trainer, self.optimizers, readers))
         if readers and self._gradients_in_hooks and self.world_size > 1:
             warn_about_readers(readers)
             callbacks.insert(0, GradientGuard(readers, self._expose_gradients))
@@ -242,6 +246,19 @@ class DearStrategy(FailureHandling, GradientAccess, CheckpointAccess):
         synchronize = is_last and not self._is_sync_blocked
         with self._pipeline.backward(synchronize=synchronize, optimizers=self._last_of):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._pipeline is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._pipeline.stepping_early():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     _is_sync_blocked = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -12,6 +13,7 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 _DDP_OPTIONS = {
@@ -93,6 +95,32 @@ def check_precision(precision: Precision) -> None:
             " Use '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or"
             " strategy='ddp'."
         )
+
+
+_STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward")
+
+
+def why_not_early(
+    trainer: pl.Trainer, optimizers: Sequence[Optimizer], readers: Mapping[str, Sequence[str]]
+) -> str | None:
+    """Why no bucket may be stepped before backward has ended; None if it may.
+
+    Args:
+        trainer: Of the fit that begins.
+        optimizers: All of them.
+        readers: See `gradient_readers`.
+    """
+    module = trainer.lightning_module
+    overridden = [hook for hook in _STEP_HOOKS if is_overridden(hook, module)]
+    overridden += [f"{name}.{hook}" for hook, names in readers.items() for name in names]
+    reasons = {
+        "optimisation is manual": not module.automatic_optimization,
+        "there are several optimizers": len(optimizers) > 1,
+        "gradients are clipped": bool(trainer.gradient_clip_val),
+        "losses are scaled": getattr(trainer.precision_plugin, "scaler", None) is not None,
+        f"{', '.join(overridden)} may use the gradients": bool(overridden),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def warn_about_readers(readers: Mapping[str, Sequence[str]]) -> None:

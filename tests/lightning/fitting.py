@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,16 +22,25 @@ from typing_extensions import override
 
 from lightning_dear import DearStrategy
 from lightning_dear.collectives import PairwiseCollectives, shard_of
-from lightning_dear.planning import ThresholdFusion
+from lightning_dear.planning import BucketPlan, TensorSpec, ThresholdFusion
 from lightning_dear.work import Work
 from tests.lightning.nets import Net, copies, data
 
 TIMEOUT = timedelta(seconds=40)
 
 
+class EarlyFusion(ThresholdFusion):
+    """At two ranks, all buckets that can may be gathered while backward still runs."""
+
+    @override
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        plan = super().plan(tensors, world_size)
+        return replace(plan, early=plan.reduce_order[:-1]) if world_size == 2 else plan
+
+
 def dear(**options: Any) -> DearStrategy:
     """Ours, with several buckets even for the small models and tensors split between them."""
-    options.setdefault("fusion", ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005))
+    options.setdefault("fusion", EarlyFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005))
     return DearStrategy(timeout=TIMEOUT, **options)
 
 
