@@ -38,6 +38,14 @@ _alive: WeakSet[_Groups] = WeakSet()
 class _Groups(Collectives):
     """Rank, size, ledger and the blocking object exchange, shared by both backends."""
 
+    @override
+    def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
+        return None
+
+    @override
+    def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
+        return None
+
     def __init__(self, reduce_group: Any, gather_group: Any, rank: int, world_size: int) -> None:
         self.reduce_group = reduce_group
         self.gather_group = gather_group
@@ -83,6 +91,10 @@ class PairwiseCollectives(_Groups):
 
     reads_flags_freely = True
 
+    def __init__(self, reduce_group: Any, gather_group: Any, rank: int, world_size: int) -> None:
+        super().__init__(reduce_group, gather_group, rank, world_size)
+        self._expected: dict[tuple[str, int], tuple[int, list[Any]]] = {}
+
     def _peers(self) -> list[int]:
         return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
 
@@ -98,12 +110,10 @@ class PairwiseCollectives(_Groups):
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        rows = {
-            source: shard_of(received, place, self.world_size - 1)
-            for place, source in enumerate(self._sources())
-        }
+        rows = self._reduce_rows(received)
         outgoing = {peer: shard_of(buffer, peer, self.world_size) for peer in self._peers()}
-        waits = self._exchange(rows, outgoing, self.reduce_group, bucket)
+        receives = self._take_expected("reduce_scatter", received, bucket)
+        waits = self._exchange(rows, outgoing, self.reduce_group, bucket, receives)
         self.ledger.reduce_scatter_bytes += _nbytes(outgoing)
         by_source = [row for _, row in sorted({**rows, self.rank: own}.items(), key=itemgetter(0))]
         return self._work(
@@ -116,9 +126,10 @@ class PairwiseCollectives(_Groups):
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        rows = {peer: shard_of(buffer, peer, self.world_size) for peer in self._sources()}
+        rows = self._gather_rows(buffer)
         outgoing = dict.fromkeys(self._peers(), own)
-        waits = self._exchange(rows, outgoing, self.gather_group, bucket)
+        receives = self._take_expected("all_gather", buffer, bucket)
+        waits = self._exchange(rows, outgoing, self.gather_group, bucket, receives)
         self.ledger.all_gather_bytes += _nbytes(outgoing)
         return self._work("all_gather", f"bucket {bucket}", waits)
 
@@ -143,12 +154,46 @@ class PairwiseCollectives(_Groups):
         self.ledger.other_bytes += _nbytes(outgoing)
         return self._work("other", "module buffers", waits)
 
+    @override
+    def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
+        rows = self._reduce_rows(received)
+        self._expect("reduce_scatter", received, rows, self.reduce_group, bucket)
+
+    @override
+    def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
+        self._expect("all_gather", buffer, self._gather_rows(buffer), self.gather_group, bucket)
+
+    def _reduce_rows(self, received: Tensor) -> dict[int, Tensor]:
+        return {
+            source: shard_of(received, place, self.world_size - 1)
+            for place, source in enumerate(self._sources())
+        }
+
+    def _gather_rows(self, buffer: Tensor) -> dict[int, Tensor]:
+        return {peer: shard_of(buffer, peer, self.world_size) for peer in self._sources()}
+
+    def _expect(
+        self, lane: str, buffer: Tensor, rows: dict[int, Tensor], group: Any, tag: int
+    ) -> None:
+        if (lane, tag) not in self._expected:
+            self._expected[lane, tag] = buffer.data_ptr(), _receive(rows, group, tag)
+
+    def _take_expected(self, lane: str, buffer: Tensor, tag: int) -> list[Any] | None:
+        data_ptr, receives = self._expected.pop((lane, tag), (0, None))
+        if receives is not None and data_ptr != buffer.data_ptr():
+            raise RuntimeError(f"bucket {tag} is expected in another buffer: {lane}")
+        return receives
+
     def _exchange(
-        self, rows: dict[int, Tensor], outgoing: dict[int, Tensor], group: Any, tag: int
+        self,
+        rows: dict[int, Tensor],
+        outgoing: dict[int, Tensor],
+        group: Any,
+        tag: int,
+        receives: list[Any] | None = None,
     ) -> list[Any]:
-        receives = [
-            dist.irecv(row, group=group, src=source, tag=tag) for source, row in rows.items()
-        ]
+        if receives is None:
+            receives = _receive(rows, group, tag)
         sends = [dist.isend(row, group=group, dst=peer, tag=tag) for peer, row in outgoing.items()]
         return [*receives, *sends]
 
@@ -220,6 +265,10 @@ def sum_in_source_order(rows: Sequence[Tensor], out: Tensor) -> None:
         return
     for number, row in enumerate(rows[1:], start=2):
         torch.add(total, row, out=out if number == len(rows) else total)
+
+
+def _receive(rows: dict[int, Tensor], group: Any, tag: int) -> list[Any]:
+    return [dist.irecv(row, group=group, src=source, tag=tag) for source, row in rows.items()]
 
 
 def _assign(out: Tensor, value: Tensor) -> None:

@@ -88,6 +88,12 @@ class ParameterGatherer:
             for module, numbers in waits.items()
         ]
 
+    def expect(self, *, early: bool) -> None:
+        """Lets other ranks' new values arrive: in a backward those of early buckets, else all."""
+        for bucket in self._buffers.buckets:
+            if bucket.number not in self._staged and (bucket.is_staged or not early):
+                self._exchange.expect_gather(bucket)
+
     def launch(self, number: int) -> None:
         """Starts gathering bucket `number`, whose own shard has been stepped. Does not block."""
         bucket = self._buffers.buckets[number]

@@ -126,6 +126,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         before, self._synchronize = self._synchronize, synchronize
         self._is_sending |= synchronize
         self._is_reduced = self._is_exposed = False
+        if synchronize and self._active is not None:
+            self._active.reducer.expect()
         recorder = self._times_recorder if synchronize else None
         if synchronize and self.may_step_early and recorder is None:
             self._early_steps = self._begin_early_steps()
@@ -158,6 +160,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         if self._active is None or not self._active.plan.early:
             return None
         self._active.reducer.steps_early = True
+        self._active.gatherer.expect(early=True)
         return EarlySteps(self._active, self.sharded)
 
     # --- gradients between backward and step -----------------------------------------------------
@@ -238,6 +241,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         assert self._active is not None
         self._active.adopt_writes(but=self.sharded.stepped_early)
         self.sharded.adopt_state()
+        # From here to the end of the step nobody reads parameters: others' may arrive.
+        self._active.gatherer.expect(early=False)
 
     def stepping(self) -> None:
         """See `StepListener`."""

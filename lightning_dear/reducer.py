@@ -90,6 +90,12 @@ class GradientReducer:
 
     # --- during backward --------------------------------------------------------------------
 
+    def expect(self) -> None:
+        """A backward begins after which the step's gradients are sent: lets others' arrive."""
+        for number in self._order:
+            if number not in self._works:
+                self._exchange.expect_reduce(self._buckets[number])
+
     def on_gradient(self, index: int) -> None:
         """Parameter `index` has a new `.grad`: takes it once the recorded number of calls is met.
 

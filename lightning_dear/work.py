@@ -85,6 +85,17 @@ class Collectives(Protocol):
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard."""
 
+    def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
+        """Lets others' parts of the bucket arrive in `received` from now on. Idempotent.
+
+        The next `launch_reduce_scatter` of the bucket must come, with the same `received`. A gloo
+        sender that finds no receive posted waits for a message that says there is one, and that
+        message queues behind whatever its host is sending.
+        """
+
+    def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
+        """Lets others' shards arrive in `buffer` from now on; as `expect_reduce_scatter`."""
+
     def launch_any(self, flags: Tensor) -> Work:
         """Combines uint8 `flags` over ranks by maximum, in place, on the reduce-scatter group."""
 

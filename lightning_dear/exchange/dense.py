@@ -29,6 +29,16 @@ class DenseExchange:
             bucket.gradients, bucket.received, bucket.mean, number
         )
 
+    def expect_reduce(self, bucket: Bucket) -> None:
+        """Lets others' gradients arrive from now on; `launch_reduce` must follow."""
+        number = self._first_number + bucket.number
+        self._collectives.expect_reduce_scatter(bucket.received, number)
+
+    def expect_gather(self, bucket: Bucket) -> None:
+        """Lets others' shards arrive in `landing`, which nobody may read before `launch_gather`."""
+        number = self._first_number + bucket.number
+        self._collectives.expect_all_gather(bucket.landing, number)
+
     def launch_gather(self, bucket: Bucket) -> Work:
         """Starts filling `landing` from every rank's stepped shard, in place.
 

@@ -164,10 +164,12 @@ def test_dropping_or_clipping_gradients_that_have_been_used_is_refused() -> None
 
     with pytest.raises(RuntimeError, match="Call it before backward"):
         late(run.optimizer.zero_grad)
+    run.pipeline.abandon()
     run = Run("sgd")
     run.step(0)
     with pytest.raises(RuntimeError, match="Gradients cannot be changed"):
         late(lambda: run.part.clip_by_norm(1.0))
+    run.pipeline.abandon()
 
 
 @distributed(world_sizes=(2,))

@@ -101,6 +101,7 @@ def poison_until_waited() -> Iterator[None]:
     Gathers run as ever, but land aside and are put in place by whoever waits.
     """
     launch = PairwiseCollectives.launch_all_gather
+    expect = PairwiseCollectives.expect_all_gather
 
     @torch.no_grad()
     def launch_aside(self: PairwiseCollectives, buffer: Tensor, bucket: int) -> Work:
@@ -117,10 +118,12 @@ def poison_until_waited() -> Iterator[None]:
     def put(buffer: Tensor, aside: Tensor) -> None:
         buffer.copy_(aside)
 
+    PairwiseCollectives.expect_all_gather = lambda self, buffer, bucket: None
     PairwiseCollectives.launch_all_gather = launch_aside  # type: ignore[method-assign]
     try:
         yield
     finally:
+        PairwiseCollectives.expect_all_gather = expect
         PairwiseCollectives.launch_all_gather = launch  # type: ignore[method-assign]
 
 
