@@ -21,13 +21,15 @@ MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
 
 # Besides collectives.py: ending the default process group after a job, FSDP2's `fully_shard`, and
-# messages between two ranks, which training never sends but a measurement of a link does.
+# messages between two ranks, which training never sends but a measurement of a link does, and what
+# other strategies are made of.
 DISTRIBUTED_ROOMS = (
     "collectives.py",
     "apps/job.py",
     "workloads/task.py",
     "workloads/replay/sharding.py",
     "link_probe.py",
+    "benchmarking/competitors.py",
 )
 # Where torch.distributed.checkpoint, and nothing else of torch.distributed, writes and reads.
 CHECKPOINT_ROOM = "checkpoint/storage.py"
@@ -44,6 +46,7 @@ HOST_ROOMS = (
     "fabric/",
     "apps/",
     "workloads/",
+    "benchmarking/",
 )
 HYDRA_ROOMS = ("launcher.py", "apps/", "_plugins/")
 TORCH_FREE_ROOMS = (

@@ -1,0 +1,113 @@
+"""``dear-bench``: strategies side by side, on the same ranks, with the bounds beside them."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_dear.apps import checks, job
+from lightning_dear.apps.bench_config import Setting, by_cluster, entries_of, points_of
+from lightning_dear.apps.bench_points import restart, run_groups
+from lightning_dear.apps.bench_run import Comparison
+from lightning_dear.benchmarking.block import Rig, interface_of, quiet_lightning
+from lightning_dear.benchmarking.files import write_summary
+from lightning_dear.benchmarking.plot import write_plot
+from lightning_dear.benchmarking.progress import Progress
+from lightning_dear.benchmarking.records import Row
+from lightning_dear.benchmarking.table import format_rows
+from lightning_dear.launcher import configure_launcher
+from lightning_dear.paths import conf_dir
+
+
+def bench(cfg: DictConfig) -> None:
+    """Compare the entries of ``cfg`` at each of its points; print and write the rows.
+
+    Starts the ranks where the cluster needs them, and blocks until they have ended. What has been
+    measured is written even if the run is interrupted.
+
+    Raises:
+        ValueError: If the config asks for what this machine does not have.
+    """
+    points = points_of(cfg)
+    trainer_config = OmegaConf.to_container(cfg.trainer, resolve=True)
+    assert isinstance(trainer_config, dict)
+    checks.check_devices(trainer_config["accelerator"], trainer_config["devices"])
+    checks.use_interface(cfg.cluster.interface)
+    with quiet_lightning():
+        starter: Trainer = instantiate(
+            cfg.trainer, strategy="ddp", logger=False, enable_checkpointing=False, _convert_="all"
+        )
+    configure_launcher(starter.strategy)
+    _write_config(cfg, starter)
+    launcher = starter.strategy.launcher
+    compare = partial(_compare, starter, points)
+    launcher.launch(compare) if launcher else compare()
+    job.wait_for_children(starter)
+
+
+def _write_config(cfg: DictConfig, starter: Trainer) -> None:
+    if starter.is_global_zero:
+        path = Path(HydraConfig.get().runtime.output_dir) / "config.yaml"
+        path.write_text(OmegaConf.to_yaml(cfg, resolve=True))
+
+
+def _compare(starter: Trainer, points: Sequence[Setting]) -> None:
+    strategy: Any = starter.strategy
+    assert isinstance(strategy, ParallelStrategy)
+    with quiet_lightning():
+        strategy.setup_environment()
+    rig = Rig(
+        starter.global_rank,
+        starter.world_size,
+        starter.num_devices,
+        interface_of(starter.num_nodes),
+    )
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    done: list[Comparison] = []
+    try:
+        progress: Progress | None = None
+        for point in points:
+            comparison = Comparison(point, rig, strategy.root_device, folder, None)
+            if rig.rank == 0:
+                progress = progress or Progress(comparison.num_blocks * len(points))
+                comparison.progress = progress
+            done.append(comparison)
+            comparison.run()
+    finally:
+        if rig.rank == 0:
+            if progress is not None:
+                progress.close()
+            _finish(folder, [row for comparison in done for row in comparison.rows()])
+
+
+def _finish(folder: Path, rows: list[Row]) -> None:
+    write_summary(folder / "summary.csv", rows)
+    write_plot(folder / "plot.png", rows)
+    text = format_rows(rows)
+    (folder / "table.txt").write_text(f"{text}\n")
+    print(text, flush=True)
+    print(f"Every step, the rows and the plot: {folder}", flush=True)
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="bench")
+def main(cfg: DictConfig) -> None:
+    """Run one comparison, or several on the same ranks."""
+    with job.one_message("dear-bench"), job.isolated_job():
+        entries_of(cfg)
+        groups = by_cluster(points_of(cfg))
+        code = run_groups(groups) if len(groups) > 1 else restart(cfg)
+        if code is None:
+            bench(cfg)
+        else:
+            job.end_unless_zero(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""What `conf/bench.yaml` says: entries, points, and the config that each of them means."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+_OWN_KEYS = ("name", "grid", "tuning_steps")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One competitor.
+
+    Attributes:
+        name: For people.
+        overrides: Hydra overrides on top of the job's.
+        grid: Alternative further overrides, of which the best is measured first; may be empty.
+        tuning_steps: Steps of a fit whose last plan is kept; 0: none.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    grid: tuple[tuple[str, ...], ...] = ()
+    tuning_steps: int = 0
+
+
+def entries_of(cfg: DictConfig) -> list[Entry]:
+    """Return the entries that ``cfg.entries`` names or spells out.
+
+    Raises:
+        ValueError: For unknown names, names given twice and entries without a name.
+    """
+    known = OmegaConf.to_container(cfg.competitors)
+    assert isinstance(known, dict)
+    entries = [_entry(one, known) for one in OmegaConf.to_container(cfg.entries) or []]
+    names = [entry.name for entry in entries]
+    if not names:
+        raise ValueError(f"entries is empty; name some of {', '.join(map(str, known))}.")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"entries has {', '.join(twice)} more than once; give each its own name.")
+    return entries
+
+
+def _entry(one: Any, known: Mapping[Any, Any]) -> Entry:
+    if isinstance(one, str):
+        if one not in known:
+            raise ValueError(
+                f"Unknown entry {one!r}; valid names: {', '.join(map(str, known))}, or give its"
+                " overrides: {name: mine, strategy: dear, fusion: none}."
+            )
+        one = {"name": one, **known[one]}
+    if "name" not in one:
+        raise ValueError(f"The entry {one} has no name; add name: ...")
+    settings = {key: value for key, value in one.items() if key not in _OWN_KEYS}
+    return Entry(
+        name=str(one["name"]),
+        overrides=overrides_of(settings),
+        grid=_grid(one.get("grid") or {}),
+        tuning_steps=int(one.get("tuning_steps") or 0),
+    )
+
+
+def _grid(options: Mapping[str, Sequence[Any]]) -> tuple[tuple[str, ...], ...]:
+    if len(options) > 1:
+        raise ValueError(f"A grid has one option, this one has {', '.join(options)}.")
+    return tuple((as_override(key, value),) for key, values in options.items() for value in values)
+
+
+def overrides_of(settings: Mapping[Any, Any]) -> tuple[str, ...]:
+    """Return settings as Hydra overrides."""
+    return tuple(as_override(str(key), value) for key, value in settings.items())
+
+
+def as_override(key: str, value: Any) -> str:
+    """Return ``key=value`` as Hydra's command line reads it."""
+    return f"{key}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_text(item) for item in value) + "]"
+    if isinstance(value, str) and not value.replace("_", "a").replace(".", "a").isalnum():
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return str(value)
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """Compose the running job again with further overrides; what it does not touch stays."""
+    job = HydraConfig.get()
+    config_name = job.job.config_name
+    assert config_name is not None
+    return compose(config_name, merged(job.overrides.task, overrides))
+
+
+def merged(first: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Return both, without what ``later`` overrides again: Hydra refuses two members of a group."""
+    keys = {_key(one) for one in later}
+    return [*(one for one in first if _key(one) not in keys), *later]
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+# --- points -------------------------------------------------------------------------------------
+
+Setting = Mapping[str, Any]
+
+
+def points_of(cfg: DictConfig) -> list[dict[str, Any]]:
+    """Return the settings of every comparison to make; one without settings if none is listed.
+
+    Raises:
+        ValueError: If a point is not a mapping.
+    """
+    points: Any = OmegaConf.to_container(cfg.points) or [{}]
+    for point in points:
+        if not isinstance(point, dict):
+            raise ValueError(f"A point is a mapping of overrides, such as {{ratio: 2}}: {point!r}")
+    return list(points)
+
+
+def by_cluster(points: Sequence[Setting]) -> list[tuple[Setting, list[Setting]]]:
+    """Group points, in order, by what needs other ranks or other links.
+
+    Returns:
+        For each group: the settings to start the ranks with, and the points to compare on them.
+    """
+    groups = groupby(points, key=cluster_settings)
+    return [(dict(cluster), list(group)) for cluster, group in groups]
+
+
+def cluster_settings(point: Setting) -> dict[str, Any]:
+    """Return the settings of a point that hold for the ranks and the links between them."""
+    return {
+        key: value
+        for key, value in point.items()
+        if key in ("cluster", "model.scale") or key.startswith("cluster.")
+    }
+
+
+def label_of(point: Setting) -> str:
+    """Return a point's settings for people."""
+    return ", ".join(f"{key}={_text(value)}" for key, value in point.items())

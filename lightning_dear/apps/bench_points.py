@@ -1,0 +1,70 @@
+"""Points that need other ranks or links: ``dear-bench`` runs itself once for each such group."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lightning_dear.apps import emulated
+from lightning_dear.apps.bench_config import Setting, as_override, merged, overrides_of
+from lightning_dear.benchmarking.files import join_csv
+from lightning_dear.launcher import job_arguments
+
+MODULE = "lightning_dear.apps.bench"
+
+FILES = ("raw.csv", "summary.csv", "table.txt")
+"""What each group leaves in its folder, and what is joined in the job's."""
+
+
+def run_groups(groups: Sequence[tuple[Setting, Sequence[Setting]]]) -> int:
+    """Run one process for each group, and join what they have written. Blocks.
+
+    Args:
+        groups: Settings of the cluster, and the points to compare on it.
+
+    Returns:
+        0, or the exit code of the first group that failed; later ones are not run.
+    """
+    config = HydraConfig.get()
+    folder = Path(config.runtime.output_dir)
+    parts: list[Path] = []
+    try:
+        for number, (cluster, points) in enumerate(groups):
+            parts.append(folder / str(number))
+            own = [
+                *overrides_of(cluster),
+                as_override("points", list(points)),
+                as_override("hydra.run.dir", str(parts[-1])),
+            ]
+            print(f"Part {number + 1} of {len(groups)}: {', '.join(own[:-2])}", flush=True)
+            argv = [sys.executable, "-m", MODULE, *merged(job_arguments(config, 0), own)]
+            code = subprocess.run(argv, cwd=config.runtime.cwd, check=False).returncode
+            if code:
+                return code
+    finally:
+        join(folder, parts)
+    return 0
+
+
+def join(folder: Path, parts: Sequence[Path]) -> None:
+    """Write the parts' files, one after the other, into `folder`; plots stay where they are."""
+    for name in FILES:
+        found = [part / name for part in parts if (part / name).is_file()]
+        if name.endswith(".csv"):
+            join_csv(folder / name, found)
+        else:
+            texts = [path.read_text() for path in found]
+            (folder / name).write_text("\n".join(texts))
+    for part in parts:
+        plot = part / "plot.png"
+        if plot.is_file():
+            shutil.copy(plot, folder / f"plot{part.name}.png")
+
+
+def restart(cfg: DictConfig) -> int | None:
+    """Run the job on the emulated cluster it names; None if this process is to do it itself."""
+    return emulated.restart_on_cluster(cfg, MODULE)

@@ -1,0 +1,76 @@
+"""Rounds of blocks: every entry once a round, in an order that rotates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from lightning_dear.benchmarking.block import BlockLength
+from lightning_dear.benchmarking.records import Block, RankBlock
+from lightning_dear.benchmarking.summary import rotated
+from lightning_dear.collectives import from_all_ranks
+
+TUNING_ROUND = -1
+"""Number of the round in which entries look for their best options."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An entry that is ready to run.
+
+    Attributes:
+        name: For people; differs from the others'.
+        run: Fits a fresh module and returns what this rank measured. Collective, blocks.
+    """
+
+    name: str
+    run: Callable[[BlockLength], RankBlock]
+
+
+def run_rounds(
+    candidates: Sequence[Candidate],
+    length: BlockLength,
+    num_rounds: int,
+    on_begin: Callable[[str], None],
+) -> Iterator[Block]:
+    """Yield block after block, complete on every rank. Collective, blocks.
+
+    Args:
+        candidates: The first one is what the others are compared with.
+        length: Of every block.
+        num_rounds: How often each candidate runs.
+        on_begin: Told each block's name before it runs.
+    """
+    for round_number in range(num_rounds):
+        for place, candidate in enumerate(rotated(candidates, round_number)):
+            on_begin(f"{candidate.name}, round {round_number + 1} of {num_rounds}")
+            yield _run(candidate, length, round_number, place)
+
+
+def find_best(
+    candidates: Sequence[Candidate],
+    length: BlockLength,
+    num_rounds: int,
+    on_begin: Callable[[str], None],
+    on_block: Callable[[Block], None],
+) -> Candidate:
+    """Return the candidate with the shortest median step, the same on every rank.
+
+    Collective, blocks; arguments as for `run_rounds`.
+    """
+    seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+    for round_number in range(num_rounds):
+        for place, candidate in enumerate(rotated(candidates, round_number)):
+            on_begin(f"looking for the best: {candidate.name}")
+            block = _run(candidate, length, TUNING_ROUND - round_number, place)
+            on_block(block)
+            seconds[candidate.name] += [step.step_s for step in block.slowest_steps]
+    return min(candidates, key=lambda candidate: median(seconds[candidate.name]))
+
+
+def _run(candidate: Candidate, length: BlockLength, round_number: int, place: int) -> Block:
+    # Nobody starts while others still end the block before, or load their model.
+    from_all_ranks(None)
+    ranks = from_all_ranks(candidate.run(length))
+    return Block(candidate.name, round_number, place, tuple(ranks))

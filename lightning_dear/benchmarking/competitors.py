@@ -1,0 +1,173 @@
+"""What `strategy="dear"` is compared with and Lightning has no name for.
+
+All are PyTorch's own parts, put together so that the user's model stays as it is.
+"""
+
+import inspect
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+SMALLEST_CAP_MB = 1 / (1 << 20)
+"""One byte: below every tensor."""
+
+
+class Bf16DDPStrategy(DDPStrategy):
+    """DDP whose gradients travel as bfloat16: half the bytes, summed in bfloat16.
+
+    Registers PyTorch's hook on the wrapped module itself: Lightning ignores `ddp_comm_hook` on a
+    CPU. Takes `DDPStrategy`'s options.
+    """
+
+    @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(None, _as_bf16)
+
+
+# DDP compares these annotations with the classes, so that they must not become strings.
+def _as_bf16(
+    group: Any,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> Future[Tensor]:
+    """PyTorch's hook by another name: by its own, DDP admits it only on NCCL and XCCL."""
+    return bf16_compress_hook(group, bucket)
+
+
+class WfbpDDPStrategy(DDPStrategy):
+    """Wait-free backpropagation without fusion: an all-reduce for every tensor.
+
+    Takes `DDPStrategy`'s options except `bucket_cap_mb`.
+
+    Raises:
+        ValueError: If given a cap.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if options.pop("bucket_cap_mb", None) is not None:
+            raise ValueError(
+                "strategy=wfbp sends every tensor by itself, so that bucket_cap_mb means nothing;"
+                " leave it out, or use strategy=ddp."
+            )
+        super().__init__(*args, bucket_cap_mb=SMALLEST_CAP_MB, **options)
+
+
+class ZeroDDPStrategy(DDPStrategy):
+    """DDP with the user's optimizers rebuilt as `ZeroRedundancyOptimizer`.
+
+    Gradients are all-reduced as under DDP; every rank steps whole parameters that make up about
+    1/world_size of the model and broadcasts them. Takes `DDPStrategy`'s options.
+    """
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        rebuilt = {id(optimizer): _sharded(optimizer) for optimizer in self.optimizers}
+        for config in self.lr_scheduler_configs:
+            scheduler: Any = config.scheduler
+            scheduler.optimizer = rebuilt[id(scheduler.optimizer)]
+            _mark_as_scheduled(scheduler.optimizer)
+        self.optimizers = [rebuilt[id(optimizer)] for optimizer in self.optimizers]
+
+
+def _sharded(optimizer: Optimizer) -> Optimizer:
+    if isinstance(optimizer, LightningOptimizer):
+        optimizer = optimizer.optimizer
+    known = inspect.signature(type(optimizer)).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
+    groups = [dict(group) for group in optimizer.param_groups]
+    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **defaults)
+
+
+def _mark_as_scheduled(optimizer: Any) -> None:
+    """Schedules mark the `step` of the optimizer they are built with, and warn without the mark."""
+    step = optimizer.step
+
+    @wraps(step)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return step(*args, **kwargs)
+
+    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = marked
+
+
+class Fsdp2Strategy(ModelParallelStrategy):
+    """FSDP2 that keeps parameters between forward and backward, as ZeRO-2 does.
+
+    The model's `configure_model` calls `fully_shard`; here every sharded module is told
+    `reshard_after_forward=False`. All ranks form one data-parallel axis.
+
+    Args:
+        save_distributed_checkpoint: As in `ModelParallelStrategy`.
+        process_group_backend: "gloo" or "nccl"; None: by device.
+        **options: As in `ModelParallelStrategy`; it sets the sizes of the mesh itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            **options,
+        )
+
+    @override
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Raises ValueError if `configure_model` has sharded nothing: nothing would be synced."""
+        assert self.model is not None
+        sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        if not sharded:
+            raise ValueError(
+                f"{type(self.model).__name__}.configure_model has called fully_shard on no module,"
+                " so that gradients would not be exchanged. Shard there, or use another strategy."
+            )
+        for module in sharded:
+            module.set_reshard_after_forward(False, recurse=False)
+        super().setup(trainer)
+
+
+def forget_mesh(strategy: Strategy) -> None:
+    """Closes the process groups that FSDP2 opened for one fit; a no-op for other strategies.
+
+    Else a run of many fits would fill the process with their threads. The module that was trained
+    cannot communicate any more.
+    """
+    if not isinstance(strategy, ModelParallelStrategy):
+        return
+    for group in strategy.device_mesh.get_all_groups():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+__all__ = [
+    "Bf16DDPStrategy",
+    "Fsdp2Strategy",
+    "WfbpDDPStrategy",
+    "ZeroDDPStrategy",
+    "forget_mesh",
+]

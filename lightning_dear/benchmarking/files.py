@@ -1,0 +1,99 @@
+"""raw.csv and summary.csv: every step of every block, and every row."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_dear.benchmarking.records import Block, Point, Row, Step
+
+
+def point_columns(point: Point) -> dict[str, Any]:
+    """Return what stands in every line of both files: what was measured on what."""
+    bounds = point.bounds
+    return {
+        "point": point.label,
+        "model": point.model,
+        "is_replay": point.is_replay,
+        "scale": point.scale,
+        "link_rate_mbit": point.link_rate_mbit,
+        "rate_source": point.rate_source,
+        "world_size": bounds.world_size,
+    }
+
+
+def raw_lines(point: Point, block: Block) -> list[dict[str, Any]]:
+    """Return a line for every rank and step of one block."""
+    place = {"round": block.round_number, "place": block.place, "entry": block.entry}
+    return [
+        {**point_columns(point), **place, "rank": rank.rank, "step": number, **asdict(step)}
+        for rank in block.ranks
+        for number, step in enumerate(rank.steps)
+    ]
+
+
+def summary_line(row: Row) -> dict[str, Any]:
+    """Return one row with its bounds, flat."""
+    bounds = row.point.bounds
+    figures = {field.name: getattr(row, field.name) for field in fields(row)}
+    del figures["point"]
+    return {
+        **point_columns(row.point),
+        **figures,
+        "model_bytes": bounds.model_bytes,
+        "compute_source": row.point.compute_source,
+        "forward_s": bounds.forward_s,
+        "backward_s": bounds.backward_s,
+        "communication_ratio": bounds.communication_ratio,
+        "bound_s": bounds.step_s,
+        "over_bound": row.over_bound,
+        "dear_bound_s": bounds.dear_s,
+        "over_dear_bound": row.over_dear_bound,
+    }
+
+
+class RawFile:
+    """raw.csv, written block by block, so that an interrupted run loses nothing.
+
+    Args:
+        path: Where; created with the first block.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, point: Point, block: Block) -> None:
+        """Append one block's steps."""
+        append_lines(self._path, raw_lines(point, block))
+
+
+def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Append lines, under titles if the file is new; None becomes an empty cell."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        if is_new:
+            writer.writeheader()
+        writer.writerows(lines)
+
+
+def write_summary(path: Path, rows: Sequence[Row]) -> None:
+    """Write all rows, over what was there."""
+    path.unlink(missing_ok=True)
+    if rows:
+        append_lines(path, [summary_line(row) for row in rows])
+
+
+STEP_COLUMNS = tuple(field.name for field in fields(Step))
+"""Names of a step's figures in raw.csv."""
+
+
+def join_csv(path: Path, parts: Sequence[Path]) -> None:
+    """Write the lines of files with the same titles one after the other; nothing for no parts."""
+    texts = [part.read_text().splitlines() for part in parts]
+    if texts:
+        lines = [texts[0][0], *(line for text in texts for line in text[1:])]
+        path.write_text("\n".join(lines) + "\n")

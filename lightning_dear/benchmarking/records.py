@@ -1,0 +1,161 @@
+"""What is measured: one step, one block of one rank, one block of all ranks, one point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_dear.benchmarking.bounds import Bounds
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of one rank; None: not measured.
+
+    Attributes:
+        step_s: From the beginning of its first batch to that of the next step's, seconds.
+        forward_s: In `training_step`, waits for parameters included.
+        backward_s: In backward, waits for buckets included.
+        exposed_reduce_scatter_s: Waited for gradients.
+        exposed_all_gather_s: Waited for parameters.
+        wire_bytes: Payload this rank sent.
+    """
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    exposed_reduce_scatter_s: float | None = None
+    exposed_all_gather_s: float | None = None
+    wire_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class RankBlock:
+    """A block as one rank saw it.
+
+    Attributes:
+        rank: Which.
+        steps: Its steps, without the warm-up.
+        cpu_s: CPU time of the rank's process during those steps, seconds.
+        wall_s: What those steps took, seconds.
+        machine_use: Share of the machine's cores that was busy meanwhile, 0 to 1.
+        interface_bytes: What the host's interface sent meanwhile, headers included.
+        ranks_on_host: Ranks that share that interface.
+        peak_memory_bytes: Most resident memory since the block began.
+        num_buckets: Buckets of the strategy's plan; None where it has none to tell of.
+    """
+
+    rank: int
+    steps: tuple[Step, ...]
+    cpu_s: float
+    wall_s: float
+    machine_use: float | None
+    interface_bytes: int | None
+    ranks_on_host: int
+    peak_memory_bytes: int | None
+    num_buckets: int | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """One entry's steps in one round, on all ranks.
+
+    Attributes:
+        entry: Name of the entry.
+        round_number: From 0.
+        place: Place in the round, from 0.
+        ranks: In rank order.
+    """
+
+    entry: str
+    round_number: int
+    place: int
+    ranks: tuple[RankBlock, ...]
+
+    @property
+    def slowest_steps(self) -> list[Step]:
+        """For every step, that of the rank which took longest."""
+        columns = zip(*(rank.steps for rank in self.ranks), strict=True)
+        return [max(column, key=lambda step: step.step_s) for column in columns]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What all entries of one comparison share.
+
+    Attributes:
+        label: The overrides that set it apart from the other points; empty for a single one.
+        model: Name of the model, as people know it.
+        scale: What the model's bytes were divided by.
+        link_rate_mbit: Rate of each link, 10^6 bits per second; None: unknown. With a scaled model
+            it stands for a link that is `scale` times as fast: seconds are the same.
+        rate_source: Where the rate comes from: "shaped", or "assumed" in the cluster's file.
+        is_replay: Whether the model waits instead of computing.
+        compute_source: Where the bounds' compute comes from: "profile" or "measured".
+        bounds: Of the scaled model on the link that was really used.
+    """
+
+    label: str
+    model: str
+    scale: float
+    link_rate_mbit: float | None
+    rate_source: str
+    is_replay: bool
+    compute_source: str
+    bounds: Bounds
+
+
+@dataclass(frozen=True)
+class Row:
+    """One entry at one point, over all rounds; None: not measured.
+
+    Attributes:
+        point: Where.
+        entry: Name of the entry.
+        num_steps: Steps that count, over all rounds.
+        step_s: Median of the slowest rank's seconds per step.
+        ratio: Step time over the first entry's: median of the rounds.
+        ratio_min: Lowest of the rounds.
+        ratio_max: Highest of the rounds.
+        compute_s: Median of what is neither of the next two.
+        exposed_reduce_scatter_s: Median seconds waited for gradients.
+        exposed_all_gather_s: Median seconds waited for parameters.
+        wire_bytes: Sent per rank and step.
+        wire_source: "ledger" (payload) or "interface" (with headers); empty if not measured.
+        peak_memory_bytes: Of the rank and round with most.
+        cpu_per_rank: CPU seconds of a rank per second: 1 is one core.
+        machine_use: Share of the machine's cores in the busiest round, 0 to 1.
+        is_void: Whether a replayed model's ranks had too little CPU to wait as an accelerator does.
+        num_buckets: Buckets of the plan; None where there is none to tell of.
+        note: What was found by tuning, for people.
+    """
+
+    point: Point
+    entry: str
+    num_steps: int
+    step_s: float
+    ratio: float | None
+    ratio_min: float | None
+    ratio_max: float | None
+    compute_s: float | None
+    exposed_reduce_scatter_s: float | None
+    exposed_all_gather_s: float | None
+    wire_bytes: float | None
+    wire_source: str
+    peak_memory_bytes: int | None
+    cpu_per_rank: float
+    machine_use: float | None
+    is_void: bool
+    num_buckets: int | None = None
+    note: str = ""
+
+    @property
+    def over_bound(self) -> float | None:
+        """Step time over `max(forward + backward, bytes / rate)`."""
+        bound_s = self.point.bounds.step_s
+        return self.step_s / bound_s if bound_s else None
+
+    @property
+    def over_dear_bound(self) -> float | None:
+        """Step time over `max(forward, all-gather) + max(backward, reduce-scatter)`."""
+        bound_s = self.point.bounds.dear_s
+        return self.step_s / bound_s if bound_s else None

@@ -1,0 +1,110 @@
+"""From blocks to rows: medians, ratios and what is void."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import mean, median
+from typing import TypeVar
+
+from lightning_dear.benchmarking.records import Block, Point, Row, Step
+
+MAX_REPLAY_USE = 0.6
+"""Share of the machine above which a replayed model's ranks wait for the CPU, not for the link."""
+
+T = TypeVar("T")
+
+
+def rotated(names: Sequence[T], round_number: int) -> list[T]:
+    """Return `names`, begun one later in every round: none always runs first, or after another."""
+    start = round_number % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def summarize(
+    point: Point, blocks: Sequence[Block], names: Sequence[str], notes: dict[str, str] | None = None
+) -> list[Row]:
+    """Return a row for each entry of `names` that has a block, in that order.
+
+    Args:
+        point: What the blocks share.
+        blocks: Of any entries and rounds; a broken-off last round is fine.
+        names: Entries; ratios are to the first.
+        notes: Entry -> what its tuning found.
+    """
+    first = _by_round(blocks, names[0])
+    return [
+        _row(point, name, _by_round(blocks, name), first, (notes or {}).get(name, ""))
+        for name in names
+        if _by_round(blocks, name)
+    ]
+
+
+def _by_round(blocks: Iterable[Block], name: str) -> dict[int, Block]:
+    return {block.round_number: block for block in blocks if block.entry == name}
+
+
+def _row(point: Point, name: str, own: dict[int, Block], first: dict[int, Block], note: str) -> Row:
+    steps = [step for block in own.values() for step in block.slowest_steps]
+    ratios = [
+        _median_step(own[number]) / _median_step(first[number]) for number in own if number in first
+    ]
+    wire_bytes, wire_source = wire_bytes_of(list(own.values()))
+    use = _known(rank.machine_use for block in own.values() for rank in block.ranks)
+    memory = _known(rank.peak_memory_bytes for block in own.values() for rank in block.ranks)
+    ranks = [rank for block in own.values() for rank in block.ranks]
+    return Row(
+        point=point,
+        entry=name,
+        num_steps=len(steps),
+        step_s=median(step.step_s for step in steps),
+        ratio=median(ratios) if ratios else None,
+        ratio_min=min(ratios, default=None),
+        ratio_max=max(ratios, default=None),
+        compute_s=_median(_compute_s(step) for step in steps),
+        exposed_reduce_scatter_s=_median(step.exposed_reduce_scatter_s for step in steps),
+        exposed_all_gather_s=_median(step.exposed_all_gather_s for step in steps),
+        wire_bytes=wire_bytes,
+        wire_source=wire_source,
+        peak_memory_bytes=max(memory, default=None),
+        cpu_per_rank=mean(rank.cpu_s / rank.wall_s for rank in ranks),
+        machine_use=max(use, default=None),
+        is_void=point.is_replay and max(use, default=0) > MAX_REPLAY_USE,
+        num_buckets=ranks[-1].num_buckets,
+        note=note,
+    )
+
+
+def wire_bytes_of(blocks: Sequence[Block]) -> tuple[float | None, str]:
+    """Return what a rank sent per step, and whether the ledger or the interface says so."""
+    ledger = _known(
+        step.wire_bytes for block in blocks for rank in block.ranks for step in rank.steps
+    )
+    if ledger:
+        return mean(ledger), "ledger"
+    per_step = _known(
+        None
+        if rank.interface_bytes is None
+        else rank.interface_bytes / rank.ranks_on_host / len(rank.steps)
+        for block in blocks
+        for rank in block.ranks
+    )
+    return (mean(per_step), "interface") if per_step else (None, "")
+
+
+def _median_step(block: Block) -> float:
+    return median(step.step_s for step in block.slowest_steps)
+
+
+def _compute_s(step: Step) -> float | None:
+    if step.exposed_reduce_scatter_s is None or step.exposed_all_gather_s is None:
+        return None
+    return step.step_s - step.exposed_reduce_scatter_s - step.exposed_all_gather_s
+
+
+def _known(values: Iterable[T | None]) -> list[T]:
+    return [value for value in values if value is not None]
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = _known(values)
+    return median(known) if known else None

@@ -1,0 +1,130 @@
+"""The comparison as text: one block of rows for each point, with what it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from lightning_dear.benchmarking.records import Point, Row
+
+MISSING = "-"
+"""What stands for a figure that was not measured."""
+
+_TITLES = (
+    "entry",
+    "step ms",
+    "ratio [spread]",
+    "compute ms",
+    "RS wait ms",
+    "AG wait ms",
+    "MB/step",
+    "peak MB",
+    "CPU/rank",
+    "/bound",
+    "/DeAR",
+    "",
+)
+
+LEGEND = (
+    "step: median of the slowest rank. ratio: step over the first entry's, median and spread of the"
+    " rounds.\n"
+    "RS/AG wait: step time that stood still for reduce-scatters and all-gathers; -: not measured.\n"
+    "MB/step: sent by a rank (10^6 bytes); * counted at the interface, headers included.\n"
+    "/bound: step over max(forward + backward, bytes / rate). /DeAR: over max(forward, all-gather)"
+    " + max(backward, reduce-scatter).\n"
+    "Bytes in both bounds: 2(P-1)/P of the uncompressed model."
+)
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    """Return all rows, those of one point under a line that describes it; empty for no rows."""
+    parts = []
+    for point, group in groupby(rows, key=lambda row: row.point):
+        parts.append(f"{describe(point)}\n{_format_table([_cells(row) for row in group])}")
+    return "\n\n".join([*parts, LEGEND]) if parts else ""
+
+
+def describe(point: Point) -> str:
+    """Return in a few lines what was compared on what, and how short a step could be."""
+    bounds = point.bounds
+    kind = "waiting instead of computing" if point.is_replay else "really computing"
+    stands = f", scale 1/{point.scale:g} of bytes and rate" if point.scale != 1 else ""
+    lines = [
+        f"{point.model}, {kind}, {bounds.world_size} ranks{stands}",
+        f"sent as {_mega(bounds.model_bytes)} MB of parameters; {_link(point)}",
+        f"forward {_ms(bounds.forward_s)} ms, backward {_ms(bounds.backward_s)} ms"
+        f" ({point.compute_source}); {_shortest(point)}",
+    ]
+    return "\n".join([*([point.label] if point.label else []), *lines])
+
+
+def _link(point: Point) -> str:
+    if point.link_rate_mbit is None:
+        return "link of unknown rate"
+    really = point.link_rate_mbit / point.scale
+    used = (
+        "" if point.scale == 1 else f" (really {really:g} Mb/s for 1/{point.scale:g} of the bytes)"
+    )
+    return f"links of {point.link_rate_mbit:g} Mb/s, {point.rate_source}{used}"
+
+
+def _shortest(point: Point) -> str:
+    bounds = point.bounds
+    ratio = bounds.communication_ratio
+    if ratio is None:
+        return "no bounds without a rate and the seconds of compute"
+    return (
+        f"communication/compute {ratio:.2f}; bound {_ms(bounds.step_s)} ms, DeAR's own"
+        f" {_ms(bounds.dear_s)} ms"
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    void = "VOID: the machine was busy" if row.is_void else ""
+    return [
+        row.entry,
+        _ms(row.step_s),
+        _spread(row),
+        _ms(row.compute_s),
+        _ms(row.exposed_reduce_scatter_s),
+        _ms(row.exposed_all_gather_s),
+        _mega(row.wire_bytes) + ("*" if row.wire_source == "interface" else ""),
+        _mega(row.peak_memory_bytes),
+        f"{row.cpu_per_rank:.2f}",
+        _ratio(row.over_bound),
+        _ratio(row.over_dear_bound),
+        "; ".join(text for text in (row.note, void) if text),
+    ]
+
+
+def _spread(row: Row) -> str:
+    if row.ratio is None:
+        return MISSING
+    return f"{row.ratio:.3f} [{row.ratio_min:.3f}-{row.ratio_max:.3f}]"
+
+
+def _format_table(cells: Sequence[Sequence[str]]) -> str:
+    lines = [list(_TITLES), *cells]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_TITLES))]
+    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    texts = [
+        "  ".join(
+            # Names and remarks from the left, figures from the right.
+            cell.ljust(width) if column in (0, len(widths) - 1) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join([rule, texts[0], rule, *texts[1:], rule])
+
+
+def _ms(seconds: float | None) -> str:
+    return MISSING if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def _mega(count: float | None) -> str:
+    return MISSING if count is None else f"{count / 1e6:.1f}"
+
+
+def _ratio(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.3f}"
