@@ -1,0 +1,172 @@
+"""Plans are found while Lightning trains: on real ranks, without a bit of difference."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim import SGD
+
+from lightning_dear.callbacks import fusion_tuner
+from lightning_dear.callbacks.fusion_tuner import FusionTuner
+from lightning_dear.planning import (
+    AutoFusion,
+    BucketPlan,
+    MergeCompFusion,
+    NoFusion,
+    SingleFusion,
+    ThresholdFusion,
+)
+from tests.distributed.harness import distributed, run_ranks
+from tests.lightning.fitting import assert_ranks_agree, assert_same, dear, fit
+from tests.lightning.nets import Net, copies
+
+SMALL = ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005)
+NUM_STEPS = 4 + 2 * 7 + 2
+
+
+class _Small:
+    """Measures a bucket a tensor and one bucket in all; the faster is used."""
+
+    name = "small"
+
+    def plan(self, tensors: Any, world_size: int) -> BucketPlan:
+        return SMALL.plan(tensors, world_size)
+
+    def search(self, tensors: Any, world_size: int, times: Any, link: Any) -> Any:
+        assert times.forward_s > 0
+        assert times.backward_s > 0
+        assert link.alpha_s + link.beta_s > 0
+        self.queue = [one().plan(tensors, world_size) for one in (NoFusion, SingleFusion)]
+        self.told: list[tuple[float, str]] = []
+        self.plans = {plan.name: plan for plan in self.queue}
+        return self
+
+    def next(self) -> BucketPlan | None:
+        return self.queue[0] if self.queue else None
+
+    def tell(self, plan: BucketPlan, step_s: float) -> None:
+        assert step_s > 0
+        assert plan == self.queue.pop(0)
+        self.told.append((step_s, plan.name))
+
+    @property
+    def best(self) -> BucketPlan:
+        return self.plans[min(self.told)[1]]
+
+    @property
+    def reason(self) -> str:
+        return f"small: {self.best.name}"
+
+
+def _tuned(planner: Any, net: Net, *callbacks: Any, **options: Any) -> tuple[FusionTuner, Any]:
+    strategy = dear(fusion=planner)
+    tuner = FusionTuner(planner, lambda: strategy._pipeline)
+    options = {"num_samples": 4 * NUM_STEPS, "max_steps": NUM_STEPS, **options}
+    fit(strategy, net, tuner, *callbacks, **options)
+    return tuner, strategy
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@distributed(world_sizes=[2])
+def test_weights_do_not_depend_on_the_search(accumulate: int) -> None:
+    said: list[str] = []
+    fusion_tuner.rank_zero_info = said.append  # type: ignore[assignment]
+    options = {"accumulate_grad_batches": accumulate, "max_epochs": accumulate}
+    net, plain = Net("mlp", "adamw"), Net("mlp", "adamw")
+    tuner, strategy = _tuned(_Small(), net, **options)
+    assert tuner.plan is not None
+    assert tuner.plan.name in ("none", "single")
+    assert strategy.plan == tuner.plan
+    fit(dear(), plain, num_samples=4 * NUM_STEPS, max_steps=NUM_STEPS, **options)
+    assert_same(net.losses, plain.losses, "loss")
+    assert_same(copies(net), copies(plain), "weights")
+    assert_ranks_agree([copies(net)])
+    assert said == [f"small: {tuner.plan.name}"]
+
+
+@distributed(world_sizes=[2])
+def test_auto_finds_a_plan_on_real_steps() -> None:
+    net = Net("gpt", "sgd")
+    tuner, strategy = _tuned(
+        AutoFusion(), net, model="gpt", num_samples=4 * 62, max_steps=62, max_epochs=1
+    )
+    assert tuner.plan is not None
+    assert strategy.plan == tuner.plan
+    assert_ranks_agree([copies(net)])
+
+
+def _save(folder: Path) -> str:
+    callback = ModelCheckpoint(folder, "last", every_n_train_steps=NUM_STEPS)
+    tuner, _ = _tuned(_Small(), Net(), callback, enable_checkpointing=True)
+    assert tuner.plan is not None
+    return tuner.plan.name
+
+
+def _resume(folder: Path) -> tuple[str | None, str, list[str]]:
+    said: list[str] = []
+    fusion_tuner.rank_zero_info = said.append  # type: ignore[assignment]
+    tuner, strategy = _tuned(
+        MergeCompFusion(),
+        Net(),
+        max_steps=NUM_STEPS + 6,
+        max_epochs=2,
+        ckpt_path=str(folder / "last.ckpt"),
+    )
+    return tuner.plan and tuner.plan.name, strategy.plan.name, said
+
+
+def test_a_resumed_run_takes_the_plan_found_or_finds_another_for_other_ranks(
+    tmp_path: Path,
+) -> None:
+    found = run_ranks(_save, 2, tmp_path)
+    assert len(set(found)) == 1
+    said = [f"The plan found before is used again: {found[0]}"]
+    assert run_ranks(_resume, 2, tmp_path) == [(found[0], found[0], said)] * 2
+    for used, active, said in run_ranks(_resume, 3, tmp_path):
+        assert used == active == "mergecomp"
+        assert "made for 2 ranks, not for 3" in said[0]
+
+
+@distributed(world_sizes=[2])
+def test_a_training_that_is_too_short_says_so_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tuner, strategy = _tuned(_Small(), Net(), max_steps=7)
+    told = [str(one.message) for one in caught if "still measuring plans" in str(one.message)]
+    assert len(told) == (1 if strategy.global_rank == 0 else 0)
+    assert tuner.plan is None
+    assert tuner.state_dict() == {"plan": None}
+
+
+class _TwoOptimizers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.net.parameters())
+        return [SGD(part, lr=0.1) for part in (parameters[:1], parameters[1:])]
+
+
+class _Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+@distributed(world_sizes=[1])
+def test_several_optimizers_and_manual_optimisation_are_told_what_to_give() -> None:
+    with pytest.raises(ValueError, match="one optimizer, and there are 2; give fusion='threshold'"):
+        _tuned(_Small(), _TwoOptimizers())
+    with pytest.warns(UserWarning, match="finds no plan under manual optimisation"):
+        tuner, _ = _tuned(_Small(), _Manual(), max_steps=2)
+    assert tuner.plan is None

@@ -1,0 +1,260 @@
+"""A search driven over the steps of a made-up training, with made-up seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dear import tuning
+from lightning_dear.planning import (
+    AutoFusion,
+    BayesianFusion,
+    BucketPlan,
+    LinkCost,
+    MergeCompFusion,
+    ModelTimes,
+    NoFusion,
+    SingleFusion,
+    ThresholdFusion,
+)
+from lightning_dear.planning.search import NUM_DROPPED_STEPS, NUM_MEASURED_STEPS
+from lightning_dear.tuning import Tuning, measure_link
+from lightning_dear.work import WireLedger, Work
+from tests.planning.models import UNIT, chain
+
+TENSORS, TIMES = chain([(1 << 19) // UNIT] * 16, [0.01] * 16, [0.02] * 16)
+FIRST = ThresholdFusion().plan(TENSORS, 2)
+LINK_ALPHA_S, LINK_BETA_S = 1e-3, 1e-8
+Training = Callable[["_Pipeline"], float]
+
+
+class _Clock:
+    """The moment is set by the training; marks are moments."""
+
+    now_s = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+
+CLOCK = _Clock()
+
+
+class _Collectives:
+    """Rank 0 of two; rank 1 is slower by a tenth."""
+
+    rank = 0
+
+    def __init__(self, world_size: int = 2) -> None:
+        self.world_size = world_size
+        self.ledger = WireLedger()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value, 1.1 * value if isinstance(value, float) else value]
+
+    def scratch_numel(self, numel: int) -> int:
+        return numel // 2
+
+    def launch_reduce_scatter(self, buffer: torch.Tensor, *_: Any) -> Work:
+        return self.launch_all_gather(buffer)
+
+    def launch_all_gather(self, buffer: torch.Tensor, *_: Any) -> Work:
+        CLOCK.now_s += LINK_ALPHA_S + LINK_BETA_S * buffer.nbytes / 2
+        self.ledger.other_bytes += buffer.nbytes
+        return Work(lambda: None)
+
+
+@dataclass
+class _Part:
+    plan: BucketPlan | None = None
+    tensors: Sequence[Any] = ()
+    times: ModelTimes | None = None
+    parameters: Sequence[torch.Tensor] = (torch.zeros(1),)
+    used: list[BucketPlan] = field(default_factory=list)
+
+    def replan(self, plan: BucketPlan) -> None:
+        assert self.plan is not None
+        self.plan = plan
+
+
+class _Pipeline:
+    def __init__(self, world_size: int = 2) -> None:
+        self.collectives = _Collectives(world_size)
+        self.parts = [_Part()]
+        self.num_measured = 0
+
+    def complete_parameters(self, reason: str) -> None:
+        pass
+
+    def measure_next_step(self) -> None:
+        self.num_measured += 1
+
+
+@pytest.fixture(autouse=True)
+def _made_up_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "clock_of", lambda device: CLOCK)
+
+
+def _bucket_s(pipeline: _Pipeline) -> float:
+    """Best with five buckets."""
+    plan = pipeline.parts[0].plan
+    assert plan is not None
+    return 1.0 + 0.1 * abs(len(plan.buckets) - 5)
+
+
+def _train(tuner: Tuning, pipeline: _Pipeline, num_steps: int, step_s: Training = _bucket_s) -> int:
+    """Steps until there is a plan, `num_steps` at most."""
+    part = pipeline.parts[0]
+    for step in range(1, num_steps + 1):
+        if part.plan is None:
+            part.plan, part.tensors = FIRST, TENSORS
+        part.used.append(part.plan)
+        CLOCK.now_s += step_s(pipeline)
+        part.times = TIMES if pipeline.num_measured else None
+        tuner.before_forward()
+        if not tuner.is_searching:
+            return step
+    return num_steps
+
+
+def _tuning(planner: Any, world_size: int = 2, found: Any = None) -> tuple[Any, _Pipeline, list]:
+    said: list[str] = []
+    pipeline = _Pipeline(world_size)
+    return Tuning(pipeline, planner, said.append, found), pipeline, said  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("planner", [AutoFusion(), BayesianFusion()], ids=lambda one: one.name)
+def test_a_search_ends_within_sixty_steps_with_what_measured_best(planner: Any) -> None:
+    tuner, pipeline, said = _tuning(planner)
+    assert _train(tuner, pipeline, 100) <= 60
+    part = pipeline.parts[0]
+    seconds = {len(plan.buckets): 1 + 0.1 * abs(len(plan.buckets) - 5) for plan in part.used}
+    assert len(seconds) >= 4
+    assert tuner.plan is part.plan
+    assert 1 + 0.1 * abs(len(part.plan.buckets) - 5) == min(seconds.values())
+    # 1.1: the slower rank's seconds.
+    assert f"{1100 * min(seconds.values()):.4g} ms/step" in said[0]
+    assert len(said) == 1
+    tuner.before_forward()
+    assert len(said) == 1
+
+
+def test_a_planner_without_contest_is_applied_after_the_profile() -> None:
+    tuner, pipeline, said = _tuning(MergeCompFusion())
+    assert _train(tuner, pipeline, 100) == 4
+    assert pipeline.num_measured == 3
+    assert tuner.plan.name == "mergecomp" == pipeline.parts[0].plan.name
+    assert said[0].startswith("mergecomp: ")
+
+
+class _Two:
+    """Measures one bucket against many."""
+
+    def plan(self, tensors: Any, world_size: int) -> BucketPlan:
+        return FIRST
+
+    def search(self, tensors: Any, world_size: int, times: ModelTimes, link: LinkCost) -> Any:
+        self.times, self.link, self.told = times, link, []
+        self.queue = [one().plan(tensors, world_size) for one in (SingleFusion, NoFusion)]
+        return self
+
+    def next(self) -> BucketPlan | None:
+        return self.queue[0] if self.queue else None
+
+    def tell(self, plan: BucketPlan, step_s: float) -> None:
+        assert plan == self.queue.pop(0)
+        self.told.append(step_s)
+
+    @property
+    def best(self) -> BucketPlan:
+        return FIRST
+
+    reason = "done"
+
+
+def test_steps_after_a_change_are_dropped_and_a_pause_does_not_count() -> None:
+    planner = _Two()
+    tuner, pipeline, _ = _tuning(planner)
+    part = pipeline.parts[0]
+
+    def step_s(_: _Pipeline) -> float:
+        age = 0
+        for plan in reversed(part.used):
+            if plan is not part.used[-1]:
+                break
+            age += 1
+        if age <= NUM_DROPPED_STEPS:
+            return 1000.0
+        return 500.0 if age == NUM_DROPPED_STEPS + 2 else 2.0
+
+    last = _train(tuner, pipeline, 100, step_s)
+    assert planner.told == [pytest.approx(2.2)] * 2
+    assert last == 4 + 2 * (NUM_DROPPED_STEPS + NUM_MEASURED_STEPS)
+    assert planner.times == TIMES
+    assert planner.link.alpha_s == pytest.approx(1.1 * LINK_ALPHA_S)
+    assert planner.link.beta_s == pytest.approx(1.1 * LINK_BETA_S)
+
+
+def test_measuring_the_link_counts_no_bytes() -> None:
+    pipeline = _Pipeline()
+    measure_link(pipeline)  # type: ignore[arg-type]
+    assert pipeline.collectives.ledger.total_bytes == 0
+
+
+def test_one_rank_keeps_its_plan() -> None:
+    tuner, pipeline, said = _tuning(AutoFusion(), world_size=1)
+    assert _train(tuner, pipeline, 10) == 1
+    assert tuner.plan is None
+    assert pipeline.parts[0].plan is FIRST
+    assert said == []
+
+
+def test_a_plan_found_before_is_used_at_once() -> None:
+    first, pipeline, _ = _tuning(MergeCompFusion())
+    assert first.found is None
+    _train(first, pipeline, 100)
+    again, pipeline, said = _tuning(AutoFusion(), found=first.found)
+    assert _train(again, pipeline, 100) == 1
+    assert again.plan == first.plan == pipeline.parts[0].plan
+    assert again.found == first.found
+    assert said == ["The plan found before is used again: mergecomp"]
+
+
+def test_a_plan_for_other_ranks_is_searched_for_anew() -> None:
+    found = NoFusion().plan(TENSORS, 3).to_dict(TENSORS)
+    tuner, pipeline, said = _tuning(MergeCompFusion(), found=found)
+    assert _train(tuner, pipeline, 100) == 4
+    assert "for 3 ranks, not for 2" in said[0]
+    assert tuner.plan.name == "mergecomp"
+
+
+def test_other_parameters_bring_another_search() -> None:
+    tuner, pipeline, said = _tuning(MergeCompFusion())
+    _train(tuner, pipeline, 100)
+    part = pipeline.parts[0]
+    part.tensors = TENSORS[:-1]
+    part.plan = ThresholdFusion().plan(part.tensors, 2)
+    tuner.before_forward()
+    assert tuner.is_searching
+    assert tuner.plan is tuner.found is None
+    _train(tuner, pipeline, 100)
+    assert sum(len(bucket.slices) for bucket in tuner.plan.buckets) == len(TENSORS) - 1
+    assert len(said) == 3
+    assert "is not used, another one is searched for" in said[1]
+
+
+def test_the_same_parameters_recorded_again_need_no_other_search() -> None:
+    tuner, pipeline, _ = _tuning(MergeCompFusion())
+    _train(tuner, pipeline, 100)
+    part, found = pipeline.parts[0], tuner.plan
+    part.plan, part.tensors = FIRST, list(TENSORS)
+    tuner.before_forward()
+    assert not tuner.is_searching
+    assert part.plan == tuner.plan == found
