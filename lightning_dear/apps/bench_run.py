@@ -11,7 +11,7 @@ from typing import Any
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import device
 
 from lightning_dear.apps.bench_config import (
@@ -27,6 +27,7 @@ from lightning_dear.apps.bench_config import (
 from lightning_dear.benchmarking.block import BlockLength, Rig, run_block
 from lightning_dear.benchmarking.bounds import Bounds, compute_for_ratio
 from lightning_dear.benchmarking.comparison import Candidate, find_best, run_rounds
+from lightning_dear.benchmarking.competitors import default_ddp_caps
 from lightning_dear.benchmarking.files import RawFile
 from lightning_dear.benchmarking.progress import Progress
 from lightning_dear.benchmarking.records import Block, Point, RankBlock, Row
@@ -36,6 +37,9 @@ from lightning_dear.workloads.replay.profile import load_profile
 
 COMPUTE_ALONE = "compute alone"
 """Name of the row that every rank trains for itself, with nothing sent."""
+
+_CAPS = ("bucket_cap_mb", "first_bucket_cap_mb", "min_cap_mb", "max_cap_mb")
+"""Options in MiB that say how much travels together."""
 
 
 @dataclass
@@ -133,7 +137,9 @@ class Comparison:
         return Candidate(name, partial(self._run, cfg, lambda: build_strategy(cfg)))
 
     def _composed(self, overrides: Sequence[str]) -> DictConfig:
-        return composed(merged(overrides_of(self.setting), [*overrides, *self._replay]))
+        cfg = composed(merged(overrides_of(self.setting), [*overrides, *self._replay]))
+        scale_caps(cfg)
+        return cfg
 
     def _run_alone(self, length: BlockLength) -> RankBlock:
         cfg = self._composed(("trainer.devices=1", "trainer.num_nodes=1"))
@@ -232,6 +238,23 @@ def rate_of(cfg: DictConfig) -> float | None:
     """Return bytes per second of each link; None if the cluster's file has none."""
     rate_mbit = link_rate_mbit(cfg)
     return None if rate_mbit is None else rate_mbit * 1e6 / 8
+
+
+def scale_caps(cfg: DictConfig) -> None:
+    """Divide caps of buckets by the model's scale, in place: they are meant for the whole model.
+
+    Without it a model of 1/20 of the bytes would travel in 1/20 of the buckets.
+    """
+    scale = scale_of(cfg)
+    if scale == 1:
+        return
+    for node in (cfg.strategy, cfg.fusion):
+        for name in node if OmegaConf.is_config(node) else ():
+            if name in _CAPS and isinstance(node[name], (int, float)):
+                node[name] = node[name] / scale
+    if cfg.strategy.get("bucket_cap_mb", 0) is None and "DDP" in cfg.strategy._target_:
+        with open_dict(cfg.strategy):
+            cfg.strategy.update(default_ddp_caps(scale))
 
 
 def link_rate_mbit(cfg: DictConfig) -> float | None:

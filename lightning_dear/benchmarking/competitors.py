@@ -151,6 +151,17 @@ class Fsdp2Strategy(ModelParallelStrategy):
         super().setup(trainer)
 
 
+def default_ddp_caps(scale: float) -> dict[str, Any]:
+    """DDP options that bucket a model of 1/`scale` of the bytes as DDP's defaults do the whole.
+
+    By default the bucket that is ready first has 1 MiB and the others 25. Before torch 2.13 that
+    cannot be said of other sizes, and the first one is as large as the others.
+    """
+    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
+        return {"bucket_cap_mb_list": [1 / scale, 25 / scale]}
+    return {"bucket_cap_mb": 25 / scale}
+
+
 def forget_mesh(strategy: Strategy) -> None:
     """Closes the process groups that FSDP2 opened for one fit; a no-op for other strategies.
 
@@ -169,5 +180,6 @@ __all__ = [
     "Fsdp2Strategy",
     "WfbpDDPStrategy",
     "ZeroDDPStrategy",
+    "default_ddp_caps",
     "forget_mesh",
 ]

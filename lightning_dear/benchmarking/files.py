@@ -20,6 +20,9 @@ def point_columns(point: Point) -> dict[str, Any]:
         "is_replay": point.is_replay,
         "scale": point.scale,
         "link_rate_mbit": point.link_rate_mbit,
+        "stands_for_mbit": None
+        if point.link_rate_mbit is None
+        else point.link_rate_mbit * point.scale,
         "rate_source": point.rate_source,
         "world_size": bounds.world_size,
     }

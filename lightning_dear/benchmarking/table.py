@@ -48,10 +48,9 @@ def describe(point: Point) -> str:
     """Return in a few lines what was compared on what, and how short a step could be."""
     bounds = point.bounds
     kind = "waiting instead of computing" if point.is_replay else "really computing"
-    stands = f", scale 1/{point.scale:g} of bytes and rate" if point.scale != 1 else ""
     lines = [
-        f"{point.model}, {kind}, {bounds.world_size} ranks{stands}",
-        f"sent as {_mega(bounds.model_bytes)} MB of parameters; {_link(point)}",
+        f"{point.model}, {kind}, {bounds.world_size} ranks",
+        f"{_mega(bounds.model_bytes)} MB of parameters, {_link(point)}",
         f"forward {_ms(bounds.forward_s)} ms, backward {_ms(bounds.backward_s)} ms"
         f" ({point.compute_source}); {_shortest(point)}",
     ]
@@ -61,11 +60,11 @@ def describe(point: Point) -> str:
 def _link(point: Point) -> str:
     if point.link_rate_mbit is None:
         return "link of unknown rate"
-    really = point.link_rate_mbit / point.scale
-    used = (
-        "" if point.scale == 1 else f" (really {really:g} Mb/s for 1/{point.scale:g} of the bytes)"
-    )
-    return f"links of {point.link_rate_mbit:g} Mb/s, {point.rate_source}{used}"
+    link = f"links of {point.link_rate_mbit:g} Mb/s ({point.rate_source})"
+    if point.scale == 1:
+        return link
+    size, rate = point.bounds.model_bytes * point.scale, point.link_rate_mbit * point.scale
+    return f"{link}; scale {point.scale:g}: stands for {_mega(size)} MB on {rate:g} Mb/s"
 
 
 def _shortest(point: Point) -> str:
