@@ -13,34 +13,37 @@ from lightning_dear.planning.times import ModelTimes
 _MIN_GAIN = 1e-3
 """Share of the step below which an early gather is not worth its second buffer."""
 
+_MAX_TRIALS = 24
+"""Steps predicted for one plan; longer lists are tried several buckets at a time."""
+
 
 def choose_early(
     plan: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
 ) -> BucketPlan:
     """`plan` with `early` set: gathers for the time in which backward leaves the link idle.
 
-    A gap takes, of the buckets reduced so far, the one that forward needs first of those whose
-    gather delays the last reduce-scatter by nothing (others may move). The last bucket to be
-    reduced is never early. Of this list the shortest beginning is kept that `predict` finds
-    (nearly) as good as any; none if it gains nothing.
+    Before each reduce-scatter the link takes, of the buckets reduced so far, the one that forward
+    needs first of those whose gather delays the last reduce-scatter by nothing (others may move).
+    The last bucket to be reduced is never early. Of this list those are left out that make the
+    predicted step longer, and of the rest the shortest beginning is kept that is (nearly) as good
+    as all; none if it gains nothing.
     """
-    plan = replace(plan, early=())
-    fitting = _fitting(plan, tensors, times, link)
-    steps_s = {
-        count: predict(replace(plan, early=fitting[:count]), tensors, times, link).step_s
-        for count in _counts(len(fitting))
-    }
-    enough_s = min(steps_s.values()) + _MIN_GAIN * steps_s[0]
-    count = next(count for count, step_s in steps_s.items() if step_s <= enough_s)
-    return replace(plan, early=fitting[:count])
 
+    def step_s(early: tuple[int, ...]) -> float:
+        return predict(replace(plan, early=early), tensors, times, link).step_s
 
-def _counts(most: int) -> list[int]:
-    """0 to `most`, the more apart the larger, for the time it takes to try them."""
-    counts = [0]
-    while counts[-1] < most:
-        counts.append(min(counts[-1] + 1 + counts[-1] // 4, most))
-    return counts
+    fitting = _fitting(replace(plan, early=()), tensors, times, link)
+    kept: tuple[int, ...] = ()
+    steps_s = {kept: step_s(kept)}
+    size = -(-len(fitting) // _MAX_TRIALS) or 1
+    for start in range(0, len(fitting), size):
+        longer = kept + fitting[start : start + size]
+        longer_s = step_s(longer)
+        if longer_s <= steps_s[kept]:
+            kept = longer
+            steps_s[kept] = longer_s
+    enough_s = min(steps_s.values()) + _MIN_GAIN * steps_s[()]
+    return replace(plan, early=next(one for one, time_s in steps_s.items() if time_s <= enough_s))
 
 
 def _fitting(
@@ -49,22 +52,22 @@ def _fitting(
     nbytes = bucket_bytes(plan, tensors)
     gather_s = [link.all_gather_s(size, plan.world_size) for size in nbytes]
     spans = reduced_timeline(plan, nbytes, times, link).spans
-    latest_s = _latest_begins(spans)
     chosen: list[int] = []
-    reduced: list[int] = []
+    reduced: dict[int, float] = {}
     free_s = launched_s = 0.0
-    for span, limit_s in zip(spans, latest_s, strict=True):
+    for span, limit_s in zip(spans, _latest_begins(spans), strict=True):
         launched_s = max(launched_s, times.ready_of(plan.buckets[span.bucket]))
-        while free_s < launched_s:
-            fits = [one for one in reduced if free_s + gather_s[one] <= limit_s]
-            if not fits:
-                break
+        while fits := [
+            one
+            for one, end_s in reduced.items()
+            if end_s < launched_s and free_s + gather_s[one] <= limit_s
+        ]:
             # Buckets are numbered in the order in which forward needs them.
             chosen.append(min(fits))
-            reduced.remove(min(fits))
+            del reduced[min(fits)]
             free_s += gather_s[min(fits)]
         free_s = max(free_s, launched_s) + (span.end_s - span.begin_s)
-        reduced.append(span.bucket)
+        reduced[span.bucket] = free_s
     return tuple(chosen)
 
 

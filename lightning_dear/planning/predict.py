@@ -72,10 +72,11 @@ def predict(
 ) -> Prediction:
     """The steady-state step of `plan`.
 
-    Backward: reduce-scatters in plan order, each when its last gradient is there; in gaps, early
-    gathers in their order, begun when the link is idle and their bucket reduced. Then the step,
-    bucket by bucket, each all-gather when its bucket is stepped (the steps of early buckets are
-    counted here too). Then forward, which stands still at a bucket's first read until it is there.
+    Backward: reduce-scatters in plan order, each launched when its last gradient is there, and
+    early gathers in their order, each launched when its bucket is reduced; the link takes what was
+    launched first. Then the step, bucket by bucket, each other all-gather when its bucket is
+    stepped (the steps of early buckets are counted here too). Then forward, which stands still at a
+    bucket's first read until it is there.
     """
     nbytes = bucket_bytes(plan, tensors)
     gather_s = [link.all_gather_s(size, plan.world_size) for size in nbytes]
@@ -109,16 +110,17 @@ def bucket_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
 def reduced_timeline(
     plan: BucketPlan, nbytes: Sequence[int], times: ModelTimes, link: LinkCost
 ) -> Link:
-    """The link until the last reduce-scatter has ended, with the early gathers in its gaps."""
-    timeline, launched_s, waiting = Link(), 0.0, list(plan.early)
+    """The link until the last reduce-scatter has ended, with the early gathers among them."""
+    timeline, waiting = Link(), list(plan.early)
+    launched_s = gathered_s = 0.0
     for number in plan.reduce_order:
         launched_s = max(launched_s, times.ready_of(plan.buckets[number]))
         while waiting and ("reduce_scatter", waiting[0]) in timeline.ends:
-            reduced_s = timeline.ends["reduce_scatter", waiting[0]]
-            if max(timeline.free_s, reduced_s) >= launched_s:
+            gathered_s = max(gathered_s, timeline.ends["reduce_scatter", waiting[0]])
+            if gathered_s >= launched_s:
                 break
             duration_s = link.all_gather_s(nbytes[waiting[0]], plan.world_size)
-            timeline.send("all_gather", waiting.pop(0), reduced_s, duration_s)
+            timeline.send("all_gather", waiting.pop(0), gathered_s, duration_s)
         duration_s = link.reduce_scatter_s(nbytes[number], plan.world_size)
         timeline.send("reduce_scatter", number, launched_s, duration_s)
     return timeline
