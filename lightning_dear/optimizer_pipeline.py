@@ -243,6 +243,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self.sharded.adopt_state()
         # From here to the end of the step nobody reads parameters: others' may arrive.
         self._active.gatherer.expect(early=False)
+        if self._times_recorder is not None:
+            self._times_recorder.step_begins()
 
     def stepping(self) -> None:
         """See `StepListener`."""
@@ -261,8 +263,10 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self._active.reducer.reset()
         self._is_reduced = self._is_exposed = False
         self._has_leftovers = self._collectives.world_size > 1
-        if self._times_recorder is not None and self._times_recorder.times is not None:
-            self.times, self._times_recorder = self._times_recorder.times, None
+        if self._times_recorder is not None:
+            self._times_recorder.step_ends()
+            if self._times_recorder.times is not None:
+                self.times, self._times_recorder = self._times_recorder.times, None
         self._on_step()
         if self.sharded.has_foreign_post_hooks():
             self.complete_parameters("optimizer step hook")

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.callbacks.completion_guard import CompletionGuard
+from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.callbacks.gradient_guard import GradientGuard, gradient_readers
 from lightning_dear.checkpoint_access import CheckpointAccess
 from lightning_dear.checkpoint_io import AtomicCheckpointIO
@@ -31,10 +32,14 @@ from lightning_dear.gradient_access import GradientAccess
 from lightning_dear.launcher import configure_launcher
 from lightning_dear.module_states import check_module_states
 from lightning_dear.pipeline import Pipeline
-from lightning_dear.planning import BucketPlan, FusionPlanner, resolve_fusion
+from lightning_dear.pipeline_access import PipelineAccess
+from lightning_dear.planning import (
+    FusionPlanner,
+    SearchingPlanner,
+    resolve_fusion,
+)
 from lightning_dear.precision import connect_precision, disconnect_precision, unwrapped
 from lightning_dear.registration import START_METHODS
-from lightning_dear.statistics import StepStatistics
 from lightning_dear.support import (
     check_optimizers,
     check_options,
@@ -42,13 +47,12 @@ from lightning_dear.support import (
     warn_about_readers,
     why_not_early,
 )
-from lightning_dear.timeline import Timeline
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
 
 
-class DearStrategy(FailureHandling, GradientAccess, CheckpointAccess):
+class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAccess):
     """Data parallel training whose communication overlaps backward *and* the next forward.
 
     Gradients are reduce-scattered during backward, the optimizer steps this rank's 1/world_size of
@@ -64,7 +68,8 @@ class DearStrategy(FailureHandling, GradientAccess, CheckpointAccess):
         precision_plugin: Of `Trainer(precision=)`: 32, 16 or bf16 (mixed or true), or 64 bits.
             16-bit parameters are stepped as fp32 masters, which DDP does not do.
         compressor: "none", or an instance from `lightning_dear.compression`.
-        fusion: "threshold", "none", "single", or a planner from `lightning_dear.planning`.
+        fusion: "threshold", "none", "single", or one that plans from measurements: "mgwfbp",
+            "bayesian", "mergecomp", "auto"; or a planner from `lightning_dear.planning`.
         bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
         gather: What travels back: "parameters", the only kind so far.
         broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.
@@ -129,38 +134,6 @@ class DearStrategy(FailureHandling, GradientAccess, CheckpointAccess):
             start_method=start_method,
         )
 
-    # --- for the user -----------------------------------------------------------------------
-
-    def complete_parameters(self, reason: str = "read") -> None:
-        """Blocks until all parameters have the values of the last step; local and idempotent.
-
-        Only needed before reading parameters through references that were taken before, such as a
-        list kept since construction; reads through modules wait by themselves.
-        """
-        if self._pipeline is not None:
-            self._pipeline.complete_parameters(reason)
-
-    @property
-    def plan(self) -> BucketPlan | None:
-        """The first optimizer's buckets; None before its first step of a fit."""
-        return None if self._pipeline is None else self._pipeline.parts[0].plan
-
-    @property
-    def statistics(self) -> StepStatistics | None:
-        """What the last optimizer step cost; None outside a fit."""
-        return None if self._pipeline is None else self._pipeline.statistics
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """Where spans are recorded at present. Assign a `Timeline` to record, None to stop."""
-        return None if self._pipeline is None else self._pipeline.timeline
-
-    @timeline.setter
-    def timeline(self, timeline: Timeline | None) -> None:
-        if self._pipeline is None:
-            raise RuntimeError("A timeline can be recorded only during fit.")
-        self._pipeline.timeline = timeline
-
     # --- Lightning's lifecycle ----------------------------------------------------------------
 
     @override
@@ -169,6 +142,20 @@ class DearStrategy(FailureHandling, GradientAccess, CheckpointAccess):
         configure_launcher(self)
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        module = self.lightning_module
+        if module is not None and isinstance(self._fusion, SearchingPlanner):
+            # Before checkpoints are loaded: one may bring the plan that was found.
+            self._insert_tuner(module.trainer, self._fusion)
+
+    def _insert_tuner(self, trainer: pl.Trainer, planner: SearchingPlanner) -> None:
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        is_there = any(isinstance(one, FusionTuner) for one in callbacks)
+        if trainer.state.fn == TrainerFn.FITTING and not is_there:
+            callbacks.append(FusionTuner(planner, lambda: self._pipeline))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -42,6 +42,7 @@ class TimesRecorder:
         self._gradients: dict[int, Any] = {}
         self._forward: tuple[Any, Any] | None = None
         self._backward: tuple[Any, Any] | None = None
+        self._step: tuple[Any, Any] = None, None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -63,6 +64,14 @@ class TimesRecorder:
         self._gradients.clear()
         yield
         self._backward = start, self._clock.mark()
+
+    def step_begins(self) -> None:
+        """All gradients are reduced."""
+        self._step = self._clock.mark(), None
+
+    def step_ends(self) -> None:
+        """All buckets are stepped."""
+        self._step = self._step[0], self._clock.mark()
 
     def note_gradient(self, index: int) -> None:
         """Parameter `index` has a new gradient."""
@@ -96,8 +105,8 @@ class TimesRecorder:
 
     @property
     def times(self) -> ModelTimes | None:
-        """What was measured; None before both a forward and a backward. May block for a device."""
-        if self._forward is None or self._backward is None:
+        """What was measured; None before a step's end. May block for a device."""
+        if self._forward is None or self._backward is None or self._step[1] is None:
             return None
         seconds = self._clock.seconds
         (forward, forward_end), (backward, backward_end) = self._forward, self._backward
@@ -109,5 +118,6 @@ class TimesRecorder:
                 **{i: seconds(mark) - seconds(forward) for i, mark in self._first_uses.items()},
                 **at_entry,
             },
+            step_s=seconds(self._step[1]) - seconds(self._step[0]),
             ready_s={i: seconds(mark) - seconds(backward) for i, mark in self._gradients.items()},
         )

@@ -7,6 +7,7 @@ Every measurement and every decision is shared: times are those of the slowest r
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -141,6 +142,8 @@ class Tuning:
         return max(self._collectives.all_gather_object(own))
 
     def _use(self, plan: BucketPlan) -> None:
+        if self._pipeline.early_refusal is not None:
+            plan = replace(plan, early=())
         if plan != self._part.plan:
             self._part.replan(plan)
 

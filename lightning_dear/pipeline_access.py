@@ -1,0 +1,44 @@
+"""What a user may ask of the strategy while it trains."""
+
+from __future__ import annotations
+
+from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import BucketPlan
+from lightning_dear.statistics import StepStatistics
+from lightning_dear.timeline import Timeline
+
+
+class PipelineAccess:
+    """Part of the strategy: reading parameters, the plan, what a step cost."""
+
+    _pipeline: Pipeline | None
+
+    def complete_parameters(self, reason: str = "read") -> None:
+        """Blocks until all parameters have the values of the last step; local and idempotent.
+
+        Only needed before reading parameters through references that were taken before, such as a
+        list kept since construction; reads through modules wait by themselves.
+        """
+        if self._pipeline is not None:
+            self._pipeline.complete_parameters(reason)
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The first optimizer's buckets; None before its first step of a fit."""
+        return None if self._pipeline is None else self._pipeline.parts[0].plan
+
+    @property
+    def statistics(self) -> StepStatistics | None:
+        """What the last optimizer step cost; None outside a fit."""
+        return None if self._pipeline is None else self._pipeline.statistics
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where spans are recorded at present. Assign a `Timeline` to record, None to stop."""
+        return None if self._pipeline is None else self._pipeline.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        if self._pipeline is None:
+            raise RuntimeError("A timeline can be recorded only during fit.")
+        self._pipeline.timeline = timeline
