@@ -1,0 +1,47 @@
+"""Small profiles, and a clock that moves only when somebody sleeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lightning_dear.workloads.replay import LayerProfile, ModelProfile
+
+
+def small_profile(
+    forward_s: float = 0.001,
+    backward_s: float = 0.002,
+    shapes: Sequence[tuple[tuple[int, ...], ...]] = (
+        ((30, 7),),
+        ((7,), (7,)),
+        ((11, 13), (11,), (5,)),
+        ((401,),),
+    ),
+) -> ModelProfile:
+    """Layers of different sizes that all take the same time."""
+    layers = [
+        LayerProfile(f"layer_{number}", layer, forward_s, backward_s)
+        for number, layer in enumerate(shapes)
+    ]
+    return ModelProfile("small", "flops", "For tests.", tuple(layers))
+
+
+class FakeTime:
+    """A clock and a sleep that is late.
+
+    Args:
+        late_s: What every sleep takes too long.
+    """
+
+    def __init__(self, late_s: float = 0.0) -> None:
+        self.late_s = late_s
+        self.now_s = 0.0
+        self.num_sleeps = 0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert 0 < seconds < math.inf
+        self.now_s += seconds + self.late_s
+        self.num_sleeps += 1
