@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
@@ -170,10 +170,12 @@ def test_seeded_gradients_accumulate():
 # --- strategies -------------------------------------------------------------------------------
 
 
-def trained(strategy, **options):
+def trained(strategy, *callbacks, **options):
     """Weights after three steps with random gradients."""
     model = ReplayModel(small_profile(0.0005, 0.0005), gradient_seed=1)
-    trainer = new_trainer(strategy, max_steps=3, use_distributed_sampler=True, **options)
+    trainer = new_trainer(
+        strategy, *callbacks, max_steps=3, use_distributed_sampler=True, **options
+    )
     with poison_until_waited():
         trainer.fit(model, datamodule=ReplayData(num_steps=20))
     return model, copies(model)
@@ -193,12 +195,26 @@ def test_ours_trains_as_ddp_does() -> None:
     assert seen[0][0].abs().min() > 0
 
 
+class Watcher(Callback):
+    """Notes what kind of parameter stands in the first layer before backward."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.seen.add(type(pl_module.net.layers[0].weight).__name__)
+
+
 @distributed(world_sizes=[2])
-def test_fsdp2_trains_as_ddp_does() -> None:
+def test_fsdp2_trains_as_ddp_does_and_gathers_once_a_step() -> None:
     _, expected = trained(STRATEGIES["ddp"]())
-    model, sharded = trained(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
-    assert type(model.net.layers[0].weight).__name__ == "DTensor"
-    for left, right in zip(sharded, expected, strict=True):
+    watcher = Watcher()
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    model, _ = trained(strategy, watcher)
+    assert watcher.seen == {"Parameter"}
+    model.net.reshard()
+    for left, right in zip(model.parameters(), expected, strict=True):
+        assert type(left).__name__ == "DTensor"
         torch.testing.assert_close(left.full_tensor(), right)
 
 
