@@ -1,0 +1,101 @@
+"""A block times steady steps of a fresh fit and nothing else."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_dear.benchmarking.block import BlockLength, Endless, Rig, run_block, steps_of
+from lightning_dear.benchmarking.stamps import StepStamps
+
+RIG = Rig(rank=0, world_size=1, ranks_on_host=1, interface="lo")
+
+
+class Slow(LightningModule):
+    """Takes 4 ms a batch, 40 for the first three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        self.num_batches = 0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.04 if self.num_batches < 3 else 0.004)
+        self.num_batches += 1
+        return (self.weight * batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def new_trainer(**options: object) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        strategy=SingleDeviceStrategy(device="cpu"),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=-1,
+        **options,
+    )
+
+
+def test_the_warm_up_is_left_out_and_one_step_more_marks_the_end() -> None:
+    module = Slow()
+    length = BlockLength(num_warm_up_steps=3, num_steps=5)
+    measured, strategy = run_block(RIG, new_trainer, module, [torch.ones(3)], length)
+    assert module.num_batches == 9
+    assert len(measured.steps) == 5
+    # The median: other processes may hold one step up.
+    middle = sorted(measured.steps, key=lambda step: step.step_s)[2]
+    assert 0.004 <= middle.forward_s <= middle.step_s < 0.03
+    assert 0 < middle.backward_s < middle.step_s
+    assert middle.exposed_all_gather_s is None
+    assert isinstance(strategy, SingleDeviceStrategy)
+    total_s = sum(step.step_s for step in measured.steps)
+    assert measured.wall_s == pytest.approx(total_s, rel=0.5)
+
+
+def test_accumulated_batches_are_one_step() -> None:
+    module = Slow()
+    trainer = partial(new_trainer, accumulate_grad_batches=2)
+    measured, _ = run_block(RIG, trainer, module, [torch.ones(3)], BlockLength(3, 4))
+    assert module.num_batches == 16
+    assert len(measured.steps) == 4
+    assert min(step.forward_s for step in measured.steps) >= 0.008
+
+
+def test_figures_belong_to_the_step_they_are_of() -> None:
+    stamps = StepStamps()
+    stamps.begins_s = [0.0, 1.0, 2.0, 3.0, 5.0, 8.0]
+    stamps.forward_s = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    stamps.backward_s = [0.5] * 6
+    figures = [
+        SimpleNamespace(exposed_reduce_scatter_s=0.01, exposed_all_gather_s=0.0, wire_bytes=7),
+        None,
+    ]
+    first, second = steps_of(stamps, BlockLength(3, 2), 1, figures)
+    assert (first.step_s, first.forward_s) == (2.0, 0.4)
+    assert (first.exposed_reduce_scatter_s, first.exposed_all_gather_s) == (0.01, 0.0)
+    assert first.wire_bytes == 7
+    assert (second.step_s, second.forward_s, second.wire_bytes) == (3.0, 0.5, None)
+
+
+def test_batches_are_given_again_and_again() -> None:
+    batches = iter(Endless([1, 2]))
+    assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
+    with pytest.raises(ValueError, match="no batch"):
+        Endless([])
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (3, 0)])
+def test_a_block_without_steady_steps_is_refused(lengths: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="steps must be at least"):
+        BlockLength(*lengths)

@@ -1,0 +1,92 @@
+"""From blocks to rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_dear.benchmarking.records import Step
+from lightning_dear.benchmarking.summary import rotated, summarize, wire_bytes_of
+from tests.benchmarking.examples import POINT, block, rank_block
+
+
+def test_every_round_begins_with_another_entry() -> None:
+    rounds = [rotated(["a", "b", "c"], number) for number in range(4)]
+    assert rounds == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+
+
+def test_a_step_is_as_long_as_its_slowest_rank() -> None:
+    one = block("ddp", 0, rank_block(0, 1.0, 5.0, 3.0), rank_block(1, 2.0, 4.0, 3.5))
+    assert [step.step_s for step in one.slowest_steps] == [2.0, 5.0, 3.5]
+    (row,) = summarize(POINT, [one], ["ddp"])
+    assert row.step_s == 3.5
+    assert row.num_steps == 3
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    # A busy machine makes all of round 1 five times slower: that is no difference of entries.
+    blocks = [
+        block("ddp", 0, rank_block(0, 1.0)),
+        block("dear", 0, rank_block(0, 0.8)),
+        block("ddp", 1, rank_block(0, 5.0)),
+        block("dear", 1, rank_block(0, 4.5)),
+        block("ddp", 2, rank_block(0, 1.0)),
+        block("dear", 2, rank_block(0, 0.7)),
+    ]
+    first, second = summarize(POINT, blocks, ["ddp", "dear"])
+    assert (first.ratio, first.ratio_min, first.ratio_max) == (1.0, 1.0, 1.0)
+    assert second.ratio == pytest.approx(0.8)
+    assert second.ratio_min == pytest.approx(0.7)
+    assert second.ratio_max == pytest.approx(0.9)
+
+
+def test_a_round_that_was_broken_off_counts_as_far_as_it_goes() -> None:
+    blocks = [
+        block("ddp", 0, rank_block(0, 2.0)),
+        block("dear", 0, rank_block(0, 1.0)),
+        block("dear", 1, rank_block(0, 3.0)),
+    ]
+    rows = summarize(POINT, blocks, ["ddp", "dear", "fsdp2"])
+    assert [row.entry for row in rows] == ["ddp", "dear"]
+    assert rows[1].ratio == 0.5
+    assert rows[1].num_steps == 2
+    (alone,) = summarize(POINT, blocks[1:], ["ddp", "dear"])
+    assert alone.ratio is None
+
+
+def test_compute_is_what_is_left_of_a_step() -> None:
+    steps = (Step(1.0, 0.3, 0.6, 0.1, 0.2, 10), Step(1.2, 0.3, 0.6, 0.1, 0.2, 12))
+    (row,) = summarize(POINT, [block("dear", 0, rank_block(0, steps=steps))], ["dear"])
+    assert row.compute_s == pytest.approx((0.7 + 0.9) / 2)
+    assert (row.exposed_reduce_scatter_s, row.exposed_all_gather_s) == (0.1, 0.2)
+    assert (row.wire_bytes, row.wire_source) == (11, "ledger")
+    (row,) = summarize(POINT, [block("ddp", 0, rank_block(0, 1.0))], ["ddp"])
+    assert row.compute_s is row.exposed_reduce_scatter_s is row.exposed_all_gather_s is None
+
+
+def test_the_interface_is_shared_by_the_ranks_of_a_host() -> None:
+    ranks = [
+        rank_block(rank, 1.0, 1.0, interface_bytes=8000 + rank, ranks_on_host=2)
+        for rank in range(2)
+    ]
+    assert wire_bytes_of([block("ddp", 0, *ranks)]) == (pytest.approx(2000.125), "interface")
+    assert wire_bytes_of([block("ddp", 0, rank_block(0, 1.0))]) == (None, "")
+
+
+def test_a_replay_on_a_busy_machine_is_void() -> None:
+    calm, busy = rank_block(0, 1.0, machine_use=0.59), rank_block(0, 1.0, machine_use=0.61)
+    blocks = [block("ddp", 0, calm), block("dear", 0, calm), block("dear", 1, busy)]
+    first, second = summarize(POINT, blocks, ["ddp", "dear"])
+    assert not first.is_void
+    assert second.is_void
+    assert second.machine_use == 0.61
+    real = replace(POINT, is_replay=False)
+    assert not any(row.is_void for row in summarize(real, blocks, ["ddp", "dear"]))
+
+
+def test_rows_stand_beside_the_bounds() -> None:
+    (row,) = summarize(POINT, [block("dear", 0, rank_block(0, 0.5))], ["dear"])
+    assert row.over_bound == pytest.approx(0.5 / 0.4)
+    assert row.over_dear_bound == pytest.approx(0.5 / 0.4)
+    assert row.cpu_per_rank == 0.25
