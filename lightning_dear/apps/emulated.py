@@ -48,7 +48,9 @@ def restart_on_cluster(
             " or sweep on cluster=local."
         )
     warn_of_delay(cfg)
-    hosts = EmulatedCluster(node.num_hosts, node.rate_mbit, node.mtu, node.delay_ms)
+    hosts = EmulatedCluster(
+        node.num_hosts, node.rate_mbit, node.mtu, node.delay_ms, node.congestion_control
+    )
     argv = [sys.executable, "-m", module, *_arguments(cfg)]
     try:
         with hosts as cluster:

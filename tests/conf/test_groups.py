@@ -118,6 +118,7 @@ def test_every_logger_is_built(option, tmp_path):
 def test_a_cluster_is_launch_and_network(option):
     cluster = OmegaConf.load(conf_dir() / "cluster" / f"{option}.yaml")
     hosts = ["num_hosts", "ranks_per_host", "rate_mbit", "mtu", "delay_ms"]
+    hosts.append("congestion_control")
     assert list(cluster) == [
         *(hosts if option == "emulated" else []),
         "num_nodes",
