@@ -9,7 +9,7 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-_OWN_KEYS = ("name", "grid", "tuning_steps")
+_OWN_KEYS = ("name", "grid", "tuning_steps", "plan_of")
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,14 @@ class Entry:
         overrides: Hydra overrides on top of the job's.
         grid: Alternative further overrides, of which the best is measured first; may be empty.
         tuning_steps: Steps of a fit whose last plan is kept; 0: none.
+        plan_of: Overrides of that fit, if another strategy than the entry's is to find the plan.
     """
 
     name: str
     overrides: tuple[str, ...]
     grid: tuple[tuple[str, ...], ...] = ()
     tuning_steps: int = 0
+    plan_of: tuple[str, ...] = ()
 
 
 def entries_of(cfg: DictConfig) -> list[Entry]:
@@ -63,6 +65,7 @@ def _entry(one: Any, known: Mapping[Any, Any]) -> Entry:
         overrides=overrides_of(settings),
         grid=_grid(one.get("grid") or {}),
         tuning_steps=int(one.get("tuning_steps") or 0),
+        plan_of=overrides_of(one.get("plan_of") or {}),
     )
 
 

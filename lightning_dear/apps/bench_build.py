@@ -1,0 +1,160 @@
+"""What a comparison is built of: models, strategies and trainers, and what a point stands for."""
+
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.pytorch import LightningModule, Trainer
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lightning_dear.apps.bench_config import as_override
+from lightning_dear.benchmarking.bounds import Bounds, compute_for_ratio
+from lightning_dear.benchmarking.competitors import default_ddp_caps
+from lightning_dear.benchmarking.mgwfbp import ddp_options
+from lightning_dear.benchmarking.records import Point
+from lightning_dear.planning import BucketPlan, FixedPlan
+from lightning_dear.workloads.replay import ReplayModel, load_profile
+
+_CAPS = ("bucket_cap_mb", "first_bucket_cap_mb", "min_cap_mb", "max_cap_mb")
+"""Options in MiB that say how much travels together."""
+
+
+def build_model(cfg: DictConfig) -> LightningModule:
+    """Build a fresh model."""
+    model: LightningModule = instantiate(cfg.model, _convert_="all")
+    return model
+
+
+def build_strategy(cfg: DictConfig, plan: BucketPlan | None = None) -> Any:
+    """Build a fresh strategy, with the buckets of a plan that was found before if one is given.
+
+    Raises:
+        ValueError: For ``strategy=single``, which has nobody to be compared with.
+    """
+    if not OmegaConf.is_config(cfg.strategy):
+        raise ValueError(
+            "strategy=single is no entry: every comparison has a row in which each rank computes"
+            " alone. Leave it out."
+        )
+    strategy = instantiate(cfg.strategy, _convert_="all", _partial_=True)
+    if plan is None:
+        return strategy()
+    return strategy(**(ddp_options(plan) if is_ddp(cfg) else {"fusion": FixedPlan(plan)}))
+
+
+def is_ddp(cfg: DictConfig) -> bool:
+    """Whether the strategy wraps the module in DistributedDataParallel."""
+    return str(cfg.strategy._target_).endswith("DDPStrategy")
+
+
+def build_trainer(cfg: DictConfig, strategy: Any, **options: Any) -> Trainer:
+    """Build a trainer that only trains, until ``max_steps``."""
+    trainer: Trainer = instantiate(
+        cfg.trainer,
+        strategy=strategy,
+        max_epochs=-1,
+        callbacks=[],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        fast_dev_run=False,
+        _convert_="all",
+        **options,
+    )
+    return trainer
+
+
+# --- what a point stands for --------------------------------------------------------------------
+
+
+def is_replay(cfg: DictConfig) -> bool:
+    """Whether the model waits instead of computing."""
+    return str(cfg.model._target_).endswith(f".{ReplayModel.__name__}")
+
+
+def replay_overrides(cfg: DictConfig, world_size: int) -> tuple[str, ...]:
+    """Return what ``ratio`` means for the model: how long it waits.
+
+    Raises:
+        ValueError: If it is set and the model is no replay, or the link has no known rate.
+    """
+    if cfg.ratio is None:
+        return ()
+    if not is_replay(cfg):
+        raise ValueError(
+            "ratio changes how long a replayed model waits, and this one computes:"
+            f" {cfg.model._target_}. Leave ratio out, or choose model=replay."
+        )
+    model_bytes = load_profile(cfg.model.profile).scaled(cfg.model.scale).nbytes
+    compute_s = compute_for_ratio(cfg.ratio, model_bytes, world_size, rate_of(cfg))
+    return (as_override("model.compute_s", compute_s),)
+
+
+def scale_of(cfg: DictConfig) -> float:
+    """Return what a replayed model's bytes are divided by; 1 for others."""
+    return float(cfg.model.scale) if is_replay(cfg) else 1.0
+
+
+def rate_of(cfg: DictConfig) -> float | None:
+    """Return bytes per second of each link; None if the cluster's file has none."""
+    rate_mbit = link_rate_mbit(cfg)
+    return None if rate_mbit is None else rate_mbit * 1e6 / 8
+
+
+def scale_caps(cfg: DictConfig) -> None:
+    """Divide caps of buckets by the model's scale, in place: they are meant for the whole model.
+
+    Without it a model of 1/20 of the bytes would travel in 1/20 of the buckets.
+    """
+    scale = scale_of(cfg)
+    if scale == 1:
+        return
+    for node in (cfg.strategy, cfg.fusion):
+        for name in node if OmegaConf.is_config(node) else ():
+            if name in _CAPS and isinstance(node[name], (int, float)):
+                node[name] = node[name] / scale
+    if is_ddp(cfg) and cfg.strategy.get("bucket_cap_mb", 0) is None:
+        with open_dict(cfg.strategy):
+            cfg.strategy.update(default_ddp_caps(scale))
+
+
+def link_rate_mbit(cfg: DictConfig) -> float | None:
+    """Return the rate of a link, as the cluster's file has it, in 10^6 bits per second."""
+    if cfg.cluster.get("rate_mbit") is not None:
+        return float(cfg.cluster.rate_mbit)
+    beta = cfg.cluster.beta_s_per_byte
+    return 8 / beta / 1e6 if beta else None
+
+
+def point_of(cfg: DictConfig, label: str, model: LightningModule, world_size: int) -> Point:
+    """Return what is compared; a model that computes has no seconds yet.
+
+    Args:
+        cfg: The point's config.
+        label: Of the point.
+        model: One that was built as all entries build theirs.
+        world_size: Number of ranks.
+    """
+    profile = model.profile if isinstance(model, ReplayModel) else None
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    bounds = Bounds(
+        forward_s=profile.forward_s if profile else None,
+        backward_s=profile.backward_s if profile else None,
+        model_bytes=sum(parameter.nbytes for parameter in trained),
+        world_size=world_size,
+        rate=rate_of(cfg),
+    )
+    net = cfg.model.get("net", {})
+    name = profile.name if profile else str(net.get("_target_", cfg.model._target_)).split(".")[-1]
+    return Point(
+        label=label,
+        model=name,
+        scale=scale_of(cfg),
+        link_rate_mbit=link_rate_mbit(cfg),
+        rate_source="shaped" if cfg.cluster.get("rate_mbit") is not None else "assumed",
+        is_replay=profile is not None,
+        compute_source="profile" if profile else "not measured",
+        bounds=bounds,
+    )
