@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dear.message_delay import DelayedSends, message_delay_s
 from lightning_dear.work import Collectives, T, WireLedger, Work, WorkObserver
 
 _FLAGS_TAG = 1 << 20
@@ -87,12 +88,29 @@ class PairwiseCollectives(_Groups):
     (P-1)/P of the buffer instead. Receives are posted before sends (a send without a posted receive
     costs 1.7x), peers are rotated so that ranks do not all send to rank 0 first, and gloo's own
     threads make the progress. With one rank there are no peers and every call is a no-op.
+
+    Args:
+        reduce_group: Process group of the reduce-scatters.
+        gather_group: Process group of the all-gathers.
+        rank: This rank in both groups.
+        world_size: Number of ranks in both.
+        message_delay_s: Seconds by which every message comes late, for measurements: see
+            `DelayedSends` for what that emulates and what it does not. 0 costs nothing.
     """
 
     reads_flags_freely = True
 
-    def __init__(self, reduce_group: Any, gather_group: Any, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        reduce_group: Any,
+        gather_group: Any,
+        rank: int,
+        world_size: int,
+        *,
+        message_delay_s: float = 0.0,
+    ) -> None:
         super().__init__(reduce_group, gather_group, rank, world_size)
+        self._late = DelayedSends(message_delay_s) if message_delay_s else None
         self._expected: dict[tuple[str, int], tuple[int, list[Any]]] = {}
 
     def _peers(self) -> list[int]:
@@ -194,8 +212,13 @@ class PairwiseCollectives(_Groups):
     ) -> list[Any]:
         if receives is None:
             receives = _receive(rows, group, tag)
-        sends = [dist.isend(row, group=group, dst=peer, tag=tag) for peer, row in outgoing.items()]
+        sends = [self._send(row, peer, group, tag) for peer, row in outgoing.items()]
         return [*receives, *sends]
+
+    def _send(self, row: Tensor, peer: int, group: Any, tag: int) -> Any:
+        if self._late is None:
+            return dist.isend(row, group=group, dst=peer, tag=tag)
+        return self._late.send(partial(dist.isend, row, group=group, dst=peer, tag=tag))
 
 
 class NativeCollectives(_Groups):
@@ -301,8 +324,12 @@ def new_collectives(device: torch.device, timeout: timedelta | None = None) -> C
             " use process_group_backend='nccl'."
         )
     groups = _process_groups(timeout)
-    kind = PairwiseCollectives if backend == "gloo" else NativeCollectives
-    collectives = kind(groups[0], groups[1], dist.get_rank(), dist.get_world_size())
+    place = groups[0], groups[1], dist.get_rank(), dist.get_world_size()
+    collectives: Collectives
+    if backend == "gloo":
+        collectives = PairwiseCollectives(*place, message_delay_s=message_delay_s())
+    else:
+        collectives = NativeCollectives(*place)
     _connect(collectives, device)
     return collectives
 
