@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.message_delay import DelayedSends, message_delay_s
+from lightning_dear.summing import assign, sum_in_source_order
 from lightning_dear.work import Collectives, T, WireLedger, Work, WorkObserver
 
 _FLAGS_TAG = 1 << 20
@@ -242,7 +243,7 @@ class NativeCollectives(_Groups):
         own = shard_of(buffer, self.rank, self.world_size)
         work = _reduce_scatter(own, buffer, group=self.reduce_group, async_op=True)
         self.ledger.reduce_scatter_bytes += self._ring_bytes(buffer)
-        finish = None if out.dtype == own.dtype else partial(_assign, out, own)
+        finish = None if out.dtype == own.dtype else partial(assign, out, own)
         return self._work("reduce_scatter", f"bucket {bucket}", [work], finish)
 
     @override
@@ -273,29 +274,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def sum_in_source_order(rows: Sequence[Tensor], out: Tensor) -> None:
-    """Writes `rows[0] + rows[1] + ...` into `out` (one of the rows, or fp32), left to right.
-
-    Left to right in rank order, so that the bits depend on the number of ranks alone. 16-bit rows
-    are summed in fp32, and rounded once if `out` is as narrow. May overwrite any row.
-    """
-    total = rows[0]
-    if total.dtype in (torch.float16, torch.bfloat16):
-        total = total.float()
-        for row in rows[1:]:
-            total.add_(row)
-        out.copy_(total)
-        return
-    for number, row in enumerate(rows[1:], start=2):
-        torch.add(total, row, out=out if number == len(rows) else total)
-
-
 def _receive(rows: dict[int, Tensor], group: Any, tag: int) -> list[Any]:
     return [dist.irecv(row, group=group, src=source, tag=tag) for source, row in rows.items()]
-
-
-def _assign(out: Tensor, value: Tensor) -> None:
-    out.copy_(value)
 
 
 def _nbytes(rows: dict[int, Tensor]) -> int:
@@ -368,32 +348,3 @@ def _connect(collectives: Collectives, device: torch.device) -> None:
     collectives.launch_any(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
     collectives.launch_all_gather(torch.zeros(collectives.world_size, device=device), 0).wait()
     collectives.ledger = WireLedger()
-
-
-def default_store() -> Any | None:
-    """The key-value store under the default process group; None if there is no such group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    c10d: Any = dist.distributed_c10d
-    store = c10d._get_default_store()
-    while isinstance(store, c10d.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def new_store_client() -> Any | None:
-    """A connection of its own to that store, for another thread; None if it is not a TCP store."""
-    store, distributed = default_store(), cast(Any, dist)
-    if not isinstance(store, distributed.TCPStore):
-        return None
-    timeout = timedelta(seconds=10)
-    return distributed.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
-
-
-def from_all_ranks(value: T) -> list[T]:
-    """Every rank's picklable `value`, in rank order, over the default group. Collective, blocks."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -25,6 +25,7 @@ MAX_FUNCTION_LINES = 60
 # other strategies are made of.
 DISTRIBUTED_ROOMS = (
     "collectives.py",
+    "rendezvous.py",
     "apps/job.py",
     "workloads/task.py",
     "workloads/replay/sharding.py",

@@ -9,7 +9,7 @@ from statistics import median
 from lightning_dear.benchmarking.block import BlockLength
 from lightning_dear.benchmarking.records import Block, RankBlock
 from lightning_dear.benchmarking.summary import rotated
-from lightning_dear.collectives import from_all_ranks
+from lightning_dear.rendezvous import from_all_ranks
 
 TUNING_ROUND = -1
 """Number of the round in which entries look for their best options."""

@@ -11,8 +11,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from lightning_dear.collectives import new_store_client
 from lightning_dear.failures.board import Failure, FailureBoard
+from lightning_dear.rendezvous import new_store_client
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,68 @@
+"""Mutations of what makes steps short: plans that change, early gathers, posted receives."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+EARLY = "tests/engine/test_early_steps.py"
+REPLAN = "tests/engine/test_replan.py"
+ARMED = "tests/lightning/test_early_steps.py"
+
+SPEED = [
+    Mutation(
+        "taking state over from one plan to the next",
+        "plan_changes.py",
+        "        self._activate(plan)\n        self.sharded.adopt_state()\n",
+        "        self._activate(plan)\n        self.optimizer.state.clear()\n",
+        (f"{REPLAN}::test_a_new_plan_in_mid_run_is_bit_equal_to_the_last_plan_from_the_start",),
+    ),
+    Mutation(
+        "refusing a plan that ranks do not share",
+        "active_plan.py",
+        "    if any(other != plan for other in collectives.all_gather_object(plan)):",
+        "    if False:",
+        (f"{REPLAN}::test_a_plan_that_does_not_fit_is_refused_before_anything_changes",),
+    ),
+    Mutation(
+        "a landing of its own for an early bucket",
+        "bucket.py",
+        "        shard, landing = torch.empty_like(replica), torch.empty_like(parameters)\n",
+        "        pass\n",
+        (f"{EARLY}::test_a_backward_in_progress_still_reads_the_old_weights",),
+    ),
+    Mutation(
+        "taking over what was written before an early step",
+        "early_steps.py",
+        "            self._active.flat.buckets[number].adopt_writes()\n",
+        "",
+        (f"{EARLY}::test_writes_between_steps_reach_early_buckets",),
+    ),
+    Mutation(
+        "leaving what was stepped early out of the step",
+        "sharded_optimizer.py",
+        " if number not in self.stepped_early)",
+        ")",
+        (f"{EARLY}::test_early_steps_change_no_bit",),
+    ),
+    Mutation(
+        "refusing a gradient for what has been stepped",
+        "reducer.py",
+        "        self._check_none_came_after_its_step(said_by_any)\n",
+        "",
+        (f"{EARLY}::test_a_second_backward_for_what_has_been_stepped_is_refused_on_all_ranks",),
+    ),
+    Mutation(
+        "no checkpoint of a half-stepped state",
+        "optimizer_pipeline.py",
+        "        if self.sharded.stepped_early:\n            raise",
+        "        if False:\n            raise",
+        (f"{ARMED}::test_a_checkpoint_of_a_half_stepped_state_is_refused",),
+    ),
+    Mutation(
+        "nothing early where gradients are looked at",
+        "pipeline.py",
+        "part.may_step_early = self.early_refusal is None",
+        "part.may_step_early = True",
+        (f"{ARMED}::test_nothing_is_stepped_early_where_gradients_are_looked_at",),
+    ),
+]
