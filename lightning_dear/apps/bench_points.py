@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_dear.apps import emulated
-from lightning_dear.apps.bench_config import Setting, as_override, merged, overrides_of
+from lightning_dear.apps.bench_config import Setting, as_override, label_of, merged, overrides_of
 from lightning_dear.benchmarking.files import join_csv
 from lightning_dear.launcher import job_arguments
 
@@ -40,7 +40,8 @@ def run_groups(groups: Sequence[tuple[Setting, Sequence[Setting]]]) -> int:
                 as_override("points", list(points)),
                 as_override("hydra.run.dir", str(parts[-1])),
             ]
-            print(f"Part {number + 1} of {len(groups)}: {', '.join(own[:-2])}", flush=True)
+            labels = "; ".join(label_of(point) or "as configured" for point in points)
+            print(f"Part {number + 1} of {len(groups)}: {labels}", flush=True)
             argv = [sys.executable, "-m", MODULE, *merged(job_arguments(config, 0), own)]
             code = subprocess.run(argv, cwd=config.runtime.cwd, check=False).returncode
             if code:

@@ -1,0 +1,289 @@
+"""`dear-bench`: its config, and a comparison from end to end."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.utils import instantiate
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig, open_dict
+
+from lightning_dear.apps.bench_build import (
+    build_strategy,
+    point_of,
+    replay_overrides,
+    scale_caps,
+)
+from lightning_dear.apps.bench_config import (
+    as_override,
+    by_cluster,
+    composed,
+    entries_of,
+    label_of,
+    merged,
+    points_of,
+)
+from lightning_dear.apps.bench_points import join
+from lightning_dear.paths import conf_dir
+
+ROOT = conf_dir().parent
+
+
+@contextmanager
+def job(*overrides: str) -> Iterator[DictConfig]:
+    """The config of a running job, composed as the command line does, which may compose more."""
+    previous = HydraConfig.instance().cfg
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose("bench", list(overrides), return_hydra_config=True)
+        with open_dict(config):
+            config.hydra.runtime.output_dir = "out"
+            config.hydra.job.config_name = "bench"
+        HydraConfig.instance().set_config(config)
+        with open_dict(config):
+            del config["hydra"]
+        try:
+            yield config
+        finally:
+            HydraConfig.instance().cfg = previous
+
+
+# --- config -------------------------------------------------------------------------------------
+
+
+def test_every_competitor_composes_and_gets_a_strategy() -> None:
+    with job() as cfg:
+        names = list(cfg.competitors)
+        with open_dict(cfg):
+            cfg.entries = names
+        assert [entry.name for entry in entries_of(cfg)] == names
+        for entry in entries_of(cfg):
+            own = composed([*entry.overrides, *(entry.grid or ((),))[-1]])
+            scale_caps(own)
+            strategy = build_strategy(own)
+            trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
+            assert trainer.world_size == 2
+            if entry.plan_of:
+                assert composed(entry.plan_of).strategy._target_.endswith("DearStrategy")
+
+
+def test_an_entry_may_be_spelt_out() -> None:
+    spelt = "{name: mine, strategy: dear, fusion: threshold, fusion.bucket_cap_mb: 3}"
+    with job(f"entries=[ddp,{spelt}]") as cfg:
+        ddp, mine = entries_of(cfg)
+        assert ddp.overrides == ("strategy=ddp", "strategy.bucket_cap_mb=null")
+        assert mine.name == "mine"
+        assert composed(mine.overrides).fusion.bucket_cap_mb == 3
+
+
+def test_a_grid_is_one_option_with_its_values() -> None:
+    grid = "{name: best, strategy: ddp, grid: {strategy.bucket_cap_mb: [1, 2.5]}}"
+    with job(f"entries=[{grid}]") as cfg:
+        (entry,) = entries_of(cfg)
+        assert entry.grid == (("strategy.bucket_cap_mb=1",), ("strategy.bucket_cap_mb=2.5",))
+    two = job("entries=[{name: a, grid: {x: [1], y: [2]}}]")
+    with two as cfg, pytest.raises(ValueError, match="A grid has one option"):
+        entries_of(cfg)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ("[nope]", "Unknown entry 'nope'; valid names: ddp, ddp_tuned"),
+        ("[]", "entries is empty"),
+        ("[ddp,ddp]", "ddp more than once"),
+        ("[{strategy: ddp}]", "has no name"),
+    ],
+)
+def test_wrong_entries_are_refused(entries: str, message: str) -> None:
+    with job(f"entries={entries}") as cfg, pytest.raises(ValueError, match=message):
+        entries_of(cfg)
+
+
+def test_single_is_no_entry() -> None:
+    with job("strategy=single") as cfg, pytest.raises(ValueError, match="strategy=single is no"):
+        build_strategy(cfg)
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 3, 0.25, "word", "two words", "it's", "a.b/c", [1, None, "x y"], {"a": 1}]
+)
+def test_settings_survive_hydras_own_parser(value: object) -> None:
+    (parsed,) = OverridesParser.create().parse_overrides([as_override("some.key", value)])
+    assert parsed.key_or_group == "some.key"
+    assert parsed.value() == value
+
+
+def test_what_comes_later_replaces_what_came_first() -> None:
+    first = ["strategy=dear", "+a.b=1", "seed=2"]
+    assert merged(first, ["strategy=ddp", "a.b=3"]) == ["seed=2", "strategy=ddp", "a.b=3"]
+    with job("strategy=dear"):
+        assert composed(["strategy=ddp"]).strategy._target_.endswith("DDPStrategy")
+
+
+def test_points_are_grouped_by_what_needs_other_ranks() -> None:
+    given = "[{ratio: 1, cluster.devices: 2}, {ratio: 2, cluster.devices: 2}, {cluster.devices: 4}]"
+    with job(f"points={given}") as cfg:
+        points = points_of(cfg)
+    assert by_cluster(points) == [
+        ({"cluster.devices": 2}, points[:2]),
+        ({"cluster.devices": 4}, points[2:]),
+    ]
+    assert label_of(points[1]) == "ratio=2, cluster.devices=2"
+    with job() as cfg:
+        assert points_of(cfg) == [{}]
+        assert by_cluster([{}]) == [({}, [{}])]
+    with job("points=[3]") as cfg, pytest.raises(ValueError, match="mapping of overrides"):
+        points_of(cfg)
+
+
+# --- what a point stands for ----------------------------------------------------------------------
+
+REPLAY = ("model=replay", "data=replay", "model.scale=1000")
+
+
+def test_a_ratio_says_how_long_a_replay_computes() -> None:
+    with job(*REPLAY, "ratio=2", "cluster.beta_s_per_byte=1e-8") as cfg:
+        overrides = replay_overrides(cfg, world_size=4)
+        with_ratio = composed(overrides)
+    model = instantiate(with_ratio.model, _convert_="all")
+    point = point_of(with_ratio, "", model, 4)
+    assert point.bounds.communication_ratio == pytest.approx(2, rel=1e-3)
+    assert point.bounds.backward_s == pytest.approx(2 * point.bounds.forward_s)
+    assert (point.scale, point.link_rate_mbit, point.rate_source) == (1000, 800, "assumed")
+    assert point.bounds.model_bytes == sum(p.nbytes for p in model.parameters())
+    assert (point.is_replay, point.compute_source) == (True, "profile")
+
+
+def test_a_model_that_computes_has_no_ratio() -> None:
+    computing = job("model=resnet", "data=digits", "ratio=1")
+    with computing as cfg, pytest.raises(ValueError, match="choose model=replay"):
+        replay_overrides(cfg, 2)
+    with job("model=resnet", "data=digits") as cfg:
+        assert replay_overrides(cfg, 2) == ()
+        point = point_of(cfg, "", instantiate(cfg.model, _convert_="all"), 2)
+    assert (point.model, point.scale, point.is_replay) == ("ResNet", 1, False)
+    assert point.bounds.step_s is None
+
+
+def test_caps_are_those_of_the_whole_model() -> None:
+    with job(*REPLAY):
+        dear = composed(["strategy=dear"])
+        ddp = composed(["strategy=ddp", "strategy.bucket_cap_mb=8"])
+        plain = composed(["strategy=ddp", "model.scale=1"])
+    for cfg in (dear, ddp, plain):
+        scale_caps(cfg)
+    assert dear.fusion.bucket_cap_mb == pytest.approx(0.004)
+    assert dear.fusion.first_bucket_cap_mb == pytest.approx(0.001)
+    assert ddp.strategy.bucket_cap_mb == pytest.approx(0.008)
+    assert plain.strategy.bucket_cap_mb == 25
+
+
+# --- running ------------------------------------------------------------------------------------
+
+QUICK = (*REPLAY, "model.compute_s=0.01", "rounds=2", "steps=4", "warm_up_steps=3")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "lightning_dear.apps.bench", *arguments, "hydra.run.dir=out"]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_three_competitors_end_to_end(tmp_path: Path) -> None:
+    result = subprocess.run(
+        command("entries=[ddp,ddp_bf16,dear]", *QUICK),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    for notice in ("GPU available", "max_steps", "Tip:", "val_dataloader"):
+        assert notice not in result.stdout + result.stderr
+    assert "bert_base, waiting instead of computing, 2 ranks" in result.stdout
+    names = ["ddp", "ddp_bf16", "dear", "compute alone"]
+    rows = read(tmp_path / "out/summary.csv")
+    assert [row["entry"] for row in rows] == names
+    assert rows[0]["ratio"] == "1.0"
+    assert all(float(row["step_s"]) > 0.01 for row in rows)
+    assert all(row["compute_source"] == "profile" for row in rows)
+    dear = rows[2]
+    assert float(dear["wire_bytes"]) == pytest.approx(float(dear["model_bytes"]), rel=0.15)
+    assert (dear["wire_source"], rows[0]["wire_source"]) == ("ledger", "interface")
+    assert float(dear["num_buckets"]) > 10
+    raw = read(tmp_path / "out/raw.csv")
+    assert len(raw) == len(names) * 2 * 4 * 2
+    first_of_round = [line["entry"] for line in raw if line["place"] == "0"]
+    assert set(first_of_round) == {"ddp", "ddp_bf16"}
+    for name in ("plot.png", "table.txt", "config.yaml"):
+        assert (tmp_path / "out" / name).stat().st_size > 100
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        command("entries=[ddp,wfbp]", *QUICK, "rounds=500"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline_s = time.monotonic() + 120
+    raw = tmp_path / "out/raw.csv"
+    while not (raw.exists() and "wfbp" in raw.read_text()) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    running.send_signal(signal.SIGINT)
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode != 0
+    assert [row["entry"] for row in read(tmp_path / "out/summary.csv")][:2] == ["ddp", "wfbp"]
+    assert "wfbp" in output
+
+
+@pytest.mark.slow
+def test_points_with_other_ranks_end_in_one_table(tmp_path: Path) -> None:
+    points = "points=[{cluster.devices: 2}, {cluster.devices: 3}]"
+    result = subprocess.run(
+        command("entries=[ddp]", *QUICK, points),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = read(tmp_path / "out/summary.csv")
+    assert [row["world_size"] for row in rows] == ["2", "2", "3", "3"]
+    assert {line["world_size"] for line in read(tmp_path / "out/raw.csv")} == {"2", "3"}
+    assert (tmp_path / "out/table.txt").read_text().count("RS wait ms") == 2
+
+
+def test_parts_that_wrote_nothing_are_left_out(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    (tmp_path / "0/raw.csv").write_text("a,b\n1,2\n")
+    join(tmp_path, [tmp_path / "0", tmp_path / "1"])
+    assert (tmp_path / "raw.csv").read_text() == "a,b\n1,2\n"
+    assert not (tmp_path / "summary.csv").exists()
