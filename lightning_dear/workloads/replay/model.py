@@ -197,11 +197,19 @@ class ReplayModel(Task):
         if compute_s is not None:
             profile = profile.with_compute(compute_s)
         profile = profile.scaled(scale)
-        super().__init__(
-            ReplayNet(profile, gradient_seed), optimizer or _DEFAULT_OPTIMIZER, scheduler
-        )
+        net = ReplayNet(profile, gradient_seed)
+        super().__init__(net, optimizer or _DEFAULT_OPTIMIZER, scheduler)
+        self._waiter = net.waiter
         self.profile = profile
         self._unit_bytes = shard_unit_mb * _MIB / scale
+
+    @property
+    def late_s(self) -> float:
+        """Seconds so far by which waits ended late, since the processor was busy with others.
+
+        They are part of the measured step times; where they are many, the machine is too small.
+        """
+        return self._waiter.late_s
 
     @override
     def configure_model(self) -> None:
