@@ -1,0 +1,157 @@
+"""`cluster=emulated`: the command makes its hosts, runs on them and leaves none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_dear.apps import emulated, job
+from lightning_dear.apps.emulated import restart_on_cluster
+from lightning_dear.emulation.janitor import NAMESPACES
+from lightning_dear.emulation.launch import HOST_VARIABLE
+from tests.apps.test_train import QUICK, run
+from tests.conf.composing import composed
+
+SEEN = """
+from pathlib import Path
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import Callback
+
+class Seen(Callback):
+    def on_train_end(self, trainer, pl_module):
+        path = Path(HydraConfig.get().runtime.output_dir, f"rank{trainer.global_rank}.seen")
+        place = f"{trainer.local_rank} on host {trainer.node_rank} of {trainer.num_nodes}"
+        path.write_text(f"{trainer.global_rank} of {trainer.world_size}, {place}")
+"""
+
+MODULE = "lightning_dear.apps.train"
+
+
+@pytest.mark.netns
+def test_a_job_runs_on_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
+    before = set(NAMESPACES.glob("*"))
+    (tmp_path / "seen.py").write_text(SEEN)
+    result = run(
+        tmp_path,
+        "cluster=emulated",
+        "cluster.ranks_per_host=2",
+        "callbacks=none",
+        "+callbacks.seen._target_=seen.Seen",
+        "trainer.fast_dev_run=true",
+        "hydra.run.dir=out",
+        *QUICK,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "digits: DearStrategy, 4 rank(s)" in result.stdout
+    assert result.stdout.count("test accuracy") == 1
+    seen = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.seen")}
+    assert seen == {
+        f"rank{rank}.seen": f"{rank} of 4, {rank % 2} on host {rank // 2} of 2" for rank in range(4)
+    }
+    config = OmegaConf.load(tmp_path / "out/config.yaml")
+    assert (config.trainer.num_nodes, config.trainer.devices) == (2, 2)
+    assert config.cluster.beta_s_per_byte == pytest.approx(8e-9)
+    assert set(NAMESPACES.glob("*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+def test_an_error_on_the_hosts_is_the_commands_own(tmp_path: Path) -> None:
+    before = set(NAMESPACES.glob("*"))
+    result = run(tmp_path, "cluster=emulated", "cluster.interface=eth9", *QUICK)
+    assert result.returncode == 1
+    assert "dear-train: [local rank 0] ValueError: cluster.interface is 'eth9'" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert set(NAMESPACES.glob("*")) == before
+
+
+def test_without_root_there_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with (
+        composed(tmp_path, "cluster=emulated") as cfg,
+        pytest.raises(SystemExit) as caught,
+        job.one_message("dear-train"),
+    ):
+        restart_on_cluster(cfg, MODULE)
+    assert caught.value.code == 1
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("dear-train: EmulationUnavailable: an emulated cluster needs ")
+
+
+def test_other_clusters_and_the_hosts_themselves_do_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with composed(tmp_path) as cfg:
+        assert restart_on_cluster(cfg, MODULE) is None
+    monkeypatch.setenv(HOST_VARIABLE, "0")
+    with composed(tmp_path, "cluster=emulated") as cfg:
+        assert restart_on_cluster(cfg, MODULE) is None
+
+
+class _Started:
+    """Stands in for the cluster and for the run on it."""
+
+    def __init__(self, *options: Any) -> None:
+        self.options = options
+
+    def __enter__(self) -> _Started:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def run(self, cluster: _Started, argv: list[str], **options: Any) -> int:
+        assert isinstance(cluster, _Started)
+        self.cluster, self.argv, self.run_options = cluster, argv, options
+        return 3
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> _Started:
+    monkeypatch.setattr(emulated, "EmulatedCluster", _Started)
+    recorder = _Started()
+    monkeypatch.setattr(emulated, "run_on_cluster", recorder.run)
+    return recorder
+
+
+def test_the_cluster_is_as_configured_and_the_job_is_repeated(
+    tmp_path: Path, started: _Started
+) -> None:
+    overrides = ("cluster.num_hosts=4", "cluster.rate_mbit=200", "cluster.mtu=1500")
+    with composed(tmp_path, "cluster=emulated", *overrides, "cluster.alpha_s=0.002") as cfg:
+        assert restart_on_cluster(cfg, MODULE, timeout_s=9) == 3
+    assert started.cluster.options == (4, 200, 1500, 0, "cubic")
+    assert started.argv[1:3] == ["-m", MODULE]
+    for item in ("cluster=emulated", *overrides, f"hydra.run.dir='{tmp_path}'"):
+        assert item in started.argv
+    assert "cluster.beta_s_per_byte=4e-08" in started.argv
+    assert started.run_options["env"] == {"LIGHTNING_DEAR_MESSAGE_DELAY_S": "0.002"}
+    assert started.run_options["ranks_per_host"] == 1
+    assert started.run_options["timeout_s"] == 9
+
+
+def test_a_delay_that_the_strategy_does_not_meet_is_warned_of(
+    tmp_path: Path, started: _Started, caplog: pytest.LogCaptureFixture
+) -> None:
+    with composed(tmp_path, "cluster=emulated", "cluster.alpha_s=0.002", "strategy=ddp") as cfg:
+        restart_on_cluster(cfg, MODULE)
+    assert "delays the messages of strategy=dear alone" in caplog.text
+    caplog.clear()
+    with composed(tmp_path, "cluster=emulated", "strategy=ddp") as cfg:
+        restart_on_cluster(cfg, MODULE)
+    assert caplog.text == ""
+
+
+def test_a_sweeper_is_told_that_it_gets_no_metric(tmp_path: Path) -> None:
+    with (
+        composed(tmp_path, "cluster=emulated", "optimized_metric=test_acc") as cfg,
+        pytest.raises(ValueError, match="leave out optimized_metric"),
+    ):
+        restart_on_cluster(cfg, MODULE)
