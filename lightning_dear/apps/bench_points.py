@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from lightning_dear.apps import emulated
 from lightning_dear.apps.bench_config import Setting, as_override, label_of, merged, overrides_of
 from lightning_dear.benchmarking.files import join_csv
+from lightning_dear.benchmarking.table import LEGEND
 from lightning_dear.launcher import job_arguments
 
 MODULE = "lightning_dear.apps.bench"
@@ -48,6 +49,7 @@ def run_groups(groups: Sequence[tuple[Setting, Sequence[Setting]]]) -> int:
                 return code
     finally:
         join(folder, parts)
+        print(f"\nAll parts:\n\n{(folder / 'table.txt').read_text()}", flush=True)
     return 0
 
 
@@ -58,8 +60,8 @@ def join(folder: Path, parts: Sequence[Path]) -> None:
         if name.endswith(".csv"):
             join_csv(folder / name, found)
         else:
-            texts = [path.read_text() for path in found]
-            (folder / name).write_text("\n".join(texts))
+            tables = [path.read_text().replace(LEGEND, "").strip() for path in found]
+            (folder / name).write_text("\n\n".join([*tables, LEGEND]) + "\n")
     for part in parts:
         plot = part / "plot.png"
         if plot.is_file():

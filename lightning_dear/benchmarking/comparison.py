@@ -12,7 +12,7 @@ from lightning_dear.benchmarking.summary import rotated
 from lightning_dear.rendezvous import from_all_ranks
 
 TUNING_ROUND = -1
-"""Number of the round in which entries look for their best options."""
+"""Number of the first round in which entries look for their best options; the next is one less."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Block:
 
     Attributes:
         entry: Name of the entry.
-        round_number: From 0.
+        round_number: From 0; below, blocks in which an entry looked for its best options.
         place: Place in the round, from 0.
         ranks: In rank order.
     """

@@ -40,7 +40,12 @@ def summarize(
 
 
 def _by_round(blocks: Iterable[Block], name: str) -> dict[int, Block]:
-    return {block.round_number: block for block in blocks if block.entry == name}
+    """The blocks of one entry, without those in which it still looked for its options."""
+    return {
+        block.round_number: block
+        for block in blocks
+        if block.entry == name and block.round_number >= 0
+    }
 
 
 def _row(point: Point, name: str, own: dict[int, Block], first: dict[int, Block], note: str) -> Row:

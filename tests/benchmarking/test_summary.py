@@ -55,6 +55,16 @@ def test_a_round_that_was_broken_off_counts_as_far_as_it_goes() -> None:
     assert alone.ratio is None
 
 
+def test_steps_of_tuning_are_not_counted() -> None:
+    blocks = [
+        block("dear", -1, rank_block(0, 9.0)),
+        block("dear", 0, rank_block(0, 1.0)),
+    ]
+    (row,) = summarize(POINT, blocks, ["dear"])
+    assert (row.step_s, row.num_steps) == (1.0, 1)
+    assert summarize(POINT, blocks[:1], ["dear"]) == []
+
+
 def test_compute_is_what_is_left_of_a_step() -> None:
     steps = (Step(1.0, 0.3, 0.6, 0.1, 0.2, 10), Step(1.2, 0.3, 0.6, 0.1, 0.2, 12))
     (row,) = summarize(POINT, [block("dear", 0, rank_block(0, steps=steps))], ["dear"])
