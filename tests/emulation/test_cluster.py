@@ -127,6 +127,39 @@ def test_nothing_is_left_when_the_kernel_refuses_half_way(monkeypatch: pytest.Mo
 
 
 @pytest.mark.netns
+@pytest.mark.parametrize("rate_mbit", [None, 100])
+def test_packets_are_delayed_or_the_missing_module_is_named(rate_mbit: float | None) -> None:
+    namespaces = _namespaces()
+    cluster = EmulatedCluster(num_hosts=2, rate_mbit=rate_mbit, delay_ms=50)
+    try:
+        cluster.__enter__()
+    except EmulationUnavailable as error:
+        assert "delay_ms=50 needs a kernel with netem" in str(error)
+        assert "alpha_s" in str(error)
+    else:
+        with cluster:
+            start, end = _transfer(cluster.hosts[0], cluster.hosts[1], 1)
+        # SYN and its answer, then the byte.
+        assert 0.15 <= end - start < 0.5
+    assert _namespaces() == namespaces
+
+
+@pytest.mark.netns
+def test_congestion_control_is_the_one_asked_for() -> None:
+    def routes(name: str | None) -> str:
+        with EmulatedCluster(1, None, congestion_control=name) as cluster:
+            command = cluster.hosts[0].command(["ip", "route"])
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert "congctl cubic" in routes("cubic")
+    assert "congctl" not in routes(None)
+    namespaces = _namespaces()
+    with pytest.raises(EmulationUnavailable, match="knows no congestion_control='nonsense'"):
+        routes("nonsense")
+    assert _namespaces() == namespaces
+
+
+@pytest.mark.netns
 def test_namespaces_of_a_killed_process_are_removed_and_those_of_a_live_one_kept() -> None:
     namespaces = _namespaces()
     # Its janitor is killed too, as when a whole container ends.
@@ -194,6 +227,7 @@ def test_ranks_reduce_over_the_emulated_links() -> None:
         ({"num_hosts": 0, "rate_mbit": 1}, "num_hosts must be 1 to 200, not 0"),
         ({"num_hosts": 1, "rate_mbit": 0}, "rate_mbit must be positive"),
         ({"num_hosts": 1, "rate_mbit": 1, "mtu": 10}, "mtu must be 576 to 65535"),
+        ({"num_hosts": 1, "rate_mbit": 1, "delay_ms": -1}, "delay_ms must be 0 or more"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, float], words: str) -> None:
