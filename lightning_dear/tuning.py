@@ -27,7 +27,9 @@ from lightning_dear.planning.search import (
 from lightning_dear.planning.times import ModelTimes, median_times, slowest_times
 from lightning_dear.work import Collectives, WireLedger
 
-_LINK_BYTES = (1 << 17, 1 << 22)
+_LINK_BYTES = (1 << 12, 1 << 22)
+"""The small one costs its start alone: some links let the first tens of KiB pass for nothing."""
+
 _NUM_LINK_REPEATS = 5
 
 
@@ -126,7 +128,8 @@ class Tuning:
             # None after a step that was left out, as a GradScaler does.
             if self._part.times is not None:
                 own.append(self._part.times)
-        return slowest_times(self._collectives.all_gather_object(median_times(own)))
+        times = slowest_times(self._collectives.all_gather_object(median_times(own)))
+        return replace(times, allows_early=self._pipeline.early_refusal is None)
 
     def _measure_steps(self) -> Generator[None, None, float]:
         """Seconds a step of the slowest rank; the median, as a validation may come between."""
@@ -141,16 +144,16 @@ class Tuning:
         own = median(end - begin for begin, end in zip(moments, moments[1:], strict=False))
         return max(self._collectives.all_gather_object(own))
 
-    def _use(self, plan: BucketPlan) -> None:
+    def _use(self, plan: BucketPlan) -> BucketPlan:
         if self._pipeline.early_refusal is not None:
             plan = replace(plan, early=())
         if plan != self._part.plan:
             self._part.replan(plan)
+        return plan
 
     def _adopt(self, plan: BucketPlan) -> None:
-        self._use(plan)
-        self.plan = plan
-        self.found = plan.to_dict(self._part.tensors)
+        self.plan = self._use(plan)
+        self.found = self.plan.to_dict(self._part.tensors)
 
     def _rank_0s(self, value: Any) -> Any:
         return self._collectives.all_gather_object(value)[0]

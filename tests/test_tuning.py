@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -89,6 +89,7 @@ class _Pipeline:
         self.collectives = _Collectives(world_size)
         self.parts = [_Part()]
         self.num_measured = 0
+        self.early_refusal: str | None = None
 
     def complete_parameters(self, reason: str) -> None:
         pass
@@ -233,6 +234,21 @@ def test_a_plan_for_other_ranks_is_searched_for_anew() -> None:
     assert _train(tuner, pipeline, 100) == 4
     assert "for 3 ranks, not for 2" in said[0]
     assert tuner.plan.name == "mergecomp"
+
+
+def test_early_gathers_are_planned_only_where_they_are_allowed() -> None:
+    tuner, pipeline, _ = _tuning(MergeCompFusion())
+    _train(tuner, pipeline, 100)
+    assert tuner.plan.early
+    again, pipeline, said = _tuning(AutoFusion(), found=tuner.found)
+    pipeline.early_refusal = "clipping"
+    _train(again, pipeline, 100)
+    assert again.plan == replace(tuner.plan, early=())
+    other, pipeline, said = _tuning(AutoFusion())
+    pipeline.early_refusal = "clipping"
+    _train(other, pipeline, 100)
+    assert "gathered in backward" not in said[0]
+    assert not any(plan.early for plan in pipeline.parts[0].used)
 
 
 def test_other_parameters_bring_another_search() -> None:

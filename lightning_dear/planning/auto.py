@@ -145,7 +145,7 @@ class AutoSearch:
         """See `PlanSearch`; the fixed plan until another was measured twice and has won."""
         twice = [plan for place, plan in enumerate(self._plans) if self._count(place) > 1]
         # Ties go to the fixed plan, which stands first.
-        return min([self._fixed, *twice], key=self._mean_s)
+        return min(twice, key=self._mean_s, default=self._fixed)
 
     def _count(self, place: int) -> int:
         return len(self._measured.get(place, ()))

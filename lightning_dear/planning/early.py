@@ -14,7 +14,7 @@ _MIN_GAIN = 1e-3
 """Share of the step below which an early gather is not worth its second buffer."""
 
 _MAX_TRIALS = 24
-"""Steps predicted for one plan; longer lists are tried several buckets at a time."""
+"""Steps predicted for one plan; of longer lists not every beginning is tried."""
 
 
 def choose_early(
@@ -24,26 +24,19 @@ def choose_early(
 
     Before each reduce-scatter the link takes, of the buckets reduced so far, the one that forward
     needs first of those whose gather delays the last reduce-scatter by nothing (others may move).
-    The last bucket to be reduced is never early. Of this list those are left out that make the
-    predicted step longer, and of the rest the shortest beginning is kept that is (nearly) as good
-    as all; none if it gains nothing.
+    The last bucket to be reduced is never early. Of this list the shortest beginning is kept that
+    `predict` finds (nearly) as good as any; none if it gains nothing, or is not allowed.
     """
-
-    def step_s(early: tuple[int, ...]) -> float:
-        return predict(replace(plan, early=early), tensors, times, link).step_s
-
-    fitting = _fitting(replace(plan, early=()), tensors, times, link)
-    kept: tuple[int, ...] = ()
-    steps_s = {kept: step_s(kept)}
+    plan = replace(plan, early=())
+    fitting = _fitting(plan, tensors, times, link) if times.allows_early else ()
     size = -(-len(fitting) // _MAX_TRIALS) or 1
-    for start in range(0, len(fitting), size):
-        longer = kept + fitting[start : start + size]
-        longer_s = step_s(longer)
-        if longer_s <= steps_s[kept]:
-            kept = longer
-            steps_s[kept] = longer_s
-    enough_s = min(steps_s.values()) + _MIN_GAIN * steps_s[()]
-    return replace(plan, early=next(one for one, time_s in steps_s.items() if time_s <= enough_s))
+    steps_s = {
+        count: predict(replace(plan, early=fitting[:count]), tensors, times, link).step_s
+        for count in (*range(0, len(fitting), size), len(fitting))
+    }
+    enough_s = min(steps_s.values()) + _MIN_GAIN * steps_s[0]
+    count = next(count for count, step_s in steps_s.items() if step_s <= enough_s)
+    return replace(plan, early=fitting[:count])
 
 
 def _fitting(

@@ -70,7 +70,8 @@ def merged(
     With `t = alpha + beta x size` and a group `l` that would begin at `c` (when the link is free
     and its last gradient is there), the next tensor, ready at `r`, joins the group if it is ready
     before the group has been sent, `r < c + t`, and either the group has not begun by then,
-    `c > r`, or waiting for it costs less than a start, `r - c < alpha`.
+    `c > r`, or waiting for it costs less than a start, `r - c < alpha`. As alpha is between 0 and
+    t, this comes to `r - c < alpha`.
 
     Args:
         sizes: Bytes of each tensor.
@@ -81,8 +82,7 @@ def merged(
     groups: list[list[int]] = []
     free_s = begin_s = end_s = size = 0.0
     for place, (nbytes, at_s) in enumerate(zip(sizes, ready_s, strict=True)):
-        joins = groups and at_s < end_s and (begin_s > at_s or at_s - begin_s < alpha_s)
-        if joins:
+        if groups and at_s - begin_s < alpha_s:
             groups[-1].append(place)
             size += nbytes
         else:

@@ -21,6 +21,7 @@ class ModelTimes:
         ready_s: Tensor index -> seconds from the backward's beginning to its gradient. A tensor
             that is missing got no gradient and is sent when backward has ended.
         step_s: Optimizer step on this rank's shards, all buckets together.
+        allows_early: Whether buckets may be stepped and gathered before backward has ended.
     """
 
     forward_s: float
@@ -28,6 +29,7 @@ class ModelTimes:
     first_use_s: Mapping[int, float]
     ready_s: Mapping[int, float]
     step_s: float = 0.0
+    allows_early: bool = True
 
     def ready_of(self, bucket: BucketSpec) -> float:
         """When the last gradient of `bucket` is there, seconds since backward began."""
@@ -61,4 +63,5 @@ def _combined(
         first_use_s=of_each([one.first_use_s for one in times]),
         ready_s=of_each([one.ready_s for one in times]),
         step_s=combine([one.step_s for one in times]),
+        allows_early=all(one.allows_early for one in times),
     )

@@ -38,6 +38,14 @@ def test_a_worked_example() -> None:
     assert merged(sizes, ready_s, alpha_s=2, beta_s=1) == [[0], [1, 2, 3], [4], [5]]
 
 
+@settings(max_examples=40)
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+def test_one_condition_stands_for_all_three(begin: int, ready: int, alpha: int, sent: int) -> None:
+    end = begin + alpha + sent
+    published = ready < end and (begin > ready or ready - begin < alpha)
+    assert published == (ready - begin < alpha)
+
+
 def test_edges_of_the_conditions() -> None:
     # Ready when the first one ends: nothing to gain.
     assert merged([1, 1], [0, 2], alpha_s=1, beta_s=1) == [[0], [1]]

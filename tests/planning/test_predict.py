@@ -85,6 +85,21 @@ def test_an_early_gather_may_move_reduce_scatters_but_not_the_last_one() -> None
     assert choose_early(plan, tensors, times, LINK).early == (1,)
     hurried = replace(times, ready_s={**times.ready_s, 0: 5.0})
     assert choose_early(plan, tensors, hurried, LINK).early == ()
+    # The second reduce-scatter was launched before the gather, which was before the third.
+    spans = predict(replace(plan, early=(2,)), tensors, hurried, LINK).spans
+    assert [(span.lane, span.bucket, span.begin_s) for span in spans[:4]] == [
+        ("reduce_scatter", 2, 1),
+        ("reduce_scatter", 1, 3),
+        ("all_gather", 2, 5),
+        ("reduce_scatter", 0, 7),
+    ]
+
+
+def test_early_gathers_that_gain_nothing_are_left_out() -> None:
+    # All gathers but the first end long before forward reads.
+    tensors, times = chain([1, 1, 1], forward_s=[9, 9, 9], backward_s=[1, 9, 9])
+    plan = NoFusion().plan(tensors, WORLD_SIZE)
+    assert choose_early(plan, tensors, times, LINK).early == ()
 
 
 @settings(max_examples=40)

@@ -90,6 +90,14 @@ def test_exact_for_both_halves(model: Model, link: LinkCost, codec: Codec) -> No
         for one in kept
     )
     assert found_s == pytest.approx(best_s)
+    # What the programme itself expects is the same.
+    nbytes = sum(piece.nbytes for piece in pieces)
+    expected_s = min(
+        max(one.free_s, times.backward_s + one.num_groups * codec.alpha_s + codec.beta_s * nbytes)
+        + max(one.late_s, 0.0)
+        for one in kept
+    )
+    assert expected_s + times.forward_s == pytest.approx(best_s)
 
 
 @settings(max_examples=40)
