@@ -5,7 +5,7 @@ All are PyTorch's own parts, put together so that the user's model stays as it i
 
 import inspect
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -50,19 +50,35 @@ def _as_bf16(
 class WfbpDDPStrategy(DDPStrategy):
     """Wait-free backpropagation without fusion: an all-reduce for every tensor.
 
-    Takes `DDPStrategy`'s options except `bucket_cap_mb`.
+    Args:
+        process_group_backend: "gloo" or "nccl"; None: by device.
+        start_method: "popen", "spawn", "fork" or "forkserver".
+        bucket_cap_mb: Refused.
+        **options: As in `DDPStrategy`.
 
     Raises:
         ValueError: If given a cap.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        if options.pop("bucket_cap_mb", None) is not None:
+    def __init__(
+        self,
+        *,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        bucket_cap_mb: None = None,
+        **options: Any,
+    ) -> None:
+        if bucket_cap_mb is not None:
             raise ValueError(
                 "strategy=wfbp sends every tensor by itself, so that bucket_cap_mb means nothing;"
                 " leave it out, or use strategy=ddp."
             )
-        super().__init__(*args, bucket_cap_mb=SMALLEST_CAP_MB, **options)
+        super().__init__(
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            bucket_cap_mb=SMALLEST_CAP_MB,
+            **options,
+        )
 
 
 class ZeroDDPStrategy(DDPStrategy):

@@ -292,6 +292,38 @@ def test_points_with_other_ranks_end_in_one_table(tmp_path: Path) -> None:
     assert result.stdout.endswith(f"All parts:\n\n{table}\n")
 
 
+@pytest.mark.netns
+@pytest.mark.slow
+def test_on_emulated_links_competitors_send_what_they_should(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "small.json")
+    result = subprocess.run(
+        command(
+            *("cluster=emulated", "cluster.rate_mbit=200", "ratio=1", "rounds=1"),
+            "entries=[ddp,ddp_bf16,ddp_zero,fsdp2,wfbp,dear]",
+            *("data=replay", "model.profile=small.json", "model.scale=1", "steps=8"),
+        ),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = {row["entry"]: row for row in read(tmp_path / "out/summary.csv")}
+    model_bytes = float(rows["ddp"]["model_bytes"])
+    sent = {name: float(row["wire_bytes"]) / model_bytes for name, row in rows.items()}
+    for name, times in {"ddp": 1, "ddp_bf16": 0.5, "ddp_zero": 1.5, "wfbp": 1, "dear": 1}.items():
+        assert sent[name] == pytest.approx(times, rel=0.1), name
+    assert sent["fsdp2"] == pytest.approx(1.5, rel=0.1)
+    assert sent["compute alone"] < 0.05
+    assert rows["dear"]["rate_source"] == "shaped"
+    assert float(rows["dear"]["communication_ratio"]) == pytest.approx(1, rel=0.01)
+    # Nothing is faster than the link: else the rate or the bytes are wrong.
+    for name in ("ddp", "wfbp", "dear"):
+        assert float(rows[name]["over_bound"]) > 0.97, name
+
+
 def test_parts_that_wrote_nothing_are_left_out(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / str(number)).mkdir()
