@@ -66,14 +66,13 @@ class OperationTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _operation_s(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Seconds of one operation; views and making an input cost nothing."""
     infos = [value.alias_info for value in func._schema.returns]
-    if any(info is not None and not info.is_write for info in infos):
+    read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    if not read or any(info is not None and not info.is_write for info in infos):
         return 0.0
-    nbytes = sum(
-        value.numel() * value.element_size()
-        for value in tree_leaves((args, kwargs, result))
-        if isinstance(value, Tensor)
-    )
+    written = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+    nbytes = sum(value.numel() * value.element_size() for value in read + written)
     count = flop_registry.get(func._overloadpacket)
     flops = count(*args, **kwargs, out_val=result) if count is not None else 0
     return max(flops / FLOPS_PER_S, nbytes / BYTES_PER_S)
