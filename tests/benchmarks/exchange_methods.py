@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -18,64 +15,20 @@ from lightning_dear.collectives import (
     PairwiseCollectives,
     new_collectives,
     shard_of,
-    sum_in_source_order,
 )
+from lightning_dear.rounds import Rounds
+from lightning_dear.summing import sum_in_source_order
 
 Wait = Callable[[], object]
 Launch = Callable[[], Wait]
 
-MAX_DEPTH = 2
 CHUNK_NUMEL = (1 << 20) // 4
 
 
-class Once:
-    """A work that several threads may wait for; gloo's own would let only one of them go."""
-
-    def __init__(self, work: Any) -> None:
-        self.work = work
-        self.lock = threading.Lock()
-
-    def wait(self) -> None:
-        with self.lock:
-            if self.work is not None:
-                self.work.wait()
-                self.work = None
-
-
-class Stream:
-    """A thread that sends messages in order, each once the one `depth` before it has its answer."""
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.todo: SimpleQueue[tuple[Any, Callable[[], Any], Callable[[Any], None]]] = SimpleQueue()
-        self.pending: deque[Any] = deque()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def put(self, messages: list[tuple[Any, Callable[[], Any]]]) -> Wait:
-        sends: SimpleQueue[Any] = SimpleQueue()
-        for receive, send in messages:
-            self.todo.put((receive, send, sends.put))
-
-        def wait() -> None:
-            for receive, _ in messages:
-                sends.get().wait()
-                receive.wait()
-
-        return wait
-
-    def _run(self) -> None:
-        while True:
-            receive, send, sent = self.todo.get()
-            if len(self.pending) == self.depth:
-                self.pending.popleft().wait()
-            self.pending.append(receive)
-            sent(send())
-
-
 @cache
-def stream_of(depth: int) -> Stream:
-    """The stream of this process with that depth."""
-    return Stream(depth)
+def rounds() -> Rounds:
+    """The one stream of this process."""
+    return Rounds()
 
 
 class Exchanges:
@@ -107,10 +60,7 @@ class Exchanges:
                 "pairwise": self._reduce_pairwise,
                 "pairwise_chunks": lambda: self._reduce(self._chunks),
                 "pairwise_rounds": lambda: self._reduce(self._rounds),
-                **{
-                    f"pairwise_window{depth}": partial(self._reduce, partial(self._windowed, depth))
-                    for depth in range(1, MAX_DEPTH + 1)
-                },
+                "pairwise_stream": lambda: self._reduce(self._streamed),
                 "all_to_all": self._reduce_all_to_all,
                 "native": self._reduce_native,
                 "ring_thread": lambda: self._driven(self._reduce_ring),
@@ -119,10 +69,7 @@ class Exchanges:
             "pairwise": lambda: self.ours.launch_all_gather(self.buffer, self.number).wait,
             "pairwise_chunks": lambda: self._gather(self._chunks),
             "pairwise_rounds": lambda: self._gather(self._rounds),
-            **{
-                f"pairwise_window{depth}": partial(self._gather, partial(self._windowed, depth))
-                for depth in range(1, MAX_DEPTH + 1)
-            },
+            "pairwise_stream": lambda: self._gather(self._streamed),
             "native": self._gather_native,
             "ring_thread": lambda: self._driven(self._gather_ring),
         }
@@ -226,18 +173,13 @@ class Exchanges:
 
         return self._driven(drive)
 
-    def _windowed(
-        self, depth: int, row: Callable[[int], Tensor], sent: Callable[[int], Tensor]
-    ) -> Wait:
-        """At most `depth` messages under way to this rank, of all buckets; a thread sends on."""
+    def _streamed(self, row: Callable[[int], Tensor], sent: Callable[[int], Tensor]) -> Wait:
+        """The same, in order over all buckets: what `Rounds` does."""
         hops = range(1, self.world_size)
         receives = [self._receive(row(self.rank - hop), hop) for hop in hops]
-        return stream_of(depth).put(
-            [
-                (Once(receive), partial(self._send, sent(self.rank + hop), hop))
-                for hop, receive in zip(hops, receives, strict=True)
-            ]
-        )
+        sends = [partial(self._send, sent(self.rank + hop), hop) for hop in hops]
+        works = rounds().put(receives, sends, sent(self.rank + 1).nbytes)
+        return lambda: _wait_all(works)
 
     def _driven(self, drive: Callable[[], None]) -> Wait:
         future: Future[None] = self.driver.submit(drive)
