@@ -4,127 +4,103 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-MAX_BYTES_IN_FLIGHT = 128 << 10
-"""So many bytes of small messages may be under way at once: less than a millisecond of a link."""
+SMALL_EXCHANGE_BYTES = 64 << 10
+"""An exchange that sends no more than that, well under a millisecond of a link, is one round."""
 
 
 class Rounds:
-    """Sends the messages of all exchanges of one process group in order, on a thread of its own.
+    """Makes the exchanges of one process group in order, on a thread of its own.
 
     In round k every rank sends to the rank k places on and receives from the one k places back.
     When all ranks do so in step, each link carries one message at a time; when each sends to all
     at once, several meet in front of one receiver while another has none, and links fall idle. A
-    rank sends the next message when the one before has its counterpart: what it was to receive in
-    the same round. So ranks keep in step without a message for that, and over any number of
-    exchanges.
+    rank goes on to the next round, or the next exchange, when it has what it receives in this one.
+    So ranks keep in step without a message for that.
 
     All ranks must put the same exchanges in the same order, or they wait for each other for ever.
-
-    Args:
-        max_bytes_in_flight: Messages go out together as long as they are no more bytes than that.
     """
 
-    def __init__(self, max_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT) -> None:
-        self._todo: SimpleQueue[_Message | None] = SimpleQueue()
-        stream = _Stream(self._todo, max_bytes_in_flight)
-        threading.Thread(target=stream.run, daemon=True).start()
+    def __init__(self) -> None:
+        self._todo: SimpleQueue[_Exchange | None] = SimpleQueue()
+        threading.Thread(target=_run, args=(self._todo,), daemon=True).start()
         weakref.finalize(self, self._todo.put, None)
 
     def put(
-        self, receives: Sequence[Any], sends: Sequence[Callable[[], Any]], message_bytes: int
-    ) -> list[Any]:
-        """Queue an exchange; return at once what to wait for, in place of torch's works.
+        self, receives: Sequence[Any], sends: Sequence[Callable[[], Any]], nbytes: int
+    ) -> RoundsWork:
+        """Queue an exchange and return at once.
 
         Args:
-            receives: Works of posted receives, by round. Only what is returned may wait for them.
+            receives: Works of posted receives, by round. Nobody else may wait for them.
             sends: By round: starts the send and returns its work. Called on the thread.
-            message_bytes: Size of each of these messages.
-
-        Returns:
-            Waitables for all receives and sends, each to be waited for once by the caller. `wait`
-            blocks, and raises what the receive
-            or the send raised, or an earlier message without whose counterpart none is sent.
+            nbytes: Bytes of all sends together.
         """
-        messages = [
-            _Message(_Once(receive), send, Future(), message_bytes)
-            for receive, send in zip(receives, sends, strict=True)
-        ]
-        for message in messages:
-            self._todo.put(message)
-        return [*(one.receive for one in messages), *(_Sent(one.sent) for one in messages)]
+        exchange = _Exchange(receives, sends, nbytes, Future())
+        self._todo.put(exchange)
+        return RoundsWork(exchange.sent)
 
 
-class _Once:
-    """A receive that two threads wait for; of gloo's own work only one would get its answer."""
+class RoundsWork:
+    """A queued exchange; wait for it once, as for torch's own works."""
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
+    def __init__(self, sent: Future[list[Any]]) -> None:
+        self._sent = sent
 
     def wait(self) -> None:
-        with self._lock:
-            work, self._work = self._work, None
-            if work is not None:
-                try:
-                    work.wait()
-                except BaseException as error:
-                    self._error = error
-            if self._error is not None:
-                raise self._error
+        """Blocks until all has arrived and the sent buffers may be written again.
 
-
-class _Sent:
-    """A send that may not have been started yet."""
-
-    def __init__(self, started: Future[Any]) -> None:
-        self._started = started
-
-    def wait(self) -> None:
-        self._started.result().wait()
+        Raises what a receive or a send has raised, of this exchange or of one before it, since
+        nothing is sent after a failure.
+        """
+        for work in self._sent.result():
+            work.wait()
 
 
 @dataclass(frozen=True)
-class _Message:
-    receive: _Once
-    send: Callable[[], Any]
-    sent: Future[Any]
+class _Exchange:
+    receives: Sequence[Any]
+    sends: Sequence[Callable[[], Any]]
     nbytes: int
+    sent: Future[list[Any]]
+
+    def run(self) -> list[Any]:
+        """Send and receive, round by round; return the works of the sends."""
+        num_rounds = len(self.sends)
+        step = num_rounds if self.nbytes <= SMALL_EXCHANGE_BYTES else 1
+        works: list[Any] = []
+        for start in range(0, num_rounds, step):
+            works += [send() for send in self.sends[start : start + step]]
+            for receive in self.receives[start : start + step]:
+                receive.wait()
+        return works
 
 
-class _Stream:
-    def __init__(self, todo: SimpleQueue[_Message | None], max_bytes: int) -> None:
-        self._todo = todo
-        self._max_bytes = max_bytes
-        self._unanswered: deque[tuple[_Once, int]] = deque()
+def _run(todo: SimpleQueue[_Exchange | None]) -> None:
+    # No local name outlives a turn: it would keep the process group, and its threads, alive.
+    failure: BaseException | None = None
+    while True:
+        is_over, failure = _run_next(todo.get(), failure)
+        if is_over:
+            return
 
-    def run(self) -> None:
-        # No local name outlives a turn: it would keep the process group, and its threads, alive.
-        while self._send_next(self._todo.get()):
-            pass
 
-    def _send_next(self, message: _Message | None) -> bool:
-        if message is None:
-            return False
+def _run_next(
+    exchange: _Exchange | None, failure: BaseException | None
+) -> tuple[bool, BaseException | None]:
+    if exchange is None:
+        return True, failure
+    if failure is None:
         try:
-            self._wait_for_room(message.nbytes)
-            message.sent.set_result(message.send())
-        except BaseException as error:  # whoever waits for the message gets it
-            message.sent.set_exception(error)
-        else:
-            self._unanswered.append((message.receive, message.nbytes))
-        return True
-
-    def _wait_for_room(self, nbytes: int) -> None:
-        waiting = self._unanswered
-        while waiting and sum(size for _, size in waiting) + nbytes > self._max_bytes:
-            # Left in place if it raises: what comes later must not be sent either.
-            waiting[0][0].wait()
-            waiting.popleft()
+            exchange.sent.set_result(exchange.run())
+        except BaseException as error:  # whoever waits gets it
+            # Without the frames, which hold tensors and works.
+            failure = error.with_traceback(None)
+    if failure is not None:
+        exchange.sent.set_exception(failure)
+    return False, failure

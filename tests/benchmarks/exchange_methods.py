@@ -178,8 +178,8 @@ class Exchanges:
         hops = range(1, self.world_size)
         receives = [self._receive(row(self.rank - hop), hop) for hop in hops]
         sends = [partial(self._send, sent(self.rank + hop), hop) for hop in hops]
-        works = rounds().put(receives, sends, sent(self.rank + 1).nbytes)
-        return lambda: _wait_all(works)
+        nbytes = sent(self.rank + 1).nbytes * len(sends)
+        return rounds().put(receives, sends, nbytes).wait
 
     def _driven(self, drive: Callable[[], None]) -> Wait:
         future: Future[None] = self.driver.submit(drive)

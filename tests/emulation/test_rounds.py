@@ -51,53 +51,58 @@ class Link:
         return self.sent
 
 
-def test_a_message_is_sent_when_the_one_before_has_its_counterpart() -> None:
+LARGE = 1 << 20
+
+
+def test_a_round_begins_when_the_one_before_has_brought_its_message() -> None:
     link, rounds = Link(), Rounds()
     receives = [FakeWork() for _ in range(4)]
-    first = rounds.put(receives[:2], link.sends("a1", "a2"), 1 << 20)
-    second = rounds.put(receives[2:], link.sends("b1", "b2"), 1 << 20)
+    first = rounds.put(receives[:2], link.sends("a1", "a2"), LARGE)
+    second = rounds.put(receives[2:], link.sends("b1", "b2"), LARGE)
     assert link.settled() == ["a1"]
     receives[1].arrive()  # of a later round: does not count
     assert link.settled() == ["a1"]
     receives[0].arrive()
     assert link.settled() == ["a1", "a2", "b1"]
+    first.wait()
     receives[2].arrive()
     receives[3].arrive()
-    for work in (*first, *second):
-        work.wait()
+    second.wait()
     assert link.sent == ["a1", "a2", "b1", "b2"]
 
 
-def test_small_messages_go_together_up_to_the_limit() -> None:
-    link, rounds = Link(), Rounds(max_bytes_in_flight=200)
-    receives = [FakeWork() for _ in range(3)]
-    rounds.put(receives, link.sends("1", "2", "3"), 100)
-    assert link.settled() == ["1", "2"]
-    receives[0].arrive()
-    assert link.settled() == ["1", "2", "3"]
-
-
-def test_waiting_twice_and_from_two_threads_is_answered() -> None:
+def test_it_is_waited_for_until_the_last_message_has_come() -> None:
     link, rounds = Link(), Rounds()
     receives = [FakeWork(), FakeWork()]
-    works = rounds.put(receives, link.sends("1", "2"), 1 << 20)
-    waiter = threading.Thread(target=works[0].wait)
+    work = rounds.put(receives, link.sends("1", "2"), LARGE)
+    waiter = threading.Thread(target=work.wait)
     waiter.start()
     receives[0].arrive()
+    assert link.settled() == ["1", "2"]
+    assert waiter.is_alive()
     receives[1].arrive()
-    for work in (*works, *works[:2]):
-        work.wait()
     waiter.join(timeout=5)
     assert not waiter.is_alive()
+
+
+def test_small_messages_go_out_together() -> None:
+    link, rounds = Link(), Rounds()
+    receives = [FakeWork() for _ in range(3)]
+    rounds.put(receives, link.sends("1", "2", "3"), 64 << 10)
+    assert link.settled() == ["1", "2", "3"]
+    for receive in receives:
+        receive.arrive()
 
 
 def test_after_a_failed_receive_nothing_more_is_sent_and_every_waiter_hears_of_it() -> None:
     link, rounds = Link(), Rounds()
     broken = FakeWork(ConnectionError("peer closed"))
     broken.arrive()
-    works = rounds.put([broken, FakeWork()], link.sends("1", "2"), 1 << 20)
-    later = rounds.put([FakeWork()], link.sends("3"), 1 << 20)
-    for work in (works[0], works[0], works[3], later[1]):
+    works = [
+        rounds.put([broken, FakeWork()], link.sends("1", "2"), LARGE),
+        rounds.put([FakeWork()], link.sends("3"), LARGE),
+    ]
+    for work in works:
         with pytest.raises(ConnectionError, match="peer closed"):
             work.wait()
     assert link.sent == ["1"]
@@ -123,9 +128,8 @@ def test_every_rank_gets_every_message_of_many_exchanges(world_size: int) -> Non
         sends = [
             partial(dist.isend, own, dst=(rank + hop) % world_size, tag=number) for hop in hops
         ]
-        results.append((number, own, rows, rounds.put(receives, sends, own.nbytes)))
-    for number, _, rows, works in results:
-        for work in works:
-            work.wait()
+        results.append((number, own, rows, rounds.put(receives, sends, own.nbytes * len(sends))))
+    for number, _, rows, work in results:
+        work.wait()
         for source, row in rows.items():
             assert torch.equal(row, torch.full_like(row, 100.0 * number + source))
