@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 from hydra import compose
@@ -126,13 +126,18 @@ def points_of(cfg: DictConfig) -> list[dict[str, Any]]:
     """Return the settings of every comparison to make; one without settings if none is listed.
 
     Raises:
-        ValueError: If a point is not a mapping.
+        ValueError: If a point is not a mapping, or an option of ``sweep`` has no list of values.
     """
     points: Any = OmegaConf.to_container(cfg.points) or [{}]
     for point in points:
         if not isinstance(point, dict):
             raise ValueError(f"A point is a mapping of overrides, such as {{ratio: 2}}: {point!r}")
-    return list(points)
+    swept: Any = OmegaConf.to_container(cfg.sweep) if cfg.sweep is not None else {}
+    for option, values in swept.items():
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"sweep gives lists of values, such as {{{option}: [1, 2]}}: {values}")
+    combinations = [dict(zip(swept, chosen, strict=True)) for chosen in product(*swept.values())]
+    return [{**point, **combination} for point in points for combination in combinations]
 
 
 def by_cluster(points: Sequence[Setting]) -> list[tuple[Setting, list[Setting]]]:

@@ -39,6 +39,7 @@ def run_groups(groups: Sequence[tuple[Setting, Sequence[Setting]]]) -> int:
             own = [
                 *overrides_of(cluster),
                 as_override("points", list(points)),
+                as_override("sweep", None),
                 as_override("hydra.run.dir", str(parts[-1])),
             ]
             labels = "; ".join(label_of(point) or "as configured" for point in points)

@@ -63,8 +63,9 @@ def _link(point: Point) -> str:
     link = f"links of {point.link_rate_mbit:g} Mb/s ({point.rate_source})"
     if point.scale == 1:
         return link
-    size, rate = point.bounds.model_bytes * point.scale, point.link_rate_mbit * point.scale
-    return f"{link}; scale {point.scale:g}: stands for {_mega(size)} MB on {rate:g} Mb/s"
+    whole = f"{_mega(point.bounds.model_bytes * point.scale)} MB"
+    rate = f"{point.link_rate_mbit * point.scale:.0f} Mb/s"
+    return f"{link}; scale {point.scale:g}: stands for {whole} on {rate}"
 
 
 def _shortest(point: Point) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from omegaconf import DictConfig, open_dict
 
 from lightning_dear.apps.bench_build import (
     build_strategy,
+    link_rate_mbit,
     point_of,
     replay_overrides,
     scale_caps,
@@ -33,6 +36,7 @@ from lightning_dear.apps.bench_config import (
     entries_of,
     label_of,
     merged,
+    overrides_of,
     points_of,
 )
 from lightning_dear.apps.bench_points import join
@@ -145,8 +149,39 @@ def test_points_are_grouped_by_what_needs_other_ranks() -> None:
     with job() as cfg:
         assert points_of(cfg) == [{}]
         assert by_cluster([{}]) == [({}, [{}])]
+    swept = "sweep={ratio: [1, 2], cluster.devices: [2, 3]}"
+    with job("points=[{rounds: 7}, {seed: 5}]", swept) as cfg:
+        points = points_of(cfg)
+    assert points[:3] == [
+        {"rounds": 7, "ratio": 1, "cluster.devices": 2},
+        {"rounds": 7, "ratio": 1, "cluster.devices": 3},
+        {"rounds": 7, "ratio": 2, "cluster.devices": 2},
+    ]
+    assert len(points) == 8
+    with job("sweep={ratio: 1}") as cfg, pytest.raises(ValueError, match="lists of values"):
+        points_of(cfg)
     with job("points=[3]") as cfg, pytest.raises(ValueError, match="mapping of overrides"):
         points_of(cfg)
+
+
+SPEED = (ROOT / "recipes/speed/README.md").read_text()
+COMMANDS = re.findall(r"^(?:\w+=\w+ )?dear-bench (.*?)^```", SPEED, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("command_line", COMMANDS, ids=lambda text: shlex.split(text)[-3][:40])
+def test_commands_of_the_recipe_compose(command_line: str) -> None:
+    arguments = shlex.split(command_line.replace("\\\n", " "))
+    with job(*arguments) as cfg:
+        entries, points = entries_of(cfg), points_of(cfg)
+        assert len(entries) >= 4
+        for point in points:
+            own = composed(overrides_of(point))
+            assert own.cluster.num_hosts >= 2
+            assert link_rate_mbit(own) in (200, 500, 1000)
+
+
+def test_the_recipe_has_commands() -> None:
+    assert len(COMMANDS) == 8
 
 
 # --- what a point stands for ----------------------------------------------------------------------
