@@ -46,11 +46,17 @@ def test_time_between_waits_is_not_made_up_for():
     assert time.now_s == pytest.approx(100 * 0.011)
 
 
-def test_the_replays_own_time_is_part_of_the_wait_up_to_a_limit():
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_replays_own_time_is_part_of_the_wait_up_to_a_limit(leaves):
     time = FakeTime()
     waiter = Waiter(time.clock, time.sleep)
     for own_s in [2e-5] * 100 + [1e-3] * 100:
         since = time.now_s
-        time.now_s += own_s
+        if not leaves:
+            time.now_s += own_s
         waiter.wait(2e-3, since)
-    assert time.now_s == pytest.approx(200 * 2e-3 + 100 * (1e-3 - MAX_OWN_S))
+        if leaves:
+            time.now_s += own_s
+            waiter.leave()
+    lost_s = 100 * (1e-3 - MAX_OWN_S)
+    assert time.now_s == pytest.approx(200 * 2e-3 + lost_s, abs=MAX_OWN_S + 1e-9)

@@ -124,6 +124,7 @@ class ReplayLayer(nn.Module):
             parameter.detach()
         apply: Any = _Replay.apply
         output: Tensor = apply(activation, self, since, *parameters)
+        self.waiter.leave()
         return output
 
 

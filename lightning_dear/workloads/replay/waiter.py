@@ -13,9 +13,9 @@ MAX_CREDIT_S = 2.5e-4
 """What of a sleep's lateness the next waits are shortened by. More than that is not the timer's but
 a busy processor's: time that computing and communicating took, and that counts."""
 
-
-MAX_OWN_S = 5e-5
-"""What of a layer's own Python a wait is shortened by, again so that a busy processor counts."""
+MAX_OWN_S = 1e-4
+"""What of the replay's own Python, before and after a wait, waits are shortened by: some 0.03 ms
+each just after a sleep. Limited, again so that a busy processor counts."""
 
 
 class Waiter:
@@ -39,6 +39,7 @@ class Waiter:
         self._clock = clock
         self._sleep = sleep
         self._owed_s = 0.0
+        self._end_s = 0.0
         self.slept_s = 0.0
         self.late_s = 0.0
 
@@ -53,13 +54,19 @@ class Waiter:
             seconds: How long the replayed layer takes.
             since: When it began: what the replay itself has done since counts as waiting.
         """
-        self._owed_s += seconds - min(self._clock() - since, MAX_OWN_S)
+        self._end_s = self._clock()
+        self._owed_s += seconds - min(self._end_s - since, MAX_OWN_S)
         if self._owed_s < MIN_SLEEP_S:
             return
-        start_s = self._clock()
+        start_s = self._end_s
         self._sleep(self._owed_s)
-        slept_s = self._clock() - start_s
+        self._end_s = self._clock()
+        slept_s = self._end_s - start_s
         late_s = slept_s - self._owed_s
         self._owed_s = -min(late_s, MAX_CREDIT_S)
         self.slept_s += slept_s
         self.late_s += max(0.0, late_s - MAX_CREDIT_S)
+
+    def leave(self) -> None:
+        """Count what the replay itself has done since the last wait as waiting too."""
+        self._owed_s -= min(self._clock() - self._end_s, MAX_OWN_S)
