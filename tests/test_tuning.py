@@ -249,6 +249,11 @@ def test_early_gathers_are_planned_only_where_they_are_allowed() -> None:
     _train(other, pipeline, 100)
     assert "gathered in backward" not in said[0]
     assert not any(plan.early for plan in pipeline.parts[0].used)
+    planner = _Two()
+    last, pipeline, _ = _tuning(planner)
+    pipeline.early_refusal = "clipping"
+    _train(last, pipeline, 100)
+    assert not planner.times.allows_early
 
 
 def test_other_parameters_bring_another_search() -> None:

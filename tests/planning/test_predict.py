@@ -19,6 +19,7 @@ from lightning_dear.planning import (
     predict,
 )
 from lightning_dear.planning.cost import fitted
+from lightning_dear.planning.early import _fitting
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.times import median_times, slowest_times
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, chains, links
@@ -95,6 +96,25 @@ def test_an_early_gather_may_move_reduce_scatters_but_not_the_last_one() -> None
     ]
 
 
+def test_a_gather_that_would_delay_the_last_reduce_scatter_does_not_fit() -> None:
+    # The link is idle from 5 to 6 and from 8 to 9; gathers take 4, 2 and 2 seconds.
+    tensors, times = chain([1, 1, 3], forward_s=[0, 0, 0], backward_s=[3, 5, 1])
+    plan = NoFusion().plan(tensors, WORLD_SIZE)
+    assert _fitting(plan, tensors, times, LINK) == ()
+    # With the third gradient at 10 the first gap has room: the second reduce-scatter may wait.
+    later = replace(times, ready_s={**times.ready_s, 0: 11.0})
+    assert _fitting(plan, tensors, later, LINK)[:1] == (2,)
+
+
+def test_early_gathers_are_left_out_where_they_are_not_allowed() -> None:
+    tensors, times = chain([1, 1, 1], forward_s=[1, 1, 1], backward_s=[1, 9, 1])
+    plan = NoFusion().plan(tensors, WORLD_SIZE)
+    forbidden = replace(times, allows_early=False)
+    assert choose_early(plan, tensors, times, LINK).early
+    assert choose_early(plan, tensors, forbidden, LINK).early == ()
+    assert not slowest_times([times, forbidden]).allows_early
+
+
 def test_early_gathers_that_gain_nothing_are_left_out() -> None:
     # All gathers but the first end long before forward reads.
     tensors, times = chain([1, 1, 1], forward_s=[9, 9, 9], backward_s=[1, 9, 9])
@@ -168,6 +188,9 @@ def test_a_line_through_two_measurements() -> None:
     assert link == LinkCost(alpha_s=1.0, beta_s=0.002)
     assert link.reduce_scatter_s(4000, 4) == 1 + 0.002 * 3000
     assert link.all_reduce_s(4000, 4) == 2 * 7.0
+    # 6 seconds in each half, without starts.
+    assert link.bound_s(4000, 4, forward_s=3, backward_s=6) == 12
+    assert link.dear_bound_s(4000, 4, forward_s=3, backward_s=7) == 6 + 7
     assert fitted(1000, 3.0, 5000, 2.0) == LinkCost(alpha_s=3.0, beta_s=0.0)
     assert fitted(1000, 0.5, 5000, 8.5).alpha_s == 0.0
 

@@ -37,7 +37,9 @@ def test_a_plan_comes_back_equal_whatever_the_tensors_are_numbered(
     assert BucketPlan.from_dict(data, tensors, world_size) == plan
     order = list(range(len(tensors)))
     random.shuffle(order)
-    moved = [replace(one, index=order[one.index]) for one in tensors]
+    moved = sorted(
+        (replace(one, index=order[one.index]) for one in tensors), key=lambda one: one.index
+    )
     back = BucketPlan.from_dict(data, moved, world_size)
     assert [[order[piece.tensor] for piece in bucket.slices] for bucket in plan.buckets] == [
         [piece.tensor for piece in bucket.slices] for bucket in back.buckets
