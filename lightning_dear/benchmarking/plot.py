@@ -11,7 +11,7 @@ from lightning_dear.benchmarking.records import Row
 from lightning_dear.benchmarking.table import describe
 
 _PARTS = (
-    ("compute", "compute_s", "#4c78a8"),
+    ("compute and the rest", "compute_s", "#4c78a8"),
     ("waits for gradients", "exposed_reduce_scatter_s", "#f58518"),
     ("waits for parameters", "exposed_all_gather_s", "#e45756"),
 )

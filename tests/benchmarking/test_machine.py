@@ -27,6 +27,19 @@ def test_the_loopback_counts_what_is_sent() -> None:
     assert machine.sent_bytes("no such interface") is None
 
 
+NET_DEV = """Inter-|   Receive                            |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop
+    lo:     100       1    0    0    0     0          0         0      200       1    0    0
+  eth0:  111111    2222    0    0    0     0          0         0  3333333    4444    0    0
+"""
+
+
+def test_what_was_sent_is_not_what_was_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_read", {"net/dev": NET_DEV}.get)
+    assert machine.sent_bytes("eth0") == 3333333
+    assert machine.sent_bytes("lo") == 200
+
+
 def test_a_busy_core_is_seen() -> None:
     before = machine.cpu_times()
     while time.process_time() - before.process_s < 0.2:
