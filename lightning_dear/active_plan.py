@@ -11,8 +11,9 @@ import torch
 from torch.nn import Module, Parameter
 
 from lightning_dear.bucket import FlatBuffers, allocate
-from lightning_dear.exchange import DenseExchange
+from lightning_dear.exchange import LimitedGathers, new_exchange
 from lightning_dear.gatherer import ParameterGatherer
+from lightning_dear.gathering import Gathering
 from lightning_dear.layout import tensor_specs
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.recorder import ForwardRecorder
@@ -127,20 +128,25 @@ def activate(
     collectives: Collectives,
     waiting: Waiting,
     first_number: int,
+    gathering: Gathering,
+    on_arrival: Callable[[int], None],
 ) -> ActivePlan:
     """Makes all that `plan` needs. Local.
 
     Mutates each parameter's `data`: values stay, storage changes. `first_number`: see
-    `DenseExchange`.
+    `DenseExchange`; `on_arrival`: `ParameterGatherer`.
     """
-    flat = allocate(plan, parameters, collectives.rank, collectives.scratch_numel)
-    exchange = DenseExchange(collectives, first_number)
+    number, num_shards = gathering.shards(collectives)
+    flat = allocate(plan, parameters, number, collectives.scratch_numel, num_shards)
+    exchange = new_exchange(gathering, collectives, first_number)
+    depth = gathering.depth
     gatherer = ParameterGatherer(
         module,
         flat,
-        exchange,
+        exchange if depth is None else LimitedGathers(exchange, depth),
         recording.ungated,
         partial(waiting, "all_gather"),
+        on_arrival,
         is_gated=collectives.world_size > 1,
     )
     reducer = GradientReducer(

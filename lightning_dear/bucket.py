@@ -174,6 +174,7 @@ def allocate(
     parameters: Sequence[Parameter],
     rank: int,
     scratch_numel: Callable[[int], int],
+    num_shards: int,
 ) -> FlatBuffers:
     """Makes the buffers of `plan` and moves the parameters into them.
 
@@ -183,6 +184,7 @@ def allocate(
         plan: Over exactly these parameters, by their index.
         parameters: The engine's list.
         rank: Whose shards to make.
+        num_shards: Into how many to cut a bucket: one each rank, or one if every rank has all.
         scratch_numel: Elements of a bucket -> elements of its scratch (see `Bucket.received`).
     """
     by_family: dict[str, list[int]] = {}
@@ -210,7 +212,7 @@ def allocate(
                     )
             part = slice(offset, offset + spec.padded_numel)
             scratch = flat.new_empty(scratch_numel(spec.padded_numel))
-            own = shard_slice(spec.padded_numel, rank, plan.world_size)
+            own = shard_slice(spec.padded_numel, rank, num_shards)
             buckets[number] = _bucket(
                 number, spec, flat[part], gradients[part], scratch, own, number in plan.early
             )

@@ -66,6 +66,18 @@ class _Groups(Collectives):
         return values
 
     @override
+    def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
+        if self.world_size == 1:
+            return Work.done()
+        work = dist.all_reduce(buffer, group=self.reduce_group, async_op=True)
+        self.ledger.all_reduce_bytes += 2 * self._ring_bytes(buffer)
+        # In this lane since it takes the reduce-scatters' place in backward.
+        return self._work("reduce_scatter", f"bucket {bucket}", [work])
+
+    def _ring_bytes(self, buffer: Tensor) -> int:
+        return buffer.nbytes // self.world_size * (self.world_size - 1)
+
+    @override
     def discard(self) -> None:
         _reusable.clear()
 
@@ -264,9 +276,6 @@ class NativeCollectives(_Groups):
         work = dist.broadcast(buffer, src=0, group=self.gather_group, async_op=True)
         self.ledger.other_bytes += buffer.nbytes
         return self._work("other", "module buffers", [work])
-
-    def _ring_bytes(self, buffer: Tensor) -> int:
-        return buffer.nbytes // self.world_size * (self.world_size - 1)
 
 
 # torch 2.13 renamed both; the old names warn there and are the only ones before it.

@@ -80,9 +80,9 @@ def check_elementwise(optimizer: Optimizer) -> None:
 def _refusal(name: str, why: str) -> str:
     known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
     return (
-        f"strategy='dear' cannot shard {name}: {why}. Use an element-wise optimizer ({known}, or"
-        " one that passes the same test), or strategy='ddp'; gather='gradients', for optimizers"
-        " like this one, does not exist yet."
+        f"strategy='dear' cannot shard {name}: {why}. Use gather='gradients', which steps whole"
+        f" tensors on every rank; an element-wise optimizer ({known}, or one that passes the same"
+        " test); or strategy='ddp'."
     )
 
 
@@ -108,7 +108,7 @@ def _step(
     group = {**optimizer.param_groups[0], "params": []}
     twin.__dict__.update(state=defaultdict(dict), param_groups=[group])
     for tensor in tensors:
-        twin.state[tensor].update(_initial_state(optimizer, tensor))
+        twin.state[tensor].update(initial_state(optimizer, tensor))
     step = inner_step(twin)
     for of_tensors in gradients:
         for tensor, gradient in zip(tensors, of_tensors, strict=True):
@@ -117,7 +117,7 @@ def _step(
             step(twin)
 
 
-def _initial_state(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
+def initial_state(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
     """What the constructor put into the state of the first parameter, in `tensor`'s size."""
     first = optimizer.param_groups[0]["params"][0]
     return {

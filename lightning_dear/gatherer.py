@@ -6,20 +6,29 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dear.bucket import FlatBuffers
-from lightning_dear.exchange import DenseExchange
+from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.gate import close_gate, remove_gate
 from lightning_dear.work import Work
 
 Waiting = Callable[[str], AbstractContextManager[None]]
 """Reason -> context in which a wait for parameters happens."""
+
+
+class GathersBuckets(Protocol):
+    """The part of an exchange that is needed here; see `DenseExchange`."""
+
+    def expect_gather(self, bucket: Bucket) -> None:
+        """Lets other ranks' shards arrive from now on."""
+
+    def launch_gather(self, bucket: Bucket) -> Work:
+        """Starts to gather what completes `bucket`. Does not block."""
 
 
 class ParameterGatherer:
@@ -34,6 +43,7 @@ class ParameterGatherer:
         ungated: Parameter index -> module in front of whose forward to wait, since it reads the
             parameter behind the gate's back (see `ForwardRecorder.ungated`).
         waiting: Entered around every wait.
+        on_arrival: Called with a bucket's number when it has arrived, by whoever waits for it.
         is_gated: False where nothing ever travels: no hook or gate is put anywhere.
     """
 
@@ -41,15 +51,17 @@ class ParameterGatherer:
         self,
         module: Module,
         buffers: FlatBuffers,
-        exchange: DenseExchange,
+        exchange: GathersBuckets,
         ungated: Mapping[int, Module | None],
         waiting: Waiting,
+        on_arrival: Callable[[int], None],
         *,
         is_gated: bool = True,
     ) -> None:
         self._buffers = buffers
         self._exchange = exchange
         self._waiting = waiting
+        self._on_arrival = on_arrival
         self._lock = threading.RLock()
         self._pending: dict[int, Work] = {}
         self._staged: dict[int, Work] = {}
@@ -136,6 +148,7 @@ class ParameterGatherer:
     def _wait(self, number: int, work: Work, reason: str) -> None:
         with self._waiting(reason):
             work.wait()
+        self._on_arrival(number)
         # A tensor that an earlier operation saved for backward now holds other values: with the
         # version bumped, autograd refuses to use it instead of returning a wrong gradient.
         torch.autograd.graph.increment_version(self._parameters_of[number])

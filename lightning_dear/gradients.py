@@ -15,7 +15,7 @@ _NORM_TAG = 1 << 19
 
 @torch.no_grad()
 def global_norm(
-    gradients: Sequence[Tensor], norm_type: float, collectives: Collectives, like: Tensor
+    gradients: Sequence[Tensor], norm_type: float, sharing: Collectives | None, like: Tensor
 ) -> Tensor:
     """Norm of the whole gradient, from every rank's shard: one number from each. Collective.
 
@@ -25,18 +25,20 @@ def global_norm(
     Args:
         gradients: This rank's pieces.
         norm_type: p of the p-norm; `inf` for the largest absolute value.
-        collectives: Over the ranks that have the other pieces.
+        sharing: Over the ranks that have the other pieces; None if each rank has all.
         like: Has the dtype and device that the result shall have.
 
     Returns:
         A scalar; 0 if there is no gradient anywhere.
     """
-    parts = torch.zeros(collectives.world_size, dtype=torch.float64, device=like.device)
+    num_parts, own_part = (1, 0) if sharing is None else (sharing.world_size, sharing.rank)
+    parts = torch.zeros(num_parts, dtype=torch.float64, device=like.device)
     if gradients:
         norms = _norms(gradients, norm_type)
         own = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
-        parts[collectives.rank] = own
-    collectives.launch_all_gather(parts, _NORM_TAG).wait()
+        parts[own_part] = own
+    if sharing is not None:
+        sharing.launch_all_gather(parts, _NORM_TAG).wait()
     total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
     return total.to(like.dtype)
 
@@ -59,13 +61,14 @@ def clip_to_value(gradients: Sequence[Tensor], clip_value: float) -> None:
 
 @torch.no_grad()
 def any_not_finite(
-    gradients: Sequence[Tensor], collectives: Collectives, device: torch.device
+    gradients: Sequence[Tensor], sharing: Collectives | None, device: torch.device
 ) -> Tensor:
-    """Whether a gradient on any rank is inf or NaN: a uint8 of one element. Collective."""
+    """Whether a gradient on any rank is inf or NaN: a uint8 of one element. See `global_norm`."""
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
     if gradients:
         flag.copy_(~torch.isfinite(_norms(gradients, math.inf)).all())
-    collectives.launch_any(flag).wait()
+    if sharing is not None:
+        sharing.launch_any(flag).wait()
     return flag
 
 

@@ -9,9 +9,10 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import storage_strides
-from lightning_dear.elementwise import check_elementwise
 from lightning_dear.gate import plain_parameters
+from lightning_dear.gathering import Gathering
 from lightning_dear.planning import TensorSpec
+from lightning_dear.tensorwise import check_steppable
 from lightning_dear.work import Collectives
 
 Described = Sequence[tuple[str, str]]
@@ -139,13 +140,18 @@ def tensor_specs(
     ]
 
 
-def check_layout(module: Module, optimizers: Sequence[Optimizer], collectives: Collectives) -> None:
+def check_layout(
+    module: Module,
+    optimizers: Sequence[Optimizer],
+    collectives: Collectives,
+    gathering: Gathering,
+) -> None:
     """Refuses what cannot be trained, on every rank alike. Collective, blocks.
 
     Raises:
         ValueError: Saying what is wrong and what to change.
     """
-    problems = [_local_problem(module, optimizer) for optimizer in optimizers]
+    problems = [_local_problem(module, optimizer, gathering) for optimizer in optimizers]
     problem = next((one for one in problems if one), _shared_problem(optimizers))
     described = [
         (name, f"{what}, {type(optimizer).__name__} {number}")
@@ -218,10 +224,10 @@ def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
     return None
 
 
-def _local_problem(module: Module, optimizer: Optimizer) -> str | None:
+def _local_problem(module: Module, optimizer: Optimizer, gathering: Gathering) -> str | None:
     own = {id(parameter) for parameter in module.parameters()}
     try:
-        check_elementwise(optimizer)
+        check_steppable(optimizer, gathering)
     except ValueError as error:
         return str(error)
     for number, group in enumerate(optimizer.param_groups):

@@ -21,7 +21,7 @@ class MeanGradients:
 
     optimizer: Optimizer
     sharded: ShardedOptimizer
-    _collectives: Collectives
+    _sharing: Collectives | None
     _active: ActivePlan | None
     _is_exposed: bool
     _is_reduced: bool
@@ -54,12 +54,12 @@ class MeanGradients:
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Norm of the mean gradient that the next step will use. All ranks call; blocks."""
         with self._on_shards(mutates=False) as own:
-            return gradients.global_norm(own, norm_type, self._collectives, self._like)
+            return gradients.global_norm(own, norm_type, self._sharing, self._like)
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
         with self._on_shards(mutates=True) as own:
-            norm = gradients.global_norm(own, norm_type, self._collectives, self._like)
+            norm = gradients.global_norm(own, norm_type, self._sharing, self._like)
             gradients.scale_to_norm(own, norm, max_norm)
             return norm
 
@@ -72,7 +72,7 @@ class MeanGradients:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
         with self._on_shards(mutates=True) as own:
             like = self._like
-            overflow = gradients.any_not_finite(own, self._collectives, like.device)
+            overflow = gradients.any_not_finite(own, self._sharing, like.device)
             # The scaler looks at gradients only, and at least at one: this one brings it the vote.
             vote = torch.zeros(1, dtype=like.dtype, device=like.device)
             vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)

@@ -14,12 +14,14 @@ from lightning_dear.active_plan import ActivePlan, Recording
 from lightning_dear.audit import audit
 from lightning_dear.checkpoint.whole_state import consolidate
 from lightning_dear.early_steps import EarlySteps
+from lightning_dear.gathering import Gathering
 from lightning_dear.instruments import Instruments
 from lightning_dear.mean_gradients import MeanGradients
 from lightning_dear.plan_changes import PlanChanges
 from lightning_dear.planning import BucketPlan, FusionPlanner
 from lightning_dear.planning.times import ModelTimes
 from lightning_dear.reducer import warn_of_leftovers
+from lightning_dear.replicated_optimizer import ReplicatedOptimizer
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.times_recorder import TimesRecorder
 from lightning_dear.work import Collectives
@@ -43,6 +45,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         instruments: Told of every wait.
         on_reduce: Called when a step's last reduce-scatters are about to be launched.
         on_step: Called when a step has ended.
+        gathering: What travels back.
 
     Attributes:
         optimizer: The user's.
@@ -63,15 +66,22 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         instruments: Instruments,
         on_reduce: Callable[[], None],
         on_step: Callable[[], None],
+        gathering: Gathering,
     ) -> None:
         self.optimizer = optimizer
         self.plan: BucketPlan | None = None
         self.times: ModelTimes | None = None
-        self.sharded = ShardedOptimizer(optimizer, self)
+        self.sharded: ShardedOptimizer = (
+            ReplicatedOptimizer(optimizer, self, decouple=gathering.decouple)
+            if gathering.is_of_gradients
+            else ShardedOptimizer(optimizer, self)
+        )
         self._module = module
         self._number = number
         self._collectives = collectives
         self._fusion = fusion
+        self._gathering = gathering
+        self._sharing = gathering.sharing(collectives)
         self._instruments = instruments
         self._on_reduce = on_reduce
         self._on_step = on_step
@@ -228,6 +238,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
                     " of the parameters had been updated. Call it before backward."
                 )
             if self._is_sending:
+                self.complete_parameters("zero_grad")
                 self._active.reducer.reduce()
             self._active.reducer.reset()
             self.sharded.clear_gradients()
@@ -255,6 +266,17 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         assert self._active is not None
         self._instruments.record_step(f"bucket {number}", self._step_began)
         self._active.gatherer.launch(number)
+
+    def launch(self, number: int) -> None:
+        """See `GatherListener`."""
+        assert self._active is not None
+        self._active.gatherer.launch(number)
+
+    def _on_arrival(self, number: int) -> None:
+        if isinstance(self.sharded, ReplicatedOptimizer):
+            began = self._instruments.mark()
+            self.sharded.step_bucket(number)
+            self._instruments.record_step(f"bucket {number}", began)
 
     def after_step(self) -> None:
         """See `StepListener`: from here on reads wait."""

@@ -27,6 +27,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_dear.checkpoint.sharded_state import sharded_state
+from lightning_dear.gathering import Gathering
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import check_layout
 from lightning_dear.module_buffers import BufferBroadcast
@@ -54,6 +55,7 @@ class Pipeline:
         audit: Whether to look at every read of every forward; slow.
         first_number: What its first optimizer is numbered, where several pipelines share process
             groups; each optimizer takes a number.
+        gathering: What travels back; None: parameters.
 
     Attributes:
         collectives: What moves the bytes.
@@ -76,8 +78,11 @@ class Pipeline:
         broadcast_buffers: bool = True,
         audit: bool = False,
         first_number: int = 0,
+        gathering: Gathering | None = None,
     ) -> None:
-        check_layout(module, optimizers, collectives)
+        gathering = gathering or Gathering()
+        gathering.check(collectives, len(optimizers))
+        check_layout(module, optimizers, collectives, gathering)
         self.collectives = collectives
         self._instruments = Instruments(next(module.parameters()).device, collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
@@ -101,6 +106,7 @@ class Pipeline:
                 self._instruments,
                 on_reduce=self._on_reduce,
                 on_step=self._on_step,
+                gathering=gathering,
             )
             for number, optimizer in enumerate(optimizers, start=first_number)
         ]

@@ -16,9 +16,11 @@ from lightning_dear.active_plan import (
     check_plan,
 )
 from lightning_dear.checkpoint.whole_state import whole_state
+from lightning_dear.gathering import Gathering
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import TrainedParameters
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
+from lightning_dear.planning.whole import with_whole_tensors
 from lightning_dear.recorder import ForwardRecorder
 from lightning_dear.reducer import on_each_gradient
 from lightning_dear.sharded_optimizer import ShardedOptimizer
@@ -38,6 +40,7 @@ class PlanChanges:
     _number: int
     _collectives: Collectives
     _fusion: FusionPlanner
+    _gathering: Gathering
     _instruments: Instruments
     _active: ActivePlan | None
     _recording: Recording | None
@@ -53,6 +56,9 @@ class PlanChanges:
         raise NotImplementedError
 
     def _on_gradient(self, index: int) -> None:
+        raise NotImplementedError
+
+    def _on_arrival(self, number: int) -> None:
         raise NotImplementedError
 
     def _start_recording(self) -> None:
@@ -71,6 +77,8 @@ class PlanChanges:
 
     def _activate(self, plan: BucketPlan) -> ActivePlan:
         assert self._recording is not None
+        if self._gathering.is_of_gradients:
+            plan = with_whole_tensors(plan, self._recording.tensors)
         self.plan = plan
         self._active = activate(
             plan,
@@ -80,9 +88,11 @@ class PlanChanges:
             self._collectives,
             self._instruments.waiting,
             self._number * _MAX_BUCKETS,
+            self._gathering,
+            self._on_arrival,
         )
-        rank, world_size = self._collectives.rank, self._collectives.world_size
-        self.sharded.attach(self._active.flat, self.parameters, rank, world_size)
+        rank, num_shards = self._gathering.shards(self._collectives)
+        self.sharded.attach(self._active.flat, self.parameters, rank, num_shards)
         return self._active
 
     def replan(self, plan: BucketPlan) -> None:

@@ -254,11 +254,11 @@ class ShardedOptimizer:
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Post-hook: the inner step has just stepped the last bucket."""
         if self._selected is None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step() did not call its closure, so strategy='dear'"
-                " could not reduce the gradients; call the closure before the update."
-            )
+            raise closure_skipped(optimizer)
         self._finish_bucket()
+        self._end_step()
+
+    def _end_step(self) -> None:
         self.restore()
         self._has_stepped = True
         self.stepped_early.clear()
@@ -337,6 +337,14 @@ class ShardedOptimizer:
             group["params"] = parameters
         self._state, self.optimizer.state = self.optimizer.state, self._state
         self._swapped = self._selected = None
+
+
+def closure_skipped(optimizer: Optimizer) -> RuntimeError:
+    """What is raised after a step that has updated parameters before there were gradients."""
+    return RuntimeError(
+        f"{type(optimizer).__name__}.step() did not call its closure, so strategy='dear'"
+        " could not reduce the gradients; call the closure before the update."
+    )
 
 
 def _cut(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:

@@ -28,6 +28,7 @@ from lightning_dear.checkpoint_io import AtomicCheckpointIO
 from lightning_dear.collectives import new_collectives
 from lightning_dear.compression import NoCompression, resolve_compressor
 from lightning_dear.failures.handling import FailureHandling
+from lightning_dear.gathering import Gathering
 from lightning_dear.gradient_access import GradientAccess
 from lightning_dear.launcher import configure_launcher
 from lightning_dear.module_states import check_module_states
@@ -71,7 +72,12 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         fusion: "threshold", "none", "single", or one that plans from measurements: "mgwfbp",
             "bayesian", "mergecomp", "auto"; or a planner from `lightning_dear.planning`.
         bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
-        gather: What travels back: "parameters", the only kind so far.
+        gather: What travels back: "parameters", or "gradients", for optimizers that need to see
+            whole tensors (Adafactor, Muon, LARS): every rank then steps all of them, each bucket
+            when forward reads it, and has the whole optimizer state.
+        gather_depth: Most all-gathers in flight at once; None: all of a step. With gloo only.
+        decouple: With `gather="gradients"`, False: all-reduces during backward and gathers nothing,
+            as WFBP, MG-WFBP and DDP do.
         broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.
         gradients_in_hooks: Whether hooks between backward and step that the user overrides
             (`on_after_backward`, `on_before_optimizer_step`, `configure_gradient_clipping`) find
@@ -104,7 +110,9 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         compressor: str | NoCompression = "none",
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
-        gather: Literal["parameters"] = "parameters",
+        gather: Literal["parameters", "gradients"] = "parameters",
+        gather_depth: int | None = None,
+        decouple: bool = True,
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
         audit: bool = False,
@@ -115,7 +123,8 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        check_options(gather, ddp_options)
+        check_options(ddp_options)
+        self._gathering = Gathering(gather, gather_depth, decouple)
         self._compressor = resolve_compressor(compressor)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
         self._broadcast_buffers = broadcast_buffers
@@ -187,6 +196,7 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
             self._fusion,
             broadcast_buffers=self._broadcast_buffers,
             audit=self._audit,
+            gathering=self._gathering,
         )
         for wrapper in self._lightning_optimizers:
             # Its class has torch's own, which would pass the pipeline by.

@@ -40,17 +40,12 @@ _DDP_OPTIONS = {
 }
 
 
-def check_options(gather: str, ddp_options: Mapping[str, Any]) -> None:
+def check_options(ddp_options: Mapping[str, Any]) -> None:
     """Refuses options of `DDPStrategy` that cannot apply, all in one message.
 
     Raises:
         ValueError: Naming each option and why; unknown options too.
     """
-    if gather != "parameters":
-        raise ValueError(
-            f"Unknown gather {gather!r}; valid names: parameters. gather='gradients' does not"
-            " exist yet."
-        )
     if not ddp_options:
         return
     reasons = [f"{option} ({_DDP_OPTIONS.get(option, 'unknown option')})" for option in ddp_options]

@@ -17,12 +17,14 @@ class WireLedger:
 
     reduce_scatter_bytes: int = 0
     all_gather_bytes: int = 0
+    all_reduce_bytes: int = 0
     other_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Sum over all kinds, in bytes."""
-        return self.reduce_scatter_bytes + self.all_gather_bytes + self.other_bytes
+        decoupled_bytes = self.reduce_scatter_bytes + self.all_gather_bytes
+        return decoupled_bytes + self.all_reduce_bytes + self.other_bytes
 
 
 class Work:
@@ -43,6 +45,13 @@ class Work:
         self.arrive = arrive
         self._finish = finish
         self.is_done = False
+
+    @classmethod
+    def done(cls) -> Work:
+        """One with nothing to wait for."""
+        work = cls(lambda: None)
+        work.is_done = True
+        return work
 
     def wait(self) -> None:
         """Blocks until the result may be read; raises what the backend raises."""
@@ -95,6 +104,12 @@ class Collectives(Protocol):
 
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
         """Lets others' shards arrive in `buffer` from now on; as `expect_reduce_scatter`."""
+
+    def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
+        """Sums the flat `buffer` over ranks, in place and on every rank, as the backend does it.
+
+        In the same order on every rank, on the reduce-scatter group.
+        """
 
     def launch_any(self, flags: Tensor) -> Work:
         """Combines uint8 `flags` over ranks by maximum, in place, on the reduce-scatter group."""

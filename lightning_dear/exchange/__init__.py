@@ -1,5 +1,26 @@
 """Exchanges move buckets: they own communication and, with compressors, residuals."""
 
 from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.exchange.gradients import AllReduceExchange, GradientExchange
+from lightning_dear.exchange.limited import LimitedGathers
+from lightning_dear.gathering import Gathering
+from lightning_dear.work import Collectives
 
-__all__ = ["DenseExchange"]
+
+def new_exchange(
+    gathering: Gathering, collectives: Collectives, first_number: int
+) -> DenseExchange:
+    """The exchange that `gathering` asks for; see `DenseExchange` for the rest."""
+    kind = DenseExchange
+    if gathering.is_of_gradients:
+        kind = GradientExchange if gathering.decouple else AllReduceExchange
+    return kind(collectives, first_number)
+
+
+__all__ = [
+    "AllReduceExchange",
+    "DenseExchange",
+    "GradientExchange",
+    "LimitedGathers",
+    "new_exchange",
+]

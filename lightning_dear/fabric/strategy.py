@@ -36,6 +36,7 @@ from lightning_dear.fabric.checks import (
     refuse_lone_optimizer,
 )
 from lightning_dear.fabric.module import DearModule, finish_at_exit, finishing, part_of
+from lightning_dear.gathering import Gathering
 from lightning_dear.module_states import check_module_states
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import FusionPlanner, resolve_fusion
@@ -69,7 +70,10 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         compressor: "none", or an instance from `lightning_dear.compression`.
         fusion: "threshold", "none", "single", or a planner from `lightning_dear.planning`.
         bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
-        gather: What travels back: "parameters", the only kind so far.
+        gather: What travels back: "parameters", or "gradients", for optimizers that need to see
+            whole tensors (Adafactor, Muon, LARS): every rank then steps all of them, each bucket
+            when forward reads it, and has the whole optimizer state.
+        gather_depth: Most all-gathers in flight at once; None: all of a step. With gloo only.
         broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.
         audit: Whether to look at every read of every forward, and raise where a parameter is read
             while it is still being gathered. Slow; for finding such a read.
@@ -94,7 +98,8 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         compressor: str | NoCompression = "none",
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
-        gather: Literal["parameters"] = "parameters",
+        gather: Literal["parameters", "gradients"] = "parameters",
+        gather_depth: int | None = None,
         broadcast_buffers: bool = True,
         audit: bool = False,
         find_unused_parameters: bool = False,
@@ -103,7 +108,8 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        check_options(gather, ddp_options)
+        check_options(ddp_options)
+        self._gathering = Gathering(gather, gather_depth)
         self._compressor = resolve_compressor(compressor)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
         self._broadcast_buffers = broadcast_buffers
@@ -169,6 +175,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
             self._fusion,
             broadcast_buffers=self._broadcast_buffers,
             audit=self._audit,
+            gathering=self._gathering,
             # Keeps messages apart whose backwards mix in another order per rank.
             first_number=self._num_optimizers % _MAX_OPTIMIZERS,
         )

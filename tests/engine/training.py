@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dear.collectives import PairwiseCollectives, new_collectives
+from lightning_dear.gathering import Gathering
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import FusionPlanner, ThresholdFusion
 from tests.engine.delays import DelayedCollectives, Delays
@@ -29,13 +30,15 @@ def new_pipeline(
     delays: Delays | None = None,
     more: Sequence[torch.optim.Optimizer] = (),
     audit: bool = False,
+    gathering: Gathering | None = None,
 ) -> Pipeline:
     """A pipeline over the default process group's ranks, its collectives delayed if asked."""
     collectives = new_collectives(torch.device("cpu"))
     if delays is not None:
         assert isinstance(collectives, PairwiseCollectives)
         collectives = DelayedCollectives(collectives, delays)
-    return Pipeline(model, [optimizer, *more], collectives, fusion, audit=audit)
+    optimizers = [optimizer, *more]
+    return Pipeline(model, optimizers, collectives, fusion, audit=audit, gathering=gathering)
 
 
 def train_dear(
@@ -46,11 +49,12 @@ def train_dear(
     dtype: torch.dtype = torch.float32,
     delays: Delays | None = None,
     between_steps: Callable[[nn.Module, int], None] = lambda model, step: None,
+    gathering: Gathering | None = None,
 ) -> Trace:
     """With our engine. Nothing reads the weights between a step and the next forward."""
     model = build(model_name, dtype=dtype)
     optimizer = optimizer_for(optimizer_name, model)
-    pipeline = new_pipeline(model, optimizer, fusion, delays)
+    pipeline = new_pipeline(model, optimizer, fusion, delays, gathering=gathering)
     if delays is not None:
         delays.slow_down(model, optimizer)
     rank = dist.get_rank()

@@ -44,7 +44,7 @@ def test_one_process_has_no_launcher() -> None:
         ({"static_graph": True}, "static_graph"),
         ({"ddp_comm_hook": print}, "compressor="),
         ({"nonsense": 1}, "unknown option"),
-        ({"gather": "gradients"}, "valid names: parameters"),
+        ({"gather": "weights"}, "valid names: parameters, gradients"),
         ({"fusion": "nonsense"}, "threshold"),
         ({"compressor": "nonsense"}, "none"),
     ],

@@ -88,7 +88,7 @@ OPTIONS = (
     row(
         name="unknown gather",
         run=partial(_construct, gather="weights"),
-        message="Unknown gather 'weights'; valid names: parameters",
+        message="Unknown gather 'weights'; valid names: parameters, gradients",
         why="as above",
         instead='`gather="parameters"`',
     ),

@@ -1,0 +1,29 @@
+"""Torch as it is outside any context, for work that happens to be done inside one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextmanager
+def plain_mode(device_type: str) -> Iterator[None]:
+    """No gradients, and none of the contexts around the caller that would change results.
+
+    A parameter may be read, and so updated, anywhere in a forward: under autocast (which would
+    round), under inference mode (whose new tensors refuse later updates), inside `torch.func`
+    transforms, or while a mode records operations (selective checkpointing).
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(cast(Any, torch)._C.DisableTorchFunction())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        yield

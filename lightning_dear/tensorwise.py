@@ -1,0 +1,121 @@
+"""Which optimizers may step one tensor after the other: those that treat each on its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dear.bucket import LOW_PRECISION
+from lightning_dear.deferred_step import DeferredStep
+from lightning_dear.elementwise import (
+    ELEMENTWISE,
+    check_elementwise,
+    initial_state,
+    inner_step,
+)
+from lightning_dear.gathering import Gathering
+
+_KNOWN = ELEMENTWISE | {
+    getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
+}
+_SHAPES = ((8, 32), (24, 8))
+_NUM_STEPS = 3
+
+
+def check_tensorwise(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that would give another result if tensors are stepped one by one.
+
+    torch's own are known by class; anything else is probed: two matrices stepped together and one
+    by one, three steps, must end in the same bits.
+
+    Raises:
+        ValueError: Naming the optimizer and what to use.
+    """
+    if type(optimizer) in _KNOWN:
+        return
+    try:
+        agrees = _steps_alike_one_by_one(optimizer)
+    except Exception as error:
+        raise ValueError(
+            _refusal(optimizer, f"stepping it on small matrices failed: {error}")
+        ) from error
+    if not agrees:
+        raise ValueError(_refusal(optimizer, "two matrices stepped one by one differ from both"))
+
+
+def check_steppable(optimizer: Optimizer, gathering: Gathering) -> None:
+    """Refuses an optimizer that cannot be stepped as `gathering` steps it.
+
+    Raises:
+        ValueError: Naming the optimizer and what to use.
+    """
+    if not gathering.is_of_gradients:
+        check_elementwise(optimizer)
+        return
+    check_tensorwise(optimizer)
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if narrow := {str(p.dtype) for p in parameters if p.dtype in LOW_PRECISION}:
+        raise ValueError(
+            f"gather='gradients' steps parameters as they are, and an update is often below the"
+            f" resolution of {', '.join(sorted(narrow))}; use gather='parameters', which steps fp32"
+            " masters of 16-bit parameters, or a mixed precision."
+        )
+
+
+def _refusal(optimizer: Optimizer, why: str) -> str:
+    known = ", ".join(sorted(kind.__name__ for kind in _KNOWN))
+    return (
+        "strategy='dear' with gather='gradients' steps each tensor when its gradient has arrived,"
+        f" and {type(optimizer).__name__} does not allow that: {why}. Use an optimizer that treats"
+        f" every tensor on its own ({known}, or one that passes the same test), or strategy='ddp'."
+    )
+
+
+def _steps_alike_one_by_one(optimizer: Optimizer) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in _SHAPES]
+    together, apart = ([tensor.clone() for tensor in start] for _ in range(2))
+    twins = [_twin_of(optimizer, tensors) for tensors in (together, apart)]
+    for _ in range(_NUM_STEPS):
+        gradients = [torch.randn(shape, generator=generator) for shape in _SHAPES]
+        _give(together, gradients)
+        _step(twins[0])
+        _step_apart(twins[1], apart, gradients)
+    agrees = all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+    return agrees and not any(torch.equal(a, b) for a, b in zip(together, start, strict=True))
+
+
+@torch.no_grad()
+def _step(twin: Optimizer) -> None:
+    inner_step(twin)(twin)
+
+
+def _step_apart(twin: Optimizer, tensors: list[Tensor], gradients: list[Tensor]) -> None:
+    """As the engine does: a step that finds no gradient, and the rest of it tensor by tensor."""
+    deferred = DeferredStep(twin)
+    _give(tensors, [None] * len(tensors))
+    _step(twin)
+    _give(tensors, gradients)
+    with torch.no_grad():
+        for tensor in tensors:
+            deferred.run([[tensor]])
+
+
+def _give(tensors: list[Tensor], gradients: Any) -> None:
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        tensor.grad = None if gradient is None else gradient.clone()
+
+
+def _twin_of(optimizer: Optimizer, tensors: list[Tensor]) -> Optimizer:
+    """The optimizer with its first group's options, over `tensors`, stepped never."""
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    group = {**optimizer.param_groups[0], "params": tensors}
+    twin.__dict__.update(state=defaultdict(dict), param_groups=[group])
+    for tensor in tensors:
+        twin.state[tensor].update(initial_state(optimizer, tensor))
+    return twin  # type: ignore[no-any-return]
