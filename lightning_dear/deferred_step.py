@@ -26,7 +26,9 @@ class DeferredStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._attributes = dict(optimizer.__dict__)
+        # Without the old state, which would else outlive a load_state_dict.
+        outdated = ("state", "param_groups")
+        self._attributes = {k: v for k, v in optimizer.__dict__.items() if k not in outdated}
         self._options = [_copied(group) for group in optimizer.param_groups]
 
     def run(self, parameters: Sequence[Sequence[Tensor]]) -> None:

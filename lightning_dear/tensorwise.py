@@ -41,7 +41,11 @@ def check_tensorwise(optimizer: Optimizer) -> None:
         agrees = _steps_alike_one_by_one(optimizer)
     except Exception as error:
         raise ValueError(
-            _refusal(optimizer, f"stepping it on small matrices failed: {error}")
+            _refusal(
+                optimizer,
+                f"stepping it on small matrices failed ({error}); note that a step must"
+                " skip parameters whose .grad is None",
+            )
         ) from error
     if not agrees:
         raise ValueError(_refusal(optimizer, "two matrices stepped one by one differ from both"))

@@ -2,26 +2,140 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dear.collectives import PairwiseCollectives, new_collectives
 from lightning_dear.gathering import Gathering
+from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import NoFusion
+from lightning_dear.work import Work
 from tests.distributed.harness import distributed
+from tests.engine.delays import Delays
+from tests.engine.models import batch, build, distance, loss_of
 from tests.engine.test_parity import assert_equal, assert_equal_on_all_ranks
-from tests.engine.training import train_ddp, train_dear
+from tests.engine.training import SMALL_BUCKETS
+from tests.engine.whole_tensor import MAKE, train
 
 GRADIENTS = Gathering("gradients")
 ALL_REDUCED = Gathering("gradients", decouple=False)
-ONE_BY_ONE = Gathering("gradients", 1)
-NUM_STEPS = 8
+LATE = Delays(before_all_gather_s=0.01, after_all_gather_s=0.005)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("model", ["conv", "gpt", "mlp"])
 @distributed(world_sizes=(1, 2))
-def test_weights_have_the_bits_of_ddp(model: str, optimizer: str) -> None:
-    theirs = train_ddp(model, optimizer, NUM_STEPS)
-    for gathering in (GRADIENTS, ALL_REDUCED, ONE_BY_ONE, Gathering("parameters", 1)):
-        ours = train_dear(model, optimizer, NUM_STEPS, gathering=gathering)
+def test_every_optimizer_has_the_bits_of_ddp() -> None:
+    for make in MAKE:
+        print(make)
+        theirs = train(None, make)
+        for gathering in (GRADIENTS, ALL_REDUCED) if make != "muon" else (GRADIENTS,):
+            ours = train(gathering, make)
+            assert_equal(ours, theirs)
+            assert_equal_on_all_ranks(ours)
+
+
+@pytest.mark.parametrize("model", ["conv", "gpt"])
+@distributed(world_sizes=(2,))
+def test_any_depth_has_the_bits_of_ddp_however_late_gathers_come(model: str) -> None:
+    theirs = train(None, "adamw", model_name=model)
+    for gathering in (
+        GRADIENTS,
+        Gathering("gradients", depth=1),
+        Gathering("gradients", depth=2),
+        Gathering("parameters", depth=1),
+        ALL_REDUCED,
+    ):
+        ours = train(gathering, "adamw", model_name=model, delays=LATE)
         assert_equal(ours, theirs)
         assert ours[1] == theirs[1]
-        assert_equal_on_all_ranks(ours)
+
+
+@distributed(world_sizes=(3,))
+def test_three_ranks_in_double_precision() -> None:
+    for make in ("lars", "adamw"):
+        theirs = train(None, make, dtype=torch.float64)
+        for gathering in (GRADIENTS, ALL_REDUCED):
+            ours = train(gathering, make, dtype=torch.float64)
+            assert distance(ours[0][-1], theirs[0][-1]) <= 1e-9
+            assert_equal_on_all_ranks(ours)
+
+
+class _Counting(PairwiseCollectives):
+    """Counts the all-gathers in flight, and notes which threads launch them, and while what."""
+
+    def __init__(self, own: PairwiseCollectives) -> None:
+        super().__init__(own.reduce_group, own.gather_group, own.rank, own.world_size)
+        self.lock = threading.Lock()
+        self.num_in_flight = self.most_in_flight = 0
+        self.during_forward: set[str] = set()
+        self.is_in_forward = False
+
+    def launch_all_gather(self, buffer: torch.Tensor, bucket: int) -> Work:
+        with self.lock:
+            self.num_in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+            if self.is_in_forward:
+                self.during_forward.add(threading.current_thread().name)
+        return Work(super().launch_all_gather(buffer, bucket).wait, self._arrived)
+
+    def _arrived(self) -> None:
+        with self.lock:
+            self.num_in_flight -= 1
+
+
+@pytest.mark.parametrize("gather", ["gradients", "parameters"])
+@distributed(world_sizes=(2,))
+def test_a_thread_keeps_to_the_depth(gather: str) -> None:
+    for depth, most in ((1, 1), (2, 2), (None, 6)):
+        model = build("mlp")
+        own = new_collectives(torch.device("cpu"))
+        assert isinstance(own, PairwiseCollectives)
+        collectives = _Counting(own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gathering = Gathering(gather, depth)
+        pipeline = Pipeline(model, [optimizer], collectives, NoFusion(), gathering=gathering)
+        for step in range(3):
+            collectives.is_in_forward = True
+            with pipeline.forward():
+                loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
+            collectives.is_in_forward = False
+            with pipeline.backward():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pipeline.complete_parameters()
+        assert collectives.num_in_flight == 0
+        assert collectives.most_in_flight == most
+        assert collectives.during_forward <= {"dear gathers"}
+        pipeline.detach()
+    deadline = threading.Event()
+    for _ in range(100):
+        if not any(thread.name == "dear gathers" for thread in threading.enumerate()):
+            return
+        deadline.wait(0.02)
+    raise AssertionError("a thread was left behind")
+
+
+@distributed(world_sizes=(2, 3))
+def test_bytes_follow_the_formula(world_size: int) -> None:
+    for gathering in (GRADIENTS, ALL_REDUCED):
+        model = build("mlp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        collectives = new_collectives(torch.device("cpu"))
+        pipeline = Pipeline(model, [optimizer], collectives, SMALL_BUCKETS, gathering=gathering)
+        for step in range(2):
+            with pipeline.forward():
+                loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
+            with pipeline.backward():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pipeline.detach()
+        plan, ledger = pipeline.parts[0].plan, collectives.ledger
+        share = 2 * plan.padded_numel * 4 * (world_size - 1) // world_size
+        is_decoupled = gathering.decouple
+        assert ledger.reduce_scatter_bytes == (share if is_decoupled else 0)
+        assert ledger.all_gather_bytes == (share if is_decoupled else 0)
+        assert ledger.all_reduce_bytes == (0 if is_decoupled else 2 * share)
