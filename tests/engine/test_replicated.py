@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dear.gathering import Gathering
 from lightning_dear.pipeline import Pipeline
@@ -66,11 +66,6 @@ def _assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert torch.equal(left, right), (left - right).abs().max()
 
 
-@contextmanager
-def _inside_vmap() -> Iterator[None]:
-    yield
-
-
 def _read_within(how: str, model: nn.Module) -> None:
     """Completes what is pending from within one of torch's contexts."""
     if how == "autocast":
@@ -86,14 +81,18 @@ def _read_within(how: str, model: nn.Module) -> None:
     elif how == "vmap":
         torch.func.vmap(lambda x: x * sum(p.sum() for p in model.parameters()))(torch.ones(2))
     else:
-        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter:
             list(model.parameters())
         assert not counter.get_total_flops()
 
 
-@pytest.mark.parametrize("how", ["autocast", "inference", "grad", "vmap", "dispatch mode"])
 @distributed(world_sizes=(2,))
-def test_an_update_does_not_see_the_contexts_around_a_read(how: str) -> None:
+def test_an_update_does_not_see_the_contexts_around_a_read() -> None:
+    for how in ("autocast", "inference", "grad", "vmap", "dispatch mode"):
+        _update_within(how)
+
+
+def _update_within(how: str) -> None:
     def make(model: nn.Module) -> Optimizer:
         # Newton-Schulz: products of matrices, which autocast would round and FLOPs are counted of.
         if hasattr(torch.optim, "Muon"):
@@ -305,9 +304,8 @@ def test_an_exception_in_a_forward_loses_no_update() -> None:
     model, optimizer, pipeline = _start()
     for step in range(NUM_STEPS):
         _step(model, optimizer, pipeline, step)
-    with pytest.raises(KeyboardInterrupt), pipeline.forward():
-        model.layers[0](torch.zeros(1, 7))
-        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="cannot be multiplied"), pipeline.forward():
+        model(torch.zeros(1, 8))
     pipeline.abandon()
     state = pipeline.parts[0].optimizer_state_dict()
     pipeline.detach()

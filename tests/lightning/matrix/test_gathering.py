@@ -12,14 +12,50 @@ from tests.distributed.harness import run_ranks
 from tests.lightning.matrix.run import run_row
 from tests.lightning.matrix.table import FEATURES
 
-pytestmark = pytest.mark.slow
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradients": {"gather": "gradients"},
     "depth": {"gather": "gradients", "gather_depth": 1},
     "all_reduced": {"gather": "gradients", "decouple": False},
 }
 WORLD_SIZE = 2
+QUICK = (
+    "accumulation",
+    "clipping by norm",
+    "GradScaler with an overflow on one rank",
+    "a closure called twice",
+    "learning rate scheduler on steps",
+    "parameters unused in some steps on some ranks",
+    "BackboneFinetuning",
+    "changing .grad in on_before_optimizer_step",
+    "sanity check and validation between steps",
+)
+"""Run in every test run with gathered gradients; the rest is marked slow."""
+
+TWO_OPTIMIZERS = (
+    "GradScaler with two optimizers (GAN)",
+    "two optimizers with toggle_optimizer (GAN)",
+    "two optimizers without toggle_optimizer (GAN)",
+    "two optimizers without toggle_optimizer, each backward marked (GAN)",
+    "two optimizers that share modules",
+    "two optimizers, each clipped",
+)
+REFUSED = {
+    **dict.fromkeys(OPTIONS, ("precision bf16-true", "precision 16-true")),
+    "all_reduced": ("precision bf16-true", "precision 16-true", *TWO_OPTIMIZERS),
+}
+"""Options -> rows that are refused with them (see `tests.engine.test_tensorwise`)."""
+
+CASES = [
+    pytest.param(
+        name,
+        options,
+        id=f"{name}-{options}",
+        marks=() if options == "gradients" and name in QUICK else pytest.mark.slow,
+    )
+    for name, row in FEATURES.items()
+    for options in OPTIONS
+    if WORLD_SIZE in row.world_sizes and name not in REFUSED[options]
+]
 
 
 def _run(name: str, options: str, optimizer: str, folder: Path) -> None:
@@ -27,12 +63,9 @@ def _run(name: str, options: str, optimizer: str, folder: Path) -> None:
     run_row(replace(row, strategy={**row.strategy, **OPTIONS[options]}), optimizer, folder)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(("name", "options"), CASES)
 def test_row(name: str, options: str, tmp_path: Path) -> None:
     row = FEATURES[name]
     if not row.needs:
         pytest.skip(f"the installed versions lack {name}")
-    if WORLD_SIZE not in row.world_sizes:
-        pytest.skip(f"{name} does not run at {WORLD_SIZE} ranks")
     run_ranks(_run, WORLD_SIZE, name, options, row.optimizers[-1], tmp_path)
