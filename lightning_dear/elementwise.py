@@ -53,6 +53,14 @@ def inner_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     return inner
 
 
+def closure_skipped(optimizer: Optimizer) -> RuntimeError:
+    """What is raised after a step that has updated parameters before there were gradients."""
+    return RuntimeError(
+        f"{type(optimizer).__name__}.step() did not call its closure, so strategy='dear'"
+        " could not reduce the gradients; call the closure before the update."
+    )
+
+
 def check_elementwise(optimizer: Optimizer) -> None:
     """Refuses an optimizer that would give another result on parts of tensors.
 

@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from lightning_dear.bucket import FlatBuffers, Placement
 from lightning_dear.deferred_step import DeferredStep
+from lightning_dear.elementwise import closure_skipped
 from lightning_dear.plain_mode import plain_mode
-from lightning_dear.sharded_optimizer import ShardedOptimizer, StepListener, closure_skipped
+from lightning_dear.sharded_optimizer import ShardedOptimizer, StepListener
 
 
 class GatherListener(StepListener, Protocol):

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import LOW_PRECISION, FlatBuffers, Piece, as_flat, shard_pieces
-from lightning_dear.elementwise import inner_step
+from lightning_dear.elementwise import closure_skipped, inner_step
 
 MASTER_KEY = "master_weight"
 """Key of a 16-bit parameter's fp32 master in its saved optimizer state."""
@@ -337,14 +337,6 @@ class ShardedOptimizer:
             group["params"] = parameters
         self._state, self.optimizer.state = self.optimizer.state, self._state
         self._swapped = self._selected = None
-
-
-def closure_skipped(optimizer: Optimizer) -> RuntimeError:
-    """What is raised after a step that has updated parameters before there were gradients."""
-    return RuntimeError(
-        f"{type(optimizer).__name__}.step() did not call its closure, so strategy='dear'"
-        " could not reduce the gradients; call the closure before the update."
-    )
 
 
 def _cut(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:

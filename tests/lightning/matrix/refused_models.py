@@ -17,7 +17,9 @@ from tests.lightning.nets import Net
 
 row = partial(Refused, section="Optimizers and models")
 WHOLE = "its update of an element depends on other elements of the tensor"
-ELEMENTWISE = "`gather='gradients'`, an element-wise optimizer (SGD, Adam, AdamW, ...), or `strategy='ddp'`"
+ELEMENTWISE = (
+    "`gather='gradients'`, an element-wise optimizer (SGD, Adam, AdamW, ...), or `strategy='ddp'`"
+)
 
 
 class Lars(Optimizer):
