@@ -21,17 +21,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.message_delay import DelayedSends, message_delay_s
-from lightning_dear.summing import assign, sum_in_source_order
+from lightning_dear.summing import assign, nbytes_of, shard_of, sum_in_source_order
 from lightning_dear.work import Collectives, T, WireLedger, Work, WorkObserver
 
 _FLAGS_TAG = 1 << 20
 _BUFFERS_TAG = 1 << 21
-
-
-def shard_of(buffer: Tensor, number: int, num_shards: int) -> Tensor:
-    """View of the `number`-th of `num_shards` equal, contiguous parts of the flat `buffer`."""
-    size = buffer.numel() // num_shards
-    return buffer[number * size : (number + 1) * size]
 
 
 _alive: WeakSet[_Groups] = WeakSet()
@@ -145,7 +139,7 @@ class PairwiseCollectives(_Groups):
         outgoing = {peer: shard_of(buffer, peer, self.world_size) for peer in self._peers()}
         receives = self._take_expected("reduce_scatter", received, bucket)
         waits = self._exchange(rows, outgoing, self.reduce_group, bucket, receives)
-        self.ledger.reduce_scatter_bytes += _nbytes(outgoing)
+        self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
         by_source = [row for _, row in sorted({**rows, self.rank: own}.items(), key=itemgetter(0))]
         return self._work(
             "reduce_scatter",
@@ -161,7 +155,7 @@ class PairwiseCollectives(_Groups):
         outgoing = dict.fromkeys(self._peers(), own)
         receives = self._take_expected("all_gather", buffer, bucket)
         waits = self._exchange(rows, outgoing, self.gather_group, bucket, receives)
-        self.ledger.all_gather_bytes += _nbytes(outgoing)
+        self.ledger.all_gather_bytes += nbytes_of(outgoing)
         return self._work("all_gather", f"bucket {bucket}", waits)
 
     @override
@@ -169,7 +163,7 @@ class PairwiseCollectives(_Groups):
         rows = {source: torch.empty_like(flags) for source in self._sources()}
         outgoing = dict.fromkeys(self._peers(), flags.clone())
         waits = self._exchange(rows, outgoing, self.reduce_group, _FLAGS_TAG)
-        self.ledger.other_bytes += _nbytes(outgoing)
+        self.ledger.other_bytes += nbytes_of(outgoing)
 
         def combine() -> None:
             for row in rows.values():
@@ -182,7 +176,7 @@ class PairwiseCollectives(_Groups):
         rows = {} if self.rank == 0 else {0: buffer}
         outgoing = dict.fromkeys(self._peers(), buffer) if self.rank == 0 else {}
         waits = self._exchange(rows, outgoing, self.gather_group, _BUFFERS_TAG + index)
-        self.ledger.other_bytes += _nbytes(outgoing)
+        self.ledger.other_bytes += nbytes_of(outgoing)
         return self._work("other", "module buffers", waits)
 
     @override
@@ -285,10 +279,6 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 def _receive(rows: dict[int, Tensor], group: Any, tag: int) -> list[Any]:
     return [dist.irecv(row, group=group, src=source, tag=tag) for source, row in rows.items()]
-
-
-def _nbytes(rows: dict[int, Tensor]) -> int:
-    return sum(row.nbytes for row in rows.values())
 
 
 def new_collectives(device: torch.device, timeout: timedelta | None = None) -> Collectives:

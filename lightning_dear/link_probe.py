@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dear.collectives import shard_of
+from lightning_dear.summing import shard_of
 from lightning_dear.work import Collectives
 
 SIZES_BYTES = (64 * 1024, 1024 * 1024, 8 * 1024 * 1024)

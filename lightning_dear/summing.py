@@ -8,6 +8,17 @@ import torch
 from torch import Tensor
 
 
+def shard_of(buffer: Tensor, number: int, num_shards: int) -> Tensor:
+    """View of the `number`-th of `num_shards` equal, contiguous parts of the flat `buffer`."""
+    size = buffer.numel() // num_shards
+    return buffer[number * size : (number + 1) * size]
+
+
+def nbytes_of(rows: dict[int, Tensor]) -> int:
+    """Bytes of all rows together."""
+    return sum(row.nbytes for row in rows.values())
+
+
 def sum_in_source_order(rows: Sequence[Tensor], out: Tensor) -> None:
     """Writes `rows[0] + rows[1] + ...` into `out` (one of the rows, or fp32), left to right.
 

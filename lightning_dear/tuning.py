@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from lightning_dear.clock import clock_of
-from lightning_dear.collectives import shard_of
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, LinkCost, PlanSearch, SearchingPlanner, TensorSpec
 from lightning_dear.planning.cost import fitted, sent_bytes
@@ -25,6 +24,7 @@ from lightning_dear.planning.search import (
     NUM_PROFILED_STEPS,
 )
 from lightning_dear.planning.times import ModelTimes, median_times, slowest_times
+from lightning_dear.summing import shard_of
 from lightning_dear.work import Collectives, WireLedger
 
 _LINK_BYTES = (1 << 12, 1 << 22)

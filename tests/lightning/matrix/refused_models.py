@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ WHOLE = "its update of an element depends on other elements of the tensor"
 ELEMENTWISE = (
     "`gather='gradients'`, an element-wise optimizer (SGD, Adam, AdamW, ...), or `strategy='ddp'`"
 )
+ONE_BY_ONE = "an element-wise optimizer (SGD, Adam, AdamW, ...), or `strategy='ddp'`"
 
 
 class Lars(Optimizer):
@@ -150,9 +152,9 @@ def _not_elementwise(kind: Any) -> Refused:
 
 
 OPTIMIZERS = (
-    _not_elementwise(torch.optim.LBFGS),
+    replace(_not_elementwise(torch.optim.LBFGS), instead=ONE_BY_ONE),
     _not_elementwise(torch.optim.Adafactor),
-    _not_elementwise(torch.optim.SparseAdam),
+    replace(_not_elementwise(torch.optim.SparseAdam), instead=ONE_BY_ONE),
     _not_elementwise(Lars),
     row(
         name="any other optimizer that is not element-wise",
