@@ -139,3 +139,30 @@ def test_bytes_follow_the_formula(world_size: int) -> None:
         assert ledger.reduce_scatter_bytes == (share if is_decoupled else 0)
         assert ledger.all_gather_bytes == (share if is_decoupled else 0)
         assert ledger.all_reduce_bytes == (0 if is_decoupled else 2 * share)
+
+
+@distributed(world_sizes=(1, 2))
+def test_a_norm_of_all_reduced_gradients_counts_each_once(world_size: int) -> None:
+    model, plain = build("mlp"), build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    collectives = new_collectives(torch.device("cpu"))
+    pipeline = Pipeline(model, [optimizer], collectives, SMALL_BUCKETS, gathering=ALL_REDUCED)
+    for step in range(2):
+        with pipeline.forward():
+            loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
+        with pipeline.backward():
+            loss.backward()
+        for rank in range(world_size):
+            (loss_of(plain, *batch("mlp", step, rank)) / world_size).backward()
+        total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(pipeline.parts[0].clip_by_norm(0.1), total)
+        optimizer.step()
+        # As under gather="parameters": what a step has used is gone, but for one rank's own.
+        assert world_size == 1 or all(p.grad is None for p in model.parameters())
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b)

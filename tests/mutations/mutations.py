@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutations.gathering import GATHERING
 from tests.mutations.mutation import Mutation
 from tests.mutations.speed import SPEED
 
@@ -174,8 +175,8 @@ GUARDS = [
     Mutation(
         "the vote on an overflow",
         "gradients.py",
-        "    collectives.launch_any(flag).wait()\n    return flag\n",
-        "    return flag\n",
+        "        sharing.launch_any(flag).wait()\n    return flag\n",
+        "        pass\n    return flag\n",
         (f"{GRADIENTS}::test_an_overflow_in_one_shard_skips_the_step_on_all",),
     ),
     Mutation(
@@ -209,8 +210,8 @@ GUARDS = [
     Mutation(
         "numbers of their own for a second optimizer's buckets",
         "active_plan.py",
-        "DenseExchange(collectives, first_number)",
-        "DenseExchange(collectives, 0)",
+        "new_exchange(gathering, collectives, first_number)",
+        "new_exchange(gathering, collectives, 0)",
         (f"{GRADIENTS}::test_two_optimizers_number_their_buckets_apart",),
     ),
 ]
@@ -380,4 +381,4 @@ CALLBACKS = [
     _guard_hook("on_save_checkpoint", False),
 ]
 
-MUTATIONS = [*WAITS, *GUARDS, *FLUSHES, *STRATEGY, *CALLBACKS, *SPEED]
+MUTATIONS = [*WAITS, *GUARDS, *FLUSHES, *STRATEGY, *CALLBACKS, *SPEED, *GATHERING]

@@ -1,0 +1,124 @@
+"""What `gather="gradients"` must not do without."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+GATHERING_TESTS = "tests/engine/test_gathering.py"
+REPLICATED = "tests/engine/test_replicated.py"
+TENSORWISE = "tests/engine/test_tensorwise.py"
+CONTEXTS = (f"{REPLICATED}::test_an_update_does_not_see_the_contexts_around_a_read",)
+
+
+GATHERING = [
+    Mutation(
+        "stepping a bucket when its gradient has arrived",
+        "optimizer_pipeline.py",
+        "            self.sharded.step_bucket(number)\n",
+        "            pass\n",
+        (f"{GATHERING_TESTS}::test_every_optimizer_has_the_bits_of_ddp",),
+    ),
+    Mutation(
+        "options as they were at the step",
+        "deferred_step.py",
+        "        self._options = [_copied(group) for group in optimizer.param_groups]\n",
+        "        self._options = optimizer.param_groups\n",
+        (f"{REPLICATED}::test_options_count_as_they_were_at_the_step",),
+    ),
+    Mutation(
+        "copying learning rates that are tensors",
+        "deferred_step.py",
+        "        return value.detach().clone()\n",
+        "        return value\n",
+        (f"{REPLICATED}::test_a_learning_rate_in_a_tensor_counts_as_it_was_at_the_step",),
+    ),
+    Mutation(
+        "completing before the state is read",
+        "replicated_optimizer.py",
+        "    def _on_saving(self, optimizer: Optimizer) -> None:\n"
+        '        self._gathers.complete_parameters("optimizer state")\n',
+        "    def _on_saving(self, optimizer: Optimizer) -> None:\n        pass\n",
+        (f"{REPLICATED}::test_state_is_torchs_own_and_is_read_complete",),
+    ),
+    Mutation(
+        "completing before state is loaded",
+        "replicated_optimizer.py",
+        '        self._gathers.complete_parameters("optimizer state")\n'
+        "        super()._on_loading(optimizer, state_dict)\n",
+        "        super()._on_loading(optimizer, state_dict)\n",
+        (f"{REPLICATED}::test_loaded_state_comes_behind_what_is_pending",),
+    ),
+    Mutation(
+        "completing before a dropped backward is reduced",
+        "optimizer_pipeline.py",
+        '                self.complete_parameters("zero_grad")\n',
+        "",
+        (
+            f"{REPLICATED}::test_a_bucket_that_no_forward_reads_is_completed_before_its_next_gradients",
+        ),
+    ),
+    Mutation(
+        "keeping frozen parameters out of the empty step",
+        "replicated_optimizer.py",
+        "        self._leave_only_managed()\n",
+        "",
+        (f"{REPLICATED}::test_a_gradient_left_on_a_frozen_parameter_is_not_stepped",),
+    ),
+    Mutation(
+        "refusing to step twice what broke off",
+        "replicated_optimizer.py",
+        "        self._is_broken = True\n",
+        "",
+        (f"{REPLICATED}::test_a_step_that_breaks_off_is_never_made_twice",),
+    ),
+    *(
+        Mutation(
+            f"updating outside {name}",
+            "plain_mode.py",
+            f"        stack.enter_context({context})\n",
+            "",
+            CONTEXTS,
+        )
+        for name, context in (
+            ("inference mode", "torch.inference_mode(False)"),
+            ("autocast", "torch.autocast(device_type, enabled=False)"),
+            ("dispatch modes", "_disable_current_modes()"),
+            ("torch.func", "temporarily_clear_interpreter_stack()"),
+        )
+    ),
+    Mutation(
+        "cutting no tensor",
+        "plan_changes.py",
+        "            plan = with_whole_tensors(plan, self._recording.tensors)\n",
+        "            pass\n",
+        (f"{REPLICATED}::test_another_plan_keeps_state_and_cuts_no_tensor",),
+    ),
+    Mutation(
+        "a limit on gathers in flight",
+        "exchange/limited.py",
+        "        while self._queued and len(self._in_flight) < self._depth:\n",
+        "        while self._queued:\n",
+        (f"{GATHERING_TESTS}::test_a_thread_keeps_to_the_depth",),
+    ),
+    Mutation(
+        "norms of all-reduced gradients without the other ranks",
+        "gathering.py",
+        "        return collectives if self.decouple else None\n",
+        "        return collectives\n",
+        (f"{GATHERING_TESTS}::test_a_norm_of_all_reduced_gradients_counts_each_once",),
+    ),
+    Mutation(
+        "hiding all-reduced gradients after the step",
+        "replicated_optimizer.py",
+        "            placement.parameter.grad = None\n",
+        "            pass\n",
+        (f"{GATHERING_TESTS}::test_a_norm_of_all_reduced_gradients_counts_each_once",),
+    ),
+    Mutation(
+        "trying whether tensors can be stepped one by one",
+        "tensorwise.py",
+        "    if not agrees:\n",
+        "    if False:\n",
+        (f"{TENSORWISE}::test_what_couples_tensors_is_refused",),
+    ),
+]
