@@ -108,7 +108,8 @@ def _update_within(how: str) -> None:
     pipeline = new_pipeline(model, optimizer, NoFusion(), LATE, gathering=GRADIENTS)
     for step in range(3):
         _step(model, optimizer, pipeline, step)
-        _read_within(how, model)
+        if step < 2:
+            _read_within(how, model)
         _step(plain, plain_optimizer, None, step)
     pipeline.detach()
     _assert_equal(weights(model), weights(plain))
