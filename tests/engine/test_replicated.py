@@ -66,6 +66,21 @@ def _assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert torch.equal(left, right), (left - right).abs().max()
 
 
+class _Products(Optimizer):
+    """Multiplies matrices, which autocast would round and of which FLOPs are counted."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.mul_(0.9).add_(p.grad @ p.grad.T @ p.grad)
+                p.sub_(momentum, alpha=self.param_groups[0]["lr"])
+
+
 def _read_within(how: str, model: nn.Module) -> None:
     """Completes what is pending from within one of torch's contexts."""
     if how == "autocast":
@@ -93,18 +108,12 @@ def test_an_update_does_not_see_the_contexts_around_a_read() -> None:
 
 
 def _update_within(how: str) -> None:
-    def make(model: nn.Module) -> Optimizer:
-        # Newton-Schulz: products of matrices, which autocast would round and FLOPs are counted of.
-        if hasattr(torch.optim, "Muon"):
-            return torch.optim.Muon(model.parameters(), lr=0.02)
-        return LARS(model.parameters())
-
     def build_matrices() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(7, 9, bias=False), nn.Linear(9, 3, bias=False))
 
     model, plain = build_matrices(), build_matrices()
-    optimizer, plain_optimizer = make(model), make(plain)
+    optimizer, plain_optimizer = _Products(model.parameters()), _Products(plain.parameters())
     pipeline = new_pipeline(model, optimizer, NoFusion(), LATE, gathering=GRADIENTS)
     for step in range(3):
         _step(model, optimizer, pipeline, step)
