@@ -142,7 +142,7 @@ def test_options_count_as_they_were_at_the_step() -> None:
     assert [g["count"] for g in optimizer.param_groups] == [NUM_STEPS, NUM_STEPS]
 
 
-@distributed(world_sizes=(1, 2))
+@distributed(world_sizes=(2,))
 def test_a_learning_rate_in_a_tensor_counts_as_it_was_at_the_step() -> None:
     def make(model: nn.Module) -> tuple[Optimizer, Tensor]:
         lr = torch.tensor(0.01)
@@ -160,7 +160,7 @@ def test_a_learning_rate_in_a_tensor_counts_as_it_was_at_the_step() -> None:
     _assert_equal(weights(model), weights(plain))
 
 
-@distributed(world_sizes=(1, 2))
+@distributed(world_sizes=(2,))
 def test_state_is_torchs_own_and_is_read_complete() -> None:
     model, optimizer, pipeline = _start()
     for step in range(NUM_STEPS):
@@ -178,7 +178,7 @@ def test_state_is_torchs_own_and_is_read_complete() -> None:
     _assert_equal(weights(model), weights(plain))
 
 
-@distributed(world_sizes=(1, 2))
+@distributed(world_sizes=(2,))
 def test_loaded_state_comes_behind_what_is_pending() -> None:
     model, optimizer, pipeline = _start()
     plain = build("mlp")
@@ -255,7 +255,7 @@ BETWEEN: dict[str, Callable[[nn.Module, Optimizer], None]] = {
 }
 
 
-@distributed(world_sizes=(1, 2))
+@distributed(world_sizes=(2,))
 def test_what_is_done_between_a_step_and_the_next_forward() -> None:
     for name, act in BETWEEN.items():
         print(name)

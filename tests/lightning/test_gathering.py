@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.distributed.harness import run_ranks
 from tests.lightning.fitting import assert_same, dear
 from tests.lightning.test_sharded_saving import NAME, _resume, _train
@@ -26,5 +28,6 @@ def _go_on_from_either(folder: Path) -> None:
             assert_same(resumed, seen, f"weights from a {kind}")
 
 
+@pytest.mark.slow
 def test_checkpoints_go_on_in_either_mode(tmp_path: Path) -> None:
     run_ranks(_go_on_from_either, 2, tmp_path)

@@ -20,14 +20,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 WORLD_SIZE = 2
 QUICK = (
     "accumulation",
-    "clipping by norm",
     "GradScaler with an overflow on one rank",
-    "a closure called twice",
-    "learning rate scheduler on steps",
     "parameters unused in some steps on some ranks",
     "BackboneFinetuning",
     "changing .grad in on_before_optimizer_step",
-    "sanity check and validation between steps",
 )
 """Run in every test run with gathered gradients; the rest is marked slow."""
 
