@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -287,3 +288,13 @@ def _piece(bucket: Bucket, part: Slice, lower: int, upper: int, begin: int) -> P
         gradient=bucket.mean[inside] if bucket.mean.numel() else None,
         has_master=bucket.has_master,
     )
+
+
+def cut_state(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
+    """A copy of what of an optimizer's state `value` for `parameter` belongs to `piece`."""
+    if not isinstance(value, Tensor):
+        return value
+    if key != "step" and value.shape == parameter.shape:
+        flat = as_flat(value, parameter.stride())
+        return flat[piece.start : piece.stop].to(parameter.device, copy=True)
+    return value.clone()

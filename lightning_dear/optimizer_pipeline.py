@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -256,6 +256,11 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self._active.gatherer.expect(early=False)
         if self._times_recorder is not None:
             self._times_recorder.step_begins()
+
+    def steps_first(self) -> Sequence[int]:
+        """See `StepListener`: where early steps are armed, all ranks gather in the plan's order."""
+        assert self._active is not None
+        return self._active.plan.early if self._active.reducer.steps_early else ()
 
     def stepping(self) -> None:
         """See `StepListener`."""

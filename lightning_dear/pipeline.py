@@ -96,6 +96,8 @@ class Pipeline:
         self.early_refusal: str | None = None
         if not collectives.reads_flags_freely:
             self.early_refusal = "the backend's collectives must keep one order on all ranks"
+        if gathering.is_of_gradients:
+            self.early_refusal = "gradients are gathered, and stepped in forward"
         self.parts = [
             OptimizerPipeline(
                 module,

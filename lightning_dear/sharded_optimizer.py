@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_dear.bucket import LOW_PRECISION, FlatBuffers, Piece, as_flat, shard_pieces
+from lightning_dear.bucket import (
+    LOW_PRECISION,
+    FlatBuffers,
+    Piece,
+    as_flat,
+    cut_state,
+    shard_pieces,
+)
 from lightning_dear.elementwise import closure_skipped, inner_step
 
 MASTER_KEY = "master_weight"
@@ -32,6 +39,9 @@ class StepListener(Protocol):
 
     def before_step(self) -> None:
         """Blocks until the pieces have their gradients and their state."""
+
+    def steps_first(self) -> Sequence[int]:
+        """Buckets to be stepped before the others, whatever their number."""
 
     def stepping(self) -> None:
         """A bucket is about to be stepped."""
@@ -165,7 +175,7 @@ class ShardedOptimizer:
         for piece in self.pieces:
             parameter = self._parameters[piece.tensor_index]
             own = {
-                key: _cut(key, value, parameter, piece)
+                key: cut_state(key, value, parameter, piece)
                 for key, value in whole.get(parameter, {}).items()
             }
             master = own.pop(MASTER_KEY, None)
@@ -222,7 +232,8 @@ class ShardedOptimizer:
         self.restore()
         self._listener.before_step()
         step = inner_step(self.optimizer)
-        *head, last = (number for number in self._by_bucket if number not in self.stepped_early)
+        order = dict.fromkeys((*self._listener.steps_first(), *self._by_bucket))
+        *head, last = (number for number in order if number not in self.stepped_early)
         self._swap()
         try:
             for number in head:
@@ -337,12 +348,3 @@ class ShardedOptimizer:
             group["params"] = parameters
         self._state, self.optimizer.state = self.optimizer.state, self._state
         self._swapped = self._selected = None
-
-
-def _cut(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if key != "step" and value.shape == parameter.shape:
-        flat = as_flat(value, parameter.stride())
-        return flat[piece.start : piece.stop].to(parameter.device, copy=True)
-    return value.clone()

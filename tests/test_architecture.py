@@ -25,6 +25,9 @@ MAX_FUNCTION_LINES = 60
 # other strategies are made of.
 DISTRIBUTED_ROOMS = (
     "collectives.py",
+    "groups.py",
+    "native.py",
+    "pairwise.py",
     "rendezvous.py",
     "apps/job.py",
     "workloads/task.py",

@@ -1,0 +1,80 @@
+"""What gloo's and NCCL's collectives have in common: two process groups of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dear.work import Collectives, T, WireLedger, Work, WorkObserver
+
+alive: WeakSet[GroupCollectives] = WeakSet()
+"""All that may hold groups."""
+
+reusable_groups: dict[timedelta | None, tuple[Any, list[Any]]] = {}
+"""Timeout -> the default group and ours made under it; else every fit would open new sockets."""
+
+
+class GroupCollectives(Collectives):
+    """Rank, size, ledger and the blocking object exchange, shared by both backends."""
+
+    def __init__(self, reduce_group: Any, gather_group: Any, rank: int, world_size: int) -> None:
+        self.reduce_group = reduce_group
+        self.gather_group = gather_group
+        self.rank = rank
+        self.world_size = world_size
+        self.ledger = WireLedger()
+        self.observer: WorkObserver | None = None
+        alive.add(self)
+
+    @override
+    def all_gather_object(self, value: T) -> list[T]:
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.reduce_group)
+        return values
+
+    @override
+    def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
+        if self.world_size == 1:
+            return Work.done()
+        work = dist.all_reduce(buffer, group=self.reduce_group, async_op=True)
+        self.ledger.all_reduce_bytes += 2 * self.ring_bytes(buffer)
+        # In this lane since it takes the reduce-scatters' place in backward.
+        return self.new_work("reduce_scatter", f"bucket {bucket}", [work])
+
+    @override
+    def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
+        return None
+
+    @override
+    def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
+        return None
+
+    def ring_bytes(self, buffer: Tensor) -> int:
+        """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""
+        return buffer.nbytes // self.world_size * (self.world_size - 1)
+
+    @override
+    def discard(self) -> None:
+        reusable_groups.clear()
+
+    def new_work(
+        self, lane: str, name: str, waits: Sequence[Any], finish: Callable[[], None] | None = None
+    ) -> Work:
+        """A work that waits for all of `waits`, and is seen by the observer; see `Work`."""
+
+        def arrive() -> None:
+            for work in waits:
+                work.wait()
+
+        observed = self.observer(lane, name, arrive) if self.observer and waits else arrive
+        work = Work(observed, finish)
+        work.is_done = not waits and finish is None
+        return work

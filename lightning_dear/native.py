@@ -1,0 +1,63 @@
+"""Collectives of the backend itself: NCCL's."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dear.groups import GroupCollectives
+from lightning_dear.summing import assign, shard_of
+from lightning_dear.work import Work
+
+
+class NativeCollectives(GroupCollectives):
+    """The backend's own reduce-scatter and all-gather (NCCL): stream-ordered, no host block.
+
+    NCCL orders a collective behind the stream that launches it, and `wait` orders the current
+    stream behind the collective, so neither side ever blocks the host. Order is the same on all
+    ranks within a group and between both groups, because launches follow the plan.
+    """
+
+    reads_flags_freely = False
+
+    @override
+    def scratch_numel(self, numel: int) -> int:
+        return 0
+
+    @override
+    def launch_reduce_scatter(
+        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+    ) -> Work:
+        own = shard_of(buffer, self.rank, self.world_size)
+        work = _reduce_scatter(own, buffer, group=self.reduce_group, async_op=True)
+        self.ledger.reduce_scatter_bytes += self.ring_bytes(buffer)
+        finish = None if out.dtype == own.dtype else partial(assign, out, own)
+        return self.new_work("reduce_scatter", f"bucket {bucket}", [work], finish)
+
+    @override
+    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+        own = shard_of(buffer, self.rank, self.world_size)
+        work = _all_gather(buffer, own, group=self.gather_group, async_op=True)
+        self.ledger.all_gather_bytes += self.ring_bytes(buffer)
+        return self.new_work("all_gather", f"bucket {bucket}", [work])
+
+    @override
+    def launch_any(self, flags: Tensor) -> Work:
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.reduce_group, async_op=True)
+        self.ledger.other_bytes += 2 * self.ring_bytes(flags)
+        return self.new_work("other", "used parameters", [work])
+
+    @override
+    def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
+        work = dist.broadcast(buffer, src=0, group=self.gather_group, async_op=True)
+        self.ledger.other_bytes += buffer.nbytes
+        return self.new_work("other", "module buffers", [work])
+
+
+# torch 2.13 renamed both; the old names warn there and are the only ones before it.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,0 +1,183 @@
+"""Collectives for gloo: every message straight from the rank that has it to the one it is for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dear.groups import GroupCollectives
+from lightning_dear.message_delay import DelayedSends
+from lightning_dear.rounds import Rounds
+from lightning_dear.summing import nbytes_of, shard_of, sum_in_source_order
+from lightning_dear.work import Work
+
+# Above those of all buckets.
+_FLAGS_TAG = 1 << 29
+_BUFFERS_TAG = 1 << 30
+_TAGS_OF_A_PLAN = 1 << 12
+
+
+class PairwiseCollectives(GroupCollectives):
+    """Point-to-point exchange for gloo, which has no reduce-scatter of its own.
+
+    gloo's `reduce_scatter` runs a whole all-reduce; sending every shard straight to its owner moves
+    (P-1)/P of the buffer instead. Receives are posted before sends (a send without a posted receive
+    costs 1.7x), peers are rotated so that ranks do not all send to rank 0 first, and gloo's own
+    threads make the progress. With one rank there are no peers and every call is a no-op.
+
+    Args:
+        reduce_group: Process group of the reduce-scatters.
+        gather_group: Process group of the all-gathers.
+        rank: This rank in both groups.
+        world_size: Number of ranks in both.
+        message_delay_s: Seconds by which every message comes late, for measurements: see
+            `DelayedSends` for what that emulates and what it does not. 0 costs nothing.
+        paces: Whether buckets are sent in step with the other ranks, the same on all; see
+            `Rounds`. All ranks must then launch each optimizer's buckets in one order.
+    """
+
+    reads_flags_freely = True
+
+    def __init__(
+        self,
+        reduce_group: Any,
+        gather_group: Any,
+        rank: int,
+        world_size: int,
+        *,
+        message_delay_s: float = 0.0,
+        paces: bool = False,
+    ) -> None:
+        super().__init__(reduce_group, gather_group, rank, world_size)
+        self._paces = paces
+        # One for each optimizer and kind of exchange: only within one is the order everybody's.
+        self._rounds: defaultdict[tuple[int, int], Rounds] = defaultdict(Rounds)
+        self._late = DelayedSends(message_delay_s) if message_delay_s else None
+        self._expected: dict[tuple[str, int], tuple[int, list[Any]]] = {}
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
+
+    def _sources(self) -> list[int]:
+        return [(self.rank - hop) % self.world_size for hop in range(1, self.world_size)]
+
+    @override
+    def scratch_numel(self, numel: int) -> int:
+        return numel // self.world_size * (self.world_size - 1)
+
+    @override
+    def launch_reduce_scatter(
+        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+    ) -> Work:
+        own = shard_of(buffer, self.rank, self.world_size)
+        rows = self._reduce_rows(received)
+        outgoing = {peer: shard_of(buffer, peer, self.world_size) for peer in self._peers()}
+        receives = self._take_expected("reduce_scatter", received, bucket)
+        waits = self._exchange(rows, outgoing, self.reduce_group, bucket, receives)
+        self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
+        by_source = [row for _, row in sorted({**rows, self.rank: own}.items(), key=itemgetter(0))]
+        return self.new_work(
+            "reduce_scatter",
+            f"bucket {bucket}",
+            waits,
+            lambda: sum_in_source_order(by_source, out),
+        )
+
+    @override
+    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+        own = shard_of(buffer, self.rank, self.world_size)
+        rows = self._gather_rows(buffer)
+        outgoing = dict.fromkeys(self._peers(), own)
+        receives = self._take_expected("all_gather", buffer, bucket)
+        waits = self._exchange(rows, outgoing, self.gather_group, bucket, receives)
+        self.ledger.all_gather_bytes += nbytes_of(outgoing)
+        return self.new_work("all_gather", f"bucket {bucket}", waits)
+
+    @override
+    def launch_any(self, flags: Tensor) -> Work:
+        rows = {source: torch.empty_like(flags) for source in self._sources()}
+        outgoing = dict.fromkeys(self._peers(), flags.clone())
+        waits = self._exchange(rows, outgoing, self.reduce_group, _FLAGS_TAG)
+        self.ledger.other_bytes += nbytes_of(outgoing)
+
+        def combine() -> None:
+            for row in rows.values():
+                torch.maximum(flags, row, out=flags)
+
+        return self.new_work("other", "used parameters", waits, combine)
+
+    @override
+    def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
+        rows = {} if self.rank == 0 else {0: buffer}
+        outgoing = dict.fromkeys(self._peers(), buffer) if self.rank == 0 else {}
+        waits = self._exchange(rows, outgoing, self.gather_group, _BUFFERS_TAG + index)
+        self.ledger.other_bytes += nbytes_of(outgoing)
+        return self.new_work("other", "module buffers", waits)
+
+    @override
+    def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
+        rows = self._reduce_rows(received)
+        self._expect("reduce_scatter", received, rows, self.reduce_group, bucket)
+
+    @override
+    def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
+        self._expect("all_gather", buffer, self._gather_rows(buffer), self.gather_group, bucket)
+
+    def _reduce_rows(self, received: Tensor) -> dict[int, Tensor]:
+        return {
+            source: shard_of(received, place, self.world_size - 1)
+            for place, source in enumerate(self._sources())
+        }
+
+    def _gather_rows(self, buffer: Tensor) -> dict[int, Tensor]:
+        return {peer: shard_of(buffer, peer, self.world_size) for peer in self._sources()}
+
+    def _expect(
+        self, lane: str, buffer: Tensor, rows: dict[int, Tensor], group: Any, tag: int
+    ) -> None:
+        if (lane, tag) not in self._expected:
+            self._expected[lane, tag] = buffer.data_ptr(), _receive(rows, group, tag)
+
+    def _take_expected(self, lane: str, buffer: Tensor, tag: int) -> list[Any] | None:
+        data_ptr, receives = self._expected.pop((lane, tag), (0, None))
+        if receives is not None and data_ptr != buffer.data_ptr():
+            raise RuntimeError(f"bucket {tag} is expected in another buffer: {lane}")
+        return receives
+
+    def _exchange(
+        self,
+        rows: dict[int, Tensor],
+        outgoing: dict[int, Tensor],
+        group: Any,
+        tag: int,
+        receives: list[Any] | None = None,
+    ) -> list[Any]:
+        if receives is None:
+            receives = _receive(rows, group, tag)
+        if self._paces and tag < _FLAGS_TAG:
+            return self._exchange_in_step(receives, outgoing, group, tag)
+        sends = [self._send(row, peer, group, tag) for peer, row in outgoing.items()]
+        return [*receives, *sends]
+
+    def _exchange_in_step(
+        self, receives: list[Any], outgoing: dict[int, Tensor], group: Any, tag: int
+    ) -> list[Any]:
+        sends = [partial(self._send, row, peer, group, tag) for peer, row in outgoing.items()]
+        message_bytes = max(row.nbytes for row in outgoing.values())
+        return self._rounds[id(group), tag // _TAGS_OF_A_PLAN].put(receives, sends, message_bytes)
+
+    def _send(self, row: Tensor, peer: int, group: Any, tag: int) -> Any:
+        if self._late is None:
+            return dist.isend(row, group=group, dst=peer, tag=tag)
+        return self._late.send(partial(dist.isend, row, group=group, dst=peer, tag=tag))
+
+
+def _receive(rows: dict[int, Tensor], group: Any, tag: int) -> list[Any]:
+    return [dist.irecv(row, group=group, src=source, tag=tag) for source, row in rows.items()]
