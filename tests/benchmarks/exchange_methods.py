@@ -11,13 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dear.collectives import (
-    PairwiseCollectives,
-    new_collectives,
-    shard_of,
-)
+from lightning_dear.collectives import new_collectives
+from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.rounds import Rounds
-from lightning_dear.summing import sum_in_source_order
+from lightning_dear.summing import shard_of, sum_in_source_order
 
 Wait = Callable[[], object]
 Launch = Callable[[], Wait]

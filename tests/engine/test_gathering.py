@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dear.collectives import PairwiseCollectives, new_collectives
+from lightning_dear.collectives import new_collectives
 from lightning_dear.gathering import Gathering
+from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import NoFusion
 from lightning_dear.work import Work

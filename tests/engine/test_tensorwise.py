@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.collectives import NativeCollectives, PairwiseCollectives
 from lightning_dear.gathering import Gathering
+from lightning_dear.native import NativeCollectives
+from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import NoFusion
 from lightning_dear.tensorwise import check_tensorwise

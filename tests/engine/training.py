@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dear.collectives import PairwiseCollectives, new_collectives
+from lightning_dear.collectives import new_collectives
 from lightning_dear.gathering import Gathering
+from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import FusionPlanner, ThresholdFusion
 from tests.engine.delays import DelayedCollectives, Delays

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.clock import StreamClock
-from lightning_dear.collectives import NativeCollectives, new_collectives, shard_of
+from lightning_dear.collectives import new_collectives
+from lightning_dear.native import NativeCollectives
 from lightning_dear.pipeline import Pipeline
+from lightning_dear.summing import shard_of
 from tests.distributed.harness import run_ranks
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 from tests.engine.training import SMALL_BUCKETS

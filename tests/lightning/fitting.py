@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dear import DearStrategy
-from lightning_dear.collectives import PairwiseCollectives, shard_of
+from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.planning import BucketPlan, TensorSpec, ThresholdFusion
+from lightning_dear.summing import shard_of
 from lightning_dear.work import Work
 from tests.lightning.nets import Net, copies, data
 

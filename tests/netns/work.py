@@ -131,7 +131,8 @@ def compute_alone(num_layers: int, batch_size: int) -> Callable[[], None]:
 
 def communication_alone(strategy: DearStrategy) -> Callable[[], None]:
     """The same buckets' reduce-scatters, then their all-gathers, with nothing beside them."""
-    from lightning_dear.collectives import new_collectives, shard_of
+    from lightning_dear.collectives import new_collectives
+    from lightning_dear.summing import shard_of
 
     assert strategy.plan is not None
     collectives = new_collectives(torch.device("cpu"))
