@@ -170,8 +170,8 @@ class PairwiseCollectives(GroupCollectives):
         self, receives: list[Any], outgoing: dict[int, Tensor], group: Any, tag: int
     ) -> list[Any]:
         sends = [partial(self._send, row, peer, group, tag) for peer, row in outgoing.items()]
-        message_bytes = max(row.nbytes for row in outgoing.values())
-        return self._rounds[id(group), tag // _TAGS_OF_A_PLAN].put(receives, sends, message_bytes)
+        rounds = self._rounds[id(group), tag // _TAGS_OF_A_PLAN]
+        return [rounds.put(receives, sends, nbytes_of(outgoing))]
 
     def _send(self, row: Tensor, peer: int, group: Any, tag: int) -> Any:
         if self._late is None:

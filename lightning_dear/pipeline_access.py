@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lightning_dear.pipeline import Pipeline
-from lightning_dear.planning import BucketPlan
+from lightning_dear.planning import BucketPlan, save_plan
 from lightning_dear.statistics import StepStatistics
 from lightning_dear.timeline import Timeline
 
@@ -26,6 +28,16 @@ class PipelineAccess:
     def plan(self) -> BucketPlan | None:
         """The first optimizer's buckets; None before its first step of a fit."""
         return None if self._pipeline is None else self._pipeline.parts[0].plan
+
+    def save_plan(self, path: str | Path) -> None:
+        """Writes the first optimizer's plan to a JSON file, for `planning.FixedPlan(path)`.
+
+        Raises:
+            RuntimeError: If there is no plan yet.
+        """
+        if self._pipeline is None or self._pipeline.parts[0].plan is None:
+            raise RuntimeError("There is a plan only during fit, from the first step on.")
+        save_plan(path, self._pipeline.parts[0].plan, self._pipeline.parts[0].tensors)
 
     @property
     def statistics(self) -> StepStatistics | None:

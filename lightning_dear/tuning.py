@@ -27,8 +27,11 @@ from lightning_dear.planning.times import ModelTimes, median_times, slowest_time
 from lightning_dear.summing import shard_of
 from lightning_dear.work import Collectives, WireLedger
 
-_LINK_BYTES = (1 << 12, 1 << 22)
-"""The small one costs its start alone: some links let the first tens of KiB pass for nothing."""
+_SMALL_BYTES = 1 << 12
+"""Costs its start alone: some links let the first tens of KiB pass for nothing."""
+
+_LEAST_LARGE_BYTES, _MOST_LARGE_BYTES = 1 << 18, 1 << 22
+"""In between, an eighth of the model, so that a slow link takes no longer than a step or two."""
 
 _NUM_LINK_REPEATS = 5
 
@@ -170,11 +173,14 @@ def measure_link(pipeline: Pipeline) -> LinkCost:
     # These bytes belong to no step.
     ledger, collectives.ledger = collectives.ledger, WireLedger()
     seconds = []
-    for nbytes in _LINK_BYTES:
+    part = pipeline.parts[0]
+    model_bytes = sum(tensor.numel * tensor.itemsize for tensor in part.tensors)
+    sizes = _SMALL_BYTES, min(max(model_bytes // 8, _LEAST_LARGE_BYTES), _MOST_LARGE_BYTES)
+    for nbytes in sizes:
         times_s = _exchange_times(collectives, device, nbytes)
         seconds.append(max(collectives.all_gather_object(median(times_s))))
     collectives.ledger = ledger
-    small, large = (sent_bytes(nbytes, collectives.world_size) for nbytes in _LINK_BYTES)
+    small, large = (sent_bytes(nbytes, collectives.world_size) for nbytes in sizes)
     return fitted(small, seconds[0], large, seconds[1])
 
 

@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_dear.fabric.module import DearModule
+from lightning_dear.planning import FusionPlanner, SearchingPlanner
 
 _PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 
@@ -31,6 +32,20 @@ def check_fabric_precision(precision: Precision) -> None:
             " strategy='dear': it keeps layers or parameters of its own, which cannot be sharded."
             " Use '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or"
             " strategy='ddp'."
+        )
+
+
+def check_no_search(fusion: FusionPlanner) -> None:
+    """Refuses planners that measure steps: only Lightning's Trainer says where a step ends.
+
+    Raises:
+        ValueError: Naming what to use.
+    """
+    if isinstance(fusion, SearchingPlanner):
+        raise ValueError(
+            f"fusion={getattr(fusion, 'name', type(fusion).__name__)!r} measures training steps,"
+            " which works under a Trainer only. Use fusion='threshold', or a plan that a Trainer"
+            " has found: strategy.save_plan(path) there, fusion=FixedPlan(path) here."
         )
 
 

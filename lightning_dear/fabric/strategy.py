@@ -33,6 +33,7 @@ from lightning_dear.fabric.checks import (
     check_apart,
     check_fabric_precision,
     check_have_optimizer,
+    check_no_search,
     refuse_lone_optimizer,
 )
 from lightning_dear.fabric.module import DearModule, finish_at_exit, finishing, part_of
@@ -68,7 +69,8 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         precision: 32, 16 or bf16 (mixed or true), or 64 bits. 16-bit parameters are stepped as fp32
             masters, which DDP does not do.
         compressor: "none", or an instance from `lightning_dear.compression`.
-        fusion: "threshold", "none", "single", or a planner from `lightning_dear.planning`.
+        fusion: "threshold", "none", "single", or a planner from `lightning_dear.planning` that
+            needs no measurements.
         bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
         gather: What travels back: "parameters", or "gradients", for optimizers that need to see
             whole tensors (Adafactor, Muon, LARS): every rank then steps all of them, each bucket
@@ -112,6 +114,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         self._gathering = Gathering(gather, gather_depth)
         self._compressor = resolve_compressor(compressor)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
+        check_no_search(self._fusion)
         self._broadcast_buffers = broadcast_buffers
         self._audit = audit
         self._setups: list[weakref.ref[DearModule]] = []

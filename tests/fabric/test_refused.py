@@ -46,6 +46,7 @@ def test_one_process_has_no_launcher() -> None:
         ({"nonsense": 1}, "unknown option"),
         ({"gather": "weights"}, "valid names: parameters, gradients"),
         ({"fusion": "nonsense"}, "threshold"),
+        ({"fusion": "auto"}, "FixedPlan"),
         ({"compressor": "nonsense"}, "none"),
     ],
 )

@@ -12,7 +12,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dear.callbacks.completion_guard import CompletionGuard
+from lightning_dear.callbacks import (
+    CompletionGuard,
+    DearMonitor,
+    FusionTuner,
+    TimelineCallback,
+)
+from lightning_dear.planning import AutoFusion
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import STRATEGIES, assert_same, dear, fit
 from tests.lightning.nets import Net
@@ -104,3 +110,11 @@ def test_the_guard_waits_in_every_hook(hook: str) -> None:
     getattr(guard, hook)(trainer, LightningModule(), *more)
     assert len(reasons) == 1
     assert hook in reasons[0]
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_train_end"])
+def test_callbacks_of_ours_make_nobody_wait(hook: str) -> None:
+    reasons: list[str] = []
+    guard = CompletionGuard(reasons.append)
+    ours = [DearMonitor(), TimelineCallback(), FusionTuner(AutoFusion(), lambda: None)]
+    assert guard._find_reader(hook, [guard, *ours], LightningModule()) is None
