@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: help train test test-all netns gpu mutations lint notebook
+.PHONY: help train bench test test-all netns gpu mutations lint notebook
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -19,6 +19,9 @@ help: ## list the targets
 
 train: $(VENV)/.ready-to-run ## train on the digits with 2 processes: make train ARGS="strategy=ddp"
 	$(BIN)/dear-train $(ARGS)
+
+bench: $(VENV)/.ready-to-run ## compare strategies side by side: make bench ARGS="cluster=emulated entries=[ddp,dear]"
+	$(BIN)/dear-bench $(ARGS)
 
 test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (18 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
