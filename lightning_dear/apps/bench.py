@@ -89,10 +89,11 @@ def _compare(starter: Trainer, points: Sequence[Setting]) -> None:
 
 def _finish(folder: Path, rows: list[Row]) -> None:
     write_summary(folder / "summary.csv", rows)
-    write_plot(folder / "plot.png", rows)
     text = format_rows(rows)
     (folder / "table.txt").write_text(f"{text}\n")
     print(text, flush=True)
+    # Last: after Ctrl-C there are only seconds left, and drawing takes some.
+    write_plot(folder / "plot.png", rows)
     print(f"Every step, the rows and the plot: {folder}", flush=True)
 
 
