@@ -14,8 +14,9 @@ import pytest
 
 _OWN_VARIABLES = ("PYTEST_CURRENT_TEST",)
 
-_RESTORED_VARIABLES = ("KMP_", "PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-"""Set by importing scikit-learn and by `seed_everything`: put back without complaint."""
+_RESTORED_VARIABLES = ("KMP_", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "TORCHINDUCTOR_")
+"""Set by importing scikit-learn, by `seed_everything` and by a process's first optimizer: put back
+without complaint."""
 
 _STANDING_SERVICES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Processes that `multiprocessing` starts once and keeps."""
