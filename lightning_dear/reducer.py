@@ -241,11 +241,12 @@ class GradientReducer:
 
     def _wait(self, says: list[int]) -> list[int]:
         """Blocks for the round's buckets; returns the most that any rank says per parameter."""
-        device = self._buckets[0].parameters.device
-        flags = torch.ones(len(says), dtype=torch.uint8, device=device)
+        device, signal = self._buckets[0].parameters.device, self._collectives.signal
+        flags = torch.ones(len(says) + 1, dtype=torch.uint8, device=device)
         uses_all = all(one == _USED for one in says)
         if not uses_all:
-            flags.copy_(torch.tensor(says))
+            flags[:-1] = torch.tensor(says)
+        flags[-1] = self._collectives.rank == 0 and signal.ask()
         work = self._collectives.launch_any(flags)
         with self._waiting("gradients"):
             for one in (*self._works.values(), work):
@@ -255,6 +256,7 @@ class GradientReducer:
         if uses_all and not self._collectives.reads_flags_freely:
             return says
         said: list[int] = flags.tolist()
+        signal.heard = said.pop() > 0
         return said
 
     def release(self) -> None:

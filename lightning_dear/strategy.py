@@ -41,6 +41,7 @@ from lightning_dear.planning import (
 )
 from lightning_dear.precision import connect_precision, disconnect_precision, unwrapped
 from lightning_dear.registration import START_METHODS
+from lightning_dear.sigterm import answer_sigterm, ask_sigterm_again
 from lightning_dear.support import (
     check_optimizers,
     check_options,
@@ -202,6 +203,8 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
             # Its class has torch's own, which would pass the pipeline by.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         connect_precision(self.precision_plugin, self._pipeline)
+        if self._pipeline.collectives.reads_flags_freely:
+            answer_sigterm(trainer, self._pipeline.collectives.signal)
         self._insert_guards(trainer)
 
     def _insert_guards(self, trainer: pl.Trainer) -> None:
@@ -307,6 +310,8 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         if self._pipeline is not None:
             self._pipeline.detach()
             disconnect_precision(self.precision_plugin)
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            ask_sigterm_again(self.lightning_module.trainer)
         super().teardown()
 
     @override

@@ -27,6 +27,19 @@ class WireLedger:
         return decoupled_bytes + self.all_reduce_bytes + self.other_bytes
 
 
+class Signal:
+    """One bit of rank 0 that all ranks hear once a step, with the flags of used parameters.
+
+    Attributes:
+        ask: What the bit is at present; asked on rank 0 only.
+        heard: What it was in the last exchange; None if there was none since it was set to None.
+    """
+
+    def __init__(self) -> None:
+        self.ask: Callable[[], bool] = lambda: False
+        self.heard: bool | None = None
+
+
 class Work:
     """A launched collective. `wait` may be called any number of times; it acts once.
 
@@ -74,6 +87,7 @@ class Collectives(Protocol):
     world_size: int
     ledger: WireLedger
     observer: WorkObserver | None
+    signal: Signal
     reads_flags_freely: bool
     """Whether reading flags on the host costs no wait beyond those there are in any case."""
 
