@@ -25,7 +25,7 @@ from lightning_dear.planning.search import (
 )
 from lightning_dear.planning.times import ModelTimes, median_times, slowest_times
 from lightning_dear.summing import shard_of
-from lightning_dear.work import Collectives, WireLedger
+from lightning_dear.work import STATE_NUMBERS, Collectives, WireLedger
 
 _SMALL_BYTES = 1 << 12
 """Costs its start alone: some links let the first tens of KiB pass for nothing."""
@@ -194,9 +194,9 @@ def _exchange_times(collectives: Collectives, device: torch.device, nbytes: int)
     marks = []
     for _ in range(1 + _NUM_LINK_REPEATS):
         marks.append(clock.mark())
-        collectives.launch_reduce_scatter(buffer, received, own, 0).wait()
+        collectives.launch_reduce_scatter(buffer, received, own, STATE_NUMBERS).wait()
         marks.append(clock.mark())
-        collectives.launch_all_gather(buffer, 0).wait()
+        collectives.launch_all_gather(buffer, STATE_NUMBERS).wait()
     marks.append(clock.mark())
     moments = [clock.seconds(mark) for mark in marks]
     times_s = [end - begin for begin, end in zip(moments, moments[1:], strict=False)]

@@ -10,6 +10,11 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+GRADIENT_NUMBERS = 1 << 22
+STATE_NUMBERS = 1 << 23
+"""Added to a bucket's number for exchanges that may be made while the bucket's own is under way, or
+is expected after a step that was broken off: of whole gradients, and of saved state."""
+
 
 @dataclass
 class WireLedger:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import Piece
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
 from lightning_dear.sharded_optimizer import ShardedOptimizer
-from lightning_dear.work import Collectives
+from lightning_dear.work import STATE_NUMBERS, Collectives
 
 Described = dict[int, dict[str, Any]]
 """Tensor index -> state key -> `PerElement`, `Scalar`, or a value that is no tensor."""
@@ -82,7 +82,7 @@ def whole_state(
     for number, spec in enumerate(plan.buckets):
         for key, dtype in _cut_entries(spec, described):
             shard = _fill_shard(sharded, number, spec, key, dtype)
-            collectives.launch_all_gather(shard, number).wait()
+            collectives.launch_all_gather(shard, STATE_NUMBERS + number).wait()
             for part in spec.slices:
                 target = whole.get(part.tensor, {}).get(key)
                 if isinstance(target, Tensor) and target.dtype == dtype:

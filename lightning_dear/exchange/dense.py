@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.work import Collectives, Work
-
-_GRADIENTS = 1 << 22
-"""Keeps gathers of gradients apart from gathers of parameters that are under way with them."""
+from lightning_dear.work import GRADIENT_NUMBERS, Collectives, Work
 
 
 class DenseExchange:
@@ -51,5 +48,5 @@ class DenseExchange:
 
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         """Starts filling the bucket's gradients from every rank's mean, in place."""
-        number = self._first_number + bucket.number + _GRADIENTS
+        number = self._first_number + bucket.number + GRADIENT_NUMBERS
         return self._collectives.launch_all_gather(bucket.gradients, number)

@@ -121,8 +121,8 @@ with EmulatedCluster(num_hosts=2, rate_mbit=None) as cluster:
 
 WAIT = """
 import os, time
-print(os.environ["RANK"], os.getpid(), flush=True)
 try:
+    print(os.environ["RANK"], os.getpid(), flush=True)
     time.sleep(600)
 except KeyboardInterrupt:
     print("rank 0 heard it", flush=True)
