@@ -9,7 +9,6 @@ module of the engine talks to torch.distributed.
 from __future__ import annotations
 
 import atexit
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -21,15 +20,6 @@ from lightning_dear.message_delay import message_delay_s
 from lightning_dear.native import NativeCollectives
 from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.work import Collectives, WireLedger
-
-_MIN_PACED_RANKS = 3
-"""Two ranks have a link each way to themselves."""
-
-_FAST_BYTES_PER_S = 3e8
-"""Measured with four ranks: 2.5e8 and less on links of 1 Gb/s, where pacing pays; 5e8 and more
-without a link, where it costs."""
-
-_PROBE_BYTES, _NUM_PROBES = 1 << 20, 3
 
 
 def new_collectives(device: torch.device, timeout: timedelta | None = None) -> Collectives:
@@ -57,10 +47,7 @@ def new_collectives(device: torch.device, timeout: timedelta | None = None) -> C
     place = groups[0], groups[1], dist.get_rank(), dist.get_world_size()
     collectives: Collectives
     if backend == "gloo":
-        delay_s = message_delay_s()
-        collectives = PairwiseCollectives(*place, message_delay_s=delay_s)
-        if _pays_to_pace(collectives):
-            collectives = PairwiseCollectives(*place, message_delay_s=delay_s, paces=True)
+        collectives = PairwiseCollectives(*place, message_delay_s=message_delay_s())
     else:
         collectives = NativeCollectives(*place)
     _connect(collectives, device)
@@ -97,21 +84,3 @@ def _connect(collectives: Collectives, device: torch.device) -> None:
     collectives.launch_any(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
     collectives.launch_all_gather(torch.zeros(collectives.world_size, device=device), 0).wait()
     collectives.ledger = WireLedger()
-
-
-def _pays_to_pace(collectives: PairwiseCollectives) -> bool:
-    """Whether links are so slow that senders which meet on one cost more than waiting in step.
-
-    Measures one exchange of all with all, of 1 MiB. The same on all ranks. Collective, blocks.
-    """
-    if collectives.world_size < _MIN_PACED_RANKS:
-        return False
-    numel = _PROBE_BYTES // 4 // collectives.world_size * collectives.world_size
-    buffer = torch.zeros(numel)
-    seconds = []
-    for _ in range(_NUM_PROBES):
-        began_s = time.perf_counter()
-        collectives.launch_all_gather(buffer, 0).wait()
-        seconds.append(max(collectives.all_gather_object(time.perf_counter() - began_s)))
-    collectives.ledger = WireLedger()
-    return min(seconds) > collectives.ring_bytes(buffer) / _FAST_BYTES_PER_S

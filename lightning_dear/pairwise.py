@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -14,14 +13,12 @@ from typing_extensions import override
 
 from lightning_dear.groups import GroupCollectives
 from lightning_dear.message_delay import DelayedSends
-from lightning_dear.rounds import Rounds
 from lightning_dear.summing import nbytes_of, shard_of, sum_in_source_order
 from lightning_dear.work import Work
 
 # Above those of all buckets.
 _FLAGS_TAG = 1 << 29
 _BUFFERS_TAG = 1 << 30
-_TAGS_OF_A_PLAN = 1 << 12
 
 
 class PairwiseCollectives(GroupCollectives):
@@ -32,6 +29,10 @@ class PairwiseCollectives(GroupCollectives):
     costs 1.7x), peers are rotated so that ranks do not all send to rank 0 first, and gloo's own
     threads make the progress. With one rank there are no peers and every call is a no-op.
 
+    Sending to one peer at a time, in step with the others, comes nearer to the rate for one bucket
+    alone (`tests/benchmarks/exchanges.py`), and was slower in training with four ranks on 1 Gb/s: a
+    rank that comes late then holds up all others' messages.
+
     Args:
         reduce_group: Process group of the reduce-scatters.
         gather_group: Process group of the all-gathers.
@@ -39,8 +40,6 @@ class PairwiseCollectives(GroupCollectives):
         world_size: Number of ranks in both.
         message_delay_s: Seconds by which every message comes late, for measurements: see
             `DelayedSends` for what that emulates and what it does not. 0 costs nothing.
-        paces: Whether buckets are sent in step with the other ranks, the same on all; see
-            `Rounds`. All ranks must then launch each optimizer's buckets in one order.
     """
 
     reads_flags_freely = True
@@ -53,12 +52,8 @@ class PairwiseCollectives(GroupCollectives):
         world_size: int,
         *,
         message_delay_s: float = 0.0,
-        paces: bool = False,
     ) -> None:
         super().__init__(reduce_group, gather_group, rank, world_size)
-        self._paces = paces
-        # One for each optimizer and kind of exchange: only within one is the order everybody's.
-        self._rounds: defaultdict[tuple[int, int], Rounds] = defaultdict(Rounds)
         self._late = DelayedSends(message_delay_s) if message_delay_s else None
         self._expected: dict[tuple[str, int], tuple[int, list[Any]]] = {}
 
@@ -161,17 +156,8 @@ class PairwiseCollectives(GroupCollectives):
     ) -> list[Any]:
         if receives is None:
             receives = _receive(rows, group, tag)
-        if self._paces and tag < _FLAGS_TAG:
-            return self._exchange_in_step(receives, outgoing, group, tag)
         sends = [self._send(row, peer, group, tag) for peer, row in outgoing.items()]
         return [*receives, *sends]
-
-    def _exchange_in_step(
-        self, receives: list[Any], outgoing: dict[int, Tensor], group: Any, tag: int
-    ) -> list[Any]:
-        sends = [partial(self._send, row, peer, group, tag) for peer, row in outgoing.items()]
-        rounds = self._rounds[id(group), tag // _TAGS_OF_A_PLAN]
-        return [rounds.put(receives, sends, nbytes_of(outgoing))]
 
     def _send(self, row: Tensor, peer: int, group: Any, tag: int) -> Any:
         if self._late is None:

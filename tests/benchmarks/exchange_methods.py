@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_dear.collectives import new_collectives
 from lightning_dear.pairwise import PairwiseCollectives
-from lightning_dear.rounds import Rounds
 from lightning_dear.summing import shard_of, sum_in_source_order
+from tests.benchmarks.rounds import Rounds
 
 Wait = Callable[[], object]
 Launch = Callable[[], Wait]
