@@ -31,6 +31,7 @@ class Seen(Callback):
 MODULE = "lightning_dear.apps.train"
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 def test_a_job_runs_on_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
     before = set(NAMESPACES.glob("*"))

@@ -68,7 +68,9 @@ class Run:
 
 @distributed(world_sizes=(1, 2))
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 def test_early_steps_change_no_bit(optimizer_name: str, dtype: torch.dtype) -> None:
     run = Run(optimizer_name, dtype)
     seen = []

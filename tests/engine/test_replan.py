@@ -57,7 +57,9 @@ def _assert_same(left: object, right: object) -> None:
 
 @distributed(world_sizes=(1, 2))
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 def test_a_new_plan_in_mid_run_is_bit_equal_to_the_last_plan_from_the_start(
     optimizer_name: str, dtype: torch.dtype
 ) -> None:
