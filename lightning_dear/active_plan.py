@@ -16,6 +16,7 @@ from lightning_dear.gatherer import ParameterGatherer
 from lightning_dear.gathering import Gathering
 from lightning_dear.layout import tensor_specs
 from lightning_dear.planning import BucketPlan, TensorSpec
+from lightning_dear.planning.plan import check_plan
 from lightning_dear.recorder import ForwardRecorder
 from lightning_dear.reducer import GradientReducer
 from lightning_dear.work import Collectives
@@ -95,7 +96,9 @@ def agree_on_recording(
     )
 
 
-def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec], collectives: Collectives) -> None:
+def agree_on_plan(
+    plan: BucketPlan, tensors: Sequence[TensorSpec], collectives: Collectives
+) -> None:
     """Refuses a plan that ranks do not share, or that is not over `tensors`. Collective, blocks.
 
     Raises:
@@ -108,15 +111,10 @@ def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec], collectives: Col
             f"The plan '{plan.name}' is for {plan.world_size} ranks, and there are"
             f" {collectives.world_size}; plan anew."
         )
-    covered = {tensor.index: 0 for tensor in tensors}
-    for bucket in plan.buckets:
-        for piece in bucket.slices:
-            covered[piece.tensor] = covered.get(piece.tensor, 0) + piece.numel
-    if covered != {tensor.index: tensor.numel for tensor in tensors}:
-        raise ValueError(
-            f"The plan '{plan.name}' is for another model: its tensors are not the"
-            f" {len(tensors)} that this optimizer trains; plan anew."
-        )
+    known = {tensor.index for tensor in tensors}
+    if any(piece.tensor not in known for bucket in plan.buckets for piece in bucket.slices):
+        raise ValueError(f"The plan '{plan.name}' is for another model; plan anew.")
+    check_plan(plan, tensors)
 
 
 @torch.no_grad()

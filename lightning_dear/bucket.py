@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_dear.plain_mode import plain_mode
 from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -70,9 +71,10 @@ class Bucket:
             self.replica.copy_(self.shard)
 
     def land(self) -> None:
-        """Makes what was gathered the parameters' values."""
+        """Makes what was gathered the parameters' values, whatever context they are read in."""
         if self.is_staged:
-            self.parameters.copy_(self.landing)
+            with plain_mode(self.parameters.device.type):
+                self.parameters.copy_(self.landing)
 
     def adopt_writes(self) -> None:
         """Takes over values that were written to the parameters from outside, element by element.
@@ -130,6 +132,7 @@ class Piece:
         gradient: 1-D view of their mean gradient; None where autograd's own is read.
         has_master: Whether `parameter` is an fp32 copy of 16-bit elements.
         is_plain: Whether it is a whole, contiguous parameter, whose gradient needs no rearranging.
+        was_stepped: Whether a step has changed `parameter`.
     """
 
     tensor_index: int
@@ -141,6 +144,7 @@ class Piece:
     gradient: Tensor | None
     has_master: bool = False
     is_plain: bool = False
+    was_stepped: bool = False
 
     @property
     def numel(self) -> int:
@@ -214,8 +218,9 @@ def allocate(
             part = slice(offset, offset + spec.padded_numel)
             scratch = flat.new_empty(scratch_numel(spec.padded_numel))
             own = shard_slice(spec.padded_numel, rank, num_shards)
+            is_staged = number in plan.early and plan.world_size > 1
             buckets[number] = _bucket(
-                number, spec, flat[part], gradients[part], scratch, own, number in plan.early
+                number, spec, flat[part], gradients[part], scratch, own, is_staged
             )
             offset += spec.padded_numel
     for bucket in buckets.values():

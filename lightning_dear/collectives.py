@@ -2,13 +2,14 @@
 
 Two process groups of our own, one for reduce-scatters and one for all-gathers, so that the host's
 collectives on the default group (Lightning broadcasts a flag before every batch) never queue
-behind ours, nor ours behind theirs. On gloo `pairwise.py` uses them, on NCCL `native.py`; no other
-module of the engine talks to torch.distributed.
+behind ours, nor ours behind theirs. On gloo `pairwise.py` uses them, on NCCL `native.py`. Besides
+these, `groups.py` and `rendezvous.py`, no module of the engine talks to torch.distributed.
 """
 
 from __future__ import annotations
 
 import atexit
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.groups import alive, reusable_groups
-from lightning_dear.message_delay import message_delay_s
+from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.native import NativeCollectives
 from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.work import Collectives, WireLedger
@@ -47,11 +48,22 @@ def new_collectives(device: torch.device, timeout: timedelta | None = None) -> C
     place = groups[0], groups[1], dist.get_rank(), dist.get_world_size()
     collectives: Collectives
     if backend == "gloo":
-        collectives = PairwiseCollectives(*place, message_delay_s=message_delay_s())
+        collectives = PairwiseCollectives(*place, message_delay_s=_delay_s())
     else:
         collectives = NativeCollectives(*place)
     _connect(collectives, device)
     return collectives
+
+
+def _delay_s() -> float:
+    delay_s = message_delay_s()
+    if delay_s and dist.get_rank() == 0:
+        warnings.warn(
+            f"{MESSAGE_DELAY_VARIABLE} holds back every message by {delay_s:g} s; unset it, unless"
+            " this is an experiment.",
+            stacklevel=2,
+        )
+    return delay_s
 
 
 def _process_groups(timeout: timedelta | None) -> list[Any]:

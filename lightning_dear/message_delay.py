@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-from lightning_dear.emulation.launch import MESSAGE_DELAY_VARIABLE
+MESSAGE_DELAY_VARIABLE = "LIGHTNING_DEAR_MESSAGE_DELAY_S"
+"""Seconds by which strategy="dear" holds back each message it sends through gloo."""
 
 _Item = tuple[float, Callable[[], Any], "Future[Any]"]
 

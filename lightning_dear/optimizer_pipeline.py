@@ -26,9 +26,6 @@ from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.times_recorder import TimesRecorder
 from lightning_dear.work import Collectives
 
-_MAX_BUCKETS = 1 << 12
-"""Of one optimizer; keeps the numbers of several optimizers' buckets apart."""
-
 
 class OptimizerPipeline(MeanGradients, PlanChanges):
     """Reduces, steps and gathers the parameters of one optimizer.
@@ -50,7 +47,9 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
     Attributes:
         optimizer: The user's.
         plan: None until the first step has been recorded; stays readable after `detach`.
-        times: Of the last step that was measured, on this rank; None before one was.
+        times: Of the step that `measure_next_step` asked for, on this rank; None until its end.
+        num_steps: Optimizer steps so far, without those that a GradScaler left out.
+        early_refusal: See `Pipeline`.
         sharded: The optimizer's state and pieces on this rank.
         may_step_early: Whether backwards at present run inside `optimizer.step(closure)` and
             nothing but the step uses their gradients, so that buckets may be stepped in them.
@@ -71,6 +70,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self.optimizer = optimizer
         self.plan: BucketPlan | None = None
         self.times: ModelTimes | None = None
+        self.num_steps = 0
+        self.early_refusal: str | None = None
         self.sharded: ShardedOptimizer = (
             ReplicatedOptimizer(optimizer, self, decouple=gathering.decouple)
             if gathering.is_of_gradients
@@ -101,8 +102,16 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
     def prepare_forward(self) -> None:
         """Takes parameters that are new in the optimizer into another plan. May block."""
         self._trained.restore_replaced()
-        if self._trained.have_grown():
-            self._dissolve()
+        if not self._trained.have_grown():
+            return
+        if self._active is not None and self._is_sending:
+            # What other ranks wait for is sent first.
+            self._active.reducer.reduce()
+            raise RuntimeError(
+                "Parameters began to require gradients after a backward whose gradients no step"
+                " has used yet; let them do so between an optimizer step and the next forward."
+            )
+        self._dissolve()
 
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
         """Around a training forward: records or times it, or audits every read, or nothing."""
@@ -117,11 +126,13 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
 
     def measure_next_step(self) -> None:
         """Lets `times` be measured anew: forward will wait for nothing. May block. Local."""
-        if self._recording is not None:
-            self.complete_parameters("measuring")
-            self._times_recorder = TimesRecorder(
-                self._module, self.parameters, self._recording.ungated, self._instruments.clock
-            )
+        self.times = None
+        if self._recording is None:
+            return
+        self.complete_parameters("measuring")
+        self._times_recorder = TimesRecorder(
+            self._module, self.parameters, self._recording.ungated, self._instruments.clock
+        )
 
     def complete_entry(self, *, completes_all: bool) -> None:
         """Completes what is read outside any module; all, where no gate sees reads. May block."""
@@ -258,9 +269,9 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
             self._times_recorder.step_begins()
 
     def steps_first(self) -> Sequence[int]:
-        """See `StepListener`: where early steps are armed, all ranks gather in the plan's order."""
+        """See `StepListener`: all ranks gather in one order, whatever was stepped in backward."""
         assert self._active is not None
-        return self._active.plan.early if self._active.reducer.steps_early else ()
+        return self._active.plan.early
 
     def stepping(self) -> None:
         """See `StepListener`."""
@@ -289,6 +300,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self._active.gatherer.close_gates()
         self._active.reducer.reset()
         self._is_reduced = self._is_exposed = False
+        self.num_steps += 1
         self._has_leftovers = self._collectives.world_size > 1
         if self._times_recorder is not None:
             self._times_recorder.step_ends()

@@ -93,11 +93,6 @@ class Pipeline:
         self._is_in_forward = False
         self._buffers_are_due = True
         self._is_abandoned = False
-        self.early_refusal: str | None = None
-        if not collectives.reads_flags_freely:
-            self.early_refusal = "the backend's collectives must keep one order on all ranks"
-        if gathering.is_of_gradients:
-            self.early_refusal = "gradients are gathered, and stepped in forward"
         self.parts = [
             OptimizerPipeline(
                 module,
@@ -112,6 +107,14 @@ class Pipeline:
             )
             for number, optimizer in enumerate(optimizers, start=first_number)
         ]
+        self._refuse_early(self._first_refusal(gathering))
+
+    def _first_refusal(self, gathering: Gathering) -> str | None:
+        if gathering.is_of_gradients:
+            return "gradients are gathered, and stepped in forward"
+        if not self.collectives.reads_flags_freely:
+            return "the backend's collectives must keep one order on all ranks"
+        return None
 
     def _warn_of_compiling(self) -> None:
         if self.collectives.world_size > 1 and self.collectives.rank == 0:
@@ -190,8 +193,14 @@ class Pipeline:
             yield
 
     def refuse_early(self, reason: str | None) -> None:
-        """Lets `stepping_early` do nothing; `reason` says why, for people. None: nothing new."""
-        self.early_refusal = self.early_refusal or reason
+        """Lets plans gather nothing early if a rank gives a reason, for people. Collective."""
+        reasons = self.collectives.all_gather_object(self.early_refusal or reason)
+        self._refuse_early(next((one for one in reasons if one is not None), None))
+
+    def _refuse_early(self, reason: str | None) -> None:
+        self.early_refusal = reason
+        for part in self.parts:
+            part.early_refusal = reason
 
     @contextmanager
     def stepping_early(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ class PipelineAccess:
             RuntimeError: If there is no plan yet.
         """
         if self._pipeline is None or self._pipeline.parts[0].plan is None:
-            raise RuntimeError("There is a plan only during fit, from the first step on.")
+            raise RuntimeError("There is a plan from the first step of a fit on.")
         save_plan(path, self._pipeline.parts[0].plan, self._pipeline.parts[0].tensors)
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -12,8 +14,8 @@ from lightning_dear.active_plan import (
     ActivePlan,
     Recording,
     activate,
+    agree_on_plan,
     agree_on_recording,
-    check_plan,
 )
 from lightning_dear.checkpoint.whole_state import whole_state
 from lightning_dear.gathering import Gathering
@@ -47,6 +49,7 @@ class PlanChanges:
     _trained: TrainedParameters
     _recorder: ForwardRecorder
     _hooks: list[RemovableHandle]
+    early_refusal: str | None
     _has_new: bool
     _is_sending: bool
     _is_reduced: bool
@@ -73,10 +76,24 @@ class PlanChanges:
             self._trained.names, self.parameters, self._recorder, self._collectives
         )
         plan = self._fusion.plan(self._recording.tensors, self._collectives.world_size)
+        agree_on_plan(plan, self._recording.tensors, self._collectives)
         return self._activate(plan)
 
     def _activate(self, plan: BucketPlan) -> ActivePlan:
         assert self._recording is not None
+        if len(plan.buckets) > _MAX_BUCKETS:
+            raise ValueError(
+                f"The plan '{plan.name}' has {len(plan.buckets)} buckets, and at most"
+                f" {_MAX_BUCKETS} are possible; fuse more, such as with fusion='threshold'."
+            )
+        if plan.early and self.early_refusal is not None:
+            if self._collectives.rank == 0:
+                warnings.warn(
+                    f"The plan '{plan.name}' gathers {len(plan.early)} buckets during backward,"
+                    f" which is not done here: {self.early_refusal}.",
+                    stacklevel=2,
+                )
+            plan = replace(plan, early=())
         if self._gathering.is_of_gradients:
             plan = with_whole_tensors(plan, self._recording.tensors)
         self.plan = plan
@@ -112,7 +129,7 @@ class PlanChanges:
                 "replan() belongs between an optimizer step and the next forward, from the first"
                 " step on: there are gradients that no step has used yet, or there is no plan."
             )
-        check_plan(plan, self.tensors, self._collectives)
+        agree_on_plan(plan, self.tensors, self._collectives)
         self._put_state_together()
         self._active.release()
         self._activate(plan)
@@ -135,6 +152,8 @@ class PlanChanges:
         if self._active is not None:
             self._put_state_together()
         self._release()
+        # The state is whole in `optimizer.state`, until there is another plan.
+        self.plan = None
         self._start_recording()
 
     def _release(self) -> None:

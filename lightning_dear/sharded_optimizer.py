@@ -85,7 +85,6 @@ class ShardedOptimizer:
         self._swapped: list[list[Parameter]] | None = None
         self._selected: int | None = None
         self._was_loaded = False
-        self._has_stepped = False
         self._loading: dict[str, Any] | None = None
         pre_hook = optimizer.register_step_pre_hook(self._on_step)
         post_hook = optimizer.register_step_post_hook(self._on_stepped)
@@ -152,7 +151,7 @@ class ShardedOptimizer:
         optimizers take a parameter that has any state for one that they have stepped.)
         """
         state: Mapping[str, Any] = self._state.get(piece.parameter, {})
-        if piece.has_master and (state or (self._has_stepped and not any(self._state.values()))):
+        if piece.has_master and (state or piece.was_stepped):
             return {**state, MASTER_KEY: piece.parameter}
         return state
 
@@ -181,7 +180,7 @@ class ShardedOptimizer:
             master = own.pop(MASTER_KEY, None)
             if master is not None and piece.has_master:
                 piece.parameter.copy_(master)
-                self._has_stepped = True
+                piece.was_stepped = True
             if own:
                 self._state[piece.parameter] = own
         for parameter in self._parameters:
@@ -271,7 +270,6 @@ class ShardedOptimizer:
 
     def _end_step(self) -> None:
         self.restore()
-        self._has_stepped = True
         self.stepped_early.clear()
         self.clear_gradients()
         self._listener.after_step()
@@ -287,6 +285,8 @@ class ShardedOptimizer:
 
     def _finish_bucket(self) -> None:
         assert self._selected is not None
+        for piece in chain(*self._by_bucket[self._selected]):
+            piece.was_stepped |= piece.parameter.grad is not None
         self._listener.stepped(self._selected)
         self._selected = None
 

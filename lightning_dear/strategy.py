@@ -45,6 +45,7 @@ from lightning_dear.sigterm import answer_sigterm, ask_sigterm_again
 from lightning_dear.support import (
     check_optimizers,
     check_options,
+    check_planner,
     check_precision,
     warn_about_readers,
     why_not_early,
@@ -128,6 +129,7 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         self._gathering = Gathering(gather, gather_depth, decouple)
         self._compressor = resolve_compressor(compressor)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
+        check_planner(self._fusion, self._gathering)
         self._broadcast_buffers = broadcast_buffers
         self._gradients_in_hooks = gradients_in_hooks
         self._audit = audit
@@ -307,12 +309,14 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
 
     @override
     def teardown(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.detach()
+        try:
+            if self._pipeline is not None:
+                self._pipeline.detach()
+        finally:
             disconnect_precision(self.precision_plugin)
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            ask_sigterm_again(self.lightning_module.trainer)
-        super().teardown()
+            if self.lightning_module is not None and self.lightning_module._trainer is not None:
+                ask_sigterm_again(self.lightning_module.trainer)
+            super().teardown()
 
     @override
     def __repr__(self) -> str:

@@ -16,6 +16,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_dear.gathering import Gathering
+from lightning_dear.planning import FusionPlanner, SearchingPlanner
+
 _DDP_OPTIONS = {
     "ddp_comm_hook": "it hooks DistributedDataParallel, which is not used; see compressor=",
     "ddp_comm_state": "it belongs to ddp_comm_hook, which is not used",
@@ -89,6 +92,20 @@ def check_precision(precision: Precision) -> None:
             " strategy='dear': it keeps layers or parameters of its own, which cannot be sharded."
             " Use '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or"
             " strategy='ddp'."
+        )
+
+
+def check_planner(fusion: FusionPlanner, gathering: Gathering) -> None:
+    """Refuses planners that measure and predict what the strategy will not do.
+
+    Raises:
+        ValueError: Naming what to use.
+    """
+    if isinstance(fusion, SearchingPlanner) and not gathering.decouple:
+        raise ValueError(
+            f"fusion={getattr(fusion, 'name', type(fusion).__name__)!r} plans reduce-scatters and"
+            " all-gathers, and decouple=False makes all-reduces instead. Use fusion='threshold',"
+            " 'none' or 'single' with it."
         )
 
 

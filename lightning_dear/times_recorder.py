@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 from lightning_dear.clock import Clock
 from lightning_dear.gate import close_gate, plain_parameters, remove_gate
 from lightning_dear.planning.times import ModelTimes
+from lightning_dear.recorder import has_compiled_region
 
 
 class TimesRecorder:
@@ -34,6 +35,9 @@ class TimesRecorder:
         ungated: Mapping[int, Module | None],
         clock: Clock,
     ) -> None:
+        if has_compiled_region(module):
+            # There all parameters are waited for before forward.
+            ungated, parameters = dict.fromkeys(range(len(parameters))), ()
         self._module = module
         self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._ungated = ungated
@@ -93,9 +97,11 @@ class TimesRecorder:
         note: Callable[..., None] = partial(self._note_read, part, indices)
         hook = part.register_forward_pre_hook(note, prepend=True)
         close_gate(part, self, note)
-        yield
-        remove_gate(part, self)
-        hook.remove()
+        try:
+            yield
+        finally:
+            remove_gate(part, self)
+            hook.remove()
 
     def _note_read(self, part: Module, indices: set[int], *_: Any) -> None:
         remove_gate(part, self)

@@ -66,14 +66,19 @@ class Tuning:
         self.found = found
         self._search: PlanSearch | None = None
         self._has_ended = False
+        self._num_steps = 0
         self._tensors: list[TensorSpec] | None = None
         self._course = self._run()
 
     def before_forward(self) -> None:
-        """To be called once after each optimizer step, before the next forward. Collective, blocks.
+        """To be called between steps, before a forward. Collective, blocks.
 
-        At world size 1 there is nothing to find and this does nothing.
+        Does nothing if there was no optimizer step since (a GradScaler leaves some out), or at
+        world size 1, where there is nothing to find.
         """
+        if self._part.num_steps == self._num_steps:
+            return
+        self._num_steps = self._part.num_steps
         if self._tensors is not None and self._part.tensors is not self._tensors:
             # The training has other parameters than those planned for.
             self.plan, self._search = None, None
@@ -128,7 +133,6 @@ class Tuning:
         while len(own) < NUM_PROFILED_STEPS:
             self._pipeline.measure_next_step()
             yield
-            # None after a step that was left out, as a GradScaler does.
             if self._part.times is not None:
                 own.append(self._part.times)
         times = slowest_times(self._collectives.all_gather_object(median_times(own)))

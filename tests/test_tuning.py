@@ -76,6 +76,7 @@ class _Part:
     plan: BucketPlan | None = None
     tensors: Sequence[Any] = ()
     times: ModelTimes | None = None
+    num_steps: int = 0
     parameters: Sequence[torch.Tensor] = (torch.zeros(1),)
     used: list[BucketPlan] = field(default_factory=list)
 
@@ -119,6 +120,7 @@ def _train(tuner: Tuning, pipeline: _Pipeline, num_steps: int, step_s: Training 
         part.used.append(part.plan)
         CLOCK.now_s += step_s(pipeline)
         part.times = TIMES if pipeline.num_measured else None
+        part.num_steps += 1
         tuner.before_forward()
         if not tuner.is_searching:
             return step

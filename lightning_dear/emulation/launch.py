@@ -19,9 +19,6 @@ from lightning_dear.emulation.host import EmulatedHost
 HOST_VARIABLE = "LIGHTNING_DEAR_EMULATED_HOST"
 """Set in every rank to the number of its host: tells that it runs inside an emulated cluster."""
 
-MESSAGE_DELAY_VARIABLE = "LIGHTNING_DEAR_MESSAGE_DELAY_S"
-"""Seconds by which strategy="dear" holds back each message it sends through gloo."""
-
 TIMED_OUT = 124
 """Exit code when the time was over; what the program `timeout` returns."""
 

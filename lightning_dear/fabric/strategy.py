@@ -182,6 +182,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
             # Keeps messages apart whose backwards mix in another order per rank.
             first_number=self._num_optimizers % _MAX_OPTIMIZERS,
         )
+        pipeline.refuse_early("under Fabric nobody says which backward belongs to which step")
         self._num_optimizers += len(optimizers)
         _sync(module, self.world_size)
         wrapped = self._remember(DearModule(module, pipeline))
