@@ -114,7 +114,12 @@ def agree_on_plan(
     known = {tensor.index for tensor in tensors}
     if any(piece.tensor not in known for bucket in plan.buckets for piece in bucket.slices):
         raise ValueError(f"The plan '{plan.name}' is for another model; plan anew.")
-    check_plan(plan, tensors)
+    try:
+        check_plan(plan, tensors)
+    except ValueError as error:
+        raise ValueError(
+            f"The plan '{plan.name}' is broken, or for another model: {error}"
+        ) from None
 
 
 @torch.no_grad()

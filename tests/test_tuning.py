@@ -264,6 +264,7 @@ def test_other_parameters_bring_another_search() -> None:
     part = pipeline.parts[0]
     part.tensors = TENSORS[:-1]
     part.plan = ThresholdFusion().plan(part.tensors, 2)
+    part.num_steps += 1
     tuner.before_forward()
     assert tuner.is_searching
     assert tuner.plan is tuner.found is None
@@ -278,6 +279,22 @@ def test_the_same_parameters_recorded_again_need_no_other_search() -> None:
     _train(tuner, pipeline, 100)
     part, found = pipeline.parts[0], tuner.plan
     part.plan, part.tensors = FIRST, list(TENSORS)
+    part.num_steps += 1
     tuner.before_forward()
     assert not tuner.is_searching
     assert part.plan == tuner.plan == found
+
+
+def test_steps_that_were_left_out_do_not_count() -> None:
+    pipeline = _Pipeline()
+    tuner = Tuning(pipeline, AutoFusion(), lambda line: None)
+    part = pipeline.parts[0]
+    part.plan, part.tensors, part.num_steps = FIRST, TENSORS, 1
+    tuner.before_forward()
+    for _ in range(3):
+        tuner.before_forward()
+    assert pipeline.num_measured == 1
+    part.num_steps += 1
+    part.times = TIMES
+    tuner.before_forward()
+    assert pipeline.num_measured == 2

@@ -191,3 +191,15 @@ def test_no_state_is_saved_after_a_backward_that_raised_half_way() -> None:
     assert torch.equal(flat(run.model), before)
     with pytest.raises(RuntimeError, match="no consistent state"):
         run.part.optimizer_state_dict()
+
+
+@distributed(world_sizes=(2,))
+def test_new_values_arrive_wherever_they_are_first_read() -> None:
+    run = Run("sgd")
+    run.step(0)
+    run.step(1)
+    assert run.num_early[-1] > 0
+    total = torch.func.grad(lambda x: x * sum(p.sum() for p in run.model.parameters()))(
+        torch.ones(())
+    )
+    assert torch.equal(total, sum(one.sum() for one in weights(run.model)))

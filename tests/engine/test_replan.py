@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_dear.planning import FusionPlanner, NoFusion, SingleFusion, ThresholdFusion
+from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import (
+    BucketPlan,
+    FusionPlanner,
+    NoFusion,
+    SingleFusion,
+    TensorSpec,
+    ThresholdFusion,
+)
 from tests.distributed.harness import distributed
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 from tests.engine.training import SMALL_BUCKETS, new_pipeline
@@ -127,3 +137,99 @@ def test_a_measured_step_tells_when_parameters_are_read_and_gradients_ready() ->
     by_ready = sorted(tensors, key=lambda one: one.ready)
     assert [times.ready_s[one.index] for one in by_ready] == sorted(times.ready_s.values())
     pipeline.detach()
+
+
+class _OtherOnEachRank:
+    """As a file of a plan that is older on one host."""
+
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        return (SingleFusion() if dist.get_rank() else NoFusion()).plan(tensors, world_size)
+
+
+class _Overlapping:
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        plan = SingleFusion().plan(tensors, world_size)
+        return replace(plan, reduce_order=(0, 0))
+
+
+@distributed(world_sizes=(2,))
+@pytest.mark.parametrize(
+    ("fusion", "message"),
+    [(_OtherOnEachRank(), "Ranks were given other plans"), (_Overlapping(), "reduce_order")],
+)
+def test_a_first_plan_is_checked_too(fusion: FusionPlanner, message: str) -> None:
+    model = build("mlp")
+    pipeline = new_pipeline(model, optimizer_for("sgd", model), fusion)
+    with pytest.raises(ValueError, match=message):
+        _step(pipeline, model, "mlp", 0)
+
+
+def _step(pipeline: Pipeline, model: nn.Module, name: str, step: int) -> None:
+    optimizer = pipeline.parts[0].optimizer
+    dtype = next(model.parameters()).dtype
+    with pipeline.forward():
+        loss = loss_of(model, *batch(name, step, dist.get_rank(), dtype))
+    optimizer.zero_grad()
+    with pipeline.backward():
+        loss.backward()
+    optimizer.step()
+
+
+@distributed(world_sizes=(1, 2))
+def test_masters_of_a_group_without_state_stay() -> None:
+    ends = []
+    for fusions in ([], [SingleFusion(), NoFusion()]):
+        model = build("mlp", dtype=torch.bfloat16)
+        parameters = list(model.parameters())
+        groups = [{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:]}]
+        pipeline = new_pipeline(model, torch.optim.SGD(groups, lr=1e-3))
+        part = pipeline.parts[0]
+        for step in range(6):
+            _step(pipeline, model, "mlp", step)
+            if fusions and step % 2:
+                part.replan(fusions[step % 4 // 2].plan(part.tensors, dist.get_world_size()))
+        pipeline.detach()
+        ends.append(weights(model))
+    _assert_same(*ends)
+
+
+@distributed(world_sizes=(2,))
+def test_state_saved_between_unfreezing_and_the_next_step_is_of_the_right_parameters() -> None:
+    model = build("mlp")
+    parameters = list(model.parameters())
+    for parameter in parameters[:2]:
+        parameter.requires_grad_(False)
+    pipeline = new_pipeline(model, torch.optim.AdamW(parameters))
+    _step(pipeline, model, "mlp", 0)
+    before = pipeline.parts[0].optimizer_state_dict()["state"]
+    for parameter in parameters[:2]:
+        parameter.requires_grad_(True)
+    with pipeline.forward():
+        loss_of(model, *batch("mlp", 1, dist.get_rank()))
+    after = pipeline.parts[0].optimizer_state_dict()["state"]
+    assert sorted(after) == list(range(2, len(parameters)))
+    _assert_same(after, before)
+
+
+@distributed(world_sizes=(1, 2))
+def test_early_gathers_that_are_refused_are_told_of_and_left_out() -> None:
+    model = build("mlp")
+    pipeline = new_pipeline(model, optimizer_for("sgd", model), NoFusion())
+    _step(pipeline, model, "mlp", 0)
+    part = pipeline.parts[0]
+    early = replace(part.plan, early=part.plan.reduce_order[:1])
+    part.replan(early)
+    expected = build("mlp")
+    reference = new_pipeline(expected, optimizer_for("sgd", expected), NoFusion())
+    _step(reference, expected, "mlp", 0)
+    for step in (1, 2):
+        _step(pipeline, model, "mlp", step)
+        _step(reference, expected, "mlp", step)
+    _assert_same(weights(model), weights(expected))
+    pipeline.refuse_early("gradients are clipped" if dist.get_rank() == 0 else None)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        part.replan(early)
+    texts = [str(one.message) for one in seen if "gradients are clipped" in str(one.message)]
+    assert len(texts) == (dist.get_rank() == 0)
+    assert part.plan.early == ()

@@ -196,7 +196,7 @@ GUARDS = [
     Mutation(
         "a new plan for new parameters",
         "optimizer_pipeline.py",
-        "        if self._trained.have_grown():\n            self._dissolve()\n",
+        "        self._dissolve()\n",
         "",
         (f"{STATE}::test_unfreezing_in_mid_training_rebuilds_the_plan_and_keeps_state",),
     ),

@@ -24,6 +24,23 @@ SPEED = [
         (f"{REPLAN}::test_a_plan_that_does_not_fit_is_refused_before_anything_changes",),
     ),
     Mutation(
+        "checking the first plan",
+        "plan_changes.py",
+        "        agree_on_plan(plan, self._recording.tensors, self._collectives)\n",
+        "",
+        (f"{REPLAN}::test_a_first_plan_is_checked_too",),
+    ),
+    Mutation(
+        "no plan between two recordings",
+        "plan_changes.py",
+        "        self.plan = None\n",
+        "",
+        (
+            f"{REPLAN}::test_state_saved_between_unfreezing_and_the_next_step_is_of_the_right"
+            "_parameters",
+        ),
+    ),
+    Mutation(
         "a landing of its own for an early bucket",
         "bucket.py",
         "        shard, landing = torch.empty_like(replica), torch.empty_like(parameters)\n",
