@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,11 @@ def _runs(pid: str) -> bool:
 )
 def test_nothing_is_left_whatever_ends_the_run(number: signal.Signals, rest: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", RUN, WAIT], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", RUN, WAIT],
+        stdout=subprocess.PIPE,
+        text=True,
+        # Whoever runs the tests in the background makes their processes ignore Ctrl-C.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None
         rank, pid = process.stdout.readline().split()
