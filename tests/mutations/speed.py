@@ -77,9 +77,9 @@ SPEED = [
     ),
     Mutation(
         "nothing early where gradients are looked at",
-        "pipeline.py",
-        "part.may_step_early = self.early_refusal is None",
-        "part.may_step_early = True",
+        "support.py",
+        "    return next((reason for reason, holds in reasons.items() if holds), None)\n",
+        "    return None\n",
         (f"{ARMED}::test_nothing_is_stepped_early_where_gradients_are_looked_at",),
     ),
 ]
