@@ -187,7 +187,7 @@ def main(fabric):
         fabric.backward(model(torch.randn(4, 2000)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    print("rank", fabric.global_rank, "is done", flush=True)
+    print(f"rank {{fabric.global_rank}} is done", flush=True)
     {ending}
 
 if __name__ == "__main__":
