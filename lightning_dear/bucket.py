@@ -40,6 +40,8 @@ class Bucket:
             where that is as precise.
         landing: What a gather fills: `parameters` itself, or a buffer as long where the bucket may
             be gathered while a backward still needs the old values.
+        is_all_reduced: Whether every rank gets the whole mean gradient and steps the whole bucket,
+            so that its one shard is everybody's.
     """
 
     number: int
@@ -51,6 +53,13 @@ class Bucket:
     shard: Tensor
     mean: Tensor
     landing: Tensor
+    is_all_reduced: bool = False
+
+    @property
+    def own(self) -> slice:
+        """Where this rank's shard lies in the bucket."""
+        begin = self.replica.storage_offset() - self.parameters.storage_offset()
+        return slice(begin, begin + self.replica.numel())
 
     @property
     def has_master(self) -> bool:
@@ -65,8 +74,7 @@ class Bucket:
     def publish(self) -> None:
         """Rounds the stepped shard into what is gathered; nothing to do where they are the same."""
         if self.is_staged:
-            begin = self.replica.storage_offset() - self.parameters.storage_offset()
-            self.landing[begin : begin + self.replica.numel()].copy_(self.shard)
+            self.landing[self.own].copy_(self.shard)
         elif self.has_master:
             self.replica.copy_(self.shard)
 
@@ -133,6 +141,7 @@ class Piece:
         has_master: Whether `parameter` is an fp32 copy of 16-bit elements.
         is_plain: Whether it is a whole, contiguous parameter, whose gradient needs no rearranging.
         was_stepped: Whether a step has changed `parameter`.
+        is_all_reduced: Whether every rank has this piece.
     """
 
     tensor_index: int
@@ -145,6 +154,7 @@ class Piece:
     has_master: bool = False
     is_plain: bool = False
     was_stepped: bool = False
+    is_all_reduced: bool = False
 
     @property
     def numel(self) -> int:
@@ -216,12 +226,16 @@ def allocate(
                         parameters[piece.tensor], flat, gradients, where, homes[piece.tensor]
                     )
             part = slice(offset, offset + spec.padded_numel)
-            scratch = flat.new_empty(scratch_numel(spec.padded_numel))
-            own = shard_slice(spec.padded_numel, rank, num_shards)
-            is_staged = number in plan.early and plan.world_size > 1
-            buckets[number] = _bucket(
-                number, spec, flat[part], gradients[part], scratch, own, is_staged
-            )
+            place = number, spec, flat[part], gradients[part]
+            if plan.world_size > 1 and (num_shards == 1 or number in plan.all_reduced):
+                whole = slice(0, spec.padded_numel)
+                bucket = _bucket(*place, flat.new_empty(0), whole, is_all_reduced=True)
+            else:
+                scratch = flat.new_empty(scratch_numel(spec.padded_numel))
+                own = shard_slice(spec.padded_numel, rank, num_shards)
+                is_staged = number in plan.early and plan.world_size > 1
+                bucket = _bucket(*place, scratch, own, is_staged=is_staged)
+            buckets[number] = bucket
             offset += spec.padded_numel
     for bucket in buckets.values():
         bucket.shard.copy_(bucket.replica)
@@ -244,7 +258,9 @@ def _bucket(
     gradients: Tensor,
     scratch: Tensor,
     own: slice,
-    is_staged: bool,
+    *,
+    is_staged: bool = False,
+    is_all_reduced: bool = False,
 ) -> Bucket:
     replica, mean = parameters[own], gradients[own]
     shard, landing = replica, parameters
@@ -253,7 +269,8 @@ def _bucket(
     if parameters.dtype in LOW_PRECISION:
         shard = torch.empty_like(replica, dtype=torch.float32)
         mean = torch.empty_like(shard)
-    return Bucket(number, spec, parameters, gradients, scratch, replica, shard, mean, landing)
+    own_parts = replica, shard, mean, landing
+    return Bucket(number, spec, parameters, gradients, scratch, *own_parts, is_all_reduced)
 
 
 def _place(
@@ -272,6 +289,8 @@ def _place(
 def shard_pieces(bucket: Bucket, rank: int, world_size: int) -> list[Piece]:
     """The pieces of this rank's shard of `bucket`, in the order in which they lie in it."""
     own = shard_slice(bucket.spec.padded_numel, rank, world_size)
+    if bucket.is_all_reduced:
+        own = slice(0, bucket.spec.padded_numel)
     pieces = []
     for part in bucket.spec.slices:
         lower, upper = max(part.offset, own.start), min(part.offset + part.numel, own.stop)
@@ -292,6 +311,7 @@ def _piece(bucket: Bucket, part: Slice, lower: int, upper: int, begin: int) -> P
         parameter=bucket.shard[inside],
         gradient=bucket.mean[inside] if bucket.mean.numel() else None,
         has_master=bucket.has_master,
+        is_all_reduced=bucket.is_all_reduced,
     )
 
 

@@ -51,15 +51,29 @@ class MeanGradients:
             self._active.reducer.expose() if mutates else self._active.reducer.show()
             self._is_exposed = True
 
+    def _counted(self) -> list[Tensor]:
+        """Mean gradients whose norms this rank adds up; what all ranks have, one of them counts."""
+        sharing = self._sharing
+        return [
+            piece.parameter.grad
+            for piece in self.sharded.pieces
+            if piece.parameter.grad is not None
+            and (
+                sharing is None
+                or not piece.is_all_reduced
+                or piece.tensor_index % sharing.world_size == sharing.rank
+            )
+        ]
+
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Norm of the mean gradient that the next step will use. All ranks call; blocks."""
-        with self._on_shards(mutates=False) as own:
-            return gradients.global_norm(own, norm_type, self._sharing, self._like)
+        with self._on_shards(mutates=False):
+            return gradients.global_norm(self._counted(), norm_type, self._sharing, self._like)
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
         with self._on_shards(mutates=True) as own:
-            norm = gradients.global_norm(own, norm_type, self._sharing, self._like)
+            norm = gradients.global_norm(self._counted(), norm_type, self._sharing, self._like)
             gradients.scale_to_norm(own, norm, max_norm)
             return norm
 

@@ -271,7 +271,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
     def steps_first(self) -> Sequence[int]:
         """See `StepListener`: all ranks gather in one order, whatever was stepped in backward."""
         assert self._active is not None
-        return self._active.plan.early
+        return self._active.plan.gather_order
 
     def stepping(self) -> None:
         """See `StepListener`."""
