@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from lightning_dear.planning.all_reduce import choose_all_reduce, everything_all_reduced
 from lightning_dear.planning.bayesian import cap_plans, same_buckets
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
@@ -33,23 +34,31 @@ class AutoFusion:
 
     Against each other stand `ThresholdFusion`'s own buckets (always), those of `MergeCompFusion`,
     the caps with the shortest predicted steps, and one bucket for all if it is predicted to be not
-    far behind. The fixed buckets and the two best others are measured twice, apart in time, so that
-    a passing disturbance does not decide; the fixed ones stay unless another plan's mean is lower.
+    far behind. If all-reducing some buckets is predicted to be better than any of these, that is
+    measured too. The fixed buckets and the two best others are measured twice, apart in time, so
+    that a passing disturbance does not decide; the fixed ones stay unless another plan's mean is
+    lower.
 
     Args:
         num_steps: Optimizer steps that all of it may take, the recorded and profiled ones included.
+        all_reduced_share: Most of all elements, 0..1, that may be all-reduced instead of sharded:
+            their optimizer state is then whole on every rank. 0 forbids it; at 1, everything
+            all-reduced in DDP's buckets is measured as well.
 
     Raises:
-        ValueError: If that is too few to compare two plans.
+        ValueError: If there are too few steps to compare two plans, or the share is not 0..1.
     """
 
     name = "auto"
 
-    def __init__(self, *, num_steps: int = 60) -> None:
+    def __init__(self, *, num_steps: int = 60, all_reduced_share: float = 0.1) -> None:
         least = STEPS_BEFORE_SEARCH + 4 * STEPS_PER_TRIAL
         if num_steps < least:
             raise ValueError(f"num_steps must be >= {least}, got {num_steps}.")
+        if not 0 <= all_reduced_share <= 1:
+            raise ValueError(f"all_reduced_share must be 0..1, got {all_reduced_share}.")
         self.num_steps = num_steps
+        self.all_reduced_share = all_reduced_share
 
     def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
         """See `FusionPlanner`: what to start with, and to beat."""
@@ -61,20 +70,57 @@ class AutoFusion:
         """See `SearchingPlanner`."""
         fixed = self.plan(tensors, world_size)
         num_trials = (self.num_steps - STEPS_BEFORE_SEARCH) // STEPS_PER_TRIAL
-        candidates = _candidates(fixed, tensors, times, link)
+
+        def step_s(plan: BucketPlan) -> float:
+            return predict(plan, tensors, times, link).step_s
+
+        found = _candidates(fixed, tensors, times, link, step_s)
+        without: dict[BucketPlan, BucketPlan] = {}
+        if times.allows_all_reduce and self.all_reduced_share > 0 and world_size > 1:
+            share = self.all_reduced_share
+            without = _all_reducing([fixed, *found[:3]], tensors, times, link, share, step_s)
+            # Beside each of them what it is compared with.
+            pairs = [plan for pair in without.items() for plan in pair]
+            found = [*found[:1], *pairs, *found[1:]]
+        candidates = _distinct([fixed, *found])[1:]
         num_candidates = max(num_trials - 1 - NUM_REPEATED, 1)
-        return AutoSearch(fixed, candidates[:num_candidates], tensors)
+        return AutoSearch(fixed, candidates[:num_candidates], tensors, without, step_s)
+
+
+StepOf = Callable[[BucketPlan], float]
+"""A plan -> its predicted step, seconds."""
+
+
+def _all_reducing(
+    plans: Sequence[BucketPlan],
+    tensors: Sequence[TensorSpec],
+    times: ModelTimes,
+    link: LinkCost,
+    max_share: float,
+    step_s: StepOf,
+) -> dict[BucketPlan, BucketPlan]:
+    """What to try with all-reduced buckets -> the same without; the most promising first."""
+    found: dict[BucketPlan, BucketPlan] = {}
+    changed = {choose_all_reduce(plan, tensors, times, link, max_share): plan for plan in plans}
+    best = min(changed, key=step_s)
+    if best.all_reduced and step_s(best) < min(map(step_s, plans)):
+        found[best] = changed[best]
+    if max_share == 1:
+        everything = everything_all_reduced(tensors, plans[0].world_size)
+        if not any(same_buckets(everything, plan) for plan in found):
+            found[everything] = plans[0]
+    return found
 
 
 def _candidates(
-    fixed: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
+    fixed: BucketPlan,
+    tensors: Sequence[TensorSpec],
+    times: ModelTimes,
+    link: LinkCost,
+    step_s: StepOf,
 ) -> list[BucketPlan]:
-    """What to try against `fixed`, the most promising first; all distinct."""
+    """What to try against `fixed`, the most promising first; perhaps some of it twice."""
     world_size = fixed.world_size
-
-    def step_s(plan: BucketPlan) -> float:
-        return predict(plan, tensors, times, link).step_s
-
     programme = MergeCompFusion().best_plan(tensors, world_size, times, link)
     by_cap = {
         cap_mb: choose_early(plan, tensors, times, link)
@@ -90,8 +136,7 @@ def _candidates(
     found += [by_cap[cap_mb] for cap_mb in apart[:2]]
     if step_s(single) <= _MAX_SINGLE_RATIO * min(map(step_s, [fixed, *found])):
         found.append(single)
-    found += [by_cap[cap_mb] for cap_mb in apart[2:]]
-    return _distinct([fixed, *found])[1:]
+    return found + [by_cap[cap_mb] for cap_mb in apart[2:]]
 
 
 def _distinct(plans: Sequence[BucketPlan]) -> list[BucketPlan]:
@@ -109,13 +154,22 @@ class AutoSearch:
         fixed: What to beat.
         candidates: What may beat it; distinct, and none of them `fixed`.
         tensors: What the plans are made of.
+        without: Candidate with all-reduced buckets -> what it is compared with.
+        step_s: Predicts a plan's step, for the reason.
     """
 
     def __init__(
-        self, fixed: BucketPlan, candidates: Sequence[BucketPlan], tensors: Sequence[TensorSpec]
+        self,
+        fixed: BucketPlan,
+        candidates: Sequence[BucketPlan],
+        tensors: Sequence[TensorSpec],
+        without: Mapping[BucketPlan, BucketPlan] | None = None,
+        step_s: StepOf | None = None,
     ) -> None:
         self._fixed = fixed
         self._tensors = tensors
+        self._without = without or {}
+        self._predicted_s = step_s
         self._plans = [fixed, *candidates]
         self._queue = list(self._plans)
         self._measured: dict[int, list[float]] = {}
@@ -161,4 +215,18 @@ class AutoSearch:
             others = f"none of {len(self._measured) - 1} others was faster"
             return f"{what} of {best.name} stay: {fixed_ms:.4g} ms/step, {others}"
         against = f"against {fixed_ms:.4g} ms of {self._fixed.name}"
-        return f"{what}, {1e3 * self._mean_s(best):.4g} ms/step {against}"
+        reason = f"{what}, {1e3 * self._mean_s(best):.4g} ms/step {against}"
+        return f"{reason}{self._why_all_reduced(best)}"
+
+    def _why_all_reduced(self, best: BucketPlan) -> str:
+        without = self._without.get(best)
+        if without is None or without is self._fixed:
+            return ""
+        measured = [plan for plan in self._plans if same_buckets(plan, without)]
+        if measured and self._count(self._plans.index(measured[0])):
+            return f", {1e3 * self._mean_s(measured[0]):.4g} ms without all-reduces"
+        if self._predicted_s is None:
+            return ""
+        steps_s = self._predicted_s(best), self._predicted_s(without)
+        with_ms, without_ms = (f"{1e3 * one:.4g}" for one in steps_s)
+        return f"; predicted {with_ms} ms, {without_ms} without all-reduces"
