@@ -18,8 +18,8 @@ from lightning_dear.planning.plan import BucketPlan, TensorSpec
 from lightning_dear.planning.predict import predict
 from lightning_dear.planning.times import ModelTimes
 
-_MIN_GAIN = 1e-3
-"""Share of the step below which the state is not worth it."""
+_MIN_GAIN = 5e-3
+"""Share of the step that must be gained for more state."""
 
 _MAX_TRIALS = 24
 """Steps predicted for one order of buckets; of longer ones not every beginning is tried."""
