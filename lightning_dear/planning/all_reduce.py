@@ -90,22 +90,26 @@ def _with(plan: BucketPlan, chosen: tuple[int, ...]) -> BucketPlan:
     return replace(plan, all_reduced=chosen, early=early)
 
 
-def everything_all_reduced(tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+def everything_all_reduced(
+    tensors: Sequence[TensorSpec], world_size: int, divisor: int = 1
+) -> BucketPlan:
     """DDP's exchange: buckets of 25 MiB in the order of the gradients, the first of 1 MiB.
 
-    A bucket is closed by the tensor with which it reaches its cap; no tensor is cut.
+    A bucket is closed by the tensor with which it reaches its cap; no tensor is cut. Both caps are
+    divided by `divisor`.
     """
     groups: dict[str, list[list[int]]] = {}
     filled = 0
     used = sorted((one for one in tensors if one.is_used), key=lambda one: one.ready or 0)
     for tensor in sorted(used, key=lambda one: one.family):
         of_family = groups.setdefault(tensor.family, [])
-        cap_bytes = _DDP_CAPS_BYTES[min(len(of_family), 2) - 1] if of_family else 0
-        if filled >= cap_bytes or not of_family:
+        cap_bytes = _DDP_CAPS_BYTES[len(of_family) > 1] / divisor
+        if not of_family or filled >= cap_bytes:
             of_family.append([])
             filled = 0
         of_family[-1].append(tensor.index)
         filled += tensor.numel * tensor.itemsize
     of_all = [group for of_family in groups.values() for group in of_family]
-    plan = fuse_groups("all-reduces with DDP's caps", tensors, world_size, of_all)
+    name = "all-reduces with DDP's caps" + (f" / {divisor}" if divisor > 1 else "")
+    plan = fuse_groups(name, tensors, world_size, of_all)
     return replace(plan, all_reduced=tuple(range(len(plan.buckets))))

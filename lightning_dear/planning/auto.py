@@ -27,6 +27,8 @@ NUM_REPEATED = 3
 _CAPS_MB = (0.25, 256.0)
 _MIN_CAP_RATIO = 2.0
 _MAX_SINGLE_RATIO = 1.3
+_DDP_DIVISORS = (1, 4, 16)
+"""Of DDP's caps, which leave small models one bucket or two."""
 
 
 class AutoFusion:
@@ -43,7 +45,7 @@ class AutoFusion:
         num_steps: Optimizer steps that all of it may take, the recorded and profiled ones included.
         all_reduced_share: Most of all elements, 0..1, that may be all-reduced instead of sharded:
             their optimizer state is then whole on every rank. 0 forbids it; at 1, everything
-            all-reduced in DDP's buckets is measured as well.
+            all-reduced in DDP's buckets (or, for small models, smaller ones) is measured as well.
 
     Raises:
         ValueError: If there are too few steps to compare two plans, or the share is not 0..1.
@@ -106,7 +108,10 @@ def _all_reducing(
     if best.all_reduced and step_s(best) < min(map(step_s, plans)):
         found[best] = changed[best]
     if max_share == 1:
-        everything = everything_all_reduced(tensors, plans[0].world_size)
+        everything = min(
+            (everything_all_reduced(tensors, plans[0].world_size, one) for one in _DDP_DIVISORS),
+            key=step_s,
+        )
         if not any(same_buckets(everything, plan) for plan in found):
             found[everything] = plans[0]
     return found

@@ -123,19 +123,27 @@ def test_what_is_chosen_is_a_plan_and_never_predicted_to_be_slower(
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(1, 9 << 18), min_size=1, max_size=20), st.randoms())
-def test_everything_all_reduced_has_the_buckets_of_ddp(sizes: list[int], random: object) -> None:
+@given(
+    st.lists(st.integers(1, 9 << 18), min_size=1, max_size=20),
+    st.randoms(),
+    st.sampled_from([1, 4]),
+)
+def test_everything_all_reduced_has_the_buckets_of_ddp(
+    sizes: list[int], random: object, divisor: int
+) -> None:
     order = list(range(len(sizes)))
     random.shuffle(order)  # type: ignore[attr-defined]
     tensors = [
         TensorSpec(i, str(i), size, 4, "f", i, order.index(i)) for i, size in enumerate(sizes)
     ]
-    plan = everything_all_reduced(tensors, WORLD_SIZE)
+    plan = everything_all_reduced(tensors, WORLD_SIZE, divisor)
     check_plan(plan, tensors)
     assert plan.all_reduced == tuple(range(len(plan.buckets)))
     assert plan.gather_order == ()
     like = [torch.empty(1).expand(sizes[index]) for index in order]
-    groups, _ = dist._compute_bucket_assignment_by_size(like, [1 << 20, 25 << 20])
+    groups, _ = dist._compute_bucket_assignment_by_size(
+        like, [(1 << 20) // divisor, (25 << 20) // divisor]
+    )
     theirs = {frozenset(order[place] for place in group) for group in groups}
     assert {frozenset(one.tensor for one in bucket.slices) for bucket in plan.buckets} == theirs
 
