@@ -74,10 +74,6 @@ class Gathering:
         """(number of this rank's shard, number of shards); one shard where each rank has all."""
         return (collectives.rank, collectives.world_size) if self.decouple else (0, 1)
 
-    def sharing(self, collectives: Collectives) -> Collectives | None:
-        """Over the ranks that have the other shards of a gradient; None where there are none."""
-        return collectives if self.decouple else None
-
 
 def why_not_all_reduce(gathering: Gathering, *, is_one_optimizer: bool) -> str | None:
     """Why buckets that a plan all-reduces must not be; None if they may.

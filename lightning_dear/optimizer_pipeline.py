@@ -82,7 +82,6 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self._collectives = collectives
         self._fusion = fusion
         self._gathering = gathering
-        self._sharing = gathering.sharing(collectives)
         self._instruments = instruments
         self._on_reduce = on_reduce
         self._on_step = on_step

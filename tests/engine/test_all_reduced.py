@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from lightning_dear.checkpoint.folder import load, save
 from lightning_dear.collectives import new_collectives
-from lightning_dear.gathering import Gathering
+from lightning_dear.gathering import Gathering, why_not_all_reduce
+from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE
 from lightning_dear.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from tests.distributed.harness import distributed, run_ranks
@@ -349,3 +350,13 @@ def test_where_they_are_refused_people_are_told() -> None:
 
     steps("or none", Gathering("gradients"), 1)
     steps("in another order", None, 2)
+
+
+def test_messages_that_come_late_on_purpose_are_not_gone_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert why_not_all_reduce(Gathering(), is_one_optimizer=True) is None
+    monkeypatch.setenv(MESSAGE_DELAY_VARIABLE, "0.01")
+    reason = why_not_all_reduce(Gathering(), is_one_optimizer=True)
+    assert reason is not None
+    assert "would not hold back" in reason

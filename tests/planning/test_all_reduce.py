@@ -100,6 +100,14 @@ def test_a_cheap_start_makes_small_buckets_all_reduced() -> None:
     assert choose_all_reduce(plan, tensors, times, cheap, 0.1).all_reduced == (0,)
 
 
+def test_an_early_bucket_that_is_better_all_reduced_is_not_early_any_more() -> None:
+    cheap = replace(LINK, alpha_s=50, all_reduce=LinkCost(0.0, LINK.beta_s))
+    plan = replace(PLAN, early=PLAN.reduce_order[:1])
+    found = choose_all_reduce(plan, TENSORS, TIMES, cheap, 1)
+    assert found.all_reduced == (0, 1, 2, 3)
+    assert found.early == ()
+
+
 @settings(max_examples=60)
 @given(planned(), links, st.sampled_from([0.1, 0.5, 1.0]), st.booleans(), st.booleans())
 def test_what_is_chosen_is_a_plan_and_never_predicted_to_be_slower(
