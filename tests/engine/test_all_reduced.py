@@ -74,6 +74,13 @@ def test_two_ranks_have_the_bits_of_ddp(world_size: int) -> None:
             assert_same_on_all_ranks(ours[0][-1])
 
 
+@distributed(world_sizes=(2,))
+def test_a_limit_on_gathers_in_flight_changes_nothing() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        limited = train_dear("mlp", "sgd", 4, MIXED, dtype, LATE, gathering=Gathering(depth=1))
+        assert_equal(limited[0][-1], train_dear("mlp", "sgd", 4, dtype=dtype)[0][-1])
+
+
 @distributed(world_sizes=(3,))
 def test_three_ranks_stay_alike_and_are_as_ddp_but_for_rounding() -> None:
     for fusion in (ALL, MIXED):
