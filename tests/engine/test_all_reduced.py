@@ -274,7 +274,9 @@ def test_a_backward_through_values_from_before_a_step_is_refused() -> None:
     pipeline.abandon()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 @distributed(world_sizes=(2,))
 def test_new_plans_with_more_and_fewer_of_them_change_no_bit(dtype: torch.dtype) -> None:
     """At two ranks, where a sum has one order; masters of 16 bits are summed in fp32 either way."""
