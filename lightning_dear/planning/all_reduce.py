@@ -18,7 +18,7 @@ from lightning_dear.planning.plan import BucketPlan, TensorSpec
 from lightning_dear.planning.predict import predict
 from lightning_dear.planning.times import ModelTimes
 
-_MIN_GAIN = 5e-3
+_MIN_GAIN = 1e-2
 """Share of the step that must be gained for more state."""
 
 _MAX_TRIALS = 24
