@@ -72,9 +72,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(
-        ctx: Any, activation: Tensor, layer: ReplayLayer, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, activation: Tensor, layer: ReplayLayer, *parameters: Tensor) -> Tensor:
         ctx.layer, ctx.parameters = layer, parameters
         layer.waiter.wait(layer.profile.forward_s)
         return activation.clone()
