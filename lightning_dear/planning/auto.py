@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lightning_dear.planning.bayesian import cap_plans, same_buckets
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
-from lightning_dear.planning.fusion import SingleFusion
+from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
 from lightning_dear.planning.predict import predict
 from lightning_dear.planning.programme import MergeCompFusion
@@ -16,14 +16,15 @@ from lightning_dear.planning.search import (
     STEPS_PER_TRIAL,
     PlanSearch,
     described,
-    starting_plan,
 )
 from lightning_dear.planning.times import ModelTimes
 
 NUM_REPEATED = 3
 """Plans measured twice: the fixed one and the two best others."""
 
-_CAPS_MB = (0.25, 256.0)
+_CAP_RANGE = (1 / 16, 64.0)
+"""Of the fixed buckets' cap: 0.25 to 256 MiB."""
+
 _MIN_CAP_RATIO = 2.0
 _MAX_SINGLE_RATIO = 1.3
 
@@ -31,29 +32,46 @@ _MAX_SINGLE_RATIO = 1.3
 class AutoFusion:
     """Predicts plans from the measured times, measures the best on real steps, keeps the fastest.
 
-    Against each other stand `ThresholdFusion`'s own buckets (always), those of `MergeCompFusion`,
-    the caps with the shortest predicted steps, and one bucket for all if it is predicted to be not
-    far behind. The fixed buckets and the two best others are measured twice, apart in time, so that
+    Against each other stand `ThresholdFusion`'s buckets (always), those of `MergeCompFusion`, the
+    caps with the shortest predicted steps, and one bucket for all if it is predicted to be not far
+    behind. The fixed buckets and the two best others are measured twice, apart in time, so that
     a passing disturbance does not decide; the fixed ones stay unless another plan's mean is lower.
 
     Args:
         num_steps: Optimizer steps that all of it may take, the recorded and profiled ones included.
+        bucket_cap_mb: Of the fixed buckets, MiB; see `ThresholdFusion`. Other caps are looked for
+            between a sixteenth and 64 times as much.
+        first_bucket_cap_mb: Of the fixed bucket nearest the input, MiB.
 
     Raises:
-        ValueError: If that is too few to compare two plans.
+        ValueError: If the steps are too few to compare two plans, or a cap is not positive.
     """
 
     name = "auto"
 
-    def __init__(self, *, num_steps: int = 60) -> None:
+    def __init__(
+        self,
+        *,
+        num_steps: int = 60,
+        bucket_cap_mb: float = 4.0,
+        first_bucket_cap_mb: float = 1.0,
+    ) -> None:
         least = STEPS_BEFORE_SEARCH + 4 * STEPS_PER_TRIAL
         if num_steps < least:
             raise ValueError(f"num_steps must be >= {least}, got {num_steps}.")
         self.num_steps = num_steps
+        self.bucket_cap_mb = bucket_cap_mb
+        self.first_bucket_cap_mb = first_bucket_cap_mb
+        self._fixed()
+
+    def _fixed(self) -> ThresholdFusion:
+        return ThresholdFusion(
+            bucket_cap_mb=self.bucket_cap_mb, first_bucket_cap_mb=self.first_bucket_cap_mb
+        )
 
     def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
         """See `FusionPlanner`: what to start with, and to beat."""
-        return starting_plan(tensors, world_size)
+        return self._fixed().plan(tensors, world_size)
 
     def search(
         self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
@@ -61,13 +79,19 @@ class AutoFusion:
         """See `SearchingPlanner`."""
         fixed = self.plan(tensors, world_size)
         num_trials = (self.num_steps - STEPS_BEFORE_SEARCH) // STEPS_PER_TRIAL
-        candidates = _candidates(fixed, tensors, times, link)
+        least, most = (self.bucket_cap_mb * factor for factor in _CAP_RANGE)
+        others = cap_plans(tensors, world_size, least, most, self.first_bucket_cap_mb)
+        candidates = _candidates(fixed, others, tensors, times, link)
         num_candidates = max(num_trials - 1 - NUM_REPEATED, 1)
         return AutoSearch(fixed, candidates[:num_candidates], tensors)
 
 
 def _candidates(
-    fixed: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
+    fixed: BucketPlan,
+    others: Mapping[float, BucketPlan],
+    tensors: Sequence[TensorSpec],
+    times: ModelTimes,
+    link: LinkCost,
 ) -> list[BucketPlan]:
     """What to try against `fixed`, the most promising first; all distinct."""
     world_size = fixed.world_size
@@ -76,10 +100,7 @@ def _candidates(
         return predict(plan, tensors, times, link).step_s
 
     programme = MergeCompFusion().best_plan(tensors, world_size, times, link)
-    by_cap = {
-        cap_mb: choose_early(plan, tensors, times, link)
-        for cap_mb, plan in cap_plans(tensors, world_size, *_CAPS_MB).items()
-    }
+    by_cap = {cap_mb: choose_early(plan, tensors, times, link) for cap_mb, plan in others.items()}
     single = SingleFusion().plan(tensors, world_size)
     found = [programme]
     order = sorted(by_cap, key=lambda cap_mb: (step_s(by_cap[cap_mb]), cap_mb))
