@@ -7,7 +7,7 @@ contiguous 1/world_size of a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 """Parameters of these are stepped as fp32 masters: an update is often below their resolution."""
+
+_MAX_RUN_NUMEL = 1 << 16
+"""Elements of shards that are stepped at once."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class Piece:
         has_master: Whether `parameter` is an fp32 copy of 16-bit elements.
         is_plain: Whether it is a whole, contiguous parameter, whose gradient needs no rearranging.
         was_stepped: Whether a step has changed `parameter`.
+        group: Number of the parameter's group in its optimizer.
     """
 
     tensor_index: int
@@ -145,6 +149,7 @@ class Piece:
     has_master: bool = False
     is_plain: bool = False
     was_stepped: bool = False
+    group: int = 0
 
     @property
     def numel(self) -> int:
@@ -278,6 +283,24 @@ def shard_pieces(bucket: Bucket, rank: int, world_size: int) -> list[Piece]:
         if lower < upper:
             pieces.append(_piece(bucket, part, lower, upper, own.start))
     return pieces
+
+
+def step_runs(numbers: Sequence[int], pieces: Mapping[int, Sequence[Piece]]) -> list[list[int]]:
+    """Cuts a list of buckets into runs that one call of the optimizer steps, small ones together.
+
+    A call costs as much as stepping some tens of thousands of elements, and the first gather of a
+    run waits for the whole run.
+    """
+    runs: list[list[int]] = []
+    room = 0
+    for number in numbers:
+        numel = sum(piece.numel for piece in pieces[number])
+        if not runs or numel > room:
+            runs.append([])
+            room = _MAX_RUN_NUMEL
+        runs[-1].append(number)
+        room -= numel
+    return runs
 
 
 def _piece(bucket: Bucket, part: Slice, lower: int, upper: int, begin: int) -> Piece:

@@ -23,7 +23,7 @@ from lightning_dear.workloads.schedules import OptimizerFactory, SchedulerFactor
 from lightning_dear.workloads.task import Task
 
 _MIB = 1024 * 1024
-_DEFAULT_OPTIMIZER = partial(SGD, lr=0.01, momentum=0.9)
+_DEFAULT_OPTIMIZER = partial(SGD, lr=0.01)
 
 
 class Gradients:
@@ -164,7 +164,7 @@ class ReplayModel(Task):
         scale: Divides the bytes of every tensor; times stay. A link must be slowed down alike.
         compute_s: Seconds of one forward and backward, with a backward twice as long as the
             forward; None keeps the profile's.
-        optimizer: Builds the optimizer from a list of parameters; None is SGD with momentum 0.9.
+        optimizer: Builds the optimizer from a list of parameters; None is SGD without momentum.
         scheduler: Builds a schedule from the optimizer and `total_steps`, or None.
         shard_unit_mb: Under FSDP2 only: consecutive layers are gathered together once they have
             this many MiB before scaling; 0 gathers each by itself.
