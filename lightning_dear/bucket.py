@@ -7,7 +7,7 @@ contiguous 1/world_size of a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,6 @@ from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 """Parameters of these are stepped as fp32 masters: an update is often below their resolution."""
-
-_MAX_RUN_NUMEL = 1 << 16
-"""Elements of shards that are stepped at once."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,8 @@ class Bucket:
             where that is as precise.
         landing: What a gather fills: `parameters` itself, or a buffer as long where the bucket may
             be gathered while a backward still needs the old values.
+        is_all_reduced: Whether every rank gets the whole mean gradient and steps the whole bucket,
+            so that its one shard is everybody's.
     """
 
     number: int
@@ -54,6 +53,13 @@ class Bucket:
     shard: Tensor
     mean: Tensor
     landing: Tensor
+    is_all_reduced: bool = False
+
+    @property
+    def own(self) -> slice:
+        """Where this rank's shard lies in the bucket."""
+        begin = self.replica.storage_offset() - self.parameters.storage_offset()
+        return slice(begin, begin + self.replica.numel())
 
     @property
     def has_master(self) -> bool:
@@ -68,8 +74,7 @@ class Bucket:
     def publish(self) -> None:
         """Rounds the stepped shard into what is gathered; nothing to do where they are the same."""
         if self.is_staged:
-            begin = self.replica.storage_offset() - self.parameters.storage_offset()
-            self.landing[begin : begin + self.replica.numel()].copy_(self.shard)
+            self.landing[self.own].copy_(self.shard)
         elif self.has_master:
             self.replica.copy_(self.shard)
 
@@ -137,6 +142,7 @@ class Piece:
         is_plain: Whether it is a whole, contiguous parameter, whose gradient needs no rearranging.
         was_stepped: Whether a step has changed `parameter`.
         group: Number of the parameter's group in its optimizer.
+        is_all_reduced: Whether every rank has this piece.
     """
 
     tensor_index: int
@@ -150,6 +156,7 @@ class Piece:
     is_plain: bool = False
     was_stepped: bool = False
     group: int = 0
+    is_all_reduced: bool = False
 
     @property
     def numel(self) -> int:
@@ -221,12 +228,16 @@ def allocate(
                         parameters[piece.tensor], flat, gradients, where, homes[piece.tensor]
                     )
             part = slice(offset, offset + spec.padded_numel)
-            scratch = flat.new_empty(scratch_numel(spec.padded_numel))
-            own = shard_slice(spec.padded_numel, rank, num_shards)
-            is_staged = number in plan.early and plan.world_size > 1
-            buckets[number] = _bucket(
-                number, spec, flat[part], gradients[part], scratch, own, is_staged
-            )
+            place = number, spec, flat[part], gradients[part]
+            if plan.world_size > 1 and (num_shards == 1 or number in plan.all_reduced):
+                whole = slice(0, spec.padded_numel)
+                bucket = _bucket(*place, flat.new_empty(0), whole, is_all_reduced=True)
+            else:
+                scratch = flat.new_empty(scratch_numel(spec.padded_numel))
+                own = shard_slice(spec.padded_numel, rank, num_shards)
+                is_staged = number in plan.early and plan.world_size > 1
+                bucket = _bucket(*place, scratch, own, is_staged=is_staged)
+            buckets[number] = bucket
             offset += spec.padded_numel
     for bucket in buckets.values():
         bucket.shard.copy_(bucket.replica)
@@ -249,7 +260,9 @@ def _bucket(
     gradients: Tensor,
     scratch: Tensor,
     own: slice,
-    is_staged: bool,
+    *,
+    is_staged: bool = False,
+    is_all_reduced: bool = False,
 ) -> Bucket:
     replica, mean = parameters[own], gradients[own]
     shard, landing = replica, parameters
@@ -258,7 +271,8 @@ def _bucket(
     if parameters.dtype in LOW_PRECISION:
         shard = torch.empty_like(replica, dtype=torch.float32)
         mean = torch.empty_like(shard)
-    return Bucket(number, spec, parameters, gradients, scratch, replica, shard, mean, landing)
+    own_parts = replica, shard, mean, landing
+    return Bucket(number, spec, parameters, gradients, scratch, *own_parts, is_all_reduced)
 
 
 def _place(
@@ -277,30 +291,14 @@ def _place(
 def shard_pieces(bucket: Bucket, rank: int, world_size: int) -> list[Piece]:
     """The pieces of this rank's shard of `bucket`, in the order in which they lie in it."""
     own = shard_slice(bucket.spec.padded_numel, rank, world_size)
+    if bucket.is_all_reduced:
+        own = slice(0, bucket.spec.padded_numel)
     pieces = []
     for part in bucket.spec.slices:
         lower, upper = max(part.offset, own.start), min(part.offset + part.numel, own.stop)
         if lower < upper:
             pieces.append(_piece(bucket, part, lower, upper, own.start))
     return pieces
-
-
-def step_runs(numbers: Sequence[int], pieces: Mapping[int, Sequence[Piece]]) -> list[list[int]]:
-    """Cuts a list of buckets into runs that one call of the optimizer steps, small ones together.
-
-    A call costs as much as stepping some tens of thousands of elements, and the first gather of a
-    run waits for the whole run.
-    """
-    runs: list[list[int]] = []
-    room = 0
-    for number in numbers:
-        numel = sum(piece.numel for piece in pieces[number])
-        if not runs or numel > room:
-            runs.append([])
-            room = _MAX_RUN_NUMEL
-        runs[-1].append(number)
-        room -= numel
-    return runs
 
 
 def _piece(bucket: Bucket, part: Slice, lower: int, upper: int, begin: int) -> Piece:
@@ -315,6 +313,7 @@ def _piece(bucket: Bucket, part: Slice, lower: int, upper: int, begin: int) -> P
         parameter=bucket.shard[inside],
         gradient=bucket.mean[inside] if bucket.mean.numel() else None,
         has_master=bucket.has_master,
+        is_all_reduced=bucket.is_all_reduced,
     )
 
 

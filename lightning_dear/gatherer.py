@@ -113,6 +113,8 @@ class ParameterGatherer:
         if not work.is_done:
             # Until the step has ended, reads find the values that a backward may still need.
             (self._staged if bucket.is_staged else self._pending)[number] = work
+        else:
+            self._bump_versions(number)
 
     def close_gates(self) -> None:
         """Makes every module that owns a pending parameter wait at its next read."""
@@ -149,13 +151,16 @@ class ParameterGatherer:
         with self._waiting(reason):
             work.wait()
         self._on_arrival(number)
-        # A tensor that an earlier operation saved for backward now holds other values: with the
-        # version bumped, autograd refuses to use it instead of returning a wrong gradient.
-        torch.autograd.graph.increment_version(self._parameters_of[number])
+        self._bump_versions(number)
         del self._pending[number]
         for module in self._modules_of[number]:
             if not any(other in self._pending for other in self._owners[module]):
                 remove_gate(module, self)
+
+    def _bump_versions(self, number: int) -> None:
+        # A tensor that an earlier operation saved for backward now holds other values: with the
+        # version bumped, autograd refuses to use it instead of returning a wrong gradient.
+        torch.autograd.graph.increment_version(self._parameters_of[number])
 
     def is_pending(self, number: int) -> bool:
         """Whether bucket `number` is still being gathered."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.work import Collectives
 
 GATHERS = ("parameters", "gradients")
@@ -73,6 +74,21 @@ class Gathering:
         """(number of this rank's shard, number of shards); one shard where each rank has all."""
         return (collectives.rank, collectives.world_size) if self.decouple else (0, 1)
 
-    def sharing(self, collectives: Collectives) -> Collectives | None:
-        """Over the ranks that have the other shards of a gradient; None where there are none."""
-        return collectives if self.decouple else None
+
+def why_not_all_reduce(gathering: Gathering, *, is_one_optimizer: bool) -> str | None:
+    """Why buckets that a plan all-reduces must not be; None if they may.
+
+    Args:
+        gathering: What travels back.
+        is_one_optimizer: Whether nobody else all-reduces in the same process groups.
+    """
+    if gathering.is_of_gradients:
+        return (
+            "gather='gradients' steps every bucket on every rank, and all-reduces all of them with"
+            " decouple=False, or none"
+        )
+    if not is_one_optimizer:
+        return "two optimizers' all-reduces could start in another order on other ranks"
+    if message_delay_s():
+        return f"{MESSAGE_DELAY_VARIABLE} would not hold back their messages"
+    return None

@@ -15,7 +15,7 @@ _NORM_TAG = 1 << 19
 
 @torch.no_grad()
 def global_norm(
-    gradients: Sequence[Tensor], norm_type: float, sharing: Collectives | None, like: Tensor
+    gradients: Sequence[Tensor], norm_type: float, collectives: Collectives, like: Tensor
 ) -> Tensor:
     """Norm of the whole gradient, from every rank's shard: one number from each. Collective.
 
@@ -23,22 +23,20 @@ def global_norm(
     `torch.nn.utils.clip_grad_norm_`'s in the order of the summation alone.
 
     Args:
-        gradients: This rank's pieces.
+        gradients: This rank's pieces; of those that several ranks have, one rank gives each.
         norm_type: p of the p-norm; `inf` for the largest absolute value.
-        sharing: Over the ranks that have the other pieces; None if each rank has all.
+        collectives: Over the ranks that have the other pieces.
         like: Has the dtype and device that the result shall have.
 
     Returns:
         A scalar; 0 if there is no gradient anywhere.
     """
-    num_parts, own_part = (1, 0) if sharing is None else (sharing.world_size, sharing.rank)
-    parts = torch.zeros(num_parts, dtype=torch.float64, device=like.device)
+    parts = torch.zeros(collectives.world_size, dtype=torch.float64, device=like.device)
     if gradients:
         norms = _norms(gradients, norm_type)
         own = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
-        parts[own_part] = own
-    if sharing is not None:
-        sharing.launch_all_gather(parts, _NORM_TAG).wait()
+        parts[collectives.rank] = own
+    collectives.launch_all_gather(parts, _NORM_TAG).wait()
     total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
     return total.to(like.dtype)
 
@@ -61,14 +59,13 @@ def clip_to_value(gradients: Sequence[Tensor], clip_value: float) -> None:
 
 @torch.no_grad()
 def any_not_finite(
-    gradients: Sequence[Tensor], sharing: Collectives | None, device: torch.device
+    gradients: Sequence[Tensor], collectives: Collectives, device: torch.device
 ) -> Tensor:
     """Whether a gradient on any rank is inf or NaN: a uint8 of one element. See `global_norm`."""
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
     if gradients:
         flag.copy_(~torch.isfinite(_norms(gradients, math.inf)).all())
-    if sharing is not None:
-        sharing.launch_any(flag).wait()
+    collectives.launch_any(flag).wait()
     return flag
 
 

@@ -21,7 +21,7 @@ class MeanGradients:
 
     optimizer: Optimizer
     sharded: ShardedOptimizer
-    _sharing: Collectives | None
+    _collectives: Collectives
     _active: ActivePlan | None
     _is_exposed: bool
     _is_reduced: bool
@@ -51,15 +51,25 @@ class MeanGradients:
             self._active.reducer.expose() if mutates else self._active.reducer.show()
             self._is_exposed = True
 
+    def _counted(self) -> list[Tensor]:
+        """Mean gradients whose norms this rank adds up; what all ranks have, one of them counts."""
+        num_ranks, rank = self._collectives.world_size, self._collectives.rank
+        return [
+            piece.parameter.grad
+            for piece in self.sharded.pieces
+            if piece.parameter.grad is not None
+            and (not piece.is_all_reduced or piece.tensor_index % num_ranks == rank)
+        ]
+
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Norm of the mean gradient that the next step will use. All ranks call; blocks."""
-        with self._on_shards(mutates=False) as own:
-            return gradients.global_norm(own, norm_type, self._sharing, self._like)
+        with self._on_shards(mutates=False):
+            return gradients.global_norm(self._counted(), norm_type, self._collectives, self._like)
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
         with self._on_shards(mutates=True) as own:
-            norm = gradients.global_norm(own, norm_type, self._sharing, self._like)
+            norm = gradients.global_norm(self._counted(), norm_type, self._collectives, self._like)
             gradients.scale_to_norm(own, norm, max_norm)
             return norm
 
@@ -72,7 +82,7 @@ class MeanGradients:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
         with self._on_shards(mutates=True) as own:
             like = self._like
-            overflow = gradients.any_not_finite(own, self._sharing, like.device)
+            overflow = gradients.any_not_finite(own, self._collectives, like.device)
             # The scaler looks at gradients only, and at least at one: this one brings it the vote.
             vote = torch.zeros(1, dtype=like.dtype, device=like.device)
             vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)

@@ -82,7 +82,6 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self._collectives = collectives
         self._fusion = fusion
         self._gathering = gathering
-        self._sharing = gathering.sharing(collectives)
         self._instruments = instruments
         self._on_reduce = on_reduce
         self._on_step = on_step
@@ -271,7 +270,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
     def steps_first(self) -> Sequence[int]:
         """See `StepListener`: all ranks gather in one order, whatever was stepped in backward."""
         assert self._active is not None
-        return self._active.plan.early
+        return self._active.plan.gather_order
 
     def stepping(self) -> None:
         """See `StepListener`."""

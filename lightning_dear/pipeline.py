@@ -27,7 +27,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_dear.checkpoint.sharded_state import sharded_state
-from lightning_dear.gathering import Gathering
+from lightning_dear.gathering import Gathering, why_not_all_reduce
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import check_layout
 from lightning_dear.module_buffers import BufferBroadcast
@@ -61,6 +61,7 @@ class Pipeline:
         collectives: What moves the bytes.
         early_refusal: Why no bucket is gathered before backward has ended, whatever the plan says;
             None if it is.
+        all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says; None if it is.
         parts: What each optimizer has of its own.
 
     Raises:
@@ -108,6 +109,10 @@ class Pipeline:
             for number, optimizer in enumerate(optimizers, start=first_number)
         ]
         self._refuse_early(self._first_refusal(gathering))
+        is_one = len(optimizers) == 1 and first_number == 0
+        self.all_reduce_refusal = why_not_all_reduce(gathering, is_one_optimizer=is_one)
+        for part in self.parts:
+            part.all_reduce_refusal = self.all_reduce_refusal
 
     def _first_refusal(self, gathering: Gathering) -> str | None:
         if gathering.is_of_gradients:

@@ -50,6 +50,7 @@ class PlanChanges:
     _recorder: ForwardRecorder
     _hooks: list[RemovableHandle]
     early_refusal: str | None
+    all_reduce_refusal: str | None = None
     _has_new: bool
     _is_sending: bool
     _is_reduced: bool
@@ -86,14 +87,7 @@ class PlanChanges:
                 f"The plan '{plan.name}' has {len(plan.buckets)} buckets, and at most"
                 f" {_MAX_BUCKETS} are possible; fuse more, such as with fusion='threshold'."
             )
-        if plan.early and self.early_refusal is not None:
-            if self._collectives.rank == 0:
-                warnings.warn(
-                    f"The plan '{plan.name}' gathers {len(plan.early)} buckets during backward,"
-                    f" which is not done here: {self.early_refusal}.",
-                    stacklevel=2,
-                )
-            plan = replace(plan, early=())
+        plan = self._without_refused(plan)
         if self._gathering.is_of_gradients:
             plan = with_whole_tensors(plan, self._recording.tensors)
         self.plan = plan
@@ -111,6 +105,31 @@ class PlanChanges:
         rank, num_shards = self._gathering.shards(self._collectives)
         self.sharded.attach(self._active.flat, self.parameters, rank, num_shards)
         return self._active
+
+    def _without_refused(self, plan: BucketPlan) -> BucketPlan:
+        """`plan` without what is not done here, of which people are told."""
+        for does, what, refusal in (
+            (
+                "gathers",
+                plan.early and f"{len(plan.early)} buckets during backward",
+                self.early_refusal,
+            ),
+            (
+                "all-reduces",
+                plan.all_reduced and f"{len(plan.all_reduced)} buckets",
+                self.all_reduce_refusal,
+            ),
+        ):
+            if what and refusal is not None and self._collectives.rank == 0:
+                warnings.warn(
+                    f"The plan '{plan.name}' {does} {what}, which is not done here: {refusal}.",
+                    stacklevel=2,
+                )
+        return replace(
+            plan,
+            early=plan.early if self.early_refusal is None else (),
+            all_reduced=plan.all_reduced if self.all_reduce_refusal is None else (),
+        )
 
     def replan(self, plan: BucketPlan) -> None:
         """Trains on with another plan; weights and optimizer state stay, bit for bit.

@@ -272,8 +272,7 @@ class GradientReducer:
         """
         for bucket in self._buckets:
             if bucket.has_master:
-                own = bucket.gradients[self._own(bucket.gradients)]
-                own.copy_(bucket.mean)
+                bucket.gradients[bucket.own].copy_(bucket.mean)
         works = [self._exchange.launch_gather_gradients(bucket) for bucket in self._buckets]
         with self._waiting("whole gradients"):
             for work in works:
@@ -305,14 +304,10 @@ class GradientReducer:
             placement.parameter.grad = None
         for bucket in self._buckets:
             if bucket.has_master:
-                own = bucket.gradients[self._own(bucket.gradients)]
+                own = bucket.gradients[bucket.own]
                 was_changed = own != bucket.mean.to(own.dtype)
                 torch.where(was_changed, own.to(bucket.mean.dtype), bucket.mean, out=bucket.mean)
         return list(self._used)
-
-    def _own(self, buffer: Tensor) -> slice:
-        size = buffer.numel() // self._collectives.world_size
-        return slice(self._collectives.rank * size, (self._collectives.rank + 1) * size)
 
 
 def on_each_gradient(

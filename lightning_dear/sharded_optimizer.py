@@ -24,9 +24,9 @@ from lightning_dear.bucket import (
     as_flat,
     cut_state,
     shard_pieces,
-    step_runs,
 )
 from lightning_dear.elementwise import closure_skipped, inner_step
+from lightning_dear.step_runs import step_runs
 
 MASTER_KEY = "master_weight"
 """Key of a 16-bit parameter's fp32 master in its saved optimizer state."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -136,7 +137,11 @@ class Tuning:
             if self._part.times is not None:
                 own.append(self._part.times)
         times = slowest_times(self._collectives.all_gather_object(median_times(own)))
-        return replace(times, allows_early=self._pipeline.early_refusal is None)
+        return replace(
+            times,
+            allows_early=self._pipeline.early_refusal is None,
+            allows_all_reduce=self._pipeline.all_reduce_refusal is None,
+        )
 
     def _measure_steps(self) -> Generator[None, None, float]:
         """Seconds a step of the slowest rank; the median, as a validation may come between."""
@@ -154,6 +159,8 @@ class Tuning:
     def _use(self, plan: BucketPlan) -> BucketPlan:
         if self._pipeline.early_refusal is not None:
             plan = replace(plan, early=())
+        if self._pipeline.all_reduce_refusal is not None:
+            plan = replace(plan, all_reduced=())
         if plan != self._part.plan:
             self._part.replan(plan)
         return plan
@@ -167,7 +174,7 @@ class Tuning:
 
 
 def measure_link(pipeline: Pipeline) -> LinkCost:
-    """What a reduce-scatter or all-gather costs, from exchanges of two sizes. Collective, blocks.
+    """What our two halves and an all-reduce cost, from exchanges of two sizes. Collective, blocks.
 
     A size's time is the median of several exchanges, on the slowest rank.
     """
@@ -176,32 +183,42 @@ def measure_link(pipeline: Pipeline) -> LinkCost:
     device = pipeline.parts[0].parameters[0].device
     # These bytes belong to no step.
     ledger, collectives.ledger = collectives.ledger, WireLedger()
-    seconds = []
+    measured = []
     part = pipeline.parts[0]
     model_bytes = sum(tensor.numel * tensor.itemsize for tensor in part.tensors)
     sizes = _SMALL_BYTES, min(max(model_bytes // 8, _LEAST_LARGE_BYTES), _MOST_LARGE_BYTES)
     for nbytes in sizes:
-        times_s = _exchange_times(collectives, device, nbytes)
-        seconds.append(max(collectives.all_gather_object(median(times_s))))
+        both_s = map(median, _exchange_times(collectives, device, nbytes))
+        measured.append([max(collectives.all_gather_object(one_s)) for one_s in both_s])
     collectives.ledger = ledger
     small, large = (sent_bytes(nbytes, collectives.world_size) for nbytes in sizes)
-    return fitted(small, seconds[0], large, seconds[1])
+    (small_s, small_all_s), (large_s, large_all_s) = measured
+    all_reduce = fitted(2 * small, small_all_s, 2 * large, large_all_s)
+    return replace(fitted(small, small_s, large, large_s), all_reduce=all_reduce)
 
 
-def _exchange_times(collectives: Collectives, device: torch.device, nbytes: int) -> list[float]:
-    """Seconds of exchanges of about `nbytes`, half of them reduce-scatters, half all-gathers."""
+def _exchange_times(
+    collectives: Collectives, device: torch.device, nbytes: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of exchanges of about `nbytes`: of either half, in turns, and of all-reduces."""
     clock = clock_of(device)
     numel = aligned(nbytes // 4, ALIGNMENT * collectives.world_size)
     buffer = torch.zeros(numel, device=device)
     received = torch.zeros(collectives.scratch_numel(numel), device=device)
     own = shard_of(buffer, collectives.rank, collectives.world_size)
-    marks = []
+    rounds = []
     for _ in range(1 + _NUM_LINK_REPEATS):
-        marks.append(clock.mark())
+        marks = [clock.mark()]
         collectives.launch_reduce_scatter(buffer, received, own, STATE_NUMBERS).wait()
         marks.append(clock.mark())
         collectives.launch_all_gather(buffer, STATE_NUMBERS).wait()
-    marks.append(clock.mark())
-    moments = [clock.seconds(mark) for mark in marks]
-    times_s = [end - begin for begin, end in zip(moments, moments[1:], strict=False)]
-    return times_s[2:]
+        marks.append(clock.mark())
+        collectives.launch_all_reduce(buffer, STATE_NUMBERS).wait()
+        rounds.append([*marks, clock.mark()])
+    halves, all_reduces = [], []
+    for marks in rounds[1:]:
+        moments = [clock.seconds(mark) for mark in marks]
+        *both, whole = (end - begin for begin, end in pairwise(moments))
+        halves += both
+        all_reduces.append(whole)
+    return halves, all_reduces

@@ -65,6 +65,11 @@ class _Collectives:
     def launch_reduce_scatter(self, buffer: torch.Tensor, *_: Any) -> Work:
         return self.launch_all_gather(buffer)
 
+    def launch_all_reduce(self, buffer: torch.Tensor, *_: Any) -> Work:
+        CLOCK.now_s += 0.5 * LINK_ALPHA_S + 3 * LINK_BETA_S * buffer.nbytes
+        self.ledger.all_reduce_bytes += buffer.nbytes
+        return Work(lambda: None)
+
     def launch_all_gather(self, buffer: torch.Tensor, *_: Any) -> Work:
         CLOCK.now_s += LINK_ALPHA_S + LINK_BETA_S * buffer.nbytes / 2
         self.ledger.other_bytes += buffer.nbytes
@@ -91,6 +96,7 @@ class _Pipeline:
         self.parts = [_Part()]
         self.num_measured = 0
         self.early_refusal: str | None = None
+        self.all_reduce_refusal: str | None = None
 
     def complete_parameters(self, reason: str) -> None:
         pass
@@ -203,6 +209,8 @@ def test_steps_after_a_change_are_dropped_and_a_pause_does_not_count() -> None:
     assert planner.times == TIMES
     assert planner.link.alpha_s == pytest.approx(1.1 * LINK_ALPHA_S)
     assert planner.link.beta_s == pytest.approx(1.1 * LINK_BETA_S)
+    assert planner.link.all_reduce.alpha_s == pytest.approx(1.1 * 0.5 * LINK_ALPHA_S)
+    assert planner.link.all_reduce.beta_s == pytest.approx(1.1 * 3 * LINK_BETA_S)
 
 
 def test_measuring_the_link_counts_no_bytes() -> None:
@@ -256,6 +264,23 @@ def test_early_gathers_are_planned_only_where_they_are_allowed() -> None:
     pipeline.early_refusal = "clipping"
     _train(last, pipeline, 100)
     assert not planner.times.allows_early
+
+
+def test_all_reduces_are_planned_only_where_they_are_allowed() -> None:
+    everything = AutoFusion(all_reduced_share=1)
+    tuner, pipeline, _ = _tuning(everything)
+    _train(tuner, pipeline, 100)
+    reducing = [plan for plan in pipeline.parts[0].used if plan.all_reduced]
+    assert reducing
+    found = reducing[0].to_dict(TENSORS)
+    other, pipeline, _ = _tuning(everything, found=found)
+    pipeline.all_reduce_refusal = "gradients are gathered"
+    _train(other, pipeline, 100)
+    assert other.plan == replace(reducing[0], all_reduced=())
+    last, pipeline, said = _tuning(everything)
+    pipeline.all_reduce_refusal = "gradients are gathered"
+    _train(last, pipeline, 100)
+    assert not any(plan.all_reduced for plan in pipeline.parts[0].used)
 
 
 def test_other_parameters_bring_another_search() -> None:

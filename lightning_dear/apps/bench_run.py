@@ -157,7 +157,9 @@ class Comparison:
                 f"Entry {entry.name} has tuning_steps, but its strategy makes no plan to keep;"
                 " leave tuning_steps out, or choose strategy=dear."
             )
-        self.notes[entry.name] = f"plan: {plan.name}, {len(plan.buckets)} buckets"
+        count = len(plan.all_reduced)
+        all_reduced = f", {count} all-reduced" if count else ""
+        self.notes[entry.name] = f"plan: {plan.name}, {len(plan.buckets)} buckets{all_reduced}"
         return Candidate(entry.name, partial(self._run, cfg, partial(build_strategy, cfg, plan)))
 
     def _composed(self, overrides: Sequence[str]) -> DictConfig:

@@ -24,7 +24,7 @@ _MIB = 1 << 20
 
 
 class AllReduceMGWFBP(MGWFBPFusion):
-    """The rule with the cost of an all-reduce: a start and a transfer, each twice.
+    """The rule with the cost of an all-reduce, as measured, which sends twice the bytes.
 
     Finds its plan under `strategy="dear"`, which measures the times that the rule needs; see
     `ddp_options`.
@@ -34,7 +34,8 @@ class AllReduceMGWFBP(MGWFBPFusion):
     def search(
         self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
     ) -> PlanSearch:
-        all_reduce = replace(link, alpha_s=2 * link.alpha_s, beta_s=2 * link.beta_s)
+        cost = link.all_reduce or replace(link, alpha_s=2 * link.alpha_s)
+        all_reduce = replace(cost, beta_s=2 * cost.beta_s)
         return super().search(tensors, world_size, times, all_reduce)
 
 

@@ -19,8 +19,9 @@ class FusionTuner(Callback):
     """Drives a planner that wants measurements, between the first optimizer steps of a fit.
 
     Training goes on meanwhile: candidates are measured on its own steps, and weights do not depend
-    on the plan. When it is done it says in one line what was chosen and why. The plan goes into
-    checkpoints, and is used at once by a fit that resumes with as many ranks.
+    on the plan (from three ranks on, all-reduced buckets are rounded in another order). When it is
+    done it says in one line what was chosen and why. The plan goes into checkpoints, and is used at
+    once by a fit that resumes with as many ranks.
 
     Args:
         planner: Whose search it is.

@@ -82,7 +82,8 @@ def whole_state(
     for number, spec in enumerate(plan.buckets):
         for key, dtype in _cut_entries(spec, described):
             shard = _fill_shard(sharded, number, spec, key, dtype)
-            collectives.launch_all_gather(shard, STATE_NUMBERS + number).wait()
+            if number not in plan.all_reduced:
+                collectives.launch_all_gather(shard, STATE_NUMBERS + number).wait()
             for part in spec.slices:
                 target = whole.get(part.tensor, {}).get(key)
                 if isinstance(target, Tensor) and target.dtype == dtype:

@@ -1,7 +1,7 @@
 """Exchanges move buckets: they own communication and, with compressors, residuals."""
 
 from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.exchange.gradients import AllReduceExchange, GradientExchange
+from lightning_dear.exchange.gradients import GradientExchange
 from lightning_dear.exchange.limited import LimitedGathers
 from lightning_dear.gathering import Gathering
 from lightning_dear.work import Collectives
@@ -11,14 +11,11 @@ def new_exchange(
     gathering: Gathering, collectives: Collectives, first_number: int
 ) -> DenseExchange:
     """The exchange that `gathering` asks for; see `DenseExchange` for the rest."""
-    kind = DenseExchange
-    if gathering.is_of_gradients:
-        kind = GradientExchange if gathering.decouple else AllReduceExchange
+    kind = GradientExchange if gathering.is_of_gradients else DenseExchange
     return kind(collectives, first_number)
 
 
 __all__ = [
-    "AllReduceExchange",
     "DenseExchange",
     "GradientExchange",
     "LimitedGathers",

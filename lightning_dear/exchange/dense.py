@@ -1,4 +1,8 @@
-"""The dense exchange: gradients and parameters travel as they are."""
+"""The dense exchange: gradients and parameters travel as they are.
+
+A bucket that is all-reduced gives every rank the whole mean gradient at once, by the backend's own
+all-reduce, as DistributedDataParallel does it; nothing of it travels back.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +26,29 @@ class DenseExchange:
     def launch_reduce(self, bucket: Bucket) -> Work:
         """Starts summing the bucket's gradients; after `wait`, its `mean` is there."""
         number = self._first_number + bucket.number
+        if bucket.is_all_reduced:
+            if bucket.has_master:
+                # Summed in fp32 as by a reduce-scatter; older gloos know no bf16.
+                bucket.mean.copy_(bucket.gradients)
+            return self._collectives.launch_all_reduce(bucket.mean, number)
         return self._collectives.launch_reduce_scatter(
             bucket.gradients, bucket.received, bucket.mean, number
         )
 
     def expect_reduce(self, bucket: Bucket) -> None:
-        """Lets others' gradients arrive from now on; `launch_reduce` must follow."""
+        """Lets others' gradients arrive from now on; `launch_reduce` must follow.
+
+        An all-reduce has receives of its own.
+        """
         number = self._first_number + bucket.number
-        self._collectives.expect_reduce_scatter(bucket.received, number)
+        if not bucket.is_all_reduced:
+            self._collectives.expect_reduce_scatter(bucket.received, number)
 
     def expect_gather(self, bucket: Bucket) -> None:
         """Lets others' shards arrive in `landing`, which nobody may read before `launch_gather`."""
         number = self._first_number + bucket.number
-        self._collectives.expect_all_gather(bucket.landing, number)
+        if not bucket.is_all_reduced:
+            self._collectives.expect_all_gather(bucket.landing, number)
 
     def launch_gather(self, bucket: Bucket) -> Work:
         """Starts filling `landing` from every rank's stepped shard, in place.
@@ -42,11 +56,15 @@ class DenseExchange:
         After `wait`, the bucket's parameters have the new values.
         """
         bucket.publish()
+        if bucket.is_all_reduced:
+            return Work.done()
         number = self._first_number + bucket.number
         work = self._collectives.launch_all_gather(bucket.landing, number)
         return Work(work.wait, bucket.land) if bucket.is_staged else work
 
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         """Starts filling the bucket's gradients from every rank's mean, in place."""
+        if bucket.is_all_reduced:
+            return Work.done()
         number = self._first_number + bucket.number + GRADIENT_NUMBERS
         return self._collectives.launch_all_gather(bucket.gradients, number)

@@ -1,5 +1,6 @@
 """Planning is pure: a profile of the model in, a `BucketPlan` out; no tensors, no processes."""
 
+from lightning_dear.planning.all_reduce import choose_all_reduce
 from lightning_dear.planning.auto import AutoFusion
 from lightning_dear.planning.bayesian import BayesianFusion
 from lightning_dear.planning.cost import LinkCost
@@ -39,6 +40,7 @@ __all__ = [
     "Slice",
     "TensorSpec",
     "ThresholdFusion",
+    "choose_all_reduce",
     "choose_early",
     "predict",
     "resolve_fusion",

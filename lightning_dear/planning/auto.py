@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from lightning_dear.planning.all_reduce import choose_all_reduce, everything_all_reduced
 from lightning_dear.planning.bayesian import cap_plans, same_buckets
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
@@ -27,6 +28,8 @@ _CAP_RANGE = (1 / 16, 64.0)
 
 _MIN_CAP_RATIO = 2.0
 _MAX_SINGLE_RATIO = 1.3
+_DDP_DIVISORS = (1, 4, 16)
+"""Of DDP's caps, which leave small models one bucket or two."""
 
 
 class AutoFusion:
@@ -34,17 +37,23 @@ class AutoFusion:
 
     Against each other stand `ThresholdFusion`'s buckets (always), those of `MergeCompFusion`, the
     caps with the shortest predicted steps, and one bucket for all if it is predicted to be not far
-    behind. The fixed buckets and the two best others are measured twice, apart in time, so that
-    a passing disturbance does not decide; the fixed ones stay unless another plan's mean is lower.
+    behind. If all-reducing some buckets is predicted to be better than any of these, that is
+    measured too. The fixed buckets and the two best others are measured twice, apart in time, so
+    that a passing disturbance does not decide; the fixed ones stay unless another plan's mean is
+    lower.
 
     Args:
         num_steps: Optimizer steps that all of it may take, the recorded and profiled ones included.
         bucket_cap_mb: Of the fixed buckets, MiB; see `ThresholdFusion`. Other caps are looked for
             between a sixteenth and 64 times as much.
         first_bucket_cap_mb: Of the fixed bucket nearest the input, MiB.
+        all_reduced_share: Most of all elements, 0..1, that may be all-reduced instead of sharded:
+            their optimizer state is then whole on every rank. 0 forbids it; at 1, everything
+            all-reduced in DDP's buckets (or, for small models, smaller ones) is measured as well.
 
     Raises:
-        ValueError: If the steps are too few to compare two plans, or a cap is not positive.
+        ValueError: If the steps are too few to compare two plans, a cap is not positive, or the
+            share is not 0..1.
     """
 
     name = "auto"
@@ -55,13 +64,17 @@ class AutoFusion:
         num_steps: int = 60,
         bucket_cap_mb: float = 4.0,
         first_bucket_cap_mb: float = 1.0,
+        all_reduced_share: float = 0.1,
     ) -> None:
         least = STEPS_BEFORE_SEARCH + 4 * STEPS_PER_TRIAL
         if num_steps < least:
             raise ValueError(f"num_steps must be >= {least}, got {num_steps}.")
+        if not 0 <= all_reduced_share <= 1:
+            raise ValueError(f"all_reduced_share must be 0..1, got {all_reduced_share}.")
         self.num_steps = num_steps
         self.bucket_cap_mb = bucket_cap_mb
         self.first_bucket_cap_mb = first_bucket_cap_mb
+        self.all_reduced_share = all_reduced_share
         self._fixed()
 
     def _fixed(self) -> ThresholdFusion:
@@ -81,9 +94,49 @@ class AutoFusion:
         num_trials = (self.num_steps - STEPS_BEFORE_SEARCH) // STEPS_PER_TRIAL
         least, most = (self.bucket_cap_mb * factor for factor in _CAP_RANGE)
         others = cap_plans(tensors, world_size, least, most, self.first_bucket_cap_mb)
-        candidates = _candidates(fixed, others, tensors, times, link)
+
+        def step_s(plan: BucketPlan) -> float:
+            return predict(plan, tensors, times, link).step_s
+
+        found = _candidates(fixed, others, tensors, times, link, step_s)
+        without: dict[BucketPlan, BucketPlan] = {}
+        if times.allows_all_reduce and self.all_reduced_share > 0 and world_size > 1:
+            share = self.all_reduced_share
+            without = _all_reducing([fixed, *found[:3]], tensors, times, link, share, step_s)
+            # Beside each of them what it is compared with.
+            pairs = [plan for pair in without.items() for plan in pair]
+            found = [*found[:1], *pairs, *found[1:]]
+        candidates = _distinct([fixed, *found])[1:]
         num_candidates = max(num_trials - 1 - NUM_REPEATED, 1)
-        return AutoSearch(fixed, candidates[:num_candidates], tensors)
+        return AutoSearch(fixed, candidates[:num_candidates], tensors, without, step_s)
+
+
+StepOf = Callable[[BucketPlan], float]
+"""A plan -> its predicted step, seconds."""
+
+
+def _all_reducing(
+    plans: Sequence[BucketPlan],
+    tensors: Sequence[TensorSpec],
+    times: ModelTimes,
+    link: LinkCost,
+    max_share: float,
+    step_s: StepOf,
+) -> dict[BucketPlan, BucketPlan]:
+    """What to try with all-reduced buckets -> the same without; the most promising first."""
+    found: dict[BucketPlan, BucketPlan] = {}
+    changed = {choose_all_reduce(plan, tensors, times, link, max_share): plan for plan in plans}
+    best = min(changed, key=step_s)
+    if best.all_reduced and step_s(best) < min(map(step_s, plans)):
+        found[best] = changed[best]
+    if max_share == 1:
+        everything = min(
+            (everything_all_reduced(tensors, plans[0].world_size, one) for one in _DDP_DIVISORS),
+            key=step_s,
+        )
+        if not any(same_buckets(everything, plan) for plan in found):
+            found[everything] = plans[0]
+    return found
 
 
 def _candidates(
@@ -92,13 +145,10 @@ def _candidates(
     tensors: Sequence[TensorSpec],
     times: ModelTimes,
     link: LinkCost,
+    step_s: StepOf,
 ) -> list[BucketPlan]:
-    """What to try against `fixed`, the most promising first; all distinct."""
+    """What to try against `fixed`, the most promising first; perhaps some of it twice."""
     world_size = fixed.world_size
-
-    def step_s(plan: BucketPlan) -> float:
-        return predict(plan, tensors, times, link).step_s
-
     programme = MergeCompFusion().best_plan(tensors, world_size, times, link)
     by_cap = {cap_mb: choose_early(plan, tensors, times, link) for cap_mb, plan in others.items()}
     single = SingleFusion().plan(tensors, world_size)
@@ -111,8 +161,7 @@ def _candidates(
     found += [by_cap[cap_mb] for cap_mb in apart[:2]]
     if step_s(single) <= _MAX_SINGLE_RATIO * min(map(step_s, [fixed, *found])):
         found.append(single)
-    found += [by_cap[cap_mb] for cap_mb in apart[2:]]
-    return _distinct([fixed, *found])[1:]
+    return found + [by_cap[cap_mb] for cap_mb in apart[2:]]
 
 
 def _distinct(plans: Sequence[BucketPlan]) -> list[BucketPlan]:
@@ -130,13 +179,22 @@ class AutoSearch:
         fixed: What to beat.
         candidates: What may beat it; distinct, and none of them `fixed`.
         tensors: What the plans are made of.
+        without: Candidate with all-reduced buckets -> what it is compared with.
+        step_s: Predicts a plan's step, for the reason.
     """
 
     def __init__(
-        self, fixed: BucketPlan, candidates: Sequence[BucketPlan], tensors: Sequence[TensorSpec]
+        self,
+        fixed: BucketPlan,
+        candidates: Sequence[BucketPlan],
+        tensors: Sequence[TensorSpec],
+        without: Mapping[BucketPlan, BucketPlan] | None = None,
+        step_s: StepOf | None = None,
     ) -> None:
         self._fixed = fixed
         self._tensors = tensors
+        self._without = without or {}
+        self._predicted_s = step_s
         self._plans = [fixed, *candidates]
         self._queue = list(self._plans)
         self._measured: dict[int, list[float]] = {}
@@ -182,4 +240,18 @@ class AutoSearch:
             others = f"none of {len(self._measured) - 1} others was faster"
             return f"{what} of {best.name} stay: {fixed_ms:.4g} ms/step, {others}"
         against = f"against {fixed_ms:.4g} ms of {self._fixed.name}"
-        return f"{what}, {1e3 * self._mean_s(best):.4g} ms/step {against}"
+        reason = f"{what}, {1e3 * self._mean_s(best):.4g} ms/step {against}"
+        return f"{reason}{self._why_all_reduced(best)}"
+
+    def _why_all_reduced(self, best: BucketPlan) -> str:
+        without = self._without.get(best)
+        if without is None or without is self._fixed:
+            return ""
+        measured = [plan for plan in self._plans if same_buckets(plan, without)]
+        if measured and self._count(self._plans.index(measured[0])):
+            return f", {1e3 * self._mean_s(measured[0]):.4g} ms without all-reduces"
+        if self._predicted_s is None:
+            return ""
+        steps_s = self._predicted_s(best), self._predicted_s(without)
+        with_ms, without_ms = (f"{1e3 * one:.4g}" for one in steps_s)
+        return f"; predicted {with_ms} ms, {without_ms} without all-reduces"

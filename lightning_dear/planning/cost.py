@@ -12,10 +12,13 @@ class LinkCost:
     Attributes:
         alpha_s: Seconds that an exchange takes however small it is.
         beta_s: Seconds for each byte that the rank sends: 1 / rate.
+        all_reduce: Cost of the backend's all-reduce, which sends twice the bytes of one half; None:
+            that of a reduce-scatter and an all-gather.
     """
 
     alpha_s: float
     beta_s: float
+    all_reduce: LinkCost | None = None
 
     def reduce_scatter_s(self, nbytes: float, world_size: int) -> float:
         """Seconds for a bucket of `nbytes`: alpha + beta x nbytes x (P-1)/P; 0 at one rank."""
@@ -28,8 +31,11 @@ class LinkCost:
         return self.reduce_scatter_s(nbytes, world_size)
 
     def all_reduce_s(self, nbytes: float, world_size: int) -> float:
-        """Seconds for a bucket of `nbytes`: a reduce-scatter and an all-gather."""
-        return self.reduce_scatter_s(nbytes, world_size) + self.all_gather_s(nbytes, world_size)
+        """Seconds for a bucket of `nbytes`, as measured, or as both halves; 0 at one rank."""
+        if world_size == 1:
+            return 0.0
+        cost = self.all_reduce or LinkCost(2 * self.alpha_s, self.beta_s)
+        return cost.alpha_s + cost.beta_s * 2 * sent_bytes(nbytes, world_size)
 
     def bound_s(self, nbytes: float, world_size: int, forward_s: float, backward_s: float) -> float:
         """No step is shorter than max(forward + backward, bytes / rate), seconds.

@@ -24,8 +24,9 @@ def choose_early(
 
     Before each reduce-scatter the link takes, of the buckets reduced so far, the one that forward
     needs first of those whose gather delays the last reduce-scatter by nothing (others may move).
-    The last bucket to be reduced is never early. Of this list the shortest beginning is kept that
-    `predict` finds (nearly) as good as any; none if it gains nothing, or is not allowed.
+    Neither the last bucket to be reduced nor one that is all-reduced is ever early. Of this list
+    the shortest beginning is kept that `predict` finds (nearly) as good as any; none if it gains
+    nothing, or is not allowed.
     """
     plan = replace(plan, early=())
     fitting = _fitting(plan, tensors, times, link) if times.allows_early else ()
@@ -44,7 +45,7 @@ def _fitting(
 ) -> tuple[int, ...]:
     nbytes = bucket_bytes(plan, tensors)
     gather_s = [link.all_gather_s(size, plan.world_size) for size in nbytes]
-    spans = reduced_timeline(plan, nbytes, times, link).spans
+    spans = reduced_timeline(plan, tensors, times, link).spans
     chosen: list[int] = []
     reduced: dict[int, float] = {}
     free_s = launched_s = 0.0
@@ -60,7 +61,8 @@ def _fitting(
             del reduced[min(fits)]
             free_s += gather_s[min(fits)]
         free_s = max(free_s, launched_s) + (span.end_s - span.begin_s)
-        reduced[span.bucket] = free_s
+        if span.bucket not in plan.all_reduced:
+            reduced[span.bucket] = free_s
     return tuple(chosen)
 
 

@@ -98,6 +98,8 @@ class BucketPlan:
         reduce_order: Bucket numbers in the order in which backward completes them.
         early: Numbers of the buckets that may be stepped and gathered while backward still runs, in
             the order in which they are to be gathered.
+        all_reduced: Numbers of the buckets that are all-reduced during backward, stepped whole by
+            every rank and never gathered; rising, none of them early. At one rank it means nothing.
     """
 
     name: str
@@ -105,6 +107,14 @@ class BucketPlan:
     buckets: tuple[BucketSpec, ...]
     reduce_order: tuple[int, ...]
     early: tuple[int, ...] = ()
+    all_reduced: tuple[int, ...] = ()
+
+    @property
+    def gather_order(self) -> tuple[int, ...]:
+        """Numbers of the buckets that are gathered: the early ones, then in first-use order."""
+        later = range(len(self.buckets))
+        order = dict.fromkeys((*self.early, *later))
+        return tuple(number for number in order if number not in self.all_reduced)
 
     @property
     def padded_numel(self) -> int:
@@ -129,6 +139,7 @@ class BucketPlan:
             ],
             "reduce_order": list(self.reduce_order),
             "early": list(self.early),
+            "all_reduced": list(self.all_reduced),
         }
 
     @classmethod
@@ -157,9 +168,10 @@ class BucketPlan:
             _bucket_of([(found[index], *span) for index, *span in pieces], world_size)
             for pieces in data["buckets"]
         )
-        plan = cls(
-            data["name"], world_size, buckets, tuple(data["reduce_order"]), tuple(data["early"])
-        )
+        orders = tuple(data["reduce_order"]), tuple(data["early"])
+        # Plans of before there were such buckets have none.
+        all_reduced = tuple(data.get("all_reduced", ()))
+        plan = cls(data["name"], world_size, buckets, *orders, all_reduced)
         check_plan(plan, tensors)
         return plan
 
@@ -194,6 +206,11 @@ def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
         raise ValueError("The plan's reduce_order does not name every bucket once.")
     if len(set(plan.early)) < len(plan.early) or not set(plan.early) <= set(plan.reduce_order[:-1]):
         raise ValueError("The plan's early buckets must differ and not be reduced last.")
+    all_reduced = set(plan.all_reduced)
+    if list(plan.all_reduced) != sorted(all_reduced) or not all_reduced <= set(numbers):
+        raise ValueError("The plan's all_reduced must name some of its buckets, once and in order.")
+    if not all_reduced.isdisjoint(plan.early):
+        raise ValueError("The plan's all-reduced buckets cannot be early: nothing is gathered.")
 
 
 def _matched(saved: Sequence[Any], tensors: Sequence[TensorSpec]) -> dict[int, TensorSpec]:

@@ -72,21 +72,27 @@ def predict(
 ) -> Prediction:
     """The steady-state step of `plan`.
 
-    Backward: reduce-scatters in plan order, each launched when its last gradient is there, and
-    early gathers in their order, each launched when its bucket is reduced; the link takes what was
-    launched first. Then the step, bucket by bucket, each other all-gather when its bucket is
-    stepped (the steps of early buckets are counted here too). Then forward, which stands still at a
-    bucket's first read until it is there.
+    Backward: reduce-scatters and all-reduces in plan order, each launched when its last gradient is
+    there, and early gathers in their order, each launched when its bucket is reduced; the link
+    takes what was launched first. Then the step, bucket by bucket, each other all-gather when its
+    bucket is stepped (the steps of early buckets are counted here too); last those buckets that are
+    all-reduced, of which a rank steps all instead of its share. Then forward, which stands still at
+    a bucket's first read until it is there.
     """
     nbytes = bucket_bytes(plan, tensors)
-    gather_s = [link.all_gather_s(size, plan.world_size) for size in nbytes]
-    timeline = reduced_timeline(plan, nbytes, times, link)
+    timeline = reduced_timeline(plan, tensors, times, link)
     reduced_s = max(times.backward_s, timeline.free_s)
     stepped_s = reduced_s
+    per_byte_s = times.step_s / max(sum(nbytes), 1)
     for number, size in enumerate(nbytes):
-        stepped_s += times.step_s * size / max(sum(nbytes), 1)
+        if number in plan.all_reduced:
+            continue
+        stepped_s += per_byte_s * size
         if ("all_gather", number) not in timeline.ends:
-            timeline.send("all_gather", number, stepped_s, gather_s[number])
+            gather_s = link.all_gather_s(size, plan.world_size)
+            timeline.send("all_gather", number, stepped_s, gather_s)
+    whole_bytes = sum(nbytes[number] for number in plan.all_reduced)
+    stepped_s += per_byte_s * whole_bytes * plan.world_size
     exposed_gather_s = _exposed_in_forward(plan, times, timeline, stepped_s)
     exposed_reduce_s = reduced_s - times.backward_s
     total = sum(tensor.numel * tensor.itemsize for tensor in tensors)
@@ -108,9 +114,14 @@ def bucket_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
 
 
 def reduced_timeline(
-    plan: BucketPlan, nbytes: Sequence[int], times: ModelTimes, link: LinkCost
+    plan: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
 ) -> Link:
-    """The link until the last reduce-scatter has ended, with the early gathers among them."""
+    """The link until the last reduce-scatter has ended, with the early gathers among them.
+
+    All-reduces are among the reduce-scatters, whose place they take.
+    """
+    nbytes = bucket_bytes(plan, tensors)
+    itemsize = {tensor.index: tensor.itemsize for tensor in tensors}
     timeline, waiting = Link(), list(plan.early)
     launched_s = gathered_s = 0.0
     for number in plan.reduce_order:
@@ -122,6 +133,10 @@ def reduced_timeline(
             duration_s = link.all_gather_s(nbytes[waiting[0]], plan.world_size)
             timeline.send("all_gather", waiting.pop(0), gathered_s, duration_s)
         duration_s = link.reduce_scatter_s(nbytes[number], plan.world_size)
+        if number in plan.all_reduced:
+            # 16-bit gradients are all-reduced in fp32.
+            widening = max(4 / itemsize[plan.buckets[number].slices[0].tensor], 1)
+            duration_s = link.all_reduce_s(widening * nbytes[number], plan.world_size)
         timeline.send("reduce_scatter", number, launched_s, duration_s)
     return timeline
 
@@ -132,6 +147,7 @@ def _exposed_in_forward(
     needs = sorted(
         (times.first_use_of(bucket), timeline.ends["all_gather", number])
         for number, bucket in enumerate(plan.buckets)
+        if number not in plan.all_reduced
     )
     exposed_s = 0.0
     for first_use_s, end_s in needs:

@@ -91,7 +91,10 @@ def described(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> str:
         bucket.numel * itemsize[bucket.slices[0].tensor] / (1 << 20) for bucket in plan.buckets
     ]
     sizes = f"{min(sizes_mb):.2g}-{max(sizes_mb):.2g} MiB"
+    count = len(plan.all_reduced)
+    what = "all" if count == len(plan.buckets) else f"{count} of them"
+    all_reduced = f", {what} all-reduced" if count else ""
     if len(sizes_mb) == 1:
-        return f"1 bucket of {max(sizes_mb):.3g} MiB"
+        return f"1 bucket of {max(sizes_mb):.3g} MiB{all_reduced}"
     early = f", {len(plan.early)} of them gathered in backward" if plan.early else ""
-    return f"{len(sizes_mb)} buckets of {sizes}{early}"
+    return f"{len(sizes_mb)} buckets of {sizes}{early}{all_reduced}"

@@ -22,6 +22,7 @@ class ModelTimes:
             that is missing got no gradient and is sent when backward has ended.
         step_s: Optimizer step on this rank's shards, all buckets together.
         allows_early: Whether buckets may be stepped and gathered before backward has ended.
+        allows_all_reduce: Whether buckets may be all-reduced.
     """
 
     forward_s: float
@@ -30,6 +31,7 @@ class ModelTimes:
     ready_s: Mapping[int, float]
     step_s: float = 0.0
     allows_early: bool = True
+    allows_all_reduce: bool = True
 
     def ready_of(self, bucket: BucketSpec) -> float:
         """When the last gradient of `bucket` is there, seconds since backward began."""
@@ -64,4 +66,5 @@ def _combined(
         ready_s=of_each([one.ready_s for one in times]),
         step_s=combine([one.step_s for one in times]),
         allows_early=all(one.allows_early for one in times),
+        allows_all_reduce=all(one.allows_all_reduce for one in times),
     )

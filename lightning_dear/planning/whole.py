@@ -21,7 +21,8 @@ from lightning_dear.planning.plan import (
 def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> BucketPlan:
     """`plan`, but every tensor that it cuts has a bucket of its own. Pure.
 
-    What else was in its buckets stays together, before it or after it; no bucket is early.
+    What else was in its buckets stays together, before it or after it; no bucket is early, or
+    all-reduced.
 
     Args:
         plan: Over `tensors`.
@@ -29,7 +30,7 @@ def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> Bucke
     """
     num_parts = Counter(piece.tensor for bucket in plan.buckets for piece in bucket.slices)
     if max(num_parts.values(), default=1) == 1:
-        return replace(plan, early=())
+        return replace(plan, early=(), all_reduced=())
     numel = {tensor.index: tensor.numel for tensor in tensors}
     unit = ALIGNMENT * plan.world_size
     buckets: list[BucketSpec] = []

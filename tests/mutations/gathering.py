@@ -101,13 +101,6 @@ GATHERING = [
         (f"{GATHERING_TESTS}::test_a_thread_keeps_to_the_depth",),
     ),
     Mutation(
-        "norms of all-reduced gradients without the other ranks",
-        "gathering.py",
-        "        return collectives if self.decouple else None\n",
-        "        return collectives\n",
-        (f"{GATHERING_TESTS}::test_a_norm_of_all_reduced_gradients_counts_each_once",),
-    ),
-    Mutation(
         "hiding all-reduced gradients after the step",
         "replicated_optimizer.py",
         "            placement.parameter.grad = None\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutations.all_reduced import ALL_REDUCED
 from tests.mutations.gathering import GATHERING
 from tests.mutations.mutation import Mutation
 from tests.mutations.speed import SPEED
@@ -175,8 +176,8 @@ GUARDS = [
     Mutation(
         "the vote on an overflow",
         "gradients.py",
-        "        sharing.launch_any(flag).wait()\n    return flag\n",
-        "        pass\n    return flag\n",
+        "    collectives.launch_any(flag).wait()\n    return flag\n",
+        "    pass\n    return flag\n",
         (f"{GRADIENTS}::test_an_overflow_in_one_shard_skips_the_step_on_all",),
     ),
     Mutation(
@@ -381,4 +382,4 @@ CALLBACKS = [
     _guard_hook("on_save_checkpoint", False),
 ]
 
-MUTATIONS = [*WAITS, *GUARDS, *FLUSHES, *STRATEGY, *CALLBACKS, *SPEED, *GATHERING]
+MUTATIONS = [*WAITS, *GUARDS, *FLUSHES, *STRATEGY, *CALLBACKS, *SPEED, *GATHERING, *ALL_REDUCED]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from lightning_dear.planning import (
     BucketPlan,
     LinkCost,
     MergeCompFusion,
+    ModelTimes,
     ThresholdFusion,
     predict,
 )
@@ -25,8 +28,8 @@ NBYTES = sum(one.numel for one in TENSORS) * ITEMSIZE
 LINKS = [LinkCost(alpha_s, ratio * 0.3 / NBYTES) for alpha_s in (1e-4, 4e-3) for ratio in (0.5, 2)]
 
 
-def _search(link: LinkCost = LINKS[1], **options: int) -> AutoSearch:
-    search = AutoFusion(**options).search(TENSORS, WORLD_SIZE, TIMES, link)
+def _search(link: LinkCost = LINKS[1], times: ModelTimes = TIMES, **options: float) -> AutoSearch:
+    search = AutoFusion(**options).search(TENSORS, WORLD_SIZE, times, link)
     assert isinstance(search, AutoSearch)
     return search
 
@@ -87,7 +90,8 @@ def test_the_fixed_plan_and_the_programmes_are_among_the_distinct_candidates() -
     plans = _search()._plans
     assert plans[0] == FIXED
     assert plans[1] == MergeCompFusion().best_plan(TENSORS, WORLD_SIZE, TIMES, LINKS[1])
-    assert len({(plan.buckets, plan.early) for plan in plans}) == len(plans) == 5
+    distinct = {(plan.buckets, plan.early, plan.all_reduced) for plan in plans}
+    assert len(distinct) == len(plans) == 5
 
 
 def test_one_lucky_measurement_does_not_decide() -> None:
@@ -112,6 +116,50 @@ def test_reasons_in_one_line() -> None:
     _tried(search, [0.1])
     assert "stay: 100 ms/step, none of 4 others was faster" in search.reason
     assert "\n" not in search.reason
+
+
+# As with clipping. Each half takes longer than forward and less than backward.
+LATE_TIMES = replace(TIMES, allows_early=False)
+BETWEEN = LinkCost(1e-4, 0.3 / NBYTES)
+
+
+def test_what_should_be_faster_all_reduced_is_measured_beside_the_same_without() -> None:
+    for share in (0.1, 0.3):
+        search = _search(BETWEEN, LATE_TIMES, all_reduced_share=share)
+        reducing, without = next(iter(search._without.items()))
+        assert replace(without, all_reduced=reducing.all_reduced) == reducing
+        assert [plan for plan in search._plans if plan.all_reduced] == [reducing]
+        assert without in search._plans
+        numel = sum(reducing.buckets[number].numel for number in reducing.all_reduced)
+        assert 0 < numel <= share * sum(one.numel for one in TENSORS)
+        while (plan := search.next()) is not None:
+            search.tell(plan, predict(plan, TENSORS, LATE_TIMES, BETWEEN).step_s)
+        assert search.best == reducing
+        count = len(reducing.all_reduced)
+        assert f"{count} of them all-reduced" in search.reason
+        if without == FIXED:
+            assert search.reason.endswith("ms of threshold(4 MiB, first 1 MiB)")
+        else:
+            assert search.reason.endswith(" ms without all-reduces")
+        assert "\n" not in search.reason
+
+
+def test_everything_all_reduced_is_measured_where_that_is_allowed() -> None:
+    for share, times in ((0.9, TIMES), (1, replace(TIMES, allows_all_reduce=False)), (0, TIMES)):
+        plans = _search(times=times, all_reduced_share=share)._plans
+        assert not any(len(plan.all_reduced) == len(plan.buckets) for plan in plans)
+    search = _search(all_reduced_share=1)
+    (everything,) = (one for one in search._plans if "DDP" in one.name)
+    while (plan := search.next()) is not None:
+        search.tell(plan, 0.212 if plan == everything else 0.230)
+    assert search.best == everything
+    assert "all all-reduced, 212 ms/step against 230 ms of threshold" in search.reason
+
+
+def test_a_share_is_between_nothing_and_everything() -> None:
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=r"all_reduced_share must be 0\.\.1"):
+            AutoFusion(all_reduced_share=share)
 
 
 def test_a_model_with_one_possible_plan_is_measured_once() -> None:

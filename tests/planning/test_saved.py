@@ -32,7 +32,8 @@ def test_a_plan_comes_back_equal_whatever_the_tensors_are_numbered(
     tensors: list[TensorSpec], planner: FusionPlanner, world_size: int, random: Any
 ) -> None:
     plan = planner.plan(tensors, world_size)
-    plan = replace(plan, early=plan.reduce_order[:-1][:2])
+    early, others = plan.reduce_order[:-1][:2], plan.reduce_order[:-1][2:]
+    plan = replace(plan, early=early, all_reduced=tuple(sorted(others[::2])))
     data = json.loads(json.dumps(plan.to_dict(tensors)))
     assert BucketPlan.from_dict(data, tensors, world_size) == plan
     order = list(range(len(tensors)))
@@ -44,6 +45,13 @@ def test_a_plan_comes_back_equal_whatever_the_tensors_are_numbered(
     assert [[order[piece.tensor] for piece in bucket.slices] for bucket in plan.buckets] == [
         [piece.tensor for piece in bucket.slices] for bucket in back.buckets
     ]
+
+
+def test_plans_of_before_have_no_all_reduced_buckets() -> None:
+    data = replace(PLAN, all_reduced=(0,)).to_dict(TENSORS)
+    assert BucketPlan.from_dict(data, TENSORS, 2).all_reduced == (0,)
+    del data["all_reduced"]
+    assert BucketPlan.from_dict(data, TENSORS, 2) == PLAN
 
 
 def test_a_file_is_read_when_the_plan_is_asked_for(tmp_path: Path) -> None:
@@ -76,6 +84,7 @@ def _broken(**changes: Any) -> dict[str, Any]:
         (_broken(reduce_order=[0]), "reduce_order does not name every bucket once"),
         (_broken(early=[PLAN.reduce_order[-1]]), "not be reduced last"),
         (_broken(early=[PLAN.reduce_order[0]] * 2), "must differ"),
+        (_broken(all_reduced=[99]), "all_reduced must name some of its buckets"),
     ],
 )
 def test_what_does_not_fit_is_refused(data: Any, message: str, tmp_path: Path) -> None:

@@ -1,0 +1,362 @@
+"""Plans with all-reduced buckets, beside sharded and early ones: the same bits, norms and state."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dear.checkpoint.folder import load, save
+from lightning_dear.collectives import new_collectives
+from lightning_dear.gathering import Gathering, why_not_all_reduce
+from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE
+from lightning_dear.optimizer_pipeline import OptimizerPipeline
+from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
+from tests.distributed.harness import distributed, run_ranks
+from tests.engine import test_early_steps, test_replan
+from tests.engine.delays import Delays
+from tests.engine.models import batch, build, distance, loss_of, optimizer_for, weights
+from tests.engine.test_distributed_checkpoint import assert_equal as assert_same
+from tests.engine.test_gradients import assert_close, assert_equal
+from tests.engine.test_parity import assert_equal as assert_equal_traces
+from tests.engine.training import SMALL_BUCKETS, new_pipeline, train_ddp, train_dear
+
+LATE = Delays(before_all_gather_s=0.01, after_reduce_scatter_s=0.005)
+
+
+class Mixed:
+    """Small buckets, of which every third is sharded, early, or all-reduced; or all are that."""
+
+    def __init__(self, *, has_all: bool = False, has_early: bool = True) -> None:
+        self.has_all, self.has_early = has_all, has_early
+
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        plan = SMALL_BUCKETS.plan(tensors, world_size)
+        order = plan.reduce_order
+        if self.has_all:
+            return replace(plan, all_reduced=tuple(sorted(order)))
+        early = tuple(order[:-1][1::3]) if self.has_early else ()
+        return replace(plan, early=early, all_reduced=tuple(sorted(order[::3])))
+
+
+ALL, MIXED = Mixed(has_all=True), Mixed()
+
+
+def assert_same_on_all_ranks(values: Sequence[Tensor]) -> None:
+    digest = hashlib.sha256()
+    for value in values:
+        digest.update(value.detach().flatten().view(torch.uint8).numpy().tobytes())
+    everyone: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, digest.hexdigest())
+    assert set(everyone) == {everyone[0]}
+
+
+@distributed(world_sizes=(1, 2))
+def test_two_ranks_have_the_bits_of_ddp(world_size: int) -> None:
+    models = ("gpt", "conv", "channels_last") if world_size > 1 else ("mlp",)
+    for model in models:
+        optimizer = "sgd" if model == "conv" else "adamw"
+        theirs = train_ddp(model, optimizer, 5)
+        for fusion in (ALL, MIXED):
+            ours = train_dear(model, optimizer, 5, fusion, delays=LATE)
+            assert_equal_traces(ours, theirs)
+            assert ours[1] == theirs[1]
+            assert_same_on_all_ranks(ours[0][-1])
+
+
+@distributed(world_sizes=(3,))
+def test_three_ranks_stay_alike_and_are_as_ddp_but_for_rounding() -> None:
+    for fusion in (ALL, MIXED):
+        ours = train_dear("mlp", "adamw", 10, fusion)[0][-1]
+        assert_same_on_all_ranks(ours)
+        ours = train_dear("mlp", "adamw", 10, fusion, dtype=torch.float64)[0][-1]
+        theirs = train_ddp("mlp", "adamw", 10, dtype=torch.float64)[0][-1]
+        assert distance(ours, theirs) <= 1e-8
+
+
+@distributed(world_sizes=(2,))
+def test_beside_buckets_that_are_stepped_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_early_steps, "EarlyFusion", Mixed)
+    run = test_early_steps.Run("adamw")
+    for step in range(5):
+        run.step(step)
+    assert sum(run.num_early) > 0
+    assert run.part.plan.early
+    assert run.part.plan.all_reduced
+    run.pipeline.detach()
+    assert_equal(weights(run.model), train_dear("wide_mlp", "adamw", 5)[0][-1])
+
+
+@distributed(world_sizes=(2, 3))
+def test_nothing_of_them_is_gathered_or_scattered(world_size: int) -> None:
+    model = build("mlp")
+    pipeline = new_pipeline(model, optimizer_for("sgd", model), ALL)
+    ledger = pipeline.collectives.ledger
+    for step in range(3):
+        _step(pipeline.parts[0], model, step)
+    pipeline.detach()
+    plan = pipeline.parts[0].plan
+    sent_bytes = 4 * plan.padded_numel // world_size * (world_size - 1)
+    assert ledger.reduce_scatter_bytes == ledger.all_gather_bytes == 0
+    assert ledger.all_reduce_bytes == 3 * 2 * sent_bytes
+
+
+def _step(part: OptimizerPipeline, model: nn.Module, step: int) -> None:
+    pipeline = part._on_step.__self__
+    dtype = next(model.parameters()).dtype
+    with pipeline.forward():
+        loss = loss_of(model, *batch("mlp", step, dist.get_rank(), dtype))
+    part.optimizer.zero_grad()
+    with pipeline.backward():
+        loss.backward()
+    part.optimizer.step()
+
+
+Change = Callable[[OptimizerPipeline, nn.Module, list[Tensor]], None]
+"""What is done between backward and step; notes what it sees."""
+
+
+def _train(
+    fusion: FusionPlanner, change: Change, num_backwards: int = 1, *, synchronize: bool = True
+) -> tuple[list[Tensor], list[Tensor]]:
+    model = build("mlp")
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer, fusion)
+    seen: list[Tensor] = []
+    for step in range(4):
+        optimizer.zero_grad()
+        for number in range(num_backwards):
+            with pipeline.forward():
+                loss = loss_of(model, *batch("mlp", 10 * step + number, dist.get_rank()))
+            is_last = number == num_backwards - 1
+            with pipeline.backward(synchronize=synchronize or is_last):
+                loss.backward()
+        change(pipeline.parts[0], model, seen)
+        optimizer.step()
+    pipeline.detach()
+    return weights(model), seen
+
+
+def _nothing(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
+    pass
+
+
+def _norm(norm_type: float, part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
+    seen.append(part.grad_norm(norm_type))
+
+
+def _clip(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
+    seen.append(part.clip_by_norm(0.05))
+
+
+def _clip_values(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
+    part.clip_by_value(1e-3)
+
+
+def _change_whole_gradients(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
+    part.expose_gradients()
+    seen.extend(parameter.grad.clone() for parameter in model.parameters())
+    next(iter(model.parameters())).grad = None
+    for parameter in list(model.parameters())[1:]:
+        parameter.grad = parameter.grad.sign()
+
+
+def _again(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
+    """Another round: one rank has another gradient for a bucket that is reduced already."""
+    part.reduce()
+    with part._on_step.__self__.backward():
+        if dist.get_rank() == 1:
+            (model.layers[0].weight.sum() * 0.25).backward()
+
+
+def _unscale(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
+    def unscale(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+    part.unscale(unscale)
+
+
+CHANGES: dict[str, Change] = {
+    **{f"norm {p}": partial(_norm, p) for p in (1.0, 2.0, math.inf)},
+    "clip": _clip,
+    "clip values": _clip_values,
+    "whole gradients": _change_whole_gradients,
+    "another round": _again,
+    "unscale": _unscale,
+}
+
+
+@distributed(world_sizes=(2, 3))
+def test_between_backward_and_step_it_is_as_with_shards() -> None:
+    for name, change in CHANGES.items():
+        print(name)
+        expected, expected_seen = _train(SMALL_BUCKETS, change)
+        ours, seen = _train(MIXED, change)
+        assert_close(ours, expected)
+        assert len(seen) == len(expected_seen)
+        assert_close(seen, expected_seen)
+        assert_same_on_all_ranks([*ours, *seen])
+
+
+@distributed(world_sizes=(2,))
+def test_accumulated_gradients_are_added() -> None:
+    for synchronize in (True, False):
+        expected, _ = _train(SMALL_BUCKETS, _nothing, 3, synchronize=synchronize)
+        ours, _ = _train(MIXED, _nothing, 3, synchronize=synchronize)
+        assert_equal(ours, expected)
+
+
+@distributed(world_sizes=(2, 3))
+def test_a_parameter_that_one_rank_uses() -> None:
+    """And one that none does, from the second step on: it keeps its value, whatever its state."""
+
+    def train(fusion: FusionPlanner) -> list[Tensor]:
+        torch.manual_seed(0)
+        parts = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+        optimizer = torch.optim.AdamW(parts.parameters(), lr=0.01)
+        pipeline = new_pipeline(parts, optimizer, fusion)
+        for step in range(4):
+            with pipeline.forward():
+                x = parts[0](torch.full((2, 40), 1.0 + step + dist.get_rank()))
+                if step == 0 or dist.get_rank() == 1:
+                    x = x + parts[1](x)
+                if step == 0:
+                    x = x + parts[2](x)
+                loss = parts[3](x).square().mean()
+            optimizer.zero_grad()
+            with pipeline.backward():
+                loss.backward()
+            optimizer.step()
+            if step == 0:
+                unused = weights(parts[2])
+        pipeline.detach()
+        assert_equal(weights(parts[2]), unused)
+        return weights(parts)
+
+    ours = train(MIXED)
+    assert_same_on_all_ranks(ours)
+    assert_close(ours, train(SMALL_BUCKETS))
+
+
+@distributed(world_sizes=(2,))
+def test_a_backward_through_values_from_before_a_step_is_refused() -> None:
+    model = build("mlp")
+    pipeline = new_pipeline(model, optimizer_for("sgd", model), ALL)
+    for step in range(2):
+        _step(pipeline.parts[0], model, step)
+    with pipeline.forward():
+        loss = loss_of(model, *batch("mlp", 2, dist.get_rank()))
+    with pipeline.backward():
+        loss.backward(retain_graph=True)
+    pipeline.parts[0].optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    pipeline.abandon()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@distributed(world_sizes=(2,))
+def test_new_plans_with_more_and_fewer_of_them_change_no_bit(dtype: torch.dtype) -> None:
+    """At two ranks, where a sum has one order; masters of 16 bits are summed in fp32 either way."""
+    expected = test_replan._train("adamw", SMALL_BUCKETS, {}, dtype)
+    plans = {2: SMALL_BUCKETS, 3: ALL, 5: test_replan.LARGER, 6: MIXED}
+    test_replan._assert_same(test_replan._train("adamw", MIXED, plans, dtype), expected)
+
+
+def _train_and_save(folder: Path) -> dict:
+    """Returns the whole state; checks that plain torch and any plan train on with it."""
+    model, steps = build("mlp"), range(3)
+    optimizer = optimizer_for("adamw", model)
+    part = new_pipeline(model, optimizer, MIXED).parts[0]
+    for step in steps:
+        _step(part, model, step)
+    pipeline = part._on_step.__self__
+    state = copy.deepcopy(part.optimizer_state_dict())
+    assert_same_on_all_ranks([one["exp_avg"] for one in state["state"].values()])
+    saved = {"state_dict": model.state_dict(), "lr_schedulers": []}
+    save(folder, {**saved, "optimizer_states": [pipeline.sharded_state_dict(optimizer)]})
+    values = copy.deepcopy(model.state_dict())
+    ends = []
+    for fusion in (None, SMALL_BUCKETS, ALL):
+        other = build("mlp", seed=1)
+        other_optimizer = optimizer_for("adamw", other)
+        part = None if fusion is None else new_pipeline(other, other_optimizer, fusion).parts[0]
+        other.load_state_dict(values)
+        other_optimizer.load_state_dict(copy.deepcopy(state))
+        for step in range(3, 5):
+            if part is not None:
+                _step(part, other, step)
+                continue
+            other_optimizer.zero_grad()
+            for rank in range(dist.get_world_size()):
+                loss = loss_of(other, *batch("mlp", step, rank))
+                (loss / dist.get_world_size()).backward()
+            other_optimizer.step()
+        ends.append(list(other.state_dict().values()))
+        if part is not None:
+            part._on_step.__self__.detach()
+    for end in ends[1:]:
+        (assert_equal if dist.get_world_size() == 2 else assert_close)(end, ends[0])
+    return {**saved, "optimizer_states": [state]}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_their_state_is_saved_whole_and_once(tmp_path: Path, world_size: int) -> None:
+    whole = run_ranks(_train_and_save, world_size, tmp_path / "saved")[0]
+    loaded = load(tmp_path / "saved")
+    assert_same(loaded["optimizer_states"], whole["optimizer_states"])
+    # Moments of all parameters, and the parameters, once each; a little is the files' own.
+    numel = sum(one.numel() for one in loaded["state_dict"].values())
+    size = sum(one.stat().st_size for one in (tmp_path / "saved").rglob("*") if one.is_file())
+    assert 3 * 4 * numel <= size <= 3.9 * 4 * numel + 40_000
+
+
+@distributed(world_sizes=(2,))
+def test_where_they_are_refused_people_are_told() -> None:
+    def steps(message: str, gathering: Gathering | None, num_optimizers: int) -> None:
+        model = build("mlp")
+        parameters = list(model.parameters())
+        optimizers = [
+            torch.optim.SGD(parameters[n::num_optimizers], lr=0.1) for n in range(num_optimizers)
+        ]
+        pipeline = new_pipeline(model, optimizers[0], ALL, more=optimizers[1:], gathering=gathering)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            with pipeline.forward():
+                loss = loss_of(model, *batch("mlp", 0, dist.get_rank()))
+            with pipeline.backward():
+                loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        told = [str(one.message) for one in seen if message in str(one.message)]
+        assert len(told) == (num_optimizers if dist.get_rank() == 0 else 0)
+        assert all("all-reduces" in one for one in told)
+        assert all(part.plan.all_reduced == () for part in pipeline.parts)
+        assert new_collectives(torch.device("cpu")).ledger.all_reduce_bytes == 0
+        pipeline.detach()
+
+    steps("or none", Gathering("gradients"), 1)
+    steps("in another order", None, 2)
+
+
+def test_messages_that_come_late_on_purpose_are_not_gone_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert why_not_all_reduce(Gathering(), is_one_optimizer=True) is None
+    monkeypatch.setenv(MESSAGE_DELAY_VARIABLE, "0.01")
+    reason = why_not_all_reduce(Gathering(), is_one_optimizer=True)
+    assert reason is not None
+    assert "would not hold back" in reason

@@ -1,0 +1,175 @@
+"""All-reduced buckets in predictions, and which ones are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dear.planning import (
+    LinkCost,
+    NoFusion,
+    TensorSpec,
+    choose_all_reduce,
+    choose_early,
+    predict,
+)
+from lightning_dear.planning.all_reduce import everything_all_reduced
+from lightning_dear.planning.plan import check_plan
+from lightning_dear.planning.search import described
+from lightning_dear.planning.times import slowest_times
+from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, links
+from tests.planning.test_predict import LINK, planned
+
+# Backward leaves the link idle, forward has no time for the gathers.
+TENSORS, TIMES = chain([4, 1, 1, 1], forward_s=[1, 1, 1, 1], backward_s=[9, 9, 9, 1])
+LATE_TIMES = replace(TIMES, allows_early=False)
+PLAN = NoFusion().plan(TENSORS, WORLD_SIZE)
+
+
+def test_a_step_by_hand() -> None:
+    tensors, times = chain([2, 3, 1], forward_s=[1, 4, 2], backward_s=[2, 4, 2])
+    plan = replace(NoFusion().plan(tensors, WORLD_SIZE), all_reduced=(1,))
+    assert plan.gather_order == (0, 2)
+    assert replace(plan, early=(2,)).gather_order == (2, 0)
+    predicted = predict(plan, tensors, replace(times, step_s=6), LINK)
+    spans = [(span.lane, span.bucket, span.begin_s, span.end_s) for span in predicted.spans]
+    assert spans == [
+        ("reduce_scatter", 2, 2, 4),
+        ("reduce_scatter", 1, 6, 14),
+        ("reduce_scatter", 0, 14, 17),
+        # Of the step 2 and 1 seconds, each followed by a gather, and 2 x 3 for the whole bucket.
+        ("all_gather", 0, 19, 22),
+        ("all_gather", 2, 22, 24),
+    ]
+    assert predicted.step_s == 17 + 9 + 7
+
+
+def test_an_all_reduce_costs_what_was_measured_of_it() -> None:
+    measured = replace(LINK, all_reduce=LinkCost(0.5, LINK.beta_s / 2))
+    assert LINK.all_reduce_s(UNIT * ITEMSIZE, 2) == 2 + 2
+    assert measured.all_reduce_s(UNIT * ITEMSIZE, 2) == 0.5 + 1
+    assert measured.all_reduce_s(UNIT * ITEMSIZE, 1) == 0
+    assert measured.reduce_scatter_s(UNIT * ITEMSIZE, 2) == 2
+    plan = replace(PLAN, all_reduced=(0, 1, 2, 3))
+    span = predict(plan, TENSORS, TIMES, measured).spans[0]
+    assert span.end_s - span.begin_s == 1.5
+    narrow = [replace(one, itemsize=2) for one in TENSORS]
+    span = predict(plan, narrow, TIMES, measured).spans[0]
+    # Half the bytes, but gradients of 16 bits are all-reduced in fp32.
+    assert span.end_s - span.begin_s == 1.5
+
+
+def test_gathers_move_to_where_backward_leaves_the_link_idle() -> None:
+    found = choose_all_reduce(PLAN, TENSORS, LATE_TIMES, LINK, 3 / 7)
+    # Gathers end 5, 7, 9 and 11 s after the step, and are due after 0, 1, 2 and 3; without two of
+    # them the last one is in time but for what forward waits for the first.
+    assert found.all_reduced == (1, 2)
+    assert replace(found, all_reduced=()) == PLAN
+    before, after = (predict(one, TENSORS, LATE_TIMES, LINK) for one in (PLAN, found))
+    assert before.exposed_all_gather_s == 11 - 3
+    assert after.step_s == before.step_s - 8 + 5
+
+
+def test_the_share_is_kept_to() -> None:
+    for share, most in ((0, 0), (0.1, 0), (1 / 7, 1), (2 / 7, 2), (6 / 7, 3), (1, 4)):
+        found = choose_all_reduce(PLAN, TENSORS, LATE_TIMES, LINK, share)
+        assert len(found.all_reduced) <= most, share
+        assert bool(found.all_reduced) == bool(most), share
+
+
+def test_where_it_gains_nothing_or_is_not_allowed_nothing_is_all_reduced() -> None:
+    slow = replace(LATE_TIMES, step_s=1e3)
+    assert choose_all_reduce(PLAN, TENSORS, slow, LINK, 1).all_reduced == ()
+    forbidden = replace(LATE_TIMES, allows_all_reduce=False)
+    assert choose_all_reduce(PLAN, TENSORS, forbidden, LINK, 1).all_reduced == ()
+    assert not slowest_times([LATE_TIMES, forbidden]).allows_all_reduce
+    alone = replace(PLAN, world_size=1)
+    assert choose_all_reduce(alone, TENSORS, LATE_TIMES, LINK, 1).all_reduced == ()
+
+
+def test_a_cheap_start_makes_small_buckets_all_reduced() -> None:
+    cheap = replace(LINK, all_reduce=LinkCost(0.0, LINK.beta_s))
+    tensors, times = chain([1, 9, 1], forward_s=[0, 30, 30], backward_s=[1, 1, 1])
+    plan = NoFusion().plan(tensors, WORLD_SIZE)
+    # The first bucket's exchanges are both waited for.
+    assert choose_all_reduce(plan, tensors, times, cheap, 0.1).all_reduced == (0,)
+
+
+def test_an_early_bucket_that_is_better_all_reduced_is_not_early_any_more() -> None:
+    cheap = replace(LINK, alpha_s=50, all_reduce=LinkCost(0.0, LINK.beta_s))
+    plan = replace(PLAN, early=PLAN.reduce_order[:1])
+    found = choose_all_reduce(plan, TENSORS, TIMES, cheap, 1)
+    assert found.all_reduced == (0, 1, 2, 3)
+    assert found.early == ()
+
+
+@settings(max_examples=60)
+@given(planned(), links, st.sampled_from([0.1, 0.5, 1.0]), st.booleans(), st.booleans())
+def test_what_is_chosen_is_a_plan_and_never_predicted_to_be_slower(
+    planned: tuple, link: LinkCost, share: float, has_early: bool, is_cheap: bool
+) -> None:
+    plan, tensors, times = planned
+    if is_cheap:
+        link = replace(link, all_reduce=LinkCost(link.alpha_s, link.beta_s / 2))
+    if has_early:
+        plan = choose_early(plan, tensors, times, link)
+    found = choose_all_reduce(plan, tensors, times, link, share)
+    check_plan(found, tensors)
+    predicted = predict(found, tensors, times, link)
+    assert predicted.step_s <= predict(plan, tensors, times, link).step_s
+    numel = sum(found.buckets[number].numel for number in found.all_reduced)
+    assert numel <= share * sum(bucket.numel for bucket in plan.buckets)
+    if not is_cheap:
+        assert predicted.step_s >= predicted.bound_s - 1e-9
+    gathered = [span.bucket for span in predicted.spans if span.lane == "all_gather"]
+    assert sorted([*gathered, *found.all_reduced]) == list(range(len(plan.buckets)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 9 << 18), min_size=1, max_size=20),
+    st.randoms(),
+    st.sampled_from([1, 4]),
+)
+def test_everything_all_reduced_has_the_buckets_of_ddp(
+    sizes: list[int], random: object, divisor: int
+) -> None:
+    order = list(range(len(sizes)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    tensors = [
+        TensorSpec(i, str(i), size, 4, "f", i, order.index(i)) for i, size in enumerate(sizes)
+    ]
+    plan = everything_all_reduced(tensors, WORLD_SIZE, divisor)
+    check_plan(plan, tensors)
+    assert plan.all_reduced == tuple(range(len(plan.buckets)))
+    assert plan.gather_order == ()
+    like = [torch.empty(1).expand(sizes[index]) for index in order]
+    groups, _ = dist._compute_bucket_assignment_by_size(
+        like, [(1 << 20) // divisor, (25 << 20) // divisor]
+    )
+    theirs = {frozenset(order[place] for place in group) for group in groups}
+    assert {frozenset(one.tensor for one in bucket.slices) for bucket in plan.buckets} == theirs
+
+
+def test_descriptions() -> None:
+    some, every = (replace(PLAN, all_reduced=numbers) for numbers in ((1, 2), (0, 1, 2, 3)))
+    assert described(some, TENSORS).endswith("MiB, 2 of them all-reduced")
+    assert described(every, TENSORS).endswith("MiB, all all-reduced")
+    assert "all-reduced" not in described(PLAN, TENSORS)
+
+
+@pytest.mark.parametrize("numbers", [(9,), (1, 1), (2, 1), (-1,)])
+def test_numbers_that_name_no_bucket_are_refused(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="once and in order"):
+        check_plan(replace(PLAN, all_reduced=numbers), TENSORS)
+
+
+def test_a_bucket_is_early_or_all_reduced() -> None:
+    early = PLAN.reduce_order[:1]
+    with pytest.raises(ValueError, match="cannot be early"):
+        check_plan(replace(PLAN, early=early, all_reduced=early), TENSORS)
