@@ -141,6 +141,7 @@ class Piece:
         has_master: Whether `parameter` is an fp32 copy of 16-bit elements.
         is_plain: Whether it is a whole, contiguous parameter, whose gradient needs no rearranging.
         was_stepped: Whether a step has changed `parameter`.
+        group: Number of the parameter's group in its optimizer.
         is_all_reduced: Whether every rank has this piece.
     """
 
@@ -154,6 +155,7 @@ class Piece:
     has_master: bool = False
     is_plain: bool = False
     was_stepped: bool = False
+    group: int = 0
     is_all_reduced: bool = False
 
     @property

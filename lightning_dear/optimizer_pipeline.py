@@ -277,7 +277,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self._step_began = self._instruments.mark()
 
     def stepped(self, number: int) -> None:
-        """See `StepListener`: the bucket's all-gather starts before the next bucket is stepped."""
+        """See `StepListener`: the bucket's all-gather starts before the next run is stepped."""
         assert self._active is not None
         self._instruments.record_step(f"bucket {number}", self._step_began)
         self._active.gatherer.launch(number)

@@ -7,7 +7,7 @@ the end of the inner step do pieces of them, bucket by bucket, stand in their pl
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from lightning_dear.bucket import (
     shard_pieces,
 )
 from lightning_dear.elementwise import closure_skipped, inner_step
+from lightning_dear.step_runs import step_runs
 
 MASTER_KEY = "master_weight"
 """Key of a 16-bit parameter's fp32 master in its saved optimizer state."""
@@ -44,7 +45,7 @@ class StepListener(Protocol):
         """Buckets to be stepped before the others, whatever their number."""
 
     def stepping(self) -> None:
-        """A bucket is about to be stepped."""
+        """A run of buckets is about to be stepped."""
 
     def stepped(self, number: int) -> None:
         """Bucket `number`'s own shard holds new values."""
@@ -61,9 +62,9 @@ class ShardedOptimizer:
     that moment. State lives here, per piece; `optimizer.state` is the user's (normally empty) dict
     outside a step, and what is put into it (`load_state_dict`) is taken over before the next one.
 
-    How the buckets are stepped one by one within one call: the pre-hook wraps the closure; at the
-    closure's end the class's own step runs for each bucket but the last, whose pieces are left in
-    the groups for the call under way; the post-hook, first of all post-hooks, puts things right.
+    How the buckets are stepped run by run within one call: the pre-hook wraps the closure; at the
+    closure's end the class's own step runs for each run but the last, whose pieces are left in the
+    groups for the call under way; the post-hook, first of all post-hooks, puts things right.
 
     Args:
         optimizer: The user's. Mutated: step hooks, `zero_grad`.
@@ -79,11 +80,11 @@ class ShardedOptimizer:
         self.stepped_early: set[int] = set()
         self.device = torch.device("cpu")
         self._listener = listener
-        self._by_bucket: dict[int, list[list[Piece]]] = {}
+        self._in_bucket: dict[int, list[Piece]] = {}
         self._parameters: Sequence[Parameter] = ()
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._swapped: list[list[Parameter]] | None = None
-        self._selected: int | None = None
+        self._selected: Sequence[int] = ()
         self._was_loaded = False
         self._loading: dict[str, Any] | None = None
         pre_hook = optimizer.register_step_pre_hook(self._on_step)
@@ -106,21 +107,17 @@ class ShardedOptimizer:
         """Takes over this rank's pieces of the optimizer's parameters, and state given for them."""
         self._parameters = parameters
         self.device = parameters[0].device
-        group_of = {
-            id(parameter): number
-            for number, group in enumerate(self.optimizer.param_groups)
-            for parameter in group["params"]
+        groups = enumerate(self.optimizer.param_groups)
+        group_of = {id(one): number for number, group in groups for one in group["params"]}
+        self._in_bucket = {
+            bucket.number: shard_pieces(bucket, rank, world_size) for bucket in buffers.buckets
         }
-        self._by_bucket, self.pieces = {}, []
+        self.pieces = list(chain(*self._in_bucket.values()))
         self._state = defaultdict(dict)
-        for bucket in buffers.buckets:
-            groups: list[list[Piece]] = [[] for _ in self.optimizer.param_groups]
-            for piece in shard_pieces(bucket, rank, world_size):
-                parameter = parameters[piece.tensor_index]
-                piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
-                groups[group_of[id(parameter)]].append(piece)
-                self.pieces.append(piece)
-            self._by_bucket[bucket.number] = groups
+        for piece in self.pieces:
+            parameter = parameters[piece.tensor_index]
+            piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
+            piece.group = group_of[id(parameter)]
 
     def detach(self) -> None:
         """Lets go of the flat buffers; state stays readable through `state_of`."""
@@ -132,7 +129,6 @@ class ShardedOptimizer:
                 piece.parameter = torch.empty(0)
             if own:
                 self._state[piece.parameter] = own
-        self._by_bucket = {}
 
     def remove_hooks(self) -> None:
         """Gives `optimizer.step` and `zero_grad` back their ordinary meaning."""
@@ -157,7 +153,7 @@ class ShardedOptimizer:
 
     def pieces_in(self, number: int) -> list[Piece]:
         """This rank's pieces of bucket `number`."""
-        return [piece for piece in self.pieces if piece.bucket == number]
+        return self._in_bucket[number]
 
     def adopt_state(self) -> None:
         """Cuts state that stands in `optimizer.state` under whole parameters into pieces.
@@ -231,14 +227,15 @@ class ShardedOptimizer:
         self.restore()
         self._listener.before_step()
         step = inner_step(self.optimizer)
-        order = dict.fromkeys((*self._listener.steps_first(), *self._by_bucket))
-        *head, last = (number for number in order if number not in self.stepped_early)
+        order = dict.fromkeys((*self._listener.steps_first(), *self._in_bucket))
+        late = [number for number in order if number not in self.stepped_early]
+        *head, last = step_runs(late, self._in_bucket)
         self._swap()
         try:
-            for number in head:
-                self._select(number)
+            for run in head:
+                self._select(run)
                 step(self.optimizer)
-                self._finish_bucket()
+                self._finish_run()
             self._select(last)
         except BaseException:
             self.restore()
@@ -255,17 +252,17 @@ class ShardedOptimizer:
         # First: should the step raise, part of the state may be new.
         self.stepped_early.add(number)
         try:
-            self._select(number)
+            self._select([number])
             inner_step(self.optimizer)(self.optimizer)
-            self._finish_bucket()
+            self._finish_run()
         finally:
             self.restore()
 
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Post-hook: the inner step has just stepped the last bucket."""
-        if self._selected is None:
+        """Post-hook: the inner step has just stepped the last buckets."""
+        if not self._selected:
             raise closure_skipped(optimizer)
-        self._finish_bucket()
+        self._finish_run()
         self._end_step()
 
     def _end_step(self) -> None:
@@ -274,21 +271,25 @@ class ShardedOptimizer:
         self.clear_gradients()
         self._listener.after_step()
 
-    def _select(self, number: int) -> None:
+    def _select(self, run: Sequence[int]) -> None:
         self._listener.stepping()
-        self._put(self._by_bucket[number])
-        self._selected = number
+        self._put(run)
+        self._selected = run
 
-    def _put(self, pieces_of_groups: Sequence[Sequence[Piece]]) -> None:
-        for group, pieces in zip(self.optimizer.param_groups, pieces_of_groups, strict=True):
-            group["params"] = [piece.parameter for piece in pieces]
+    def _put(self, numbers: Iterable[int]) -> None:
+        groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
+        for number in numbers:
+            for piece in self._in_bucket[number]:
+                groups[piece.group].append(piece.parameter)
+        for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
 
-    def _finish_bucket(self) -> None:
-        assert self._selected is not None
-        for piece in chain(*self._by_bucket[self._selected]):
-            piece.was_stepped |= piece.parameter.grad is not None
-        self._listener.stepped(self._selected)
-        self._selected = None
+    def _finish_run(self) -> None:
+        for number in self._selected:
+            for piece in self._in_bucket[number]:
+                piece.was_stepped |= piece.parameter.grad is not None
+            self._listener.stepped(number)
+        self._selected = ()
 
     def set_gradients(self, used: Sequence[bool]) -> None:
         """Gives each piece its part of the mean gradient, and none where nobody had one."""
@@ -325,12 +326,8 @@ class ShardedOptimizer:
     def on_shards(self, *extra: Tensor) -> Iterator[None]:
         """Puts all pieces, and `extra` in front of them, into the optimizer's groups meanwhile."""
         self._swap()
-        groups = [
-            [piece for of_bucket in self._by_bucket.values() for piece in of_bucket[number]]
-            for number in range(len(self.optimizer.param_groups))
-        ]
         try:
-            self._put(groups)
+            self._put(self._in_bucket)
             self.optimizer.param_groups[0]["params"][:0] = extra
             yield
         finally:
@@ -347,4 +344,4 @@ class ShardedOptimizer:
         for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
             group["params"] = parameters
         self._state, self.optimizer.state = self.optimizer.state, self._state
-        self._swapped = self._selected = None
+        self._swapped, self._selected = None, ()

@@ -8,7 +8,7 @@ from lightning_dear.planning.all_reduce import choose_all_reduce, everything_all
 from lightning_dear.planning.bayesian import cap_plans, same_buckets
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
-from lightning_dear.planning.fusion import SingleFusion
+from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
 from lightning_dear.planning.predict import predict
 from lightning_dear.planning.programme import MergeCompFusion
@@ -17,14 +17,15 @@ from lightning_dear.planning.search import (
     STEPS_PER_TRIAL,
     PlanSearch,
     described,
-    starting_plan,
 )
 from lightning_dear.planning.times import ModelTimes
 
 NUM_REPEATED = 3
 """Plans measured twice: the fixed one and the two best others."""
 
-_CAPS_MB = (0.25, 256.0)
+_CAP_RANGE = (1 / 16, 64.0)
+"""Of the fixed buckets' cap: 0.25 to 256 MiB."""
+
 _MIN_CAP_RATIO = 2.0
 _MAX_SINGLE_RATIO = 1.3
 _DDP_DIVISORS = (1, 4, 16)
@@ -34,37 +35,56 @@ _DDP_DIVISORS = (1, 4, 16)
 class AutoFusion:
     """Predicts plans from the measured times, measures the best on real steps, keeps the fastest.
 
-    Against each other stand `ThresholdFusion`'s own buckets (always), those of `MergeCompFusion`,
-    the caps with the shortest predicted steps, and one bucket for all if it is predicted to be not
-    far behind. If all-reducing some buckets is predicted to be better than any of these, that is
+    Against each other stand `ThresholdFusion`'s buckets (always), those of `MergeCompFusion`, the
+    caps with the shortest predicted steps, and one bucket for all if it is predicted to be not far
+    behind. If all-reducing some buckets is predicted to be better than any of these, that is
     measured too. The fixed buckets and the two best others are measured twice, apart in time, so
     that a passing disturbance does not decide; the fixed ones stay unless another plan's mean is
     lower.
 
     Args:
         num_steps: Optimizer steps that all of it may take, the recorded and profiled ones included.
+        bucket_cap_mb: Of the fixed buckets, MiB; see `ThresholdFusion`. Other caps are looked for
+            between a sixteenth and 64 times as much.
+        first_bucket_cap_mb: Of the fixed bucket nearest the input, MiB.
         all_reduced_share: Most of all elements, 0..1, that may be all-reduced instead of sharded:
             their optimizer state is then whole on every rank. 0 forbids it; at 1, everything
             all-reduced in DDP's buckets (or, for small models, smaller ones) is measured as well.
 
     Raises:
-        ValueError: If there are too few steps to compare two plans, or the share is not 0..1.
+        ValueError: If the steps are too few to compare two plans, a cap is not positive, or the
+            share is not 0..1.
     """
 
     name = "auto"
 
-    def __init__(self, *, num_steps: int = 60, all_reduced_share: float = 0.1) -> None:
+    def __init__(
+        self,
+        *,
+        num_steps: int = 60,
+        bucket_cap_mb: float = 4.0,
+        first_bucket_cap_mb: float = 1.0,
+        all_reduced_share: float = 0.1,
+    ) -> None:
         least = STEPS_BEFORE_SEARCH + 4 * STEPS_PER_TRIAL
         if num_steps < least:
             raise ValueError(f"num_steps must be >= {least}, got {num_steps}.")
         if not 0 <= all_reduced_share <= 1:
             raise ValueError(f"all_reduced_share must be 0..1, got {all_reduced_share}.")
         self.num_steps = num_steps
+        self.bucket_cap_mb = bucket_cap_mb
+        self.first_bucket_cap_mb = first_bucket_cap_mb
         self.all_reduced_share = all_reduced_share
+        self._fixed()
+
+    def _fixed(self) -> ThresholdFusion:
+        return ThresholdFusion(
+            bucket_cap_mb=self.bucket_cap_mb, first_bucket_cap_mb=self.first_bucket_cap_mb
+        )
 
     def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
         """See `FusionPlanner`: what to start with, and to beat."""
-        return starting_plan(tensors, world_size)
+        return self._fixed().plan(tensors, world_size)
 
     def search(
         self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
@@ -72,11 +92,13 @@ class AutoFusion:
         """See `SearchingPlanner`."""
         fixed = self.plan(tensors, world_size)
         num_trials = (self.num_steps - STEPS_BEFORE_SEARCH) // STEPS_PER_TRIAL
+        least, most = (self.bucket_cap_mb * factor for factor in _CAP_RANGE)
+        others = cap_plans(tensors, world_size, least, most, self.first_bucket_cap_mb)
 
         def step_s(plan: BucketPlan) -> float:
             return predict(plan, tensors, times, link).step_s
 
-        found = _candidates(fixed, tensors, times, link, step_s)
+        found = _candidates(fixed, others, tensors, times, link, step_s)
         without: dict[BucketPlan, BucketPlan] = {}
         if times.allows_all_reduce and self.all_reduced_share > 0 and world_size > 1:
             share = self.all_reduced_share
@@ -119,6 +141,7 @@ def _all_reducing(
 
 def _candidates(
     fixed: BucketPlan,
+    others: Mapping[float, BucketPlan],
     tensors: Sequence[TensorSpec],
     times: ModelTimes,
     link: LinkCost,
@@ -127,10 +150,7 @@ def _candidates(
     """What to try against `fixed`, the most promising first; perhaps some of it twice."""
     world_size = fixed.world_size
     programme = MergeCompFusion().best_plan(tensors, world_size, times, link)
-    by_cap = {
-        cap_mb: choose_early(plan, tensors, times, link)
-        for cap_mb, plan in cap_plans(tensors, world_size, *_CAPS_MB).items()
-    }
+    by_cap = {cap_mb: choose_early(plan, tensors, times, link) for cap_mb, plan in others.items()}
     single = SingleFusion().plan(tensors, world_size)
     found = [programme]
     order = sorted(by_cap, key=lambda cap_mb: (step_s(by_cap[cap_mb]), cap_mb))

@@ -20,7 +20,6 @@ from lightning_dear.planning.search import PlanSearch, described, starting_plan
 from lightning_dear.planning.times import ModelTimes
 
 _CAPS_PER_OCTAVE = 4
-_MAX_FIRST_CAP_MB = 1.0
 
 
 class BayesianFusion:
@@ -74,7 +73,11 @@ class BayesianFusion:
 
 
 def cap_plans(
-    tensors: Sequence[TensorSpec], world_size: int, min_cap_mb: float, max_cap_mb: float
+    tensors: Sequence[TensorSpec],
+    world_size: int,
+    min_cap_mb: float,
+    max_cap_mb: float,
+    max_first_cap_mb: float = 1.0,
 ) -> dict[float, BucketPlan]:
     """Caps from `min_cap_mb` to `max_cap_mb`, evenly on a logarithmic scale, with their plans.
 
@@ -85,7 +88,7 @@ def cap_plans(
     for step in range(num_steps + 1):
         cap_mb = min_cap_mb * (max_cap_mb / min_cap_mb) ** (step / num_steps)
         planner = ThresholdFusion(
-            bucket_cap_mb=cap_mb, first_bucket_cap_mb=min(cap_mb, _MAX_FIRST_CAP_MB)
+            bucket_cap_mb=cap_mb, first_bucket_cap_mb=min(cap_mb, max_first_cap_mb)
         )
         plan = planner.plan(tensors, world_size)
         if not any(same_buckets(plan, other) for other in plans.values()):

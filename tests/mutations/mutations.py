@@ -204,7 +204,7 @@ GUARDS = [
     Mutation(
         "a closure that was not called",
         "sharded_optimizer.py",
-        "        if self._selected is None:\n            raise",
+        "        if not self._selected:\n            raise",
         "        if False:\n            raise",
         (f"{CONTRACT}::test_a_step_that_never_calls_its_closure_is_refused",),
     ),

@@ -57,8 +57,8 @@ SPEED = [
     Mutation(
         "leaving what was stepped early out of the step",
         "sharded_optimizer.py",
-        " if number not in self.stepped_early)",
-        ")",
+        " if number not in self.stepped_early]",
+        "]",
         (f"{EARLY}::test_early_steps_change_no_bit",),
     ),
     Mutation(

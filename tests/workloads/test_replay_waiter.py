@@ -1,19 +1,25 @@
-"""The account of waiting, on a clock that moves only when somebody sleeps."""
+"""The pretended device, on clocks that move only when somebody sleeps, works or stands still."""
 
 import pytest
 
-from lightning_dear.workloads.replay.waiter import MAX_CREDIT_S, MAX_OWN_S, MIN_SLEEP_S, Waiter
+from lightning_dear.workloads.replay.waiter import MIN_SLEEP_S, Waiter
 from tests.workloads.replaying import FakeTime
 
 TIMER_LATE_S = 7e-5
 
 
+def new_waiter(time):
+    waiter = Waiter(time.clock, time.sleep, time.cpu_clock)
+    waiter.begin()
+    return waiter
+
+
 @pytest.mark.parametrize("layer_s", [1e-5, 5e-5, 1.9e-4, 3e-4, 1e-3, 0.02])
 def test_the_sum_is_right_and_no_moment_is_far_off(layer_s):
     time = FakeTime(TIMER_LATE_S)
-    waiter = Waiter(time.clock, time.sleep)
+    waiter = new_waiter(time)
     for number in range(1, 1001):
-        waiter.wait(layer_s, since=time.now_s)
+        waiter.wait(layer_s)
         assert abs(time.now_s - number * layer_s) < 5e-4
     assert time.now_s == pytest.approx(1000 * layer_s, abs=MIN_SLEEP_S + TIMER_LATE_S)
     assert waiter.late_s == 0
@@ -21,42 +27,51 @@ def test_the_sum_is_right_and_no_moment_is_far_off(layer_s):
 
 def test_short_waits_are_put_off():
     time = FakeTime(TIMER_LATE_S)
-    waiter = Waiter(time.clock, time.sleep)
+    waiter = new_waiter(time)
     for _ in range(600):
-        waiter.wait(2e-5, since=time.now_s)
+        waiter.wait(2e-5)
     assert time.num_sleeps <= 600 * 2e-5 / MIN_SLEEP_S
 
 
-def test_a_busy_processor_is_not_made_up_for():
-    time = FakeTime(late_s=5e-3)
-    waiter = Waiter(time.clock, time.sleep)
-    for _ in range(100):
-        waiter.wait(2e-3, since=time.now_s)
-    lost_s = 100 * (5e-3 - MAX_CREDIT_S)
-    assert time.now_s == pytest.approx(0.2 + lost_s, abs=2 * MAX_CREDIT_S)
-    assert waiter.late_s == pytest.approx(lost_s)
-
-
-def test_time_between_waits_is_not_made_up_for():
+def test_the_host_works_beside_the_device():
     time = FakeTime()
-    waiter = Waiter(time.clock, time.sleep)
-    for _ in range(100):
-        time.now_s += 0.01
-        waiter.wait(1e-3, since=time.now_s)
-    assert time.now_s == pytest.approx(100 * 0.011)
+    waiter = new_waiter(time)
+    for number in range(100):
+        time.work(3e-3 if number % 2 else 2e-4)
+        waiter.wait(2e-3)
+    assert time.now_s == pytest.approx(0.2, abs=1.1e-3)
+    assert waiter.late_s == pytest.approx(1e-3 - MIN_SLEEP_S)
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-def test_the_replays_own_time_is_part_of_the_wait_up_to_a_limit(leaves):
+def test_a_host_that_cannot_keep_up_counts():
     time = FakeTime()
-    waiter = Waiter(time.clock, time.sleep)
-    for own_s in [2e-5] * 100 + [1e-3] * 100:
-        since = time.now_s
-        if not leaves:
-            time.now_s += own_s
-        waiter.wait(2e-3, since)
-        if leaves:
-            time.now_s += own_s
-            waiter.leave()
-    lost_s = 100 * (1e-3 - MAX_OWN_S)
-    assert time.now_s == pytest.approx(200 * 2e-3 + lost_s, abs=MAX_OWN_S + 1e-9)
+    waiter = new_waiter(time)
+    for _ in range(100):
+        time.work(5e-3)
+        waiter.wait(2e-3)
+    assert time.now_s == pytest.approx(0.5)
+    assert waiter.late_s == pytest.approx(0.3 - MIN_SLEEP_S)
+
+
+def test_a_host_that_stands_still_holds_up_the_device():
+    time = FakeTime()
+    waiter = new_waiter(time)
+    for _ in range(100):
+        time.work(1e-3)
+        time.stand_still(0.01)
+        waiter.wait(2e-3)
+    assert time.now_s == pytest.approx(100 * 0.012)
+    assert waiter.late_s == 0
+
+
+def test_what_lies_between_two_steps_is_not_the_devices():
+    time = FakeTime()
+    waiter = new_waiter(time)
+    for _ in range(10):
+        time.work(0.05)
+        waiter.begin()
+        waiter.wait(0.02)
+        time.work(0.03)
+        waiter.wait(0.001)
+    assert time.now_s == pytest.approx(10 * 0.1)
+    assert waiter.late_s == pytest.approx(10 * (0.029 - MIN_SLEEP_S))

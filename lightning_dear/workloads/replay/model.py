@@ -23,7 +23,7 @@ from lightning_dear.workloads.schedules import OptimizerFactory, SchedulerFactor
 from lightning_dear.workloads.task import Task
 
 _MIB = 1024 * 1024
-_DEFAULT_OPTIMIZER = partial(SGD, lr=0.01, momentum=0.9)
+_DEFAULT_OPTIMIZER = partial(SGD, lr=0.01)
 
 
 class Gradients:
@@ -72,22 +72,18 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(
-        ctx: Any, activation: Tensor, layer: ReplayLayer, since: float, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, activation: Tensor, layer: ReplayLayer, *parameters: Tensor) -> Tensor:
         ctx.layer, ctx.parameters = layer, parameters
-        output = activation.clone()
-        layer.waiter.wait(layer.profile.forward_s, since)
-        return output
+        layer.waiter.wait(layer.profile.forward_s)
+        return activation.clone()
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> Any:
         layer: ReplayLayer = ctx.layer
-        since = layer.waiter.now()
         gradients = layer.gradients.make(layer.number, ctx.parameters)
-        layer.waiter.wait(layer.profile.backward_s, since)
-        return grads[0], None, None, *gradients
+        layer.waiter.wait(layer.profile.backward_s)
+        return grads[0], None, *gradients
 
 
 class ReplayLayer(nn.Module):
@@ -116,15 +112,13 @@ class ReplayLayer(nn.Module):
 
     def forward(self, activation: Tensor) -> Tensor:
         """Read the parameters, wait, and pass the activation on; blocks for the layer's time."""
-        # Reading blocks until the parameters are complete, which is not the layer's own time.
+        # Reading blocks until the parameters are complete, and only then may the layer begin.
         parameters = [getattr(self, name) for name in self._names]
-        since = self.waiter.now()
         for parameter in parameters:
             # What records the first use of a parameter sees torch's functions, not the one below.
             parameter.detach()
         apply: Any = _Replay.apply
-        output: Tensor = apply(activation, self, since, *parameters)
-        self.waiter.leave()
+        output: Tensor = apply(activation, self, *parameters)
         return output
 
 
@@ -155,6 +149,7 @@ class ReplayNet(nn.Module):
         """
         for gradients in self._gradients:
             gradients.batch = number
+        self.waiter.begin()
         activation = torch.zeros(())
         for layer in self.layers:
             activation = layer(activation)
@@ -169,7 +164,7 @@ class ReplayModel(Task):
         scale: Divides the bytes of every tensor; times stay. A link must be slowed down alike.
         compute_s: Seconds of one forward and backward, with a backward twice as long as the
             forward; None keeps the profile's.
-        optimizer: Builds the optimizer from a list of parameters; None is SGD with momentum 0.9.
+        optimizer: Builds the optimizer from a list of parameters; None is SGD without momentum.
         scheduler: Builds a schedule from the optimizer and `total_steps`, or None.
         shard_unit_mb: Under FSDP2 only: consecutive layers are gathered together once they have
             this many MiB before scaling; 0 gathers each by itself.
@@ -206,7 +201,7 @@ class ReplayModel(Task):
 
     @property
     def late_s(self) -> float:
-        """Seconds so far by which waits ended late, since the processor was busy with others.
+        """Seconds so far by which steps' last layers ended late; see `Waiter`.
 
         They are part of the measured step times; where they are many, the machine is too small.
         """

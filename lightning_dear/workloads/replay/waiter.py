@@ -1,4 +1,4 @@
-"""Waiting for given times, with an account of what `time.sleep` gets wrong."""
+"""A device that only lets time pass, beside a host that works meanwhile."""
 
 from __future__ import annotations
 
@@ -9,64 +9,56 @@ MIN_SLEEP_S = 2e-4
 """Shorter waits are put off until there is this much to wait for: `time.sleep` returns some 0.05 to
 0.1 ms late, so that many short ones would be mostly lateness."""
 
-MAX_CREDIT_S = 2.5e-4
-"""What of a sleep's lateness the next waits are shortened by. More than that is not the timer's but
-a busy processor's: time that computing and communicating took, and that counts."""
-
-MAX_OWN_S = 1e-4
-"""What of the replay's own Python, before and after a wait, waits are shortened by: some 0.03 ms
-each just after a sleep. Limited, again so that a busy processor counts."""
-
 
 class Waiter:
-    """Lets time pass; over many waits the sum is right, and no wait is off by half a millisecond.
+    """Runs the layers of a pass one after the other on a pretended device.
+
+    The host of an accelerator hands it work ahead of time, so that its own work between two layers
+    (hooks, copies into buckets, launching messages) takes place while the device computes. So a
+    layer begins here when the one before it has ended, however long the host has *computed* since.
+    Time in which the host stood still between them (waiting for parameters, or for a processor that
+    is busy with others) does delay the layer. If the host has more to do than the device, the pass
+    ends when the host is through.
 
     Args:
         clock: Seconds since whenever.
         sleep: Blocks for the seconds it is given, or a little longer.
+        cpu_clock: Seconds for which this thread has computed.
 
-    Attributes:
-        slept_s: Seconds spent sleeping.
-        late_s: Lateness that was not made up for: how much longer than asked all waits took,
-            because the processor was busy.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._clock = clock
         self._sleep = sleep
-        self._owed_s = 0.0
-        self._end_s = 0.0
-        self.slept_s = 0.0
-        self.late_s = 0.0
+        self._cpu_clock = cpu_clock
+        self._free_s = self._left_s = self._left_cpu_s = 0.0
+        self._late_s = 0.0
 
-    def now(self) -> float:
-        """The time, in seconds, for `wait`."""
-        return self._clock()
+    @property
+    def late_s(self) -> float:
+        """Seconds, over all steps, by which the host was behind the device at the last layer.
 
-    def wait(self, seconds: float, since: float) -> None:
-        """Block for `seconds`, give or take what earlier waits were short or late by.
-
-        Args:
-            seconds: How long the replayed layer takes.
-            since: When it began: what the replay itself has done since counts as waiting.
+        It had more to do, or the processor was busy with others. They are part of the step.
         """
-        self._end_s = self._clock()
-        self._owed_s += seconds - min(self._end_s - since, MAX_OWN_S)
-        if self._owed_s < MIN_SLEEP_S:
-            return
-        start_s = self._end_s
-        self._sleep(self._owed_s)
-        self._end_s = self._clock()
-        slept_s = self._end_s - start_s
-        late_s = slept_s - self._owed_s
-        self._owed_s = -min(late_s, MAX_CREDIT_S)
-        self.slept_s += slept_s
-        self.late_s += max(0.0, late_s - MAX_CREDIT_S)
+        return self._late_s + max(0.0, self._left_s - self._free_s - MIN_SLEEP_S)
 
-    def leave(self) -> None:
-        """Count what the replay itself has done since the last wait as waiting too."""
-        self._owed_s -= min(self._clock() - self._end_s, MAX_OWN_S)
+    def begin(self) -> None:
+        """A step begins: the device is free from now on, and what came before is forgotten."""
+        self._late_s = self.late_s
+        self._free_s = self._left_s = self._clock()
+        self._left_cpu_s = self._cpu_clock()
+
+    def wait(self, seconds: float) -> None:
+        """Blocks until the device, when it is free, has worked for another `seconds`."""
+        now_s, cpu_s = self._clock(), self._cpu_clock()
+        stood_still_s = (now_s - self._left_s) - (cpu_s - self._left_cpu_s)
+        self._free_s += max(0.0, stood_still_s) + seconds
+        if self._free_s - now_s >= MIN_SLEEP_S:
+            self._sleep(self._free_s - now_s)
+            now_s, cpu_s = self._clock(), self._cpu_clock()
+        self._left_s, self._left_cpu_s = now_s, cpu_s
