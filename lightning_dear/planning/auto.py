@@ -28,6 +28,7 @@ _CAP_RANGE = (1 / 16, 64.0)
 
 _MIN_CAP_RATIO = 2.0
 _MAX_SINGLE_RATIO = 1.3
+_MAX_DDP_RATIO = 1.1
 _DDP_DIVISORS = (1, 4, 16)
 """Of DDP's caps, which leave small models one bucket or two."""
 
@@ -49,7 +50,8 @@ class AutoFusion:
         first_bucket_cap_mb: Of the fixed bucket nearest the input, MiB.
         all_reduced_share: Most of all elements, 0..1, that may be all-reduced instead of sharded:
             their optimizer state is then whole on every rank. 0 forbids it; at 1, everything
-            all-reduced in DDP's buckets (or, for small models, smaller ones) is measured as well.
+            all-reduced in DDP's buckets (or, for small models, smaller ones) is measured as well if
+            it is predicted to be not far behind.
 
     Raises:
         ValueError: If the steps are too few to compare two plans, a cap is not positive, or the
@@ -134,7 +136,8 @@ def _all_reducing(
             (everything_all_reduced(tensors, plans[0].world_size, one) for one in _DDP_DIVISORS),
             key=step_s,
         )
-        if not any(same_buckets(everything, plan) for plan in found):
+        is_near = step_s(everything) <= _MAX_DDP_RATIO * min(map(step_s, [*plans, *found]))
+        if is_near and not any(same_buckets(everything, plan) for plan in found):
             found[everything] = plans[0]
     return found
 

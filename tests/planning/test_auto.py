@@ -144,11 +144,18 @@ def test_what_should_be_faster_all_reduced_is_measured_beside_the_same_without()
         assert "\n" not in search.reason
 
 
-def test_everything_all_reduced_is_measured_where_that_is_allowed() -> None:
-    for share, times in ((0.9, TIMES), (1, replace(TIMES, allows_all_reduce=False)), (0, TIMES)):
-        plans = _search(times=times, all_reduced_share=share)._plans
+def test_everything_all_reduced_is_measured_where_that_is_allowed_and_not_hopeless() -> None:
+    refusing = replace(TIMES, allows_all_reduce=False)
+    hidden, exposed = LINKS[:2]
+    for share, times, link in (
+        (0.9, TIMES, hidden),
+        (1, refusing, hidden),
+        (0, TIMES, hidden),
+        (1, TIMES, exposed),
+    ):
+        plans = _search(link, times, all_reduced_share=share)._plans
         assert not any(len(plan.all_reduced) == len(plan.buckets) for plan in plans)
-    search = _search(all_reduced_share=1)
+    search = _search(hidden, all_reduced_share=1)
     (everything,) = (one for one in search._plans if "DDP" in one.name)
     while (plan := search.next()) is not None:
         search.tell(plan, 0.212 if plan == everything else 0.230)
