@@ -113,7 +113,7 @@ class ParameterGatherer:
         if not work.is_done:
             # Until the step has ended, reads find the values that a backward may still need.
             (self._staged if bucket.is_staged else self._pending)[number] = work
-        else:
+        elif bucket.is_all_reduced:
             self._bump_versions(number)
 
     def close_gates(self) -> None:

@@ -32,8 +32,10 @@ class Gathering:
     def __post_init__(self) -> None:
         if self.gather not in GATHERS:
             raise ValueError(f"Unknown gather {self.gather!r}; valid names: {', '.join(GATHERS)}.")
-        if self.depth is not None and self.depth < 1:
-            raise ValueError(f"gather_depth must be >= 1, or None for no limit; got {self.depth}.")
+        if self.depth is not None and (not isinstance(self.depth, int) or self.depth < 1):
+            raise ValueError(
+                f"gather_depth must be an integer >= 1, or None for no limit; got {self.depth!r}."
+            )
         if self.decouple:
             return
         if not self.is_of_gradients:

@@ -38,8 +38,17 @@ class GroupCollectives(Collectives):
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.reduce_group)
+        dist.all_gather_object(values, value, group=self._object_group)
         return values
+
+    @property
+    def _object_group(self) -> Any:
+        """Where `all_gather_object` meets only others of its kind, or what all ranks launch alike.
+
+        Backends match collectives by their order, and a rank that broke off its backward has
+        launched fewer all-reduces than others.
+        """
+        return self.reduce_group
 
     @override
     def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:

@@ -281,6 +281,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         assert self._active is not None
         self._instruments.record_step(f"bucket {number}", self._step_began)
         self._active.gatherer.launch(number)
+        self._step_began = self._instruments.mark()
 
     def launch(self, number: int) -> None:
         """See `GatherListener`."""

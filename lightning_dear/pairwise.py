@@ -57,6 +57,12 @@ class PairwiseCollectives(GroupCollectives):
         self._late = DelayedSends(message_delay_s) if message_delay_s else None
         self._expected: dict[tuple[str, int], tuple[int, list[Any]]] = {}
 
+    @property
+    @override
+    def _object_group(self) -> Any:
+        # All else in this group is matched by tags.
+        return self.gather_group
+
     def _peers(self) -> list[int]:
         return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
 

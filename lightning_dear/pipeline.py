@@ -11,6 +11,10 @@
 3. next forward: a module that reads a parameter waits for its bucket, not for the others
    (`gatherer.py`, `gate.py`).
 
+A plan may name two kinds of exceptions: *early* buckets are stepped and gathered while backward
+still runs (`early_steps.py`); *all-reduced* ones are summed whole in backward, stepped whole by
+every rank, and not gathered.
+
 The first step is recorded instead (`recorder.py`): its order of reads and gradients makes the plan.
 Each optimizer has a plan and these phases of its own (`optimizer_pipeline.py`); here is what they
 share. This file and all below it know torch, not Lightning.

@@ -42,7 +42,7 @@ class StepListener(Protocol):
         """Blocks until the pieces have their gradients and their state."""
 
     def steps_first(self) -> Sequence[int]:
-        """Buckets to be stepped before the others, whatever their number."""
+        """All buckets that are gathered, in the order of their gathers; the others come last."""
 
     def stepping(self) -> None:
         """A run of buckets is about to be stepped."""

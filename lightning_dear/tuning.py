@@ -125,6 +125,8 @@ class Tuning:
         except ValueError as error:
             self._say(f"The plan found before is not used, another one is searched for: {error}")
             return False
+        if not getattr(self._planner, "all_reduced_share", True):
+            plan = replace(plan, all_reduced=())
         self._adopt(plan)
         self._say(f"The plan found before is used again: {plan.name}")
         return True

@@ -21,6 +21,7 @@ from lightning_dear.planning import (
     SingleFusion,
     ThresholdFusion,
 )
+from lightning_dear.planning.all_reduce import everything_all_reduced
 from lightning_dear.planning.search import NUM_DROPPED_STEPS, NUM_MEASURED_STEPS
 from lightning_dear.tuning import Tuning, measure_link
 from lightning_dear.work import WireLedger, Work
@@ -268,15 +269,16 @@ def test_early_gathers_are_planned_only_where_they_are_allowed() -> None:
 
 def test_all_reduces_are_planned_only_where_they_are_allowed() -> None:
     everything = AutoFusion(all_reduced_share=1)
-    tuner, pipeline, _ = _tuning(everything)
+    reducing = everything_all_reduced(TENSORS, 2)
+    found = reducing.to_dict(TENSORS)
+    tuner, pipeline, _ = _tuning(everything, found=found)
     _train(tuner, pipeline, 100)
-    reducing = [plan for plan in pipeline.parts[0].used if plan.all_reduced]
-    assert reducing
-    found = reducing[0].to_dict(TENSORS)
-    other, pipeline, _ = _tuning(everything, found=found)
-    pipeline.all_reduce_refusal = "gradients are gathered"
-    _train(other, pipeline, 100)
-    assert other.plan == replace(reducing[0], all_reduced=())
+    assert tuner.plan == reducing
+    for planner, refusal in ((everything, "gathered"), (AutoFusion(all_reduced_share=0), None)):
+        other, pipeline, _ = _tuning(planner, found=found)
+        pipeline.all_reduce_refusal = refusal
+        _train(other, pipeline, 100)
+        assert other.plan == replace(reducing, all_reduced=())
     last, pipeline, said = _tuning(everything)
     pipeline.all_reduce_refusal = "gradients are gathered"
     _train(last, pipeline, 100)

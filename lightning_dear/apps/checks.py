@@ -2,10 +2,13 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
+
+from lightning_dear.paths import conf_dir
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -74,6 +77,16 @@ def ignored_groups(overrides: list[str], strategy: Any) -> list[str]:
     used = str(dict(strategy) if isinstance(strategy, Mapping) else strategy)
     chosen = {item.lstrip("+~").split("=")[0].split(".")[0] for item in overrides}
     return [group for group in ("fusion", "compressor") if group in chosen and group not in used]
+
+
+def unknown_options(keys: Iterable[str]) -> list[str]:
+    """Return those of a job's top-level keys that ``conf/train.yaml`` does not have.
+
+    Hydra lets anyone add them (``+strategi=ddp``), and nothing would read them.
+    """
+    config = OmegaConf.load(conf_dir() / "train.yaml")
+    groups = {str(group) for entry in config.defaults if entry != "_self_" for group in entry}
+    return [key for key in keys if key not in {*map(str, config), *groups}]
 
 
 def _count(devices: int | str | list[int]) -> int:

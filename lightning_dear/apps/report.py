@@ -28,7 +28,9 @@ def rows(metrics: Mapping[str, float], summary: Mapping[str, float]) -> list[tup
     table = [(_TITLES.get(name, name), f"{value:.4f}") for name, value in metrics.items()]
     table.append(("step time (median)", _milliseconds(summary.get("step_s"))))
     table.append(("bytes on the wire per step and rank", _bytes(summary.get("wire_bytes"))))
-    table.append(("exposed communication per step", _milliseconds(summary.get("exposed_s"))))
+    table.append(
+        ("exposed communication per step (median)", _milliseconds(summary.get("exposed_s")))
+    )
     return table
 
 

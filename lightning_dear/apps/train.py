@@ -70,6 +70,8 @@ def check(cfg: DictConfig) -> None:
         strategy = OmegaConf.to_container(strategy)
     for group in checks.ignored_groups(list(HydraConfig.get().overrides.task), strategy):
         log.warning("%s is ignored: only strategy=dear reads it.", group)
+    for key in checks.unknown_options(map(str, cfg)):
+        log.warning("%s is no option of dear-train: nothing reads it but your own config.", key)
 
 
 def build_trainer(cfg: DictConfig) -> Trainer:

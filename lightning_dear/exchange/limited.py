@@ -36,6 +36,9 @@ class LimitedGathers:
 
     def launch_gather(self, bucket: Bucket) -> Work:
         """Starts the bucket's gather, now or when earlier ones have arrived. Does not block."""
+        if bucket.is_all_reduced:
+            # Has nothing to wait for, and would wait for all those before it.
+            return self._exchange.launch_gather(bucket)
         ticket = _Ticket(bucket)
         with self._lock:
             self._queued.append(ticket)

@@ -67,7 +67,12 @@ def choose_all_reduce(
             if chosen not in tried:
                 tried[chosen] = step_s(_with(plan, chosen))
     enough_s = min(tried.values()) + _MIN_GAIN * tried[()]
-    good = [chosen for chosen, seconds in tried.items() if seconds <= enough_s]
+    most_s = (1 - _MIN_GAIN) * tried[()]
+    good = [
+        chosen
+        for chosen, seconds in tried.items()
+        if seconds <= enough_s and (not chosen or seconds <= most_s)
+    ] or [()]
     found = _with(plan, min(good, key=lambda chosen: sum(numel[number] for number in chosen)))
     if not (found.all_reduced and plan.early):
         return found

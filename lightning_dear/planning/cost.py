@@ -40,6 +40,8 @@ class LinkCost:
     def bound_s(self, nbytes: float, world_size: int, forward_s: float, backward_s: float) -> float:
         """No step is shorter than max(forward + backward, bytes / rate), seconds.
 
+        The rate is that of the two halves; a backend's all-reduce may have another.
+
         `nbytes` is the size of all parameters; bytes, what a rank sends of them in both halves.
         """
         half_s = self.beta_s * sent_bytes(nbytes, world_size)

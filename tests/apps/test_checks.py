@@ -67,3 +67,8 @@ def test_choices_that_nothing_reads_are_found(overrides, ignored):
     assert checks.ignored_groups(overrides, {"_target_": "DDPStrategy"}) == ignored
     dear = {"_target_": "DearStrategy", "fusion": "${fusion}", "compressor": "${compressor}"}
     assert checks.ignored_groups(overrides, dear) == []
+
+
+def test_options_that_do_not_exist_are_found():
+    known = ["strategy", "fusion", "callbacks", "seed", "task_name"]
+    assert checks.unknown_options([*known, "strategi"]) == ["strategi"]

@@ -10,7 +10,7 @@ def test_figures_get_titles_and_units():
         ("test accuracy", "0.9833"),
         ("step time (median)", "45.67 ms"),
         ("bytes on the wire per step and rank", "2,795,431"),
-        ("exposed communication per step", "1.25 ms"),
+        ("exposed communication per step (median)", "1.25 ms"),
     ]
 
 

@@ -37,7 +37,7 @@ def needs(module, extra):
 
 
 def test_every_experiment_is_tested():
-    tested = {"digits", "lm", "cifar10_resnet50", *IMAGENET, *BERT}
+    tested = {"digits", "lm", "replay", "cifar10_resnet50", *IMAGENET, *BERT}
     assert set(options_of("experiment")) == tested
 
 
@@ -53,6 +53,10 @@ def test_digits(tmp_path, strategy):
 @BOTH
 def test_lm(tmp_path, strategy):
     assert 0 < run(tmp_path, "lm", strategy=strategy)["test_bits_per_byte"] < 9
+
+
+def test_replay(tmp_path):
+    assert run(tmp_path, "replay", "model.scale=1000", "model.compute_s=0.01") == {}
 
 
 def test_cifar10(tmp_path, monkeypatch):

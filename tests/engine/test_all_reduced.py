@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,9 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dear.checkpoint.folder import load, save
-from lightning_dear.collectives import new_collectives
-from lightning_dear.gathering import Gathering, why_not_all_reduce
-from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE
+from lightning_dear.gathering import Gathering
 from lightning_dear.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from tests.distributed.harness import distributed, run_ranks
@@ -331,41 +328,3 @@ def test_their_state_is_saved_whole_and_once(tmp_path: Path, world_size: int) ->
     numel = sum(one.numel() for one in loaded["state_dict"].values())
     size = sum(one.stat().st_size for one in (tmp_path / "saved").rglob("*") if one.is_file())
     assert 3 * 4 * numel <= size <= 3.9 * 4 * numel + 40_000
-
-
-@distributed(world_sizes=(2,))
-def test_where_they_are_refused_people_are_told() -> None:
-    def steps(message: str, gathering: Gathering | None, num_optimizers: int) -> None:
-        model = build("mlp")
-        parameters = list(model.parameters())
-        optimizers = [
-            torch.optim.SGD(parameters[n::num_optimizers], lr=0.1) for n in range(num_optimizers)
-        ]
-        pipeline = new_pipeline(model, optimizers[0], ALL, more=optimizers[1:], gathering=gathering)
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            with pipeline.forward():
-                loss = loss_of(model, *batch("mlp", 0, dist.get_rank()))
-            with pipeline.backward():
-                loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        told = [str(one.message) for one in seen if message in str(one.message)]
-        assert len(told) == (num_optimizers if dist.get_rank() == 0 else 0)
-        assert all("all-reduces" in one for one in told)
-        assert all(part.plan.all_reduced == () for part in pipeline.parts)
-        assert new_collectives(torch.device("cpu")).ledger.all_reduce_bytes == 0
-        pipeline.detach()
-
-    steps("or none", Gathering("gradients"), 1)
-    steps("in another order", None, 2)
-
-
-def test_messages_that_come_late_on_purpose_are_not_gone_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert why_not_all_reduce(Gathering(), is_one_optimizer=True) is None
-    monkeypatch.setenv(MESSAGE_DELAY_VARIABLE, "0.01")
-    reason = why_not_all_reduce(Gathering(), is_one_optimizer=True)
-    assert reason is not None
-    assert "would not hold back" in reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 ENGINE = "tests/engine/test_all_reduced.py"
+LIFE = "tests/engine/test_all_reduced_life.py"
 PLANNING = "tests/planning/test_all_reduce.py"
 AUTO = "tests/planning/test_auto.py"
 
@@ -19,7 +20,7 @@ ALL_REDUCED = [
     Mutation(
         "refusing old activations after a step that gathers nothing",
         "gatherer.py",
-        "        else:\n            self._bump_versions(number)\n",
+        "        elif bucket.is_all_reduced:\n            self._bump_versions(number)\n",
         "",
         (f"{ENGINE}::test_a_backward_through_values_from_before_a_step_is_refused",),
     ),
@@ -49,7 +50,7 @@ ALL_REDUCED = [
         "plan_changes.py",
         "all_reduced=plan.all_reduced if self.all_reduce_refusal is None else ()",
         "all_reduced=plan.all_reduced",
-        (f"{ENGINE}::test_where_they_are_refused_people_are_told",),
+        (f"{LIFE}::test_where_they_are_refused_people_are_told",),
     ),
     Mutation(
         "planning for steps of whole buckets",
@@ -78,5 +79,26 @@ ALL_REDUCED = [
         "    return replace(fitted(small, small_s, large, large_s), all_reduce=all_reduce)\n",
         "    return fitted(small, small_s, large, large_s)\n",
         ("tests/test_tuning.py::test_steps_after_a_change_are_dropped_and_a_pause_does_not_count",),
+    ),
+    Mutation(
+        "objects exchanged apart from all-reduces",
+        "pairwise.py",
+        "        # All else in this group is matched by tags.\n        return self.gather_group\n",
+        "        return self.reduce_group\n",
+        (f"{LIFE}::test_state_is_saved_after_a_backward_that_ranks_broke_off_at_different_layers",),
+    ),
+    Mutation(
+        "all-reduced buckets that wait for no gather before them",
+        "exchange/limited.py",
+        "        if bucket.is_all_reduced:\n",
+        "        if False:\n",
+        (f"{LIFE}::test_forward_does_not_wait_for_gathers_before_an_all_reduced_bucket",),
+    ),
+    Mutation(
+        "leaving alone at one rank what was not stepped",
+        "gatherer.py",
+        "        elif bucket.is_all_reduced:\n",
+        "        else:\n",
+        (f"{LIFE}::test_at_one_rank_what_was_not_stepped_may_be_used_as_under_plain_torch",),
     ),
 ]

@@ -9,16 +9,19 @@ MIN_SLEEP_S = 2e-4
 """Shorter waits are put off until there is this much to wait for: `time.sleep` returns some 0.05 to
 0.1 ms late, so that many short ones would be mostly lateness."""
 
+MIN_STANDSTILL_S = 1e-4
+"""Less is what the two clocks differ by, and the short turns that other threads take."""
+
 
 class Waiter:
-    """Runs the layers of a pass one after the other on a pretended device.
+    """Runs the layers of a step one after the other on a pretended device.
 
     The host of an accelerator hands it work ahead of time, so that its own work between two layers
     (hooks, copies into buckets, launching messages) takes place while the device computes. So a
-    layer begins here when the one before it has ended, however long the host has *computed* since.
-    Time in which the host stood still between them (waiting for parameters, or for a processor that
-    is busy with others) does delay the layer. If the host has more to do than the device, the pass
-    ends when the host is through.
+    layer begins when the one before it has ended and the host *would have* got there, had it only
+    computed: waiting for the device is not counted. Where the host stood still between two layers
+    (waiting for parameters, or for a processor that is busy with others), the layer begins no
+    earlier than now.
 
     Args:
         clock: Seconds since whenever.
@@ -36,28 +39,32 @@ class Waiter:
         self._clock = clock
         self._sleep = sleep
         self._cpu_clock = cpu_clock
-        self._free_s = self._left_s = self._left_cpu_s = 0.0
+        self._free_s = self._host_s = self._left_s = self._left_cpu_s = 0.0
         self._late_s = 0.0
 
     @property
     def late_s(self) -> float:
-        """Seconds, over all steps, by which the host was behind the device at the last layer.
+        """Seconds, over all steps, by which the last layer was left later than the device ended it.
 
-        It had more to do, or the processor was busy with others. They are part of the step.
+        The processor was busy with others. They are part of the step.
         """
         return self._late_s + max(0.0, self._left_s - self._free_s - MIN_SLEEP_S)
 
     def begin(self) -> None:
         """A step begins: the device is free from now on, and what came before is forgotten."""
         self._late_s = self.late_s
-        self._free_s = self._left_s = self._clock()
+        self._free_s = self._host_s = self._left_s = self._clock()
         self._left_cpu_s = self._cpu_clock()
 
     def wait(self, seconds: float) -> None:
         """Blocks until the device, when it is free, has worked for another `seconds`."""
         now_s, cpu_s = self._clock(), self._cpu_clock()
-        stood_still_s = (now_s - self._left_s) - (cpu_s - self._left_cpu_s)
-        self._free_s += max(0.0, stood_still_s) + seconds
+        gap_s = now_s - self._left_s
+        if gap_s - (cpu_s - self._left_cpu_s) > MIN_STANDSTILL_S:
+            self._host_s = now_s
+        else:
+            self._host_s += gap_s
+        self._free_s = max(self._free_s, self._host_s) + seconds
         if self._free_s - now_s >= MIN_SLEEP_S:
             self._sleep(self._free_s - now_s)
             now_s, cpu_s = self._clock(), self._cpu_clock()
