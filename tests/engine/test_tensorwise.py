@@ -97,7 +97,7 @@ def test_what_couples_tensors_is_refused(kind: Any, why: str) -> None:
     ("options", "message"),
     [
         ({"gather": "weights"}, "valid names: parameters, gradients"),
-        ({"depth": 0}, "gather_depth must be >= 1"),
+        ({"depth": 0}, "gather_depth must be an integer >= 1"),
         ({"decouple": False}, "set gather='gradients' with it"),
         ({"gather": "gradients", "decouple": False, "depth": 1}, "has no effect"),
     ],
