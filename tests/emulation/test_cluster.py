@@ -160,6 +160,11 @@ def test_congestion_control_is_the_one_asked_for() -> None:
     assert _namespaces() == namespaces
 
 
+def _processes_in(namespace: str) -> list[str]:
+    command = ["ip", "netns", "pids", namespace]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
 @pytest.mark.netns
 def test_namespaces_of_a_killed_process_are_removed_and_those_of_a_live_one_kept() -> None:
     namespaces = _namespaces()
@@ -180,9 +185,10 @@ def test_namespaces_of_a_killed_process_are_removed_and_those_of_a_live_one_kept
         process.wait()
         stale = {f"dear-{process.pid}-0-host0", f"dear-{process.pid}-0-switch"}
         assert stale < _namespaces()
-        lost = subprocess.Popen(
-            ["ip", "netns", "exec", f"dear-{process.pid}-0-host0", "sleep", "600"]
-        )
+        namespace = f"dear-{process.pid}-0-host0"
+        lost = subprocess.Popen(["ip", "netns", "exec", namespace, "sleep", "600"])
+        while str(lost.pid) not in _processes_in(namespace):
+            assert lost.poll() is None
         assert stale <= set(remove_stale_namespaces())
         assert lost.wait(timeout=5) == -signal.SIGKILL
         assert cluster.hosts[0].namespace in _namespaces()
