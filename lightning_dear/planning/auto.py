@@ -77,6 +77,7 @@ class AutoFusion:
         self.bucket_cap_mb = bucket_cap_mb
         self.first_bucket_cap_mb = first_bucket_cap_mb
         self.all_reduced_share = all_reduced_share
+        # Refuses caps that make no buckets.
         self._fixed()
 
     def _fixed(self) -> ThresholdFusion:

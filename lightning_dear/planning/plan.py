@@ -112,9 +112,8 @@ class BucketPlan:
     @property
     def gather_order(self) -> tuple[int, ...]:
         """Numbers of the buckets that are gathered: the early ones, then in first-use order."""
-        later = range(len(self.buckets))
-        order = dict.fromkeys((*self.early, *later))
-        return tuple(number for number in order if number not in self.all_reduced)
+        others = frozenset((*self.early, *self.all_reduced))
+        return *self.early, *(n for n in range(len(self.buckets)) if n not in others)
 
     @property
     def padded_numel(self) -> int:

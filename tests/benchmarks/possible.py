@@ -1,0 +1,61 @@
+"""The shortest step that planning/predict.py finds for a replayed model on a link without overhead.
+
+    python -m tests.benchmarks.possible bert_base 0.5 1 1.33 2 4
+
+Whole tensors, caps from 1 to 32 MiB, early gathers where they help; the optimizer's step takes no
+time. For each of the given ratios of communication to forward and backward, at two ranks, it prints
+the step over max(forward + backward, bytes / rate). Pure: the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import accumulate
+
+from lightning_dear.planning import LinkCost, TensorSpec, ThresholdFusion
+from lightning_dear.planning.early import choose_early
+from lightning_dear.planning.predict import predict
+from lightning_dear.planning.times import ModelTimes
+from lightning_dear.workloads.replay import ModelProfile, load_profile
+
+WORLD_SIZE = 2
+BYTES_PER_S = 125e6
+CAPS_MB = (1, 2, 4, 8, 16, 32)
+
+
+def tensors_and_times(profile: ModelProfile) -> tuple[list[TensorSpec], ModelTimes]:
+    """What a recorded and a measured step of the profile would give the planners."""
+    owned = [(layer, math.prod(shape)) for layer in profile.layers for shape in layer.shapes]
+    begins_s = accumulate((layer.forward_s for layer in profile.layers), initial=0.0)
+    ends_s = list(accumulate(layer.backward_s for layer in reversed(profile.layers)))
+    first_use_of = dict(zip((layer.name for layer in profile.layers), begins_s, strict=False))
+    ready_of = dict(zip((layer.name for layer in profile.layers), reversed(ends_s), strict=True))
+    first_use_s = {index: first_use_of[layer.name] for index, (layer, _) in enumerate(owned)}
+    ready_s = {index: ready_of[layer.name] for index, (layer, _) in enumerate(owned)}
+    tensors = [
+        TensorSpec(index, str(index), numel, 4, "f", first_use=index, ready=len(owned) - index)
+        for index, (_, numel) in enumerate(owned)
+    ]
+    return tensors, ModelTimes(profile.forward_s, profile.backward_s, first_use_s, ready_s)
+
+
+def possible_over_bound(name: str, ratio: float) -> float:
+    """The best step over the bound, at `ratio` seconds of communication to one of compute."""
+    profile = load_profile(name)
+    communication_s = 2 * (WORLD_SIZE - 1) / WORLD_SIZE * profile.nbytes / BYTES_PER_S
+    tensors, times = tensors_and_times(profile.with_compute(communication_s / ratio))
+    link = LinkCost(0.0, 1 / BYTES_PER_S)
+    steps = []
+    for cap_mb in CAPS_MB:
+        plan = ThresholdFusion(bucket_cap_mb=cap_mb, first_bucket_cap_mb=1).plan(
+            tensors, WORLD_SIZE
+        )
+        steps.append(predict(choose_early(plan, tensors, times, link), tensors, times, link))
+    best = min(steps, key=lambda step: step.step_s)
+    return best.step_s / best.bound_s
+
+
+if __name__ == "__main__":
+    for text in sys.argv[2:]:
+        print(f"{sys.argv[1]} at ratio {text}: {possible_over_bound(sys.argv[1], float(text)):.2f}")
