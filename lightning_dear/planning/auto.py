@@ -23,7 +23,7 @@ from lightning_dear.planning.times import ModelTimes
 NUM_REPEATED = 3
 """Plans measured twice: the fixed one and the two best others."""
 
-_CAP_RANGE = (1 / 16, 64.0)
+_CAP_RANGE = (1 / 32, 32.0)
 """Of the fixed buckets' cap: 0.25 to 256 MiB."""
 
 _MIN_CAP_RATIO = 2.0
@@ -46,7 +46,7 @@ class AutoFusion:
     Args:
         num_steps: Optimizer steps that all of it may take, the recorded and profiled ones included.
         bucket_cap_mb: Of the fixed buckets, MiB; see `ThresholdFusion`. Other caps are looked for
-            between a sixteenth and 64 times as much.
+            between a 32nd and 32 times as much.
         first_bucket_cap_mb: Of the fixed bucket nearest the input, MiB.
         all_reduced_share: Most of all elements, 0..1, that may be all-reduced instead of sharded:
             their optimizer state is then whole on every rank. 0 forbids it; at 1, everything
@@ -64,7 +64,7 @@ class AutoFusion:
         self,
         *,
         num_steps: int = 60,
-        bucket_cap_mb: float = 4.0,
+        bucket_cap_mb: float = 8.0,
         first_bucket_cap_mb: float = 1.0,
         all_reduced_share: float = 0.1,
     ) -> None:

@@ -32,7 +32,8 @@ class ThresholdFusion:
     so nothing hides its time. A tensor over the cap is cut into equal parts.
 
     Args:
-        bucket_cap_mb: Cap of a bucket, MiB.
+        bucket_cap_mb: Cap of a bucket, MiB. Every rank sends `bucket_cap_mb / world_size` to each
+            other one, so that with more ranks a small cap costs more in messages.
         first_bucket_cap_mb: Cap of the bucket nearest the input, MiB; more than `bucket_cap_mb`
             counts as that much.
 
@@ -40,7 +41,7 @@ class ThresholdFusion:
         ValueError: If a cap is not positive.
     """
 
-    def __init__(self, *, bucket_cap_mb: float = 4.0, first_bucket_cap_mb: float = 1.0) -> None:
+    def __init__(self, *, bucket_cap_mb: float = 8.0, first_bucket_cap_mb: float = 1.0) -> None:
         for option, value in (
             ("bucket_cap_mb", bucket_cap_mb),
             ("first_bucket_cap_mb", first_bucket_cap_mb),

@@ -223,7 +223,7 @@ def test_caps_are_those_of_the_whole_model() -> None:
         plain = composed(["strategy=ddp", "model.scale=1", "strategy.bucket_cap_mb=8"])
     for cfg in (dear, ddp, plain):
         scale_caps(cfg)
-    assert dear.fusion.bucket_cap_mb == pytest.approx(0.004)
+    assert dear.fusion.bucket_cap_mb == pytest.approx(0.008)
     assert dear.fusion.first_bucket_cap_mb == pytest.approx(0.001)
     assert ddp.strategy.bucket_cap_mb == pytest.approx(0.008)
     assert plain.strategy.bucket_cap_mb == 8

@@ -110,7 +110,7 @@ def test_reasons_in_one_line() -> None:
     fast = search._plans[1]
     while (plan := search.next()) is not None:
         search.tell(plan, 0.212 if plan == fast else 0.230)
-    assert search.reason.endswith("212 ms/step against 230 ms of threshold(4 MiB, first 1 MiB)")
+    assert search.reason.endswith("212 ms/step against 230 ms of threshold(8 MiB, first 1 MiB)")
     assert f"{len(fast.buckets)} buckets of" in search.reason
     search = _search()
     _tried(search, [0.1])
@@ -138,7 +138,7 @@ def test_what_should_be_faster_all_reduced_is_measured_beside_the_same_without()
         count = len(reducing.all_reduced)
         assert f"{count} of them all-reduced" in search.reason
         if without == FIXED:
-            assert search.reason.endswith("ms of threshold(4 MiB, first 1 MiB)")
+            assert search.reason.endswith("ms of threshold(8 MiB, first 1 MiB)")
         else:
             assert search.reason.endswith(" ms without all-reduces")
         assert "\n" not in search.reason
