@@ -71,6 +71,11 @@ class Bucket:
         """Whether new values wait in `landing` until `land`."""
         return self.landing is not self.parameters
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank steps all of it: the only rank, or an all-reduced bucket."""
+        return self.replica.numel() == self.parameters.numel()
+
     def publish(self) -> None:
         """Rounds the stepped shard into what is gathered; nothing to do where they are the same."""
         if self.is_staged:

@@ -65,7 +65,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
     """Refuses an optimizer that would give another result on parts of tensors.
 
     torch's own element-wise optimizers are known by class; anything else is probed: a matrix
-    stepped whole and in two parts, three steps, must end in the same bits.
+    stepped whole and in two parts, three steps, must end in the same bits, with the options of each
+    parameter group.
 
     Raises:
         ValueError: Naming the optimizer and what to use.
@@ -76,7 +77,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     if name.lower() in _WHOLE_TENSOR:
         raise ValueError(_refusal(name, "it works on whole tensors, not element by element"))
     try:
-        agrees = _steps_alike_on_parts(optimizer)
+        agrees = all(_steps_alike_on_parts(optimizer, group) for group in used_groups(optimizer))
     except Exception as error:
         raise ValueError(
             _refusal(name, f"stepping it on a small matrix failed: {error}")
@@ -94,40 +95,54 @@ def _refusal(name: str, why: str) -> str:
     )
 
 
-def _steps_alike_on_parts(optimizer: Optimizer) -> bool:
+def used_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups that have parameters."""
+    return [group for group in optimizer.param_groups if group["params"]]
+
+
+def _steps_alike_on_parts(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     shape = (_NUM_ROWS, _NUM_COLUMNS)
     start = torch.randn(_NUM_ROWS * _NUM_COLUMNS, generator=generator)
     gradients = torch.randn(_NUM_STEPS, start.numel(), generator=generator)
     whole, parts = start.clone().view(shape), start.clone().chunk(2)
-    _step(optimizer, [whole], [[gradient.view(shape)] for gradient in gradients])
-    _step(optimizer, parts, [gradient.chunk(2) for gradient in gradients])
+    _step(optimizer, group, [whole], [[gradient.view(shape)] for gradient in gradients])
+    _step(optimizer, group, parts, [gradient.chunk(2) for gradient in gradients])
     agrees = torch.equal(whole.flatten(), torch.cat(parts))
     return agrees and not torch.equal(whole.flatten(), start)
 
 
 @torch.no_grad()
 def _step(
-    optimizer: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    tensors: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
 ) -> None:
     """Steps a twin of `optimizer` on one tensor after the other, as the engine steps buckets."""
-    twin: Any = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    group = {**optimizer.param_groups[0], "params": []}
-    twin.__dict__.update(state=defaultdict(dict), param_groups=[group])
-    for tensor in tensors:
-        twin.state[tensor].update(initial_state(optimizer, tensor))
+    twin = twin_of(optimizer, group, tensors)
     step = inner_step(twin)
     for of_tensors in gradients:
         for tensor, gradient in zip(tensors, of_tensors, strict=True):
             tensor.grad = gradient.clone()
-            group["params"] = [tensor]
+            twin.param_groups[0]["params"] = [tensor]
             step(twin)
 
 
-def initial_state(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
-    """What the constructor put into the state of the first parameter, in `tensor`'s size."""
-    first = optimizer.param_groups[0]["params"][0]
+def twin_of(optimizer: Optimizer, group: dict[str, Any], tensors: Sequence[Tensor]) -> Optimizer:
+    """The optimizer with one of its groups' options, over `tensors`, stepped never."""
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    groups = [{**group, "params": list(tensors)}]
+    twin.__dict__.update(state=defaultdict(dict), param_groups=groups)
+    for tensor in tensors:
+        twin.state[tensor].update(_initial_state(optimizer, group, tensor))
+    return twin  # type: ignore[no-any-return]
+
+
+def _initial_state(optimizer: Optimizer, group: dict[str, Any], tensor: Tensor) -> dict[str, Any]:
+    """The constructor's state of the group's first parameter, in `tensor`'s size."""
+    first = group["params"][0]
     return {
         key: torch.full_like(tensor, float(value.flatten()[0]))
         if isinstance(value, Tensor) and value.shape == first.shape

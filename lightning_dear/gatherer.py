@@ -113,8 +113,6 @@ class ParameterGatherer:
         if not work.is_done:
             # Until the step has ended, reads find the values that a backward may still need.
             (self._staged if bucket.is_staged else self._pending)[number] = work
-        elif bucket.is_all_reduced:
-            self._bump_versions(number)
 
     def close_gates(self) -> None:
         """Makes every module that owns a pending parameter wait at its next read."""

@@ -81,6 +81,7 @@ class ShardedOptimizer:
         self.device = torch.device("cpu")
         self._listener = listener
         self._in_bucket: dict[int, list[Piece]] = {}
+        self._whole: frozenset[int] = frozenset()
         self._parameters: Sequence[Parameter] = ()
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._swapped: list[list[Parameter]] | None = None
@@ -112,6 +113,7 @@ class ShardedOptimizer:
         self._in_bucket = {
             bucket.number: shard_pieces(bucket, rank, world_size) for bucket in buffers.buckets
         }
+        self._whole = frozenset(bucket.number for bucket in buffers.buckets if bucket.is_whole)
         self.pieces = list(chain(*self._in_bucket.values()))
         self._state = defaultdict(dict)
         for piece in self.pieces:
@@ -286,8 +288,13 @@ class ShardedOptimizer:
 
     def _finish_run(self) -> None:
         for number in self._selected:
-            for piece in self._in_bucket[number]:
-                piece.was_stepped |= piece.parameter.grad is not None
+            stepped = [one for one in self._in_bucket[number] if one.parameter.grad is not None]
+            for piece in stepped:
+                piece.was_stepped = True
+            if number in self._whole:
+                # No gather will tell autograd that what it saved of these is no longer there.
+                parameters = [self._parameters[piece.tensor_index] for piece in stepped]
+                torch.autograd.graph.increment_version(parameters)
             self._listener.stepped(number)
         self._selected = ()
 

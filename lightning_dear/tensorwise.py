@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from lightning_dear.deferred_step import DeferredStep
 from lightning_dear.elementwise import (
     ELEMENTWISE,
     check_elementwise,
-    initial_state,
     inner_step,
+    twin_of,
+    used_groups,
 )
 from lightning_dear.gathering import Gathering
 
@@ -30,7 +30,7 @@ def check_tensorwise(optimizer: Optimizer) -> None:
     """Refuses an optimizer that would give another result if tensors are stepped one by one.
 
     torch's own are known by class; anything else is probed: two matrices stepped together and one
-    by one, three steps, must end in the same bits.
+    by one, three steps, must end in the same bits, with the options of each parameter group.
 
     Raises:
         ValueError: Naming the optimizer and what to use.
@@ -38,7 +38,7 @@ def check_tensorwise(optimizer: Optimizer) -> None:
     if type(optimizer) in _KNOWN:
         return
     try:
-        agrees = _steps_alike_one_by_one(optimizer)
+        agrees = all(_steps_alike_one_by_one(optimizer, group) for group in used_groups(optimizer))
     except Exception as error:
         raise ValueError(
             _refusal(
@@ -79,11 +79,11 @@ def _refusal(optimizer: Optimizer, why: str) -> str:
     )
 
 
-def _steps_alike_one_by_one(optimizer: Optimizer) -> bool:
+def _steps_alike_one_by_one(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in _SHAPES]
     together, apart = ([tensor.clone() for tensor in start] for _ in range(2))
-    twins = [_twin_of(optimizer, tensors) for tensors in (together, apart)]
+    twins = [twin_of(optimizer, group, tensors) for tensors in (together, apart)]
     for _ in range(_NUM_STEPS):
         gradients = [torch.randn(shape, generator=generator) for shape in _SHAPES]
         _give(together, gradients)
@@ -112,14 +112,3 @@ def _step_apart(twin: Optimizer, tensors: list[Tensor], gradients: list[Tensor])
 def _give(tensors: list[Tensor], gradients: Any) -> None:
     for tensor, gradient in zip(tensors, gradients, strict=True):
         tensor.grad = None if gradient is None else gradient.clone()
-
-
-def _twin_of(optimizer: Optimizer, tensors: list[Tensor]) -> Optimizer:
-    """The optimizer with its first group's options, over `tensors`, stepped never."""
-    twin: Any = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    group = {**optimizer.param_groups[0], "params": tensors}
-    twin.__dict__.update(state=defaultdict(dict), param_groups=[group])
-    for tensor in tensors:
-        twin.state[tensor].update(initial_state(optimizer, tensor))
-    return twin  # type: ignore[no-any-return]

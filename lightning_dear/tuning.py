@@ -125,8 +125,13 @@ class Tuning:
         except ValueError as error:
             self._say(f"The plan found before is not used, another one is searched for: {error}")
             return False
-        if not getattr(self._planner, "all_reduced_share", True):
-            plan = replace(plan, all_reduced=())
+        share, most = plan.all_reduced_share, getattr(self._planner, "all_reduced_share", 1)
+        if share > most:
+            self._say(
+                "The plan found before is not used, another one is searched for: it all-reduces"
+                f" {share:.0%} of all elements, more than all_reduced_share={most}"
+            )
+            return False
         self._adopt(plan)
         self._say(f"The plan found before is used again: {plan.name}")
         return True

@@ -274,11 +274,16 @@ def test_all_reduces_are_planned_only_where_they_are_allowed() -> None:
     tuner, pipeline, _ = _tuning(everything, found=found)
     _train(tuner, pipeline, 100)
     assert tuner.plan == reducing
-    for planner, refusal in ((everything, "gathered"), (AutoFusion(all_reduced_share=0), None)):
-        other, pipeline, _ = _tuning(planner, found=found)
-        pipeline.all_reduce_refusal = refusal
+    other, pipeline, _ = _tuning(everything, found=found)
+    pipeline.all_reduce_refusal = "gathered"
+    _train(other, pipeline, 100)
+    assert other.plan == replace(reducing, all_reduced=())
+    for share in (0, 0.5):
+        other, pipeline, said = _tuning(AutoFusion(all_reduced_share=share), found=found)
         _train(other, pipeline, 100)
-        assert other.plan == replace(reducing, all_reduced=())
+        assert other.plan.all_reduced_share <= share
+        assert f"100% of all elements, more than all_reduced_share={share}" in said[0]
+        assert len(said) == 2
     last, pipeline, said = _tuning(everything)
     pipeline.all_reduce_refusal = "gradients are gathered"
     _train(last, pipeline, 100)

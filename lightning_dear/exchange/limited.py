@@ -95,12 +95,20 @@ class _Ticket:
         self._has_ended.wait()
         if self._failure is not None:
             raise RuntimeError(f"An all-gather failed: {self._failure}") from self._failure
+        assert self.work is not None
+        # What the data is for (a backward may still need the old values) is the reader's to do.
+        self.work.arrive = _has_arrived
+        self.work.wait()
+
+
+def _has_arrived() -> None:
+    return None
 
 
 def _failure_of(ticket: _Ticket) -> BaseException | None:
     assert ticket.work is not None
     try:
-        ticket.work.wait()
+        ticket.work.arrive()
     except BaseException as error:
         return error
     return None

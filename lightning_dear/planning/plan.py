@@ -125,6 +125,12 @@ class BucketPlan:
         """Share of the buckets that is not padding, 0..1."""
         return sum(bucket.numel for bucket in self.buckets) / max(self.padded_numel, 1)
 
+    @property
+    def all_reduced_share(self) -> float:
+        """Share of all elements that lie in all-reduced buckets, 0..1."""
+        numel = sum(self.buckets[number].numel for number in self.all_reduced)
+        return numel / max(sum(bucket.numel for bucket in self.buckets), 1)
+
     def to_dict(self, tensors: Sequence[TensorSpec]) -> dict[str, Any]:
         """The plan as JSON can hold it, with the names and sizes of the `tensors` it is over."""
         return {

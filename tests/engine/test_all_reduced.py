@@ -255,7 +255,7 @@ def test_a_parameter_that_one_rank_uses() -> None:
     assert_close(ours, train(SMALL_BUCKETS))
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(1, 2))
 def test_a_backward_through_values_from_before_a_step_is_refused() -> None:
     model = build("mlp")
     pipeline = new_pipeline(model, optimizer_for("sgd", model), ALL)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dear.gathering import Gathering
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, TensorSpec
 from tests.distributed.harness import distributed
@@ -37,11 +38,16 @@ class EarlyFusion:
 class Run:
     """One training whose backward is slow enough for reductions to arrive in it."""
 
-    def __init__(self, optimizer_name: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        optimizer_name: str,
+        dtype: torch.dtype = torch.float32,
+        gathering: Gathering | None = None,
+    ) -> None:
         self.model = build("wide_mlp", dtype=dtype)
         self.dtype = dtype
         self.optimizer = optimizer_for(optimizer_name, self.model)
-        self.pipeline = new_pipeline(self.model, self.optimizer, EarlyFusion())
+        self.pipeline = new_pipeline(self.model, self.optimizer, EarlyFusion(), gathering=gathering)
         self.part = self.pipeline.parts[0]
         self.num_early: list[int] = []
         self.in_backward = lambda model: None
@@ -91,11 +97,17 @@ def test_early_steps_change_no_bit(optimizer_name: str, dtype: torch.dtype) -> N
 
 
 @distributed(world_sizes=(2,))
-def test_a_backward_in_progress_still_reads_the_old_weights() -> None:
-    run = Run("sgd")
+@pytest.mark.parametrize("depth", [None, 1])
+def test_a_backward_in_progress_still_reads_the_old_weights(depth: int | None) -> None:
+    run = Run("sgd", gathering=Gathering(depth=depth))
     run.step(0)
     before = flat(run.model)
-    run.in_backward = lambda model: run.losses.append(flat(model))
+
+    def read(model: nn.Module) -> None:
+        time.sleep(0.2)  # so that what is gathered has arrived
+        run.losses.append(flat(model))
+
+    run.in_backward = read
     run.step(1)
     assert run.num_early[-1] > 0
     assert torch.equal(run.losses[1], before)

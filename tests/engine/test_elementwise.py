@@ -84,6 +84,25 @@ def test_a_stranger_that_needs_whole_tensors_is_refused(kind: type[Optimizer]) -
         check_elementwise(kind(_parameters()))
 
 
+class _Adaptive(_Lion):
+    """Divides by the norm of the whole tensor in the groups that say so."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm() if group["adapt"] else p.grad)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_every_group_is_tried_with_its_own_options(empty: bool) -> None:
+    first, second = ([] if empty else _parameters()), _parameters()
+    check_elementwise(_Adaptive([{"params": one, "adapt": False} for one in (first, second)]))
+    groups = [{"params": first, "adapt": False}, {"params": second, "adapt": True}]
+    with pytest.raises(ValueError, match="cannot shard _Adaptive: a matrix stepped in two parts"):
+        check_elementwise(_Adaptive(groups))
+
+
 def test_refused_by_name() -> None:
     optimizers = [torch.optim.LBFGS(_parameters()), LARS(_parameters(), lr=0.1)]
     optimizers += [torch.optim.Adafactor(_parameters())]

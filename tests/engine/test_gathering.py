@@ -79,11 +79,14 @@ class _Counting(PairwiseCollectives):
             self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
             if self.is_in_forward:
                 self.during_forward.add(threading.current_thread().name)
-        return Work(super().launch_all_gather(buffer, bucket).wait, self._arrived)
+        work = super().launch_all_gather(buffer, bucket)
 
-    def _arrived(self) -> None:
-        with self.lock:
-            self.num_in_flight -= 1
+        def arrive() -> None:
+            work.wait()
+            with self.lock:
+                self.num_in_flight -= 1
+
+        return Work(arrive)
 
 
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])

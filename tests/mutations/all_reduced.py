@@ -19,8 +19,8 @@ ALL_REDUCED = [
     ),
     Mutation(
         "refusing old activations after a step that gathers nothing",
-        "gatherer.py",
-        "        elif bucket.is_all_reduced:\n            self._bump_versions(number)\n",
+        "sharded_optimizer.py",
+        "                torch.autograd.graph.increment_version(parameters)\n",
         "",
         (f"{ENGINE}::test_a_backward_through_values_from_before_a_step_is_refused",),
     ),
@@ -96,9 +96,9 @@ ALL_REDUCED = [
     ),
     Mutation(
         "leaving alone at one rank what was not stepped",
-        "gatherer.py",
-        "        elif bucket.is_all_reduced:\n",
-        "        else:\n",
+        "sharded_optimizer.py",
+        "[one for one in self._in_bucket[number] if one.parameter.grad is not None]",
+        "self._in_bucket[number]",
         (f"{LIFE}::test_at_one_rank_what_was_not_stepped_may_be_used_as_under_plain_torch",),
     ),
 ]

@@ -101,6 +101,22 @@ GATHERING = [
         (f"{GATHERING_TESTS}::test_a_thread_keeps_to_the_depth",),
     ),
     Mutation(
+        "leaving early buckets to the reader where gathers are limited",
+        "exchange/limited.py",
+        "        ticket.work.arrive()\n",
+        "        ticket.work.wait()\n",
+        (
+            "tests/engine/test_early_steps.py::test_a_backward_in_progress_still_reads_the_old_weights",
+        ),
+    ),
+    Mutation(
+        "trying the options of every parameter group",
+        "elementwise.py",
+        "used_groups(optimizer))\n",
+        "used_groups(optimizer)[:1])\n",
+        ("tests/engine/test_elementwise.py::test_every_group_is_tried_with_its_own_options",),
+    ),
+    Mutation(
         "hiding all-reduced gradients after the step",
         "replicated_optimizer.py",
         "            placement.parameter.grad = None\n",
