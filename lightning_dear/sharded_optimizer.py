@@ -26,7 +26,7 @@ from lightning_dear.bucket import (
     shard_pieces,
 )
 from lightning_dear.elementwise import closure_skipped, inner_step
-from lightning_dear.step_runs import step_runs
+from lightning_dear.step_runs import mark_stepped, step_runs
 
 MASTER_KEY = "master_weight"
 """Key of a 16-bit parameter's fp32 master in its saved optimizer state."""
@@ -81,7 +81,6 @@ class ShardedOptimizer:
         self.device = torch.device("cpu")
         self._listener = listener
         self._in_bucket: dict[int, list[Piece]] = {}
-        self._whole: frozenset[int] = frozenset()
         self._parameters: Sequence[Parameter] = ()
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._swapped: list[list[Parameter]] | None = None
@@ -288,13 +287,10 @@ class ShardedOptimizer:
 
     def _finish_run(self) -> None:
         for number in self._selected:
-            stepped = [one for one in self._in_bucket[number] if one.parameter.grad is not None]
-            for piece in stepped:
-                piece.was_stepped = True
+            stepped = mark_stepped(self._in_bucket[number])
             if number in self._whole:
                 # No gather will tell autograd that what it saved of these is no longer there.
-                parameters = [self._parameters[piece.tensor_index] for piece in stepped]
-                torch.autograd.graph.increment_version(parameters)
+                torch.autograd.graph.increment_version([self._parameters[i] for i in stepped])
             self._listener.stepped(number)
         self._selected = ()
 

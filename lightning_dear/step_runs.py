@@ -1,8 +1,8 @@
-"""Which buckets one call of the optimizer steps together."""
+"""Which buckets one call of the optimizer steps together, and which parts it changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_dear.bucket import Piece
 
@@ -26,3 +26,11 @@ def step_runs(numbers: Sequence[int], pieces: Mapping[int, Sequence[Piece]]) -> 
         runs[-1].append(number)
         room -= numel
     return runs
+
+
+def mark_stepped(pieces: Iterable[Piece]) -> list[int]:
+    """Notes which pieces a step has just changed; returns their parameters' numbers."""
+    stepped = [piece for piece in pieces if piece.parameter.grad is not None]
+    for piece in stepped:
+        piece.was_stepped = True
+    return [piece.tensor_index for piece in stepped]

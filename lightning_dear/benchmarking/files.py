@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_dear.benchmarking.records import Block, Point, Row, Step
+from lightning_dear.benchmarking.records import Block, Point, Row
 
 
 def point_columns(point: Point) -> dict[str, Any]:
@@ -88,10 +88,6 @@ def write_summary(path: Path, rows: Sequence[Row]) -> None:
     path.unlink(missing_ok=True)
     if rows:
         append_lines(path, [summary_line(row) for row in rows])
-
-
-STEP_COLUMNS = tuple(field.name for field in fields(Step))
-"""Names of a step's figures in raw.csv."""
 
 
 def join_csv(path: Path, parts: Sequence[Path]) -> None:

@@ -48,13 +48,6 @@ def machine_use(before: CpuTimes, after: CpuTimes) -> float | None:
     return (after.busy_s - before.busy_s) / (after.total_s - before.total_s)
 
 
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def sent_bytes(interface: str) -> int | None:
     """Return all bytes that `interface` has sent, headers included."""
     text = _read("net/dev")

@@ -1,4 +1,4 @@
-"""Records one real step and draws what overlapped with what."""
+"""Records two real steps and draws what overlapped with what."""
 
 from __future__ import annotations
 

@@ -127,7 +127,6 @@ def test_a_cluster_is_launch_and_network(option):
         "interface",
         "alpha_s",
         "beta_s_per_byte",
-        "hierarchy",
     ]
 
 

@@ -20,8 +20,8 @@ ALL_REDUCED = [
     Mutation(
         "refusing old activations after a step that gathers nothing",
         "sharded_optimizer.py",
-        "                torch.autograd.graph.increment_version(parameters)\n",
-        "",
+        "torch.autograd.graph.increment_version([self._parameters[i] for i in stepped])\n",
+        "pass\n",
         (f"{ENGINE}::test_a_backward_through_values_from_before_a_step_is_refused",),
     ),
     Mutation(
@@ -96,9 +96,9 @@ ALL_REDUCED = [
     ),
     Mutation(
         "leaving alone at one rank what was not stepped",
-        "sharded_optimizer.py",
-        "[one for one in self._in_bucket[number] if one.parameter.grad is not None]",
-        "self._in_bucket[number]",
+        "step_runs.py",
+        "    return [piece.tensor_index for piece in stepped]\n",
+        "    return [piece.tensor_index for piece in pieces]\n",
         (f"{LIFE}::test_at_one_rank_what_was_not_stepped_may_be_used_as_under_plain_torch",),
     ),
 ]
