@@ -6,12 +6,14 @@ from dataclasses import fields
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed.harness import distributed
 from tests.engine.delays import Delays
+from tests.engine.models import batch, build, loss_of, optimizer_for
 from tests.engine.odd_models import ODD_MODELS
 from tests.engine.test_parity import assert_equal, assert_equal_on_all_ranks
-from tests.engine.training import train_dear, train_reference
+from tests.engine.training import new_pipeline, train_dear, train_reference
 
 LATE_S = 0.03
 ALONE = {field.name: Delays(**{field.name: LATE_S}) for field in fields(Delays)}
@@ -25,6 +27,28 @@ def test_delays_change_nothing(model: str, late: str, world_size: int) -> None:
     ours = train_dear(model, "adamw", 4, delays=ALONE.get(late, TOGETHER))
     assert_equal_on_all_ranks(ours)
     assert_equal(ours, train_reference(model, "adamw", 4, world_size))
+
+
+@distributed(world_sizes=(2, 3))
+def test_module_buffers_follow_rank_0_however_late() -> None:
+    model = build("conv")
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer, delays=Delays(before_all_gather_s=LATE_S))
+    for step in range(3):
+        with pipeline.forward():
+            loss = loss_of(model, *batch("conv", step, dist.get_rank()))
+        own = [buffer.clone() for buffer in model.buffers()]
+        optimizer.zero_grad()
+        with pipeline.backward():
+            loss.backward()
+        optimizer.step()
+        dist.barrier()
+        for buffer, mine in zip(model.buffers(), own, strict=True):
+            every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, mine)
+            assert torch.equal(buffer, every[0])
+            assert not buffer.is_floating_point() or not torch.equal(every[0], every[1])
+    pipeline.detach()
 
 
 @pytest.mark.parametrize("model", sorted(ODD_MODELS))

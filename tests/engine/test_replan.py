@@ -21,6 +21,7 @@ from lightning_dear.planning import (
     ThresholdFusion,
 )
 from tests.distributed.harness import distributed
+from tests.engine.delays import Delays
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 from tests.engine.training import SMALL_BUCKETS, new_pipeline
 
@@ -48,6 +49,31 @@ def _train(
     state = part.optimizer_state_dict()
     pipeline.detach()
     return weights(model), state
+
+
+@distributed(world_sizes=(2, 3))
+def test_values_that_have_not_arrived_yet_are_in_the_next_plan() -> None:
+    """Without optimizer state, whose exchange would take as long as they do."""
+    ends = []
+    for delays in (None, Delays(before_all_gather_s=0.05)):
+        model = build("mlp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        pipeline = new_pipeline(model, optimizer, delays=delays)
+        part = pipeline.parts[0]
+        for step in range(4):
+            if step in (2, 3) and delays is not None:
+                part.replan(
+                    (LARGER, SMALL_BUCKETS)[step % 2].plan(part.tensors, part.plan.world_size)
+                )
+            with pipeline.forward():
+                loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
+            optimizer.zero_grad()
+            with pipeline.backward():
+                loss.backward()
+            optimizer.step()
+        pipeline.detach()
+        ends.append(weights(model))
+    _assert_same(*ends)
 
 
 def _assert_same(left: object, right: object) -> None:

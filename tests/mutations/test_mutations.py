@@ -14,6 +14,7 @@ from tests.mutations.mutations import MUTATIONS
 def test_what_is_removed_is_there(mutation: Mutation) -> None:
     text = (ROOT / "lightning_dear" / mutation.file).read_text()
     assert text.count(mutation.old) == 1
+    compile(text.replace(mutation.old, mutation.new), mutation.file, "exec")
     for test in mutation.tests:
         assert test.startswith("-") or " " in test or (ROOT / test.split("::")[0]).exists(), test
 
