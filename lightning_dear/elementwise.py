@@ -44,6 +44,7 @@ _WHOLE_TENSOR = frozenset(
     }
 )
 _NUM_ROWS, _NUM_COLUMNS, _NUM_STEPS = 8, 32, 3
+_SOME_LR = 1e-2
 
 
 def inner_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
@@ -133,8 +134,11 @@ def twin_of(optimizer: Optimizer, group: dict[str, Any], tensors: Sequence[Tenso
     """The optimizer with one of its groups' options, over `tensors`, stepped never."""
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    groups = [{**group, "params": list(tensors)}]
-    twin.__dict__.update(state=defaultdict(dict), param_groups=groups)
+    options = {**group, "params": list(tensors)}
+    if "lr" in group and not group["lr"]:
+        # A warm-up may begin at 0, where nothing would be seen.
+        options["lr"] = group.get("initial_lr") or _SOME_LR
+    twin.__dict__.update(state=defaultdict(dict), param_groups=[options])
     for tensor in tensors:
         twin.state[tensor].update(_initial_state(optimizer, group, tensor))
     return twin  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from statistics import NormalDist, mean, pstdev
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.fusion import ThresholdFusion
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.search import PlanSearch, described, starting_plan
+from lightning_dear.planning.search import PlanSearch, described
 from lightning_dear.planning.times import ModelTimes
 
 _CAPS_PER_OCTAVE = 4
@@ -31,10 +31,13 @@ class BayesianFusion:
         num_trials: Plans to measure, the first one included.
         min_cap_mb: Smallest cap, MiB.
         max_cap_mb: Largest cap, MiB.
+        bucket_cap_mb: The cap to start with, MiB.
+        first_bucket_cap_mb: Of the bucket nearest the input, MiB; see `ThresholdFusion`.
         seed: Of the Gaussian process.
 
     Raises:
-        ValueError: If there are fewer than two trials or the caps are not 0 < min < max.
+        ValueError: If there are fewer than two trials, the caps are not 0 < min < max, or one to
+            start with is not positive.
     """
 
     name = "bayesian"
@@ -45,6 +48,8 @@ class BayesianFusion:
         num_trials: int = 8,
         min_cap_mb: float = 0.25,
         max_cap_mb: float = 256.0,
+        bucket_cap_mb: float = 8.0,
+        first_bucket_cap_mb: float = 1.0,
         seed: int = 0,
     ) -> None:
         if num_trials < 2:
@@ -57,19 +62,26 @@ class BayesianFusion:
         self.min_cap_mb = min_cap_mb
         self.max_cap_mb = max_cap_mb
         self.seed = seed
+        self._first = ThresholdFusion(
+            bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb
+        )
 
     def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
         """See `FusionPlanner`: what to start with."""
-        return starting_plan(tensors, world_size)
+        return self._first.plan(tensors, world_size)
 
     def search(
         self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
     ) -> PlanSearch:
         """See `SearchingPlanner`; `times` and `link` are not looked at."""
-        plans = cap_plans(tensors, world_size, self.min_cap_mb, self.max_cap_mb)
-        return BayesianSearch(
-            plans, self.plan(tensors, world_size), tensors, self.num_trials, self.seed
+        first = self._first
+        plans = cap_plans(
+            tensors, world_size, self.min_cap_mb, self.max_cap_mb, first.first_bucket_cap_mb
         )
+        start = first.plan(tensors, world_size)
+        equal = (cap_mb for cap_mb, plan in plans.items() if same_buckets(plan, start))
+        plans[next(equal, first.bucket_cap_mb)] = start
+        return BayesianSearch(plans, start, tensors, self.num_trials, self.seed)
 
 
 def cap_plans(
@@ -106,7 +118,7 @@ class BayesianSearch:
 
     Args:
         plans: Cap in MiB -> plan; all distinct.
-        start: Measured first; whatever happens, it is there to go back to.
+        start: The one of them that is measured first; it is there to go back to.
         tensors: What the plans are made of.
         num_trials: Plans to measure, `start` included.
         seed: Of the Gaussian process.
@@ -120,14 +132,12 @@ class BayesianSearch:
         num_trials: int,
         seed: int,
     ) -> None:
-        self._caps = dict(plans)
+        self._caps = plans
         self._start = start
         self._tensors = tensors
         self._num_trials = num_trials
         self._seed = seed
         self._measured: list[tuple[float, float, BucketPlan]] = []
-        self._start_cap = _cap_of(start, plans)
-        self._caps[self._start_cap] = start
 
     @property
     def best(self) -> BucketPlan:
@@ -162,7 +172,7 @@ class BayesianSearch:
 
     def tell(self, plan: BucketPlan, step_s: float) -> None:
         """See `PlanSearch`."""
-        cap_mb = _cap_of(plan, self._caps)
+        cap_mb = next(cap for cap, one in self._caps.items() if same_buckets(plan, one))
         self._measured.append((step_s, cap_mb, plan))
 
     def _most_promising(self, caps: Sequence[float]) -> int:
@@ -202,10 +212,3 @@ def _expected_improvement(gain: float, deviation: float) -> float:
 
 def _column(caps: Sequence[float]) -> list[list[float]]:
     return [[math.log2(cap_mb)] for cap_mb in caps]
-
-
-def _cap_of(plan: BucketPlan, plans: dict[float, BucketPlan]) -> float:
-    for cap_mb, other in plans.items():
-        if same_buckets(plan, other):
-            return cap_mb
-    return ThresholdFusion().bucket_cap_mb

@@ -103,6 +103,19 @@ def test_every_group_is_tried_with_its_own_options(empty: bool) -> None:
         check_elementwise(_Adaptive(groups))
 
 
+def test_a_learning_rate_that_warms_up_from_zero_says_nothing() -> None:
+    for kind in (_Lion, _GroupCounter):
+        optimizer = kind(_parameters())
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+        assert optimizer.param_groups[0]["lr"] == 0
+        if kind is _Lion:
+            check_elementwise(optimizer)
+        else:
+            with pytest.raises(ValueError, match="cannot shard _GroupCounter: a matrix stepped"):
+                check_elementwise(optimizer)
+    check_elementwise(_Lion(_parameters(), lr=0.0))
+
+
 def test_refused_by_name() -> None:
     optimizers = [torch.optim.LBFGS(_parameters()), LARS(_parameters(), lr=0.1)]
     optimizers += [torch.optim.Adafactor(_parameters())]

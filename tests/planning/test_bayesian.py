@@ -7,7 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_dear.planning import BayesianFusion, BucketPlan, LinkCost, ModelTimes, TensorSpec
+from lightning_dear.planning import (
+    BayesianFusion,
+    BucketPlan,
+    LinkCost,
+    ModelTimes,
+    TensorSpec,
+    ThresholdFusion,
+)
 from lightning_dear.planning.bayesian import BayesianSearch, cap_plans, same_buckets
 
 WORLD_SIZE = 2
@@ -75,6 +82,16 @@ def test_suggestions_depend_neither_on_scale_nor_offset_nor_on_the_run() -> None
     assert _run(_search(), lambda plan: 5 + _bowl(12)(plan)) == plain
 
 
+def test_it_starts_with_the_caps_it_is_given() -> None:
+    planner = BayesianFusion(bucket_cap_mb=3.0, first_bucket_cap_mb=2.0)
+    start = ThresholdFusion(bucket_cap_mb=3.0, first_bucket_cap_mb=2.0).plan(TENSORS, WORLD_SIZE)
+    search = planner.search(TENSORS, WORLD_SIZE, TIMES, LinkCost(1e-3, 1e-9))
+    tried = _run(search, _bowl(60))
+    assert planner.plan(TENSORS, WORLD_SIZE) == tried[0] == start
+    assert all(len(plan.buckets[0].slices) <= 2 for plan in tried)
+    assert any(len(plan.buckets[0].slices) == 2 for plan in tried[1:])
+
+
 def test_a_flat_curve_is_no_problem() -> None:
     search = _search(num_trials=5)
     assert len(_run(search, lambda _: 0.5)) == 5
@@ -102,6 +119,7 @@ def test_before_anything_is_measured_the_first_plan_is_the_best() -> None:
         ({"min_cap_mb": 0.0}, "0 < min_cap_mb < max_cap_mb"),
         ({"min_cap_mb": 8.0, "max_cap_mb": 8.0}, "0 < min_cap_mb < max_cap_mb"),
         ({"max_cap_mb": float("inf")}, "0 < min_cap_mb < max_cap_mb"),
+        ({"bucket_cap_mb": 0.0}, "bucket_cap_mb must be > 0 MiB"),
     ],
 )
 def test_impossible_options_are_refused(options: dict, message: str) -> None:
