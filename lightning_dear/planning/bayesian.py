@@ -62,19 +62,25 @@ class BayesianFusion:
         self.min_cap_mb = min_cap_mb
         self.max_cap_mb = max_cap_mb
         self.seed = seed
-        self._first = ThresholdFusion(
-            bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb
+        self.bucket_cap_mb = bucket_cap_mb
+        self.first_bucket_cap_mb = first_bucket_cap_mb
+        # Refuses caps that make no buckets.
+        self._first()
+
+    def _first(self) -> ThresholdFusion:
+        return ThresholdFusion(
+            bucket_cap_mb=self.bucket_cap_mb, first_bucket_cap_mb=self.first_bucket_cap_mb
         )
 
     def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
         """See `FusionPlanner`: what to start with."""
-        return self._first.plan(tensors, world_size)
+        return self._first().plan(tensors, world_size)
 
     def search(
         self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
     ) -> PlanSearch:
         """See `SearchingPlanner`; `times` and `link` are not looked at."""
-        first = self._first
+        first = self._first()
         plans = cap_plans(
             tensors, world_size, self.min_cap_mb, self.max_cap_mb, first.first_bucket_cap_mb
         )
