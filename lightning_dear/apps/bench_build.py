@@ -12,6 +12,7 @@ from lightning_dear.benchmarking.competitors import default_ddp_caps
 from lightning_dear.benchmarking.mgwfbp import ddp_options
 from lightning_dear.benchmarking.records import Point
 from lightning_dear.planning import BucketPlan, FixedPlan
+from lightning_dear.planning.fusion import default_cap_mb
 from lightning_dear.workloads.replay import ReplayModel, load_profile
 
 _CAPS = ("bucket_cap_mb", "first_bucket_cap_mb", "min_cap_mb", "max_cap_mb")
@@ -103,14 +104,20 @@ def rate_of(cfg: DictConfig) -> float | None:
     return None if rate_mbit is None else rate_mbit * 1e6 / 8
 
 
-def scale_caps(cfg: DictConfig) -> None:
+def scale_caps(cfg: DictConfig, world_size: int) -> None:
     """Divide caps of buckets by the model's scale, in place: they are meant for the whole model.
 
     Without it a model of 1/20 of the bytes would travel in 1/20 of the buckets.
+
+    Args:
+        cfg: An entry's config.
+        world_size: Number of ranks, on which the cap depends that is left at null.
     """
     scale = scale_of(cfg)
     if scale == 1:
         return
+    if cfg.fusion.get("bucket_cap_mb", 0) is None:
+        cfg.fusion.bucket_cap_mb = default_cap_mb(world_size)
     for node in (cfg.strategy, cfg.fusion):
         for name in node if OmegaConf.is_config(node) else ():
             if name in _CAPS and isinstance(node[name], (int, float)):

@@ -164,7 +164,7 @@ class Comparison:
 
     def _composed(self, overrides: Sequence[str]) -> DictConfig:
         cfg = composed(merged(overrides_of(self.setting), [*overrides, *self._replay]))
-        scale_caps(cfg)
+        scale_caps(cfg, self.rig.world_size)
         return cfg
 
     def _run_alone(self, length: BlockLength) -> RankBlock:

@@ -24,7 +24,7 @@ NUM_REPEATED = 3
 """Plans measured twice: the fixed one and the two best others."""
 
 _CAP_RANGE = (1 / 32, 32.0)
-"""Of the fixed buckets' cap: 0.25 to 256 MiB."""
+"""Of the fixed buckets' cap: 0.25 to 256 MiB at two ranks."""
 
 _MIN_CAP_RATIO = 2.0
 _MAX_SINGLE_RATIO = 1.3
@@ -64,7 +64,7 @@ class AutoFusion:
         self,
         *,
         num_steps: int = 60,
-        bucket_cap_mb: float = 8.0,
+        bucket_cap_mb: float | None = None,
         first_bucket_cap_mb: float = 1.0,
         all_reduced_share: float = 0.1,
     ) -> None:
@@ -95,7 +95,8 @@ class AutoFusion:
         """See `SearchingPlanner`."""
         fixed = self.plan(tensors, world_size)
         num_trials = (self.num_steps - STEPS_BEFORE_SEARCH) // STEPS_PER_TRIAL
-        least, most = (self.bucket_cap_mb * factor for factor in _CAP_RANGE)
+        cap_mb = self._fixed().cap_mb(world_size)
+        least, most = (cap_mb * factor for factor in _CAP_RANGE)
         others = cap_plans(tensors, world_size, least, most, self.first_bucket_cap_mb)
 
         def step_s(plan: BucketPlan) -> float:

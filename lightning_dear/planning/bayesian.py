@@ -31,7 +31,7 @@ class BayesianFusion:
         num_trials: Plans to measure, the first one included.
         min_cap_mb: Smallest cap, MiB.
         max_cap_mb: Largest cap, MiB.
-        bucket_cap_mb: The cap to start with, MiB.
+        bucket_cap_mb: The cap to start with, MiB; None: `ThresholdFusion`'s own.
         first_bucket_cap_mb: Of the bucket nearest the input, MiB; see `ThresholdFusion`.
         seed: Of the Gaussian process.
 
@@ -48,7 +48,7 @@ class BayesianFusion:
         num_trials: int = 8,
         min_cap_mb: float = 0.25,
         max_cap_mb: float = 256.0,
-        bucket_cap_mb: float = 8.0,
+        bucket_cap_mb: float | None = None,
         first_bucket_cap_mb: float = 1.0,
         seed: int = 0,
     ) -> None:
@@ -86,7 +86,7 @@ class BayesianFusion:
         )
         start = first.plan(tensors, world_size)
         equal = (cap_mb for cap_mb, plan in plans.items() if same_buckets(plan, start))
-        plans[next(equal, first.bucket_cap_mb)] = start
+        plans[next(equal, first.cap_mb(world_size))] = start
         return BayesianSearch(plans, start, tensors, self.num_trials, self.seed)
 
 

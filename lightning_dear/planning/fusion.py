@@ -32,8 +32,7 @@ class ThresholdFusion:
     so nothing hides its time. A tensor over the cap is cut into equal parts.
 
     Args:
-        bucket_cap_mb: Cap of a bucket, MiB. Every rank sends `bucket_cap_mb / world_size` to each
-            other one, so that with more ranks a small cap costs more in messages.
+        bucket_cap_mb: Cap of a bucket, MiB; None: `default_cap_mb` of the number of ranks.
         first_bucket_cap_mb: Cap of the bucket nearest the input, MiB; more than `bucket_cap_mb`
             counts as that much.
 
@@ -41,27 +40,40 @@ class ThresholdFusion:
         ValueError: If a cap is not positive.
     """
 
-    def __init__(self, *, bucket_cap_mb: float = 8.0, first_bucket_cap_mb: float = 1.0) -> None:
+    def __init__(
+        self, *, bucket_cap_mb: float | None = None, first_bucket_cap_mb: float = 1.0
+    ) -> None:
         for option, value in (
             ("bucket_cap_mb", bucket_cap_mb),
             ("first_bucket_cap_mb", first_bucket_cap_mb),
         ):
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise ValueError(f"{option} must be > 0 MiB, got {value}.")
         self.bucket_cap_mb = bucket_cap_mb
-        self.first_bucket_cap_mb = min(first_bucket_cap_mb, bucket_cap_mb)
+        self.first_bucket_cap_mb = first_bucket_cap_mb
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        return f"threshold({self.bucket_cap_mb:g} MiB, first {self.first_bucket_cap_mb:g} MiB)"
+    def cap_mb(self, world_size: int) -> float:
+        """The cap of a bucket among so many ranks, MiB."""
+        return default_cap_mb(world_size) if self.bucket_cap_mb is None else self.bucket_cap_mb
 
     def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
         """See `FusionPlanner`. One rank has nothing to overlap: there the caps do not apply."""
-        caps = (self.first_bucket_cap_mb * MIB, self.bucket_cap_mb * MIB)
+        cap_mb = self.cap_mb(world_size)
+        first_mb = min(self.first_bucket_cap_mb, cap_mb)
+        name = f"threshold({cap_mb:g} MiB, first {first_mb:g} MiB)"
+        caps = (first_mb * MIB, cap_mb * MIB)
         if world_size == 1:
             caps = (float("inf"), float("inf"))
-        return _fuse(self.name, tensors, world_size, *caps)
+        return _fuse(name, tensors, world_size, *caps)
+
+
+def default_cap_mb(world_size: int) -> float:
+    """4 MiB for each rank, from 8 to 25 MiB.
+
+    A bucket is cut into a message for every rank, whose overhead is the same however small it is;
+    25 MiB is what DistributedDataParallel takes.
+    """
+    return min(max(4.0 * world_size, 8.0), 25.0)
 
 
 class NoFusion:

@@ -32,9 +32,7 @@ def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> 
         if fusion not in FUSIONS:
             raise ValueError(f"Unknown fusion {fusion!r}; valid names: {', '.join(FUSIONS)}.")
         if fusion == "threshold":
-            return ThresholdFusion(
-                **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb})
-            )
+            return ThresholdFusion(bucket_cap_mb=bucket_cap_mb)
     elif not callable(getattr(fusion, "plan", None)):
         raise TypeError(
             f"fusion must be one of {', '.join(FUSIONS)} or an object with a plan() method,"

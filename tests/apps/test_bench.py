@@ -76,7 +76,7 @@ def test_every_competitor_composes_and_gets_a_strategy() -> None:
         assert [entry.name for entry in entries_of(cfg)] == names
         for entry in entries_of(cfg):
             own = composed([*entry.overrides, *(entry.grid or ((),))[-1]])
-            scale_caps(own)
+            scale_caps(own, 2)
             strategy = build_strategy(own)
             trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
             assert trainer.world_size == 2
@@ -222,8 +222,8 @@ def test_caps_are_those_of_the_whole_model() -> None:
         ddp = composed(["strategy=ddp", "strategy.bucket_cap_mb=8"])
         plain = composed(["strategy=ddp", "model.scale=1", "strategy.bucket_cap_mb=8"])
     for cfg in (dear, ddp, plain):
-        scale_caps(cfg)
-    assert dear.fusion.bucket_cap_mb == pytest.approx(0.008)
+        scale_caps(cfg, 4)
+    assert dear.fusion.bucket_cap_mb == pytest.approx(0.016)
     assert dear.fusion.first_bucket_cap_mb == pytest.approx(0.001)
     assert ddp.strategy.bucket_cap_mb == pytest.approx(0.008)
     assert plain.strategy.bucket_cap_mb == 8

@@ -193,6 +193,17 @@ def test_only_the_first_bucket_has_the_first_cap() -> None:
     assert [bucket.padded_numel * 4 / mib for bucket in plan.buckets] == [0.5, 3.5]
 
 
+@pytest.mark.parametrize(
+    ("world_size", "cap_mb"), [(2, 8), (3, 12), (4, 16), (6, 24), (7, 25), (64, 25)]
+)
+def test_the_default_cap_grows_with_the_number_of_ranks(world_size: int, cap_mb: int) -> None:
+    tensors = [TensorSpec(i, "t", 1 << 18, 4, "f", first_use=i, ready=80 - i) for i in range(80)]
+    plan = ThresholdFusion().plan(tensors, world_size)
+    sizes_mb = [bucket.numel >> 18 for bucket in plan.buckets]
+    assert (sizes_mb[0], max(sizes_mb)) == (1, cap_mb)
+    assert ThresholdFusion(bucket_cap_mb=8).plan(tensors, world_size).buckets[1].numel >> 18 == 8
+
+
 def test_one_rank_needs_one_bucket() -> None:
     tensors = [TensorSpec(i, "t", 1 << 22, 4, "f", first_use=i, ready=9 - i) for i in range(9)]
     assert len(ThresholdFusion().plan(tensors, 1).buckets) == 1
