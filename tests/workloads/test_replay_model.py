@@ -28,7 +28,7 @@ def with_fake_time(model, late_s=0.0):
     fake = FakeTime(late_s)
     waiter = model.net.waiter
     waiter._clock, waiter._sleep = fake.clock, fake.sleep
-    waiter._cpu_clock = fake.cpu_clock
+    waiter._work_clock = fake.work_clock
     return fake
 
 

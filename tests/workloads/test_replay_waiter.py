@@ -9,7 +9,7 @@ TIMER_LATE_S = 7e-5
 
 
 def new_waiter(time):
-    waiter = Waiter(time.clock, time.sleep, time.cpu_clock)
+    waiter = Waiter(time.clock, time.sleep, time.work_clock)
     waiter.begin()
     return waiter
 

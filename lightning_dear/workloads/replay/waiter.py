@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from lightning_dear.workloads.replay.work_clock import work_clock
+
 MIN_SLEEP_S = 2e-4
 """Shorter waits are put off until there is this much to wait for: `time.sleep` returns some 0.05 to
 0.1 ms late, so that many short ones would be mostly lateness."""
@@ -20,26 +22,25 @@ class Waiter:
     (hooks, copies into buckets, launching messages) takes place while the device computes. So a
     layer begins when the one before it has ended and the host *would have* got there, had it only
     computed: waiting for the device is not counted. Where the host stood still between two layers
-    (waiting for parameters, or for a processor that is busy with others), the layer begins no
-    earlier than now.
+    (waiting for parameters), the layer begins no earlier than now. Waiting for a core counts as
+    work: on a machine of its own the host would have been ahead by as much.
 
     Args:
         clock: Seconds since whenever.
         sleep: Blocks for the seconds it is given, or a little longer.
-        cpu_clock: Seconds for which this thread has computed.
-
+        work_clock: See `work_clock`.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
-        cpu_clock: Callable[[], float] = time.thread_time,
+        work_clock: Callable[[], float] = work_clock,
     ) -> None:
         self._clock = clock
         self._sleep = sleep
-        self._cpu_clock = cpu_clock
-        self._free_s = self._host_s = self._left_s = self._left_cpu_s = 0.0
+        self._work_clock = work_clock
+        self._free_s = self._host_s = self._left_s = self._left_work_s = 0.0
         self._late_s = 0.0
 
     @property
@@ -54,18 +55,18 @@ class Waiter:
         """A step begins: the device is free from now on, and what came before is forgotten."""
         self._late_s = self.late_s
         self._free_s = self._host_s = self._left_s = self._clock()
-        self._left_cpu_s = self._cpu_clock()
+        self._left_work_s = self._work_clock()
 
     def wait(self, seconds: float) -> None:
         """Blocks until the device, when it is free, has worked for another `seconds`."""
-        now_s, cpu_s = self._clock(), self._cpu_clock()
+        now_s, work_s = self._clock(), self._work_clock()
         gap_s = now_s - self._left_s
-        if gap_s - (cpu_s - self._left_cpu_s) > MIN_STANDSTILL_S:
+        if gap_s - (work_s - self._left_work_s) > MIN_STANDSTILL_S:
             self._host_s = now_s
         else:
             self._host_s += gap_s
         self._free_s = max(self._free_s, self._host_s) + seconds
         if self._free_s - now_s >= MIN_SLEEP_S:
             self._sleep(self._free_s - now_s)
-            now_s, cpu_s = self._clock(), self._cpu_clock()
-        self._left_s, self._left_cpu_s = now_s, cpu_s
+            now_s, work_s = self._clock(), self._work_clock()
+        self._left_s, self._left_work_s = now_s, work_s
