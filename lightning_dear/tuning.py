@@ -26,15 +26,17 @@ from lightning_dear.planning.search import (
 )
 from lightning_dear.planning.times import ModelTimes, median_times, slowest_times
 from lightning_dear.summing import shard_of
-from lightning_dear.work import STATE_NUMBERS, Collectives, WireLedger
+from lightning_dear.work import STATE_NUMBERS, Collectives, WireLedger, Work
 
-_SMALL_BYTES = 1 << 12
-"""Costs its start alone: some links let the first tens of KiB pass for nothing."""
+_LEAST_BYTES, _MOST_BYTES = 1 << 18, 1 << 24
+"""Of a train of exchanges that are under way at once, as in a step: while one starts, the others
+use the link. In between, an eighth of the model, so that a slow link takes no longer than two or
+three steps."""
 
-_LEAST_LARGE_BYTES, _MOST_LARGE_BYTES = 1 << 18, 1 << 22
-"""In between, an eighth of the model, so that a slow link takes no longer than a step or two."""
+_TRAINS = (16, 4)
+"""In so many exchanges the same bytes are sent: what more of them cost more is their starts."""
 
-_NUM_LINK_REPEATS = 5
+_NUM_LINK_REPEATS = 3
 
 
 class Tuning:
@@ -181,9 +183,9 @@ class Tuning:
 
 
 def measure_link(pipeline: Pipeline) -> LinkCost:
-    """What our two halves and an all-reduce cost, from exchanges of two sizes. Collective, blocks.
+    """What our two halves and an all-reduce cost, from trains of few and many exchanges.
 
-    A size's time is the median of several exchanges, on the slowest rank.
+    A train's time is the median of several, on the slowest rank. Collective, blocks.
     """
     pipeline.complete_parameters("measuring the link")
     collectives = pipeline.collectives
@@ -193,9 +195,10 @@ def measure_link(pipeline: Pipeline) -> LinkCost:
     measured = []
     part = pipeline.parts[0]
     model_bytes = sum(tensor.numel * tensor.itemsize for tensor in part.tensors)
-    sizes = _SMALL_BYTES, min(max(model_bytes // 8, _LEAST_LARGE_BYTES), _MOST_LARGE_BYTES)
-    for nbytes in sizes:
-        both_s = map(median, _exchange_times(collectives, device, nbytes))
+    train_bytes = min(max(model_bytes // 8, _LEAST_BYTES), _MOST_BYTES)
+    sizes = [train_bytes // count for count in _TRAINS]
+    for nbytes, count in zip(sizes, _TRAINS, strict=True):
+        both_s = map(median, _exchange_times(collectives, device, nbytes, count))
         measured.append([max(collectives.all_gather_object(one_s)) for one_s in both_s])
     collectives.ledger = ledger
     small, large = (sent_bytes(nbytes, collectives.world_size) for nbytes in sizes)
@@ -205,27 +208,42 @@ def measure_link(pipeline: Pipeline) -> LinkCost:
 
 
 def _exchange_times(
-    collectives: Collectives, device: torch.device, nbytes: int
+    collectives: Collectives, device: torch.device, nbytes: int, count: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of exchanges of about `nbytes`: of either half, in turns, and of all-reduces."""
+    """Seconds for one of `count` exchanges of about `nbytes` each that are under way at once.
+
+    Of either half, in turns, and of all-reduces.
+    """
     clock = clock_of(device)
     numel = aligned(nbytes // 4, ALIGNMENT * collectives.world_size)
-    buffer = torch.zeros(numel, device=device)
-    received = torch.zeros(collectives.scratch_numel(numel), device=device)
-    own = shard_of(buffer, collectives.rank, collectives.world_size)
+    buffers = [torch.zeros(numel, device=device) for _ in range(count)]
+    scratch = collectives.scratch_numel(numel)
+    received = [torch.zeros(scratch, device=device) for _ in buffers]
+
+    def reduce_scatter(place: int) -> Work:
+        buffer = buffers[place]
+        own = shard_of(buffer, collectives.rank, collectives.world_size)
+        number = STATE_NUMBERS + place
+        return collectives.launch_reduce_scatter(buffer, received[place], own, number)
+
+    def all_gather(place: int) -> Work:
+        return collectives.launch_all_gather(buffers[place], STATE_NUMBERS + place)
+
+    def all_reduce(place: int) -> Work:
+        return collectives.launch_all_reduce(buffers[place], STATE_NUMBERS + place)
+
     rounds = []
     for _ in range(1 + _NUM_LINK_REPEATS):
         marks = [clock.mark()]
-        collectives.launch_reduce_scatter(buffer, received, own, STATE_NUMBERS).wait()
-        marks.append(clock.mark())
-        collectives.launch_all_gather(buffer, STATE_NUMBERS).wait()
-        marks.append(clock.mark())
-        collectives.launch_all_reduce(buffer, STATE_NUMBERS).wait()
-        rounds.append([*marks, clock.mark()])
+        for launch in (reduce_scatter, all_gather, all_reduce):
+            for work in [launch(place) for place in range(count)]:
+                work.wait()
+            marks.append(clock.mark())
+        rounds.append(marks)
     halves, all_reduces = [], []
     for marks in rounds[1:]:
         moments = [clock.seconds(mark) for mark in marks]
-        *both, whole = (end - begin for begin, end in pairwise(moments))
+        *both, whole = ((end - begin) / count for begin, end in pairwise(moments))
         halves += both
         all_reduces.append(whole)
     return halves, all_reduces

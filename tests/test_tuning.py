@@ -220,6 +220,31 @@ def test_measuring_the_link_counts_no_bytes() -> None:
     assert pipeline.collectives.ledger.total_bytes == 0
 
 
+class _OverlappingStarts(_Collectives):
+    """A start delays what it starts, and not what is on the link meanwhile."""
+
+    free_s = 0.0
+
+    def launch_all_gather(self, buffer: torch.Tensor, *_: Any) -> Work:
+        begin_s = max(self.free_s, CLOCK.now_s + LINK_ALPHA_S)
+        end_s = self.free_s = begin_s + LINK_BETA_S * buffer.nbytes / 2
+
+        def arrive() -> None:
+            CLOCK.now_s = max(CLOCK.now_s, end_s)
+
+        return Work(arrive)
+
+
+def test_starts_that_overlap_with_other_exchanges_cost_little() -> None:
+    pipeline = _Pipeline()
+    pipeline.collectives = _OverlappingStarts()
+    pipeline.parts[0].tensors = TENSORS
+    link = measure_link(pipeline)  # type: ignore[arg-type]
+    assert link.alpha_s < 0.01 * LINK_ALPHA_S
+    assert link.all_reduce is not None
+    assert link.all_reduce.alpha_s == pytest.approx(1.1 * 0.5 * LINK_ALPHA_S)
+
+
 def test_one_rank_keeps_its_plan() -> None:
     tuner, pipeline, said = _tuning(AutoFusion(), world_size=1)
     assert _train(tuner, pipeline, 10) == 1
