@@ -26,6 +26,9 @@ NUM_REPEATED = 3
 _CAP_RANGE = (1 / 32, 32.0)
 """Of the fixed buckets' cap: 0.25 to 256 MiB at two ranks."""
 
+_MIN_GAIN = 5e-3
+"""Share of the step by which predictions must differ."""
+
 _MIN_CAP_RATIO = 2.0
 _MAX_SINGLE_RATIO = 1.3
 _MAX_DDP_RATIO = 1.1
@@ -157,8 +160,10 @@ def _candidates(
     programme = MergeCompFusion().best_plan(tensors, world_size, times, link)
     by_cap = {cap_mb: choose_early(plan, tensors, times, link) for cap_mb, plan in others.items()}
     single = SingleFusion().plan(tensors, world_size)
+    tie_s = _MIN_GAIN * min(map(step_s, by_cap.values()))
     found = [programme]
-    order = sorted(by_cap, key=lambda cap_mb: (step_s(by_cap[cap_mb]), cap_mb))
+    # Of equally good ones those with fewer messages.
+    order = sorted(by_cap, key=lambda cap_mb: (round(step_s(by_cap[cap_mb]) / tie_s), -cap_mb))
     apart: list[float] = []
     for cap_mb in order:
         if all(max(cap_mb, one) >= _MIN_CAP_RATIO * min(cap_mb, one) for one in apart):

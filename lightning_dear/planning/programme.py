@@ -31,6 +31,9 @@ from lightning_dear.planning.times import ModelTimes
 _SHARES = (1, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 """Of all bytes: what a bucket may hold."""
 
+_MIN_GAIN = 2e-3
+"""Share of the step that more buckets must gain: each costs the host work, which no link shows."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -213,6 +216,8 @@ class MergeCompFusion:
     ) -> BucketPlan:
         """Of the unbeaten groupings the one that `predict` finds fastest, early gathers included.
 
+        Of those that are (nearly) as fast, the one with the fewest buckets.
+
         The programme knows nothing of early gathers, which small buckets suit better: so it is run
         again with groups of at most 1/8 to 1/64 of all bytes. `times` are those without encoding.
         """
@@ -240,7 +245,9 @@ class MergeCompFusion:
                 plan = choose_early(plan, tensors, encoded, link)
                 step_s = predict(plan, tensors, encoded, link).step_s
                 plans[step_s, len(plans)] = plan, groups
-            best, chosen[place] = plans[min(plans)]
+            enough_s = (1 + _MIN_GAIN) * min(plans)[0]
+            good = [found for (step_s, _), found in plans.items() if step_s <= enough_s]
+            best, chosen[place] = min(good, key=lambda found: len(found[0].buckets))
         return best
 
 

@@ -94,6 +94,15 @@ def test_the_fixed_plan_and_the_programmes_are_among_the_distinct_candidates() -
     assert len(distinct) == len(plans) == 5
 
 
+def test_of_equally_good_plans_those_with_fewer_messages_are_tried() -> None:
+    # Compute hides whatever the link does.
+    slow = replace(TIMES, forward_s=100.0, backward_s=200.0)
+    fixed, programme, *others = _search(LinkCost(1e-5, 1e-10), slow)._plans
+    assert len(programme.buckets) <= len(fixed.buckets)
+    # The one nearest the input, and the rest.
+    assert len(others[0].buckets) == 2
+
+
 def test_one_lucky_measurement_does_not_decide() -> None:
     search = _search()
     lucky = search._plans[2]

@@ -117,7 +117,8 @@ def test_no_plan_of_neighbours_is_predicted_to_be_faster(model: Model, link: Lin
         ).step_s
         for groups in _groupings(len(order))
     )
-    assert predict(plan, tensors, times, link).step_s <= best_s + 1e-9
+    # More buckets must gain more than 0.2 %.
+    assert predict(plan, tensors, times, link).step_s <= 1.002 * best_s + 1e-9
 
 
 def test_buckets_suit_early_gathers_too() -> None:
