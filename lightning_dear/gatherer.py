@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.gate import close_gate, remove_gate
 from lightning_dear.work import Work
+
+_NUM_EXPECTED_AHEAD = 4
+"""Receives that are posted before their bucket is stepped. Posting all of them first would keep the
+first gather waiting."""
 
 Waiting = Callable[[str], AbstractContextManager[None]]
 """Reason -> context in which a wait for parameters happens."""
@@ -63,6 +68,7 @@ class ParameterGatherer:
         self._waiting = waiting
         self._on_arrival = on_arrival
         self._lock = threading.RLock()
+        self._unexpected: dict[int, Bucket] = {}
         self._pending: dict[int, Work] = {}
         self._staged: dict[int, Work] = {}
         self._parameters_of: list[list[Tensor]] = [[] for _ in buffers.buckets]
@@ -101,18 +107,30 @@ class ParameterGatherer:
         ]
 
     def expect(self, *, early: bool) -> None:
-        """Lets other ranks' new values arrive: in a backward those of early buckets, else all."""
-        for bucket in self._buffers.buckets:
-            if bucket.number not in self._staged and (bucket.is_staged or not early):
-                self._exchange.expect_gather(bucket)
+        """Lets other ranks' new values arrive: in a backward those of early buckets, else all.
+
+        All: those that forward needs first at once, the others one by one with each `launch`.
+        """
+        self._unexpected = {
+            bucket.number: bucket
+            for bucket in self._buffers.buckets
+            if bucket.number not in self._staged and (bucket.is_staged or not early)
+        }
+        self._expect_next(len(self._unexpected) if early else _NUM_EXPECTED_AHEAD)
+
+    def _expect_next(self, count: int) -> None:
+        for number in tuple(islice(self._unexpected, count)):
+            self._exchange.expect_gather(self._unexpected.pop(number))
 
     def launch(self, number: int) -> None:
         """Starts gathering bucket `number`, whose own shard has been stepped. Does not block."""
         bucket = self._buffers.buckets[number]
+        self._unexpected.pop(number, None)
         work = self._exchange.launch_gather(bucket)
         if not work.is_done:
             # Until the step has ended, reads find the values that a backward may still need.
             (self._staged if bucket.is_staged else self._pending)[number] = work
+        self._expect_next(1)
 
     def close_gates(self) -> None:
         """Makes every module that owns a pending parameter wait at its next read."""

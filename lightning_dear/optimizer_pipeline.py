@@ -20,7 +20,7 @@ from lightning_dear.mean_gradients import MeanGradients
 from lightning_dear.plan_changes import PlanChanges
 from lightning_dear.planning import BucketPlan, FusionPlanner
 from lightning_dear.planning.times import ModelTimes
-from lightning_dear.reducer import do_nothing, warn_of_leftovers
+from lightning_dear.reducer import warn_of_leftovers
 from lightning_dear.replicated_optimizer import ReplicatedOptimizer
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.times_recorder import TimesRecorder
@@ -185,7 +185,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
 
     # --- gradients between backward and step -----------------------------------------------------
 
-    def reduce(self, *, votes: bool = False, meanwhile: Callable[[], None] = do_nothing) -> None:
+    def reduce(self, *, votes: bool = False) -> None:
         """Blocks until this rank's shards hold the mean gradient. All ranks call; idempotent.
 
         Makes the plan in the first step. Afterwards `.grad` is None (at world size 1: what it was).
@@ -193,14 +193,10 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         Args:
             votes: Whether to ask all ranks, if gradients were reduced before, for new ones that
                 came outside `backward`, and perhaps on some ranks only.
-            meanwhile: Called once the plan is made, while gradients travel if any do.
         """
         if self._is_reduced and not self._has_new_gradients(votes):
             if self._is_exposed:
-                assert self._active is not None
-                self.sharded.set_gradients(self._active.reducer.conceal())
-                self._is_exposed = False
-            meanwhile()
+                self._conceal()
             return
         if self._trained.have_grown():
             raise RuntimeError(
@@ -212,7 +208,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self.complete_parameters("step")
         self._on_reduce()
         active = self._active or self._start()
-        self.sharded.set_gradients(active.reducer.reduce(meanwhile))
+        self.sharded.set_gradients(active.reducer.reduce())
         # At world size 1 the shards' gradients are views of `.grad`, and nobody tells of new ones.
         self._is_reduced = self._collectives.world_size > 1
         self._is_sending = self._has_new = self._is_exposed = False
@@ -221,6 +217,11 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         if votes and self._collectives.reads_flags_freely:
             return gradients.anyone(self._has_new, self._collectives)
         return self._has_new
+
+    def _conceal(self) -> None:
+        assert self._active is not None
+        self.sharded.set_gradients(self._active.reducer.conceal())
+        self._is_exposed = False
 
     def expose_gradients(self) -> None:
         """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
@@ -257,16 +258,14 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
 
     def before_step(self) -> None:
         """See `StepListener`: the last reduce-scatters, and at the first step the plan."""
-        self.reduce(votes=True, meanwhile=self._prepare_step)
-        if self._times_recorder is not None:
-            self._times_recorder.step_begins()
-
-    def _prepare_step(self) -> None:
+        self.reduce(votes=True)
         assert self._active is not None
         self._active.adopt_writes(but=self.sharded.stepped_early)
         self.sharded.adopt_state()
         # From here to the end of the step nobody reads parameters: others' may arrive.
         self._active.gatherer.expect(early=False)
+        if self._times_recorder is not None:
+            self._times_recorder.step_begins()
 
     def steps_first(self) -> Sequence[int]:
         """See `StepListener`: all ranks gather in one order, whatever was stepped in backward."""
@@ -279,8 +278,9 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
 
     def stepped(self, number: int) -> None:
         """See `StepListener`: the bucket's all-gather starts before the next run is stepped."""
+        assert self._active is not None
         self._instruments.record_step(f"bucket {number}", self._step_began)
-        self.launch(number)
+        self._active.gatherer.launch(number)
         self._step_began = self._instruments.mark()
 
     def launch(self, number: int) -> None:

@@ -24,10 +24,6 @@ _UNUSED, _USED, _LATE = 0, 1, 2
 its bucket had been launched."""
 
 
-def do_nothing() -> None:
-    """The host has no other work."""
-
-
 class GradientReducer:
     """Collects gradients and launches reduce-scatters in plan order.
 
@@ -183,31 +179,27 @@ class GradientReducer:
 
     # --- after backward -----------------------------------------------------------------------
 
-    def reduce(self, meanwhile: Callable[[], None] = do_nothing) -> list[bool]:
+    def reduce(self) -> list[bool]:
         """Launches what backward left over and blocks until every gradient shard is there.
 
         Parameters without a gradient on this rank contribute zeros. Clears the parameters'
         `.grad`, which is not the reduced gradient (but where no buffer exists for it, where it is).
         May be called again after more backwards, by all ranks: means add up until `reset`.
 
-        Args:
-            meanwhile: Called once everything has been launched. What it does to gradients counts
-                no more; no rank has all it needs for its step before every rank got here.
-
         Returns:
             Per parameter whether any rank had a gradient for it since `reset`.
         """
-        while self._finish_round(meanwhile):
-            meanwhile = do_nothing
+        while self._finish_round():
+            pass
         return list(self._used)
 
-    def _finish_round(self, meanwhile: Callable[[], None]) -> bool:
+    def _finish_round(self) -> bool:
         """Ends a round; says whether some rank has gradients left for another one."""
         sums = [bucket.mean.clone() for bucket in self._buckets] if self._num_rounds else []
         says = self._collect_rest()
         self._missing = [0] * len(self._buckets)
         self._launch_ready()
-        said_by_any = self._wait(says, meanwhile)
+        said_by_any = self._wait(says)
         self._check_none_came_after_its_step(said_by_any)
         for bucket, earlier in zip(self._buckets, sums, strict=False):
             bucket.mean.add_(earlier)
@@ -247,7 +239,7 @@ class GradientReducer:
             says.append(_USED if self._collected[index] else _UNUSED)
         return says
 
-    def _wait(self, says: list[int], meanwhile: Callable[[], None]) -> list[int]:
+    def _wait(self, says: list[int]) -> list[int]:
         """Blocks for the round's buckets; returns the most that any rank says per parameter."""
         device, signal = self._buckets[0].parameters.device, self._collectives.signal
         flags = torch.ones(len(says) + 1, dtype=torch.uint8, device=device)
@@ -256,7 +248,6 @@ class GradientReducer:
             flags[:-1] = torch.tensor(says)
         flags[-1] = self._collectives.rank == 0 and signal.ask()
         work = self._collectives.launch_any(flags)
-        meanwhile()
         with self._waiting("gradients"):
             for one in (*self._works.values(), work):
                 one.wait()

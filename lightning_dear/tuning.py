@@ -17,7 +17,7 @@ import torch
 from lightning_dear.clock import clock_of
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, LinkCost, PlanSearch, SearchingPlanner, TensorSpec
-from lightning_dear.planning.cost import fitted, sent_bytes
+from lightning_dear.planning.cost import Train, fitted, sent_bytes
 from lightning_dear.planning.plan import ALIGNMENT, aligned
 from lightning_dear.planning.search import (
     NUM_DROPPED_STEPS,
@@ -33,8 +33,10 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 18, 1 << 24
 use the link. In between, an eighth of the model, so that a slow link takes no longer than two or
 three steps."""
 
-_TRAINS = (16, 4)
-"""In so many exchanges the same bytes are sent: what more of them cost more is their starts."""
+_TRAINS = ((16, 16), (4, 4), (4, 16))
+"""(number of exchanges, part of the bytes in each). The first sends as much as the second, and what
+it costs more is 12 starts; the third is as many exchanges as the second, with fewer bytes. What the
+first message of a train takes longer is in all three, and in neither difference."""
 
 _NUM_LINK_REPEATS = 3
 
@@ -183,34 +185,34 @@ class Tuning:
 
 
 def measure_link(pipeline: Pipeline) -> LinkCost:
-    """What our two halves and an all-reduce cost, from trains of few and many exchanges.
+    """What our two halves and an all-reduce cost, from trains of exchanges. Collective, blocks.
 
-    A train's time is the median of several, on the slowest rank. Collective, blocks.
+    A train's time is the median of several, on the slowest rank.
     """
     pipeline.complete_parameters("measuring the link")
     collectives = pipeline.collectives
     device = pipeline.parts[0].parameters[0].device
     # These bytes belong to no step.
     ledger, collectives.ledger = collectives.ledger, WireLedger()
-    measured = []
     part = pipeline.parts[0]
     model_bytes = sum(tensor.numel * tensor.itemsize for tensor in part.tensors)
-    train_bytes = min(max(model_bytes // 8, _LEAST_BYTES), _MOST_BYTES)
-    sizes = [train_bytes // count for count in _TRAINS]
-    for nbytes, count in zip(sizes, _TRAINS, strict=True):
-        both_s = map(median, _exchange_times(collectives, device, nbytes, count))
-        measured.append([max(collectives.all_gather_object(one_s)) for one_s in both_s])
+    total_bytes = min(max(model_bytes // 8, _LEAST_BYTES), _MOST_BYTES)
+    halves, all_reduces = [], []
+    for count, part_of_bytes in _TRAINS:
+        nbytes = total_bytes // part_of_bytes
+        both_s = map(median, _train_times(collectives, device, nbytes, count))
+        half_s, whole_s = (max(collectives.all_gather_object(one_s)) for one_s in both_s)
+        sent = sent_bytes(nbytes, collectives.world_size)
+        halves.append(Train(count, sent, half_s))
+        all_reduces.append(Train(count, 2 * sent, whole_s))
     collectives.ledger = ledger
-    small, large = (sent_bytes(nbytes, collectives.world_size) for nbytes in sizes)
-    (small_s, small_all_s), (large_s, large_all_s) = measured
-    all_reduce = fitted(2 * small, small_all_s, 2 * large, large_all_s)
-    return replace(fitted(small, small_s, large, large_s), all_reduce=all_reduce)
+    return replace(fitted(*halves), all_reduce=fitted(*all_reduces))
 
 
-def _exchange_times(
+def _train_times(
     collectives: Collectives, device: torch.device, nbytes: int, count: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds for one of `count` exchanges of about `nbytes` each that are under way at once.
+    """Seconds for `count` exchanges of about `nbytes` each that are under way at once.
 
     Of either half, in turns, and of all-reduces.
     """
@@ -243,7 +245,7 @@ def _exchange_times(
     halves, all_reduces = [], []
     for marks in rounds[1:]:
         moments = [clock.seconds(mark) for mark in marks]
-        *both, whole = ((end - begin) / count for begin, end in pairwise(moments))
+        *both, whole = (end - begin for begin, end in pairwise(moments))
         halves += both
         all_reduces.append(whole)
     return halves, all_reduces

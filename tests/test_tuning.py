@@ -241,6 +241,7 @@ def test_starts_that_overlap_with_other_exchanges_cost_little() -> None:
     pipeline.parts[0].tensors = TENSORS
     link = measure_link(pipeline)  # type: ignore[arg-type]
     assert link.alpha_s < 0.01 * LINK_ALPHA_S
+    assert link.beta_s == pytest.approx(1.1 * LINK_BETA_S)
     assert link.all_reduce is not None
     assert link.all_reduce.alpha_s == pytest.approx(1.1 * 0.5 * LINK_ALPHA_S)
 

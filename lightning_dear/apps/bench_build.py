@@ -116,7 +116,7 @@ def scale_caps(cfg: DictConfig, world_size: int) -> None:
     scale = scale_of(cfg)
     if scale == 1:
         return
-    if cfg.fusion.get("bucket_cap_mb", 0) is None:
+    if OmegaConf.is_config(cfg.fusion) and cfg.fusion.get("bucket_cap_mb", 0) is None:
         cfg.fusion.bucket_cap_mb = default_cap_mb(world_size)
     for node in (cfg.strategy, cfg.fusion):
         for name in node if OmegaConf.is_config(node) else ():

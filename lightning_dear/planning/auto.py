@@ -160,10 +160,10 @@ def _candidates(
     programme = MergeCompFusion().best_plan(tensors, world_size, times, link)
     by_cap = {cap_mb: choose_early(plan, tensors, times, link) for cap_mb, plan in others.items()}
     single = SingleFusion().plan(tensors, world_size)
-    tie_s = _MIN_GAIN * min(map(step_s, by_cap.values()))
+    best_s = min(map(step_s, by_cap.values()))
     found = [programme]
     # Of equally good ones those with fewer messages.
-    order = sorted(by_cap, key=lambda cap_mb: (round(step_s(by_cap[cap_mb]) / tie_s), -cap_mb))
+    order = sorted(by_cap, key=lambda cap_mb: (_rank_of(step_s(by_cap[cap_mb]), best_s), -cap_mb))
     apart: list[float] = []
     for cap_mb in order:
         if all(max(cap_mb, one) >= _MIN_CAP_RATIO * min(cap_mb, one) for one in apart):
@@ -172,6 +172,10 @@ def _candidates(
     if step_s(single) <= _MAX_SINGLE_RATIO * min(map(step_s, [fixed, *found])):
         found.append(single)
     return found + [by_cap[cap_mb] for cap_mb in apart[2:]]
+
+
+def _rank_of(step_s: float, best_s: float) -> int:
+    return int((step_s / best_s - 1) / _MIN_GAIN)
 
 
 def _distinct(plans: Sequence[BucketPlan]) -> list[BucketPlan]:

@@ -81,12 +81,12 @@ class BayesianFusion:
     ) -> PlanSearch:
         """See `SearchingPlanner`; `times` and `link` are not looked at."""
         first = self._first()
-        plans = cap_plans(
-            tensors, world_size, self.min_cap_mb, self.max_cap_mb, first.first_bucket_cap_mb
-        )
+        cap_mb = first.cap_mb(world_size)
+        first_mb = min(first.first_bucket_cap_mb, cap_mb)
+        plans = cap_plans(tensors, world_size, self.min_cap_mb, self.max_cap_mb, first_mb)
         start = first.plan(tensors, world_size)
-        equal = (cap_mb for cap_mb, plan in plans.items() if same_buckets(plan, start))
-        plans[next(equal, first.cap_mb(world_size))] = start
+        equal = (one for one, plan in plans.items() if same_buckets(plan, start))
+        plans[next(equal, cap_mb)] = start
         return BayesianSearch(plans, start, tensors, self.num_trials, self.seed)
 
 

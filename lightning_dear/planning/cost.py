@@ -63,7 +63,31 @@ def sent_bytes(nbytes: float, world_size: int) -> float:
     return nbytes * (world_size - 1) / world_size
 
 
-def fitted(small_bytes: float, small_s: float, large_bytes: float, large_s: float) -> LinkCost:
-    """The line through two measured exchanges, as bytes sent and seconds; never below zero."""
-    beta_s = max((large_s - small_s) / (large_bytes - small_bytes), 0.0)
-    return LinkCost(alpha_s=max(small_s - beta_s * small_bytes, 0.0), beta_s=beta_s)
+@dataclass(frozen=True)
+class Train:
+    """A measurement of exchanges that were under way at once.
+
+    Attributes:
+        count: How many.
+        sent_bytes: By a rank, in each.
+        seconds: Until all had ended.
+    """
+
+    count: int
+    sent_bytes: float
+    seconds: float
+
+
+def fitted(many: Train, few: Train, small: Train) -> LinkCost:
+    """What three trains say; never below zero.
+
+    Args:
+        many: Sends in all what `few` sends, so that it takes longer by its starts alone.
+        few: The one that the others are compared with.
+        small: As many exchanges as in `few`, with fewer bytes. (What the first message takes longer
+            than those behind it is the same in all three, and not counted.)
+    """
+    alpha_s = (many.seconds - few.seconds) / (many.count - few.count)
+    saved_bytes = few.count * (few.sent_bytes - small.sent_bytes)
+    beta_s = (few.seconds - small.seconds) / saved_bytes
+    return LinkCost(alpha_s=max(alpha_s, 0.0), beta_s=max(beta_s, 0.0))

@@ -216,7 +216,7 @@ class MergeCompFusion:
     ) -> BucketPlan:
         """Of the unbeaten groupings the one that `predict` finds fastest, early gathers included.
 
-        Of those that are (nearly) as fast, the one with the fewest buckets.
+        Of several (nearly) as fast the one with the fewest buckets.
 
         The programme knows nothing of early gathers, which small buckets suit better: so it is run
         again with groups of at most 1/8 to 1/64 of all bytes. `times` are those without encoding.
@@ -246,8 +246,8 @@ class MergeCompFusion:
                 step_s = predict(plan, tensors, encoded, link).step_s
                 plans[step_s, len(plans)] = plan, groups
             enough_s = (1 + _MIN_GAIN) * min(plans)[0]
-            good = [found for (step_s, _), found in plans.items() if step_s <= enough_s]
-            best, chosen[place] = min(good, key=lambda found: len(found[0].buckets))
+            good = [(len(plan[0].buckets), *at) for at, plan in plans.items() if at[0] <= enough_s]
+            best, chosen[place] = plans[min(good)[1:]]
         return best
 
 

@@ -171,8 +171,8 @@ GUARDS = [
     Mutation(
         "asking all ranks for new gradients",
         "optimizer_pipeline.py",
-        "        self.reduce(votes=True, meanwhile=self._prepare_step)\n",
-        "        self.reduce(meanwhile=self._prepare_step)\n",
+        "        self.reduce(votes=True)\n",
+        "        self.reduce()\n",
         (f"{GRADIENTS}::test_late_on_one_rank_only_is_reduced_by_all",),
     ),
     Mutation(
@@ -237,7 +237,7 @@ FLUSHES = [
     Mutation(
         "taking exposed gradients back",
         "optimizer_pipeline.py",
-        "                self.sharded.set_gradients(self._active.reducer.conceal())\n",
+        "                self._conceal()\n",
         "                pass\n",
         (f"{GRADIENTS}::test_what_is_done_to_exposed_gradients_counts",),
     ),

@@ -18,7 +18,7 @@ from lightning_dear.planning import (
     choose_early,
     predict,
 )
-from lightning_dear.planning.cost import fitted
+from lightning_dear.planning.cost import Train, fitted
 from lightning_dear.planning.early import _fitting
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.times import median_times, slowest_times
@@ -183,16 +183,17 @@ def test_what_has_no_time_is_reduced_last_and_read_last() -> None:
     assert times.first_use_of(plan.buckets[1]) == times.forward_s
 
 
-def test_a_line_through_two_measurements() -> None:
-    link = fitted(1000, 3.0, 5000, 11.0)
+def test_what_three_trains_say() -> None:
+    # A start takes a second, a byte 2 ms, and each train's first message 5 s more.
+    few, small = Train(2, 2000, 5 + 2 * (1 + 4)), Train(2, 500, 5 + 2 * (1 + 1))
+    link = fitted(Train(8, 500, 5 + 8 * (1 + 1)), few, small)
     assert link == LinkCost(alpha_s=1.0, beta_s=0.002)
     assert link.reduce_scatter_s(4000, 4) == 1 + 0.002 * 3000
     assert link.all_reduce_s(4000, 4) == 2 * 7.0
     # 6 seconds in each half, without starts.
     assert link.bound_s(4000, 4, forward_s=3, backward_s=6) == 12
     assert link.dear_bound_s(4000, 4, forward_s=3, backward_s=7) == 6 + 7
-    assert fitted(1000, 3.0, 5000, 2.0) == LinkCost(alpha_s=3.0, beta_s=0.0)
-    assert fitted(1000, 0.5, 5000, 8.5).alpha_s == 0.0
+    assert fitted(Train(8, 500, 9.0), few, replace(few, sent_bytes=500)) == LinkCost(0.0, 0.0)
 
 
 def test_times_of_steps_and_ranks_are_combined() -> None:

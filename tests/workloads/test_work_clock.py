@@ -15,7 +15,7 @@ SHARES_A_CORE = """
 import os, subprocess, sys, time
 from lightning_dear.workloads.replay.work_clock import work_clock
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+busy = subprocess.Popen([sys.executable, "-c", "sum(range(10**9))"])
 time.sleep(0.2)
 began = time.perf_counter(), time.thread_time(), work_clock()
 while time.perf_counter() < began[0] + 0.6: pass
