@@ -31,7 +31,7 @@ _MIN_GAIN = 5e-3
 
 _MIN_CAP_RATIO = 2.0
 _MAX_SINGLE_RATIO = 1.3
-_MAX_DDP_RATIO = 1.1
+_MAX_DDP_RATIO = 1.2
 _DDP_DIVISORS = (1, 4, 16)
 """Of DDP's caps, which leave small models one bucket or two."""
 
