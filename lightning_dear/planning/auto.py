@@ -98,9 +98,9 @@ class AutoFusion:
         """See `SearchingPlanner`."""
         fixed = self.plan(tensors, world_size)
         num_trials = (self.num_steps - STEPS_BEFORE_SEARCH) // STEPS_PER_TRIAL
-        cap_mb = self._fixed().cap_mb(world_size)
+        first_mb, cap_mb = self._fixed().caps_mb(world_size)
         least, most = (cap_mb * factor for factor in _CAP_RANGE)
-        others = cap_plans(tensors, world_size, least, most, self.first_bucket_cap_mb)
+        others = cap_plans(tensors, world_size, least, most, first_mb)
 
         def step_s(plan: BucketPlan) -> float:
             return predict(plan, tensors, times, link).step_s
@@ -163,7 +163,9 @@ def _candidates(
     best_s = min(map(step_s, by_cap.values()))
     found = [programme]
     # Of equally good ones those with fewer messages.
-    order = sorted(by_cap, key=lambda cap_mb: (_rank_of(step_s(by_cap[cap_mb]), best_s), -cap_mb))
+    order = sorted(
+        by_cap, key=lambda cap_mb: (_gains_lost(step_s(by_cap[cap_mb]), best_s), -cap_mb)
+    )
     apart: list[float] = []
     for cap_mb in order:
         if all(max(cap_mb, one) >= _MIN_CAP_RATIO * min(cap_mb, one) for one in apart):
@@ -174,7 +176,7 @@ def _candidates(
     return found + [by_cap[cap_mb] for cap_mb in apart[2:]]
 
 
-def _rank_of(step_s: float, best_s: float) -> int:
+def _gains_lost(step_s: float, best_s: float) -> int:
     return int((step_s / best_s - 1) / _MIN_GAIN)
 
 

@@ -81,8 +81,7 @@ class BayesianFusion:
     ) -> PlanSearch:
         """See `SearchingPlanner`; `times` and `link` are not looked at."""
         first = self._first()
-        cap_mb = first.cap_mb(world_size)
-        first_mb = min(first.first_bucket_cap_mb, cap_mb)
+        first_mb, cap_mb = first.caps_mb(world_size)
         plans = cap_plans(tensors, world_size, self.min_cap_mb, self.max_cap_mb, first_mb)
         start = first.plan(tensors, world_size)
         equal = (one for one, plan in plans.items() if same_buckets(plan, start))
@@ -105,9 +104,7 @@ def cap_plans(
     plans: dict[float, BucketPlan] = {}
     for step in range(num_steps + 1):
         cap_mb = min_cap_mb * (max_cap_mb / min_cap_mb) ** (step / num_steps)
-        planner = ThresholdFusion(
-            bucket_cap_mb=cap_mb, first_bucket_cap_mb=min(cap_mb, max_first_cap_mb)
-        )
+        planner = ThresholdFusion(bucket_cap_mb=cap_mb, first_bucket_cap_mb=max_first_cap_mb)
         plan = planner.plan(tensors, world_size)
         if not any(same_buckets(plan, other) for other in plans.values()):
             plans[cap_mb] = plan

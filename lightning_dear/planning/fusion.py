@@ -52,14 +52,14 @@ class ThresholdFusion:
         self.bucket_cap_mb = bucket_cap_mb
         self.first_bucket_cap_mb = first_bucket_cap_mb
 
-    def cap_mb(self, world_size: int) -> float:
-        """The cap of a bucket among so many ranks, MiB."""
-        return default_cap_mb(world_size) if self.bucket_cap_mb is None else self.bucket_cap_mb
+    def caps_mb(self, world_size: int) -> tuple[float, float]:
+        """Caps of the bucket nearest the input and of the others among so many ranks, MiB."""
+        cap_mb = default_cap_mb(world_size) if self.bucket_cap_mb is None else self.bucket_cap_mb
+        return min(self.first_bucket_cap_mb, cap_mb), cap_mb
 
     def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
         """See `FusionPlanner`. One rank has nothing to overlap: there the caps do not apply."""
-        cap_mb = self.cap_mb(world_size)
-        first_mb = min(self.first_bucket_cap_mb, cap_mb)
+        first_mb, cap_mb = self.caps_mb(world_size)
         name = f"threshold({cap_mb:g} MiB, first {first_mb:g} MiB)"
         caps = (first_mb * MIB, cap_mb * MIB)
         if world_size == 1:

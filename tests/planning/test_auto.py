@@ -129,7 +129,7 @@ def test_reasons_in_one_line() -> None:
 
 # As with clipping. Each half takes longer than forward and less than backward.
 LATE_TIMES = replace(TIMES, allows_early=False)
-BETWEEN = LinkCost(1e-4, 0.36 / NBYTES)
+BETWEEN = LinkCost(1e-4, 0.3 / NBYTES)
 
 
 def test_what_should_be_faster_all_reduced_is_measured_beside_the_same_without() -> None:

@@ -1,0 +1,52 @@
+"""Receives of all-gathers are posted a few buckets ahead of the step, each once."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from lightning_dear.bucket import FlatBuffers
+from lightning_dear.gatherer import _NUM_EXPECTED_AHEAD, ParameterGatherer
+from lightning_dear.work import Work
+
+
+class _Exchange:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def expect_gather(self, bucket: Any) -> None:
+        self.calls.append(("expect", bucket.number))
+
+    def launch_gather(self, bucket: Any) -> Work:
+        self.calls.append(("launch", bucket.number))
+        return Work(lambda: None)
+
+
+def test_a_few_at_first_and_one_more_with_each_launch() -> None:
+    count, exchange = 10, _Exchange()
+    buckets: Any = [SimpleNamespace(number=n, is_staged=n == 3) for n in range(count)]
+    gatherer = ParameterGatherer(
+        nn.Module(),
+        FlatBuffers(buckets, []),
+        exchange,
+        {},
+        lambda reason: nullcontext(),
+        lambda number: None,
+        is_gated=False,
+    )
+    gatherer.expect(early=True)
+    gatherer.launch(3)
+    assert exchange.calls == [("expect", 3), ("launch", 3)]
+    exchange.calls.clear()
+    others = [number for number in range(count) if number != 3]
+    gatherer.expect(early=False)
+    assert exchange.calls == [("expect", number) for number in others[:_NUM_EXPECTED_AHEAD]]
+    for number in others:
+        gatherer.launch(number)
+    assert [number for what, number in exchange.calls if what == "expect"] == others
+    for number in others:
+        assert exchange.calls.index(("expect", number)) < exchange.calls.index(("launch", number))
+    assert exchange.calls.index(("launch", 0)) == _NUM_EXPECTED_AHEAD
