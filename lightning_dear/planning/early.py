@@ -22,8 +22,11 @@ def choose_early(
 ) -> BucketPlan:
     """`plan` with `early` set: gathers for the time in which backward leaves the link idle.
 
-    Before each reduce-scatter the link takes, of the buckets reduced so far, the one that forward
-    needs first of those whose gather delays the last reduce-scatter by nothing (others may move).
+    Whenever the link would stand still before the next reduce-scatter, it takes, of the buckets
+    reduced so far, the one that forward needs first of those whose gather delays the last
+    reduce-scatter by nothing (others may move). No sooner: of a backward whose link has some time
+    left all along, early buckets from all over the model are the ones that help, because forward
+    then finds one among every few, and compute catches up with the gathers of the others.
     Neither the last bucket to be reduced nor one that is all-reduced is ever early. Of this list
     the shortest beginning is kept that `predict` finds (nearly) as good as any; none if it gains
     nothing, or is not allowed.
@@ -54,7 +57,7 @@ def _fitting(
         while fits := [
             one
             for one, end_s in reduced.items()
-            if end_s < launched_s and free_s + gather_s[one] <= limit_s
+            if max(end_s, free_s) < launched_s and free_s + gather_s[one] <= limit_s
         ]:
             # Buckets are numbered in the order in which forward needs them.
             chosen.append(min(fits))

@@ -106,6 +106,19 @@ def test_a_gather_that_would_delay_the_last_reduce_scatter_does_not_fit() -> Non
     assert _fitting(plan, tensors, later, LINK)[:1] == (2,)
 
 
+def test_early_gathers_are_spread_over_the_model() -> None:
+    # Backward leaves the link one second of three all along; forward takes one where a gather
+    # takes two.
+    tensors, times = chain([1] * 8, forward_s=[1] * 8, backward_s=[3] * 8)
+    plan = NoFusion().plan(tensors, WORLD_SIZE)
+    assert choose_early(plan, tensors, times, LINK).early == (7, 5, 3)
+
+    def step_s(*early: int) -> float:
+        return predict(replace(plan, early=early), tensors, times, LINK).step_s
+
+    assert [step_s(), step_s(7, 6, 5), step_s(7, 5, 3)] == [43, 40, 38]
+
+
 def test_early_gathers_are_left_out_where_they_are_not_allowed() -> None:
     tensors, times = chain([1, 1, 1], forward_s=[1, 1, 1], backward_s=[1, 9, 1])
     plan = NoFusion().plan(tensors, WORLD_SIZE)
