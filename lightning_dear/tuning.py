@@ -28,17 +28,20 @@ from lightning_dear.planning.times import ModelTimes, median_times, slowest_time
 from lightning_dear.summing import shard_of
 from lightning_dear.work import STATE_NUMBERS, Collectives, WireLedger, Work
 
-_LEAST_BYTES, _MOST_BYTES = 1 << 18, 1 << 24
+_LEAST_BYTES, _MOST_BYTES, _MOST_LONG_BYTES = 1 << 18, 1 << 24, 1 << 26
 """Of a train of exchanges that are under way at once, as in a step: while one starts, the others
-use the link. In between, an eighth of the model, so that a slow link takes no longer than two or
-three steps."""
+use the link. In between, an eighth of the model, and half of it for the long train, so that a slow
+link takes no longer than three steps."""
 
 _TRAINS = ((16, 16), (4, 4), (4, 16))
-"""(number of exchanges, part of the bytes in each). The first sends as much as the second, and what
-it costs more is 12 starts; the third is as many exchanges as the second, with fewer bytes. What the
-first message of a train takes longer is in all three, and in neither difference."""
+"""(number of exchanges, part of the bytes in each); see `fitted`."""
 
-_NUM_LINK_REPEATS = 3
+_NUM_LONG = 8
+"""Exchanges of the long train. It is so long because ranks end a train at different moments: with
+four ranks on 1 Gb/s 10 ms apart, a tenth of the time of an eighth of a model."""
+
+_NUM_REPEATS = 2
+"""Of a train, after one that is not counted; the long one runs once."""
 
 
 class Tuning:
@@ -197,10 +200,11 @@ def measure_link(pipeline: Pipeline) -> LinkCost:
     part = pipeline.parts[0]
     model_bytes = sum(tensor.numel * tensor.itemsize for tensor in part.tensors)
     total_bytes = min(max(model_bytes // 8, _LEAST_BYTES), _MOST_BYTES)
+    long_bytes = min(max(model_bytes // 2, total_bytes), _MOST_LONG_BYTES)
+    trains = [(count, total_bytes // part, _NUM_REPEATS) for count, part in _TRAINS]
     halves, all_reduces = [], []
-    for count, part_of_bytes in _TRAINS:
-        nbytes = total_bytes // part_of_bytes
-        both_s = map(median, _train_times(collectives, device, nbytes, count))
+    for count, nbytes, repeats in (*trains, (_NUM_LONG, long_bytes // _NUM_LONG, 0)):
+        both_s = map(median, _train_times(collectives, device, nbytes, count, repeats))
         half_s, whole_s = (max(collectives.all_gather_object(one_s)) for one_s in both_s)
         sent = sent_bytes(nbytes, collectives.world_size)
         halves.append(Train(count, sent, half_s))
@@ -210,17 +214,19 @@ def measure_link(pipeline: Pipeline) -> LinkCost:
 
 
 def _train_times(
-    collectives: Collectives, device: torch.device, nbytes: int, count: int
+    collectives: Collectives, device: torch.device, nbytes: int, count: int, repeats: int
 ) -> tuple[list[float], list[float]]:
     """Seconds for `count` exchanges of about `nbytes` each that are under way at once.
 
-    Of either half, in turns, and of all-reduces.
+    Of either half, in turns, and of all-reduces. With `repeats` above 0, of so many rounds after
+    one that is not counted; else of one round.
     """
     clock = clock_of(device)
     numel = aligned(nbytes // 4, ALIGNMENT * collectives.world_size)
-    buffers = [torch.zeros(numel, device=device) for _ in range(count)]
+    # Written to, unlike `torch.zeros`, whose pages the kernel would make during the exchange.
+    buffers = [torch.empty(numel, device=device).zero_() for _ in range(count)]
     scratch = collectives.scratch_numel(numel)
-    received = [torch.zeros(scratch, device=device) for _ in buffers]
+    received = [torch.empty(scratch, device=device).zero_() for _ in buffers]
 
     def reduce_scatter(place: int) -> Work:
         buffer = buffers[place]
@@ -235,7 +241,7 @@ def _train_times(
         return collectives.launch_all_reduce(buffers[place], STATE_NUMBERS + place)
 
     rounds = []
-    for _ in range(1 + _NUM_LINK_REPEATS):
+    for _ in range(1 + repeats):
         marks = [clock.mark()]
         for launch in (reduce_scatter, all_gather, all_reduce):
             for work in [launch(place) for place in range(count)]:
@@ -243,7 +249,7 @@ def _train_times(
             marks.append(clock.mark())
         rounds.append(marks)
     halves, all_reduces = [], []
-    for marks in rounds[1:]:
+    for marks in rounds[1:] or rounds:
         moments = [clock.seconds(mark) for mark in marks]
         *both, whole = (end - begin for begin, end in pairwise(moments))
         halves += both

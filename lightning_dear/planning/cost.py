@@ -78,16 +78,20 @@ class Train:
     seconds: float
 
 
-def fitted(many: Train, few: Train, small: Train) -> LinkCost:
-    """What three trains say; never below zero.
+def fitted(many: Train, few: Train, small: Train, long: Train) -> LinkCost:
+    """What four trains say; never below zero.
+
+    What the first message takes longer than those behind it, and the last ones until all ranks have
+    them, is in every train alike and in no difference of two; only roughly, though: hence `long`.
 
     Args:
         many: Sends in all what `few` sends, so that it takes longer by its starts alone.
-        few: The one that the others are compared with.
-        small: As many exchanges as in `few`, with fewer bytes. (What the first message takes longer
-            than those behind it is the same in all three, and not counted.)
+        few: Fewer and larger exchanges.
+        small: Sends least.
+        long: Sends most.
     """
-    alpha_s = (many.seconds - few.seconds) / (many.count - few.count)
-    saved_bytes = few.count * (few.sent_bytes - small.sent_bytes)
-    beta_s = (few.seconds - small.seconds) / saved_bytes
-    return LinkCost(alpha_s=max(alpha_s, 0.0), beta_s=max(beta_s, 0.0))
+    alpha_s = max((many.seconds - few.seconds) / (many.count - few.count), 0.0)
+    starts_s = alpha_s * (long.count - small.count)
+    more_bytes = long.count * long.sent_bytes - small.count * small.sent_bytes
+    beta_s = (long.seconds - small.seconds - starts_s) / more_bytes
+    return LinkCost(alpha_s=alpha_s, beta_s=max(beta_s, 0.0))

@@ -196,17 +196,22 @@ def test_what_has_no_time_is_reduced_last_and_read_last() -> None:
     assert times.first_use_of(plan.buckets[1]) == times.forward_s
 
 
-def test_what_three_trains_say() -> None:
+def test_what_four_trains_say() -> None:
     # A start takes a second, a byte 2 ms, and each train's first message 5 s more.
+    # Each train 5 seconds until the first message is under way.
     few, small = Train(2, 2000, 5 + 2 * (1 + 4)), Train(2, 500, 5 + 2 * (1 + 1))
-    link = fitted(Train(8, 500, 5 + 8 * (1 + 1)), few, small)
+    many, long = Train(8, 500, 5 + 8 * (1 + 1)), Train(4, 8000, 5 + 4 * (1 + 16))
+    link = fitted(many, few, small, long)
     assert link == LinkCost(alpha_s=1.0, beta_s=0.002)
     assert link.reduce_scatter_s(4000, 4) == 1 + 0.002 * 3000
     assert link.all_reduce_s(4000, 4) == 2 * 7.0
     # 6 seconds in each half, without starts.
     assert link.bound_s(4000, 4, forward_s=3, backward_s=6) == 12
     assert link.dear_bound_s(4000, 4, forward_s=3, backward_s=7) == 6 + 7
-    assert fitted(Train(8, 500, 9.0), few, replace(few, sent_bytes=500)) == LinkCost(0.0, 0.0)
+    late = replace(long, seconds=long.seconds + 1)
+    assert fitted(many, few, small, late).beta_s == pytest.approx(0.002, rel=0.02)
+    nothing = fitted(replace(many, seconds=9.0), few, small, replace(long, seconds=1.0))
+    assert nothing == LinkCost(0.0, 0.0)
 
 
 def test_times_of_steps_and_ranks_are_combined() -> None:
