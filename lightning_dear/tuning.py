@@ -33,15 +33,15 @@ _LEAST_BYTES, _MOST_BYTES, _MOST_LONG_BYTES = 1 << 18, 1 << 24, 1 << 26
 use the link. In between, an eighth of the model, and half of it for the long train, so that a slow
 link takes no longer than three steps."""
 
-_TRAINS = ((16, 16), (4, 4), (4, 16))
-"""(number of exchanges, part of the bytes in each); see `fitted`."""
+_TRAINS = {"many": (16, 16), "few": (4, 4), "small": (4, 16)}
+"""Of `fitted` -> (number of exchanges, divisor of the bytes for each)."""
 
 _NUM_LONG = 8
 """Exchanges of the long train. It is so long because ranks end a train at different moments: with
-four ranks on 1 Gb/s 10 ms apart, a tenth of the time of an eighth of a model."""
+four ranks on 1 Gb/s 10 ms apart, a tenth of the time of 16 MiB."""
 
-_NUM_REPEATS = 2
-"""Of a train, after one that is not counted; the long one runs once."""
+_NUM_REPEATS = 3
+"""Of a train; the long one runs once."""
 
 
 class Tuning:
@@ -190,39 +190,43 @@ class Tuning:
 def measure_link(pipeline: Pipeline) -> LinkCost:
     """What our two halves and an all-reduce cost, from trains of exchanges. Collective, blocks.
 
-    A train's time is the median of several, on the slowest rank.
+    A train's time is that of the slowest rank, of its own the median over repeats (and, of the
+    halves, over both). Needs twice the bytes of the long train for a moment.
     """
     pipeline.complete_parameters("measuring the link")
     collectives = pipeline.collectives
     device = pipeline.parts[0].parameters[0].device
     # These bytes belong to no step.
     ledger, collectives.ledger = collectives.ledger, WireLedger()
-    part = pipeline.parts[0]
-    model_bytes = sum(tensor.numel * tensor.itemsize for tensor in part.tensors)
+    tensors = pipeline.parts[0].tensors
+    model_bytes = sum(tensor.numel * tensor.itemsize for tensor in tensors)
     total_bytes = min(max(model_bytes // 8, _LEAST_BYTES), _MOST_BYTES)
     long_bytes = min(max(model_bytes // 2, total_bytes), _MOST_LONG_BYTES)
-    trains = [(count, total_bytes // part, _NUM_REPEATS) for count, part in _TRAINS]
-    halves, all_reduces = [], []
-    for count, nbytes, repeats in (*trains, (_NUM_LONG, long_bytes // _NUM_LONG, 0)):
-        both_s = map(median, _train_times(collectives, device, nbytes, count, repeats))
+    planned = {
+        **{name: (count, total_bytes // part) for name, (count, part) in _TRAINS.items()},
+        "long": (_NUM_LONG, long_bytes // _NUM_LONG),
+    }
+    halves, all_reduces = {}, {}
+    for name, (count, nbytes) in planned.items():
+        numel = aligned(nbytes // 4, ALIGNMENT * collectives.world_size)
+        repeats = 1 if name == "long" else _NUM_REPEATS
+        both_s = map(median, _train_times(collectives, device, numel, count, repeats))
         half_s, whole_s = (max(collectives.all_gather_object(one_s)) for one_s in both_s)
-        sent = sent_bytes(nbytes, collectives.world_size)
-        halves.append(Train(count, sent, half_s))
-        all_reduces.append(Train(count, 2 * sent, whole_s))
+        sent = sent_bytes(4 * numel, collectives.world_size)
+        halves[name] = Train(count, sent, half_s)
+        all_reduces[name] = Train(count, 2 * sent, whole_s)
     collectives.ledger = ledger
-    return replace(fitted(*halves), all_reduce=fitted(*all_reduces))
+    return replace(fitted(**halves), all_reduce=fitted(**all_reduces))
 
 
 def _train_times(
-    collectives: Collectives, device: torch.device, nbytes: int, count: int, repeats: int
+    collectives: Collectives, device: torch.device, numel: int, count: int, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds for `count` exchanges of about `nbytes` each that are under way at once.
+    """Seconds for `count` exchanges of `numel` fp32 numbers each that are under way at once.
 
-    Of either half, in turns, and of all-reduces. With `repeats` above 0, of so many rounds after
-    one that is not counted; else of one round.
+    Of either half, in turns, and of all-reduces.
     """
     clock = clock_of(device)
-    numel = aligned(nbytes // 4, ALIGNMENT * collectives.world_size)
     # Written to, unlike `torch.zeros`, whose pages the kernel would make during the exchange.
     buffers = [torch.empty(numel, device=device).zero_() for _ in range(count)]
     scratch = collectives.scratch_numel(numel)
@@ -240,16 +244,17 @@ def _train_times(
     def all_reduce(place: int) -> Work:
         return collectives.launch_all_reduce(buffers[place], STATE_NUMBERS + place)
 
-    rounds = []
-    for _ in range(1 + repeats):
+    kinds = (reduce_scatter, all_gather, all_reduce)
+    # One of each first: what a size needs once is set up, and ranks begin together.
+    for launch in kinds:
+        launch(0).wait()
+    halves, all_reduces = [], []
+    for _ in range(repeats):
         marks = [clock.mark()]
-        for launch in (reduce_scatter, all_gather, all_reduce):
+        for launch in kinds:
             for work in [launch(place) for place in range(count)]:
                 work.wait()
             marks.append(clock.mark())
-        rounds.append(marks)
-    halves, all_reduces = [], []
-    for marks in rounds[1:] or rounds:
         moments = [clock.seconds(mark) for mark in marks]
         *both, whole = (end - begin for begin, end in pairwise(moments))
         halves += both

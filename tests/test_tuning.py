@@ -246,6 +246,65 @@ def test_starts_that_overlap_with_other_exchanges_cost_little() -> None:
     assert link.all_reduce.alpha_s == pytest.approx(1.1 * 0.5 * LINK_ALPHA_S)
 
 
+class _UnevenEnds(_Collectives):
+    """The last rank has all of a train 1 ms late, or 4 if it was of more than 4 MB."""
+
+    train_bytes = 0
+
+    def launch_all_gather(self, buffer: torch.Tensor, *_: Any) -> Work:
+        CLOCK.now_s += LINK_ALPHA_S + LINK_BETA_S * buffer.nbytes / 2
+        self.train_bytes += buffer.nbytes
+        return Work(self._end)
+
+    def _end(self) -> None:
+        if self.train_bytes:
+            CLOCK.now_s += 4e-3 if self.train_bytes > 4e6 else 1e-3
+        self.train_bytes = 0
+
+
+def test_uneven_ends_of_trains_hardly_count() -> None:
+    pipeline = _Pipeline()
+    pipeline.collectives = _UnevenEnds()
+    pipeline.parts[0].tensors = [replace(TENSORS[0], numel=25_000_000)]
+    link = measure_link(pipeline)  # type: ignore[arg-type]
+    # From trains of an eighth of the model it would be 6 % more.
+    assert link.beta_s == pytest.approx(1.1 * LINK_BETA_S, rel=0.02)
+
+
+class _SetUp(_Collectives):
+    """The first exchange of every size sets something up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes_of_size: dict[int, int] = {}
+
+    def launch_all_reduce(self, buffer: torch.Tensor, *_: Any) -> Work:
+        CLOCK.now_s += 0.0 if buffer.nbytes in self.bytes_of_size else 1.0
+        self.bytes_of_size.setdefault(buffer.nbytes, 0)
+        self.bytes_of_size[buffer.nbytes] += buffer.nbytes
+        return super().launch_all_reduce(buffer)
+
+
+@pytest.mark.parametrize(
+    ("numel", "train_mb", "long_mb"), [(1, 0.25, 0.25), (25 << 18, 3.125, 12.5), (1 << 30, 16, 64)]
+)
+def test_trains_have_limits_and_do_not_count_what_a_size_sets_up(
+    numel: int, train_mb: float, long_mb: float
+) -> None:
+    pipeline = _Pipeline()
+    pipeline.collectives = collectives = _SetUp()
+    pipeline.parts[0].tensors = [replace(TENSORS[0], numel=numel)]
+    link = measure_link(pipeline)  # type: ignore[arg-type]
+    assert link.all_reduce is not None
+    assert link.all_reduce.beta_s == pytest.approx(1.1 * 3 * LINK_BETA_S)
+    # What is sent first of each size comes on top.
+    sizes = collectives.bytes_of_size
+    counted = {size / 2**20: (total - size) / 2**20 for size, total in sizes.items()}
+    assert counted[train_mb / 4] >= 3 * train_mb
+    assert counted[long_mb / 8] >= long_mb
+    assert max(sizes) / 2**20 == max(train_mb / 4, long_mb / 8)
+
+
 def test_one_rank_keeps_its_plan() -> None:
     tuner, pipeline, said = _tuning(AutoFusion(), world_size=1)
     assert _train(tuner, pipeline, 10) == 1

@@ -17,7 +17,7 @@ from lightning_dear.apps.bench_config import Setting, by_cluster, entries_of, po
 from lightning_dear.apps.bench_points import restart, run_groups
 from lightning_dear.apps.bench_run import Comparison
 from lightning_dear.benchmarking.block import Rig, interface_of, quiet_lightning
-from lightning_dear.benchmarking.files import write_summary
+from lightning_dear.benchmarking.files import write_summary, write_table
 from lightning_dear.benchmarking.plot import write_plot
 from lightning_dear.benchmarking.progress import Progress
 from lightning_dear.benchmarking.records import Row
@@ -30,7 +30,7 @@ def bench(cfg: DictConfig) -> None:
     """Compare the entries of ``cfg`` at each of its points; print and write the rows.
 
     Starts the ranks where the cluster needs them, and blocks until they have ended. What has been
-    measured is written even if the run is interrupted.
+    measured is written even if the run is interrupted; if it is killed, up to the last point.
 
     Raises:
         ValueError: If the config asks for what this machine does not have.
@@ -76,22 +76,33 @@ def _compare(starter: Trainer, points: Sequence[Setting]) -> None:
         for point in points:
             comparison = Comparison(point, rig, strategy.root_device, folder, None)
             if rig.rank == 0:
-                progress = progress or Progress(comparison.num_blocks * len(points))
+                progress = progress or Progress(comparison.num_steps * len(points))
                 comparison.progress = progress
             done.append(comparison)
             comparison.run()
+            if rig.rank == 0:
+                # A kill leaves no time to do it at the end.
+                _write(folder, _rows_of(done))
     finally:
         if rig.rank == 0:
             if progress is not None:
                 progress.close()
-            _finish(folder, [row for comparison in done for row in comparison.rows()])
+            _finish(folder, _rows_of(done))
+
+
+def _rows_of(comparisons: Sequence[Comparison]) -> list[Row]:
+    return [row for comparison in comparisons for row in comparison.rows()]
+
+
+def _write(folder: Path, rows: list[Row]) -> str:
+    write_summary(folder / "summary.csv", rows)
+    text = format_rows(rows)
+    write_table(folder / "table.txt", text)
+    return text
 
 
 def _finish(folder: Path, rows: list[Row]) -> None:
-    write_summary(folder / "summary.csv", rows)
-    text = format_rows(rows)
-    (folder / "table.txt").write_text(f"{text}\n")
-    print(text, flush=True)
+    print(_write(folder, rows), flush=True)
     # Last: after Ctrl-C there are only seconds left, and drawing takes some.
     write_plot(folder / "plot.png", rows)
     print(f"Every step, the rows and the plot: {folder}", flush=True)

@@ -80,11 +80,14 @@ class Comparison:
         self._batches = list(islice(datamodule.train_dataloader(), self.cfg.num_batches))
 
     @property
-    def num_blocks(self) -> int:
-        """How many blocks `run` will take."""
-        tries = sum(len(entry.grid) for entry in self.entries) * self.cfg.grid_rounds
-        tunings = sum(entry.tuning_steps > 0 for entry in self.entries)
-        return int(tries + tunings + self.cfg.rounds * (len(self.entries) + 1))
+    def num_steps(self) -> int:
+        """How many optimizer steps `run` will take, warm-up included."""
+        cfg = self.cfg
+        tries = cfg.grid_rounds * sum(len(entry.grid) for entry in self.entries)
+        tunings = [entry.tuning_steps for entry in self.entries if entry.tuning_steps]
+        blocks = cfg.rounds * (len(self.entries) + 1)
+        timed = tries * cfg.grid_steps + sum(tunings) + blocks * cfg.steps
+        return int(timed + (tries + len(tunings) + blocks) * cfg.warm_up_steps)
 
     def run(self) -> None:
         """Measure everything, noting block after block. Collective, blocks."""
@@ -192,6 +195,6 @@ class Comparison:
     def _note(self, block: Block) -> None:
         self.blocks.append(block)
         if self.progress is not None:
-            self.progress.end()
+            self.progress.end(len(block.ranks[0].steps) + self.cfg.warm_up_steps)
         if self.rig.rank == 0:
             self._raw.add(self._point, block)

@@ -84,10 +84,21 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_summary(path: Path, rows: Sequence[Row]) -> None:
-    """Write all rows, over what was there."""
-    path.unlink(missing_ok=True)
+    """Write all rows in place of what was there, all at once; nothing for no rows."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
     if rows:
-        append_lines(path, [summary_line(row) for row in rows])
+        append_lines(part, [summary_line(row) for row in rows])
+        part.replace(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_table(path: Path, text: str) -> None:
+    """Write `text` and a line's end in place of what was there, all at once."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(f"{text}\n")
+    part.replace(path)
 
 
 def join_csv(path: Path, parts: Sequence[Path]) -> None:

@@ -12,21 +12,21 @@ _LINE_EVERY_S = 15.0
 
 
 class Progress:
-    """A bar over blocks: redrawn on a terminal, a line now and then elsewhere.
+    """A bar over optimizer steps: redrawn on a terminal, a line now and then elsewhere.
 
     Args:
-        num_blocks: How many there will be.
+        num_steps: How many there will be, in all blocks; their lengths differ.
         stream: Where to; None: stderr.
         now_s: The clock.
     """
 
     def __init__(
         self,
-        num_blocks: int,
+        num_steps: int,
         stream: TextIO | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._num_blocks = num_blocks
+        self._num_steps = num_steps
         self._stream = sys.stderr if stream is None else stream
         self._now_s = now_s
         self._began_s = now_s()
@@ -43,9 +43,9 @@ class Progress:
         self._stream.write(f"{start}{self.line(what)}{end}")
         self._stream.flush()
 
-    def end(self) -> None:
-        """Count what ran as done."""
-        self._done += 1
+    def end(self, num_steps: int) -> None:
+        """Count a block's steps as done."""
+        self._done += num_steps
 
     def close(self) -> None:
         """Leave the terminal's line empty."""
@@ -55,13 +55,14 @@ class Progress:
 
     def line(self, what: str) -> str:
         """Return the bar, what runs, and the time left once a block has been timed."""
-        filled = _WIDTH * self._done // max(self._num_blocks, 1)
+        share = min(self._done / max(self._num_steps, 1), 1.0)
+        filled = int(_WIDTH * share)
         bar = "#" * filled + "." * (_WIDTH - filled)
         left = ""
         if self._done:
-            per_block_s = (self._now_s() - self._began_s) / self._done
-            left = f", {_clock(per_block_s * (self._num_blocks - self._done))} left"
-        return f"[{bar}] block {self._done + 1} of {self._num_blocks}: {what}{left}"
+            left_s = (self._now_s() - self._began_s) * (1 / share - 1)
+            left = f", {_clock(left_s)} left"
+        return f"[{bar}] {share:.0%}, now {what}{left}"
 
 
 def _clock(seconds: float) -> str:

@@ -78,17 +78,18 @@ class Train:
     seconds: float
 
 
-def fitted(many: Train, few: Train, small: Train, long: Train) -> LinkCost:
+def fitted(*, many: Train, few: Train, small: Train, long: Train) -> LinkCost:
     """What four trains say; never below zero.
 
-    What the first message takes longer than those behind it, and the last ones until all ranks have
-    them, is in every train alike and in no difference of two; only roughly, though: hence `long`.
+    Every train also takes some time once: until its first message is under way, and until the last
+    rank has its last one. A difference between two trains leaves that out, though only roughly; in
+    a long train it weighs little.
 
     Args:
         many: Sends in all what `few` sends, so that it takes longer by its starts alone.
-        few: Fewer and larger exchanges.
-        small: Sends least.
-        long: Sends most.
+        few: Fewer and larger exchanges; for alpha only.
+        small: Sends least in all.
+        long: Sends most in all.
     """
     alpha_s = max((many.seconds - few.seconds) / (many.count - few.count), 0.0)
     starts_s = alpha_s * (long.count - small.count)

@@ -22,11 +22,12 @@ def choose_early(
 ) -> BucketPlan:
     """`plan` with `early` set: gathers for the time in which backward leaves the link idle.
 
-    Whenever the link would stand still before the next reduce-scatter, it takes, of the buckets
-    reduced so far, the one that forward needs first of those whose gather delays the last
-    reduce-scatter by nothing (others may move). No sooner: of a backward whose link has some time
-    left all along, early buckets from all over the model are the ones that help, because forward
-    then finds one among every few, and compute catches up with the gathers of the others.
+    Whenever the link would stand still before the next reduce-scatter, of the buckets reduced so
+    far the one is chosen that forward needs first of those whose gather delays the last
+    reduce-scatter by nothing (others may move). No sooner: where the link has a little time left
+    throughout backward, early buckets from all over the model help most, because forward then finds
+    one among every few, and compute catches up with the gathers of the others. (This decides which;
+    each is launched as soon as it is reduced.)
     Neither the last bucket to be reduced nor one that is all-reduced is ever early. Of this list
     the shortest beginning is kept that `predict` finds (nearly) as good as any; none if it gains
     nothing, or is not allowed.
@@ -50,22 +51,22 @@ def _fitting(
     gather_s = [link.all_gather_s(size, plan.world_size) for size in nbytes]
     spans = reduced_timeline(plan, tensors, times, link).spans
     chosen: list[int] = []
-    reduced: dict[int, float] = {}
+    reduced: set[int] = set()
     free_s = launched_s = 0.0
     for span, limit_s in zip(spans, _latest_begins(spans), strict=True):
         launched_s = max(launched_s, times.ready_of(plan.buckets[span.bucket]))
-        while fits := [
-            one
-            for one, end_s in reduced.items()
-            if max(end_s, free_s) < launched_s and free_s + gather_s[one] <= limit_s
-        ]:
+        while free_s < launched_s:
+            fits = [one for one in reduced if free_s + gather_s[one] <= limit_s]
+            if not fits:
+                break
             # Buckets are numbered in the order in which forward needs them.
-            chosen.append(min(fits))
-            del reduced[min(fits)]
-            free_s += gather_s[min(fits)]
+            first = min(fits)
+            chosen.append(first)
+            reduced.remove(first)
+            free_s += gather_s[first]
         free_s = max(free_s, launched_s) + (span.end_s - span.begin_s)
         if span.bucket not in plan.all_reduced:
-            reduced[span.bucket] = free_s
+            reduced.add(span.bucket)
     return tuple(chosen)
 
 

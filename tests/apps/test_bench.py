@@ -310,6 +310,29 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
     assert "wfbp" in output
 
 
+def test_a_killed_run_keeps_the_rows_of_the_points_it_finished(tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        command("entries=[ddp]", *QUICK, "points=[{steps: 4}, {rounds: 500}]"),
+        cwd=tmp_path,
+        env=environment(),
+        start_new_session=True,
+    )
+    table = tmp_path / "out/table.txt"
+    deadline_s = time.monotonic() + 120
+    while not table.exists() and running.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    is_running = running.poll() is None
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    assert is_running
+    rows = read(tmp_path / "out/summary.csv")
+    assert [(row["point"], row["entry"]) for row in rows] == [
+        ("steps=4", "ddp"),
+        ("steps=4", "compute alone"),
+    ]
+    assert "compute alone" in table.read_text()
+
+
 @pytest.mark.slow
 def test_points_with_other_ranks_end_in_one_table(tmp_path: Path) -> None:
     points = "points=[{cluster.devices: 2}, {cluster.devices: 3}]"

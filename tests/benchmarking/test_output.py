@@ -112,12 +112,16 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 def test_the_bar_tells_the_time_left() -> None:
     clock = [100.0]
     stream = io.StringIO()
-    progress = Progress(10, stream, lambda: clock[0])
+    progress = Progress(100, stream, lambda: clock[0])
     progress.begin("ddp")
-    assert "block 1 of 10: ddp\n" in stream.getvalue()
-    progress.end()
-    clock[0] += 20
-    assert progress.line("dear").endswith("block 2 of 10: dear, 3 min 00 s left")
+    assert f"[{24 * '.'}] 0%, now ddp\n" in stream.getvalue()
+    # Blocks of two lengths.
+    progress.end(20)
+    clock[0] += 40
+    assert progress.line("dear").endswith("20%, now dear, 2 min 40 s left")
+    progress.end(5)
+    clock[0] += 10
+    assert progress.line("dear") == f"[{6 * '#'}{18 * '.'}] 25%, now dear, 2 min 30 s left"
     progress.begin("dear")
     clock[0] += 1
     progress.begin("soon after")

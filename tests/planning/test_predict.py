@@ -101,7 +101,7 @@ def test_a_gather_that_would_delay_the_last_reduce_scatter_does_not_fit() -> Non
     tensors, times = chain([1, 1, 3], forward_s=[0, 0, 0], backward_s=[3, 5, 1])
     plan = NoFusion().plan(tensors, WORLD_SIZE)
     assert _fitting(plan, tensors, times, LINK) == ()
-    # With the third gradient at 10 the first gap has room: the second reduce-scatter may wait.
+    # With the third gradient at 11 the first gap has room: the second reduce-scatter may wait.
     later = replace(times, ready_s={**times.ready_s, 0: 11.0})
     assert _fitting(plan, tensors, later, LINK)[:1] == (2,)
 
@@ -197,21 +197,21 @@ def test_what_has_no_time_is_reduced_last_and_read_last() -> None:
 
 
 def test_what_four_trains_say() -> None:
-    # A start takes a second, a byte 2 ms, and each train's first message 5 s more.
-    # Each train 5 seconds until the first message is under way.
+    # A start takes a second, a byte 2 ms; each train 5 s until its first message is under way.
     few, small = Train(2, 2000, 5 + 2 * (1 + 4)), Train(2, 500, 5 + 2 * (1 + 1))
     many, long = Train(8, 500, 5 + 8 * (1 + 1)), Train(4, 8000, 5 + 4 * (1 + 16))
-    link = fitted(many, few, small, long)
+    trains = {"many": many, "few": few, "small": small, "long": long}
+    link = fitted(**trains)
     assert link == LinkCost(alpha_s=1.0, beta_s=0.002)
     assert link.reduce_scatter_s(4000, 4) == 1 + 0.002 * 3000
     assert link.all_reduce_s(4000, 4) == 2 * 7.0
     # 6 seconds in each half, without starts.
     assert link.bound_s(4000, 4, forward_s=3, backward_s=6) == 12
     assert link.dear_bound_s(4000, 4, forward_s=3, backward_s=7) == 6 + 7
-    late = replace(long, seconds=long.seconds + 1)
-    assert fitted(many, few, small, late).beta_s == pytest.approx(0.002, rel=0.02)
-    nothing = fitted(replace(many, seconds=9.0), few, small, replace(long, seconds=1.0))
-    assert nothing == LinkCost(0.0, 0.0)
+    late = {**trains, "long": replace(long, seconds=long.seconds + 1)}
+    assert fitted(**late).beta_s == pytest.approx(0.002, rel=0.02)
+    short = {"many": replace(many, seconds=9.0), "long": replace(long, seconds=1.0)}
+    assert fitted(**{**trains, **short}) == LinkCost(0.0, 0.0)
 
 
 def test_times_of_steps_and_ranks_are_combined() -> None:
