@@ -67,6 +67,10 @@ class GroupCollectives(Collectives):
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
         return None
 
+    def forget_groups(self) -> None:
+        """Drops the process groups; nothing can be sent any more."""
+        self.reduce_group = self.gather_group = None
+
     def ring_bytes(self, buffer: Tensor) -> int:
         """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""
         return buffer.nbytes // self.world_size * (self.world_size - 1)

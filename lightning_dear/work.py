@@ -15,6 +15,9 @@ STATE_NUMBERS = 1 << 23
 """Added to a bucket's number for exchanges that may be made while the bucket's own is under way, or
 is expected after a step that was broken off: of whole gradients, and of saved state."""
 
+PROBE_NUMBERS = 1 << 24
+"""For exchanges between steps that are only timed, by all ranks alike."""
+
 
 @dataclass
 class WireLedger:
@@ -111,7 +114,10 @@ class Collectives(Protocol):
         """
 
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
-        """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard."""
+        """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard.
+
+        Those of buckets in the same order on every rank: NCCL and rings are matched by it.
+        """
 
     def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
         """Lets others' parts of the bucket arrive in `received` from now on. Idempotent.
