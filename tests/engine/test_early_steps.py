@@ -72,7 +72,7 @@ class Run:
             self.optimizer.step(lambda: self.closure(step))
 
 
-@distributed(world_sizes=(1, 2))
+@distributed(world_sizes=(1, 2, 3))
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
@@ -94,6 +94,25 @@ def test_early_steps_change_no_bit(optimizer_name: str, dtype: torch.dtype) -> N
     assert torch.equal(flat(run.model), torch.cat([one.flatten() for one in expected[-1]]))
     assert torch.equal(seen[0], torch.cat([one.flatten() for one in expected[3]]))
     assert state["state"]
+
+
+@distributed(world_sizes=(3,))
+@pytest.mark.parametrize("depth", [None, 2])
+def test_ranks_may_step_different_buckets_early(depth: int | None) -> None:
+    run = Run("adamw", gathering=Gathering("parameters", depth))
+    run.step(0)
+    if dist.get_rank() == 1:
+        # Notices nothing but the first arrival of each backward.
+        reducer = run.part._active.reducer
+        arrived, first = reducer.has_arrived, run.part.plan.early[0]
+        reducer.has_arrived = lambda number: number == first and arrived(number)
+    for step in range(1, NUM_STEPS):
+        run.step(step)
+    run.pipeline.complete_parameters("comparing")
+    assert max(run.num_early) == 1 if dist.get_rank() == 1 else max(run.num_early) > 1
+    run.pipeline.detach()
+    expected, _ = train_dear("wide_mlp", "adamw", NUM_STEPS)
+    assert torch.equal(flat(run.model), torch.cat([one.flatten() for one in expected[-1]]))
 
 
 @distributed(world_sizes=(2,))

@@ -82,4 +82,32 @@ SPEED = [
         "    return None\n",
         (f"{ARMED}::test_nothing_is_stepped_early_where_gradients_are_looked_at",),
     ),
+    Mutation(
+        "early gathers only where the link would stand still",
+        "planning/early.py",
+        "        while free_s < launched_s:\n",
+        "        while True:\n",
+        ("tests/planning/test_predict.py::test_early_gathers_are_spread_over_the_model",),
+    ),
+    Mutation(
+        "the link's rate from a long train",
+        "tuning.py",
+        "    long_bytes = min(max(model_bytes // 2, total_bytes), _MOST_LONG_BYTES)\n",
+        "    long_bytes = total_bytes\n",
+        ("tests/test_tuning.py::test_uneven_ends_of_trains_hardly_count",),
+    ),
+    Mutation(
+        "one exchange of each kind before a train",
+        "tuning.py",
+        "        launch(0).wait()\n",
+        "        pass\n",
+        ("tests/test_tuning.py::test_trains_have_limits_and_do_not_count_what_a_size_sets_up",),
+    ),
+    Mutation(
+        "rings for nothing but what follows the plan",
+        "pairwise.py",
+        "        return self._ring_group is not None and follows_plan and is_worth_it\n",
+        "        return self._ring_group is not None and is_worth_it\n",
+        ("tests/engine/test_ring.py::test_large_buckets_go_round_a_ring",),
+    ),
 ]
