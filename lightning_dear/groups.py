@@ -31,6 +31,7 @@ class GroupCollectives(Collectives):
         self.ledger = WireLedger()
         self.observer: WorkObserver | None = None
         self.signal = Signal()
+        self.has_one_order = False
         alive.add(self)
 
     @override

@@ -47,8 +47,8 @@ class PairwiseCollectives(GroupCollectives):
         gather_group: Process group of the all-gathers.
         rank: This rank in both groups.
         world_size: Number of ranks in both.
-        ring_group: Process group for nothing but rings, which gloo matches by their order: every
-            rank launches the same ones. None: every message goes straight.
+        ring_group: Process group for nothing but rings, which gloo matches by their order: used
+            while `has_one_order`. None: every message goes straight.
         message_delay_s: Seconds by which every message comes late, for measurements: see
             `DelayedSends` for what that emulates and what it does not. 0 costs nothing.
     """
@@ -161,7 +161,7 @@ class PairwiseCollectives(GroupCollectives):
         # The others may be launched on some ranks only, after a step that was broken off.
         follows_plan = number < GRADIENT_NUMBERS or number >= PROBE_NUMBERS
         is_worth_it = own.nbytes >= LEAST_RING_BYTES
-        return self._ring_group is not None and follows_plan and is_worth_it
+        return is_worth_it and follows_plan and self.has_one_order and self._ring_group is not None
 
     def _reduce_rows(self, received: Tensor) -> dict[int, Tensor]:
         return {

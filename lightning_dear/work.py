@@ -98,6 +98,9 @@ class Collectives(Protocol):
     signal: Signal
     reads_flags_freely: bool
     """Whether reading flags on the host costs no wait beyond those there are in any case."""
+    has_one_order: bool
+    """Whether buckets' all-gathers are launched in one order on all ranks; False until the pipeline
+    says so. Where they are not, they must not be matched by it."""
 
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
@@ -116,7 +119,7 @@ class Collectives(Protocol):
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard.
 
-        Those of buckets in the same order on every rank: NCCL and rings are matched by it.
+        With NCCL, or if `has_one_order`, those of buckets in the same order on every rank.
         """
 
     def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_dear import pairwise
 from lightning_dear.collectives import forget_process_groups, new_collectives
+from lightning_dear.gathering import Gathering
 from lightning_dear.groups import reusable_groups
 from lightning_dear.pairwise import PairwiseCollectives
+from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import ThresholdFusion
 from lightning_dear.summing import shard_of
 from lightning_dear.work import GRADIENT_NUMBERS, PROBE_NUMBERS, STATE_NUMBERS
 from tests.distributed.harness import distributed
@@ -22,6 +27,8 @@ def _collectives() -> PairwiseCollectives:
     pairwise.LEAST_RING_BYTES = LEAST
     collectives = new_collectives(torch.device("cpu"))
     assert isinstance(collectives, PairwiseCollectives)
+    assert not collectives.has_one_order
+    collectives.has_one_order = True
     return collectives
 
 
@@ -98,6 +105,24 @@ def test_a_rank_that_waits_alone_needs_nobody_to_wait() -> None:
     assert collectives.all_gather_object("here")[2] == "here"
     for work in works:
         work.wait()
+
+
+@distributed(world_sizes=(3,))
+def test_rings_are_for_one_pipeline_with_one_optimizer_and_no_depth() -> None:
+    def has_one_order(num_optimizers: int = 1, **options: Any) -> bool:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        collectives = new_collectives(torch.device("cpu"))
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+        if num_optimizers == 1:
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+        Pipeline(model, optimizers, collectives, ThresholdFusion(), **options).detach()
+        return collectives.has_one_order
+
+    assert has_one_order()
+    assert has_one_order(gathering=Gathering("gradients"))
+    assert not has_one_order(num_optimizers=2)
+    assert not has_one_order(first_number=1)
+    assert not has_one_order(gathering=Gathering("parameters", 2))
 
 
 @distributed(world_sizes=(3,))

@@ -106,8 +106,8 @@ SPEED = [
     Mutation(
         "rings for nothing but what follows the plan",
         "pairwise.py",
-        "        return self._ring_group is not None and follows_plan and is_worth_it\n",
-        "        return self._ring_group is not None and is_worth_it\n",
+        " follows_plan and self.has_one_order and ",
+        " self.has_one_order and ",
         ("tests/engine/test_ring.py::test_large_buckets_go_round_a_ring",),
     ),
 ]
