@@ -1,10 +1,9 @@
 """Makes the collectives of a training: what moves a bucket, asynchronously.
 
-Process groups of our own, one for reduce-scatters and one for all-gathers (gloo: a third for large
-ones), so that the host's collectives on the default group (Lightning broadcasts a flag before every
-batch) never queue behind ours, nor ours behind theirs. On gloo `pairwise.py` uses them, on NCCL
-`native.py`. Besides these, `groups.py` and `rendezvous.py`, no module of the engine talks to
-torch.distributed.
+Two process groups of our own, one for reduce-scatters and one for all-gathers, so that the host's
+collectives on the default group (Lightning broadcasts a flag before every batch) never queue
+behind ours, nor ours behind theirs. On gloo `pairwise.py` uses them, on NCCL `native.py`. Besides
+these, `groups.py` and `rendezvous.py`, no module of the engine talks to torch.distributed.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import torch.distributed as dist
 from lightning_dear.groups import alive, reusable_groups
 from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.native import NativeCollectives
-from lightning_dear.pairwise import LEAST_RING_RANKS, PairwiseCollectives
+from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.work import Collectives, WireLedger
 
 
 def new_collectives(device: torch.device, timeout: timedelta | None = None) -> Collectives:
-    """Process groups over all ranks, new or those of the fit before. Collective, blocks.
+    """Both process groups over all ranks, new or those of the fit before. Collective, blocks.
 
     Args:
         device: Where parameters live.
@@ -49,10 +48,7 @@ def new_collectives(device: torch.device, timeout: timedelta | None = None) -> C
     place = groups[0], groups[1], dist.get_rank(), dist.get_world_size()
     collectives: Collectives
     if backend == "gloo":
-        delay_s = _delay_s()
-        # A message inside a ring cannot be held back.
-        ring_group = None if delay_s or dist.get_world_size() < LEAST_RING_RANKS else groups[2]
-        collectives = PairwiseCollectives(*place, ring_group=ring_group, message_delay_s=delay_s)
+        collectives = PairwiseCollectives(*place, message_delay_s=_delay_s())
     else:
         collectives = NativeCollectives(*place)
     _connect(collectives, device)
@@ -75,8 +71,7 @@ def _process_groups(timeout: timedelta | None) -> list[Any]:
     can_reuse: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(can_reuse, default_group is dist.group.WORLD)
     if not all(can_reuse):
-        has_ring = dist.get_backend() == "gloo" and dist.get_world_size() >= LEAST_RING_RANKS
-        groups = [dist.new_group(timeout=timeout) for _ in range(3 if has_ring else 2)]
+        groups = [dist.new_group(timeout=timeout) for _ in range(2)]
         reusable_groups.clear()
         reusable_groups[timeout] = dist.group.WORLD, groups
     return groups
@@ -90,7 +85,7 @@ def forget_process_groups() -> None:
     """
     reusable_groups.clear()
     for one in alive:
-        one.forget_groups()
+        one.reduce_group = one.gather_group = None
 
 
 atexit.register(forget_process_groups)

@@ -31,7 +31,6 @@ class GroupCollectives(Collectives):
         self.ledger = WireLedger()
         self.observer: WorkObserver | None = None
         self.signal = Signal()
-        self.has_one_order = False
         alive.add(self)
 
     @override
@@ -67,10 +66,6 @@ class GroupCollectives(Collectives):
     @override
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
         return None
-
-    def forget_groups(self) -> None:
-        """Drops the process groups; nothing can be sent any more."""
-        self.reduce_group = self.gather_group = None
 
     def ring_bytes(self, buffer: Tensor) -> int:
         """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""

@@ -1,4 +1,4 @@
-"""Collectives of the backend itself: NCCL's, and the all-gather that gloo has as well."""
+"""Collectives of the backend itself: NCCL's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NativeCollectives(GroupCollectives):
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        work = all_gather_into(buffer, own, self.gather_group)
+        work = _all_gather(buffer, own, group=self.gather_group, async_op=True)
         self.ledger.all_gather_bytes += self.ring_bytes(buffer)
         return self.new_work("all_gather", f"bucket {bucket}", [work])
 
@@ -61,8 +61,3 @@ class NativeCollectives(GroupCollectives):
 # torch 2.13 renamed both; the old names warn there and are the only ones before it.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def all_gather_into(buffer: Tensor, own: Tensor, group: Any) -> Any:
-    """Starts filling the flat `buffer` from every rank's shard `own`, a view of it."""
-    return _all_gather(buffer, own, group=group, async_op=True)

@@ -13,17 +13,12 @@ from typing_extensions import override
 
 from lightning_dear.groups import GroupCollectives
 from lightning_dear.message_delay import DelayedSends
-from lightning_dear.native import all_gather_into
 from lightning_dear.summing import nbytes_of, shard_of, sum_in_source_order
-from lightning_dear.work import GRADIENT_NUMBERS, PROBE_NUMBERS, Work
+from lightning_dear.work import Work
 
 # Above those of all buckets.
 _FLAGS_TAG = 1 << 29
 _BUFFERS_TAG = 1 << 30
-
-LEAST_RING_RANKS = 3
-LEAST_RING_BYTES = 1 << 18
-"""Of a shard, from which on a ring is faster: below, its P - 1 rounds cost more than they save."""
 
 
 class PairwiseCollectives(GroupCollectives):
@@ -38,17 +33,11 @@ class PairwiseCollectives(GroupCollectives):
     alone (`tests/benchmarks/exchanges.py`), and was slower in training with four ranks on 1 Gb/s: a
     rank that comes late then holds up all others' messages.
 
-    All-gathers of large buckets are gloo's own, a ring, where there is a group for them: there no
-    two ranks ever send to one and the same third. With four ranks that took 1.01 to 1.05 of
-    bytes / rate, the direct way 1.03 to 1.09; with two, both are the same messages.
-
     Args:
         reduce_group: Process group of the reduce-scatters.
         gather_group: Process group of the all-gathers.
         rank: This rank in both groups.
         world_size: Number of ranks in both.
-        ring_group: Process group for nothing but rings, which gloo matches by their order: used
-            while `has_one_order`. None: every message goes straight.
         message_delay_s: Seconds by which every message comes late, for measurements: see
             `DelayedSends` for what that emulates and what it does not. 0 costs nothing.
     """
@@ -62,11 +51,9 @@ class PairwiseCollectives(GroupCollectives):
         rank: int,
         world_size: int,
         *,
-        ring_group: Any = None,
         message_delay_s: float = 0.0,
     ) -> None:
         super().__init__(reduce_group, gather_group, rank, world_size)
-        self._ring_group = ring_group
         self._late = DelayedSends(message_delay_s) if message_delay_s else None
         self._expected: dict[tuple[str, int], tuple[int, list[Any]]] = {}
 
@@ -75,11 +62,6 @@ class PairwiseCollectives(GroupCollectives):
     def _object_group(self) -> Any:
         # All else in this group is matched by tags.
         return self.gather_group
-
-    @override
-    def forget_groups(self) -> None:
-        super().forget_groups()
-        self._ring_group = None
 
     def _peers(self) -> list[int]:
         return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
@@ -112,12 +94,6 @@ class PairwiseCollectives(GroupCollectives):
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        if self._takes_ring(own, bucket):
-            # As bytes, since older gloos do not know every type.
-            as_bytes = buffer.view(torch.uint8), own.view(torch.uint8)
-            ring = all_gather_into(*as_bytes, self._ring_group)
-            self.ledger.all_gather_bytes += self.ring_bytes(buffer)
-            return self.new_work("all_gather", f"bucket {bucket}", [ring])
         rows = self._gather_rows(buffer)
         outgoing = dict.fromkeys(self._peers(), own)
         receives = self._take_expected("all_gather", buffer, bucket)
@@ -153,15 +129,7 @@ class PairwiseCollectives(GroupCollectives):
 
     @override
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
-        if self._takes_ring(shard_of(buffer, self.rank, self.world_size), bucket):
-            return
         self._expect("all_gather", buffer, self._gather_rows(buffer), self.gather_group, bucket)
-
-    def _takes_ring(self, own: Tensor, number: int) -> bool:
-        # The others may be launched on some ranks only, after a step that was broken off.
-        follows_plan = number < GRADIENT_NUMBERS or number >= PROBE_NUMBERS
-        is_worth_it = own.nbytes >= LEAST_RING_BYTES
-        return is_worth_it and follows_plan and self.has_one_order and self._ring_group is not None
 
     def _reduce_rows(self, received: Tensor) -> dict[int, Tensor]:
         return {

@@ -114,8 +114,6 @@ class Pipeline:
         ]
         self._refuse_early(self._first_refusal(gathering))
         is_one = len(optimizers) == 1 and first_number == 0
-        # With a depth, a thread launches some of them.
-        collectives.has_one_order = is_one and gathering.depth is None
         self.all_reduce_refusal = why_not_all_reduce(gathering, is_one_optimizer=is_one)
         for part in self.parts:
             part.all_reduce_refusal = self.all_reduce_refusal

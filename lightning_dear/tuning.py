@@ -26,7 +26,7 @@ from lightning_dear.planning.search import (
 )
 from lightning_dear.planning.times import ModelTimes, median_times, slowest_times
 from lightning_dear.summing import shard_of
-from lightning_dear.work import PROBE_NUMBERS, Collectives, WireLedger, Work
+from lightning_dear.work import STATE_NUMBERS, Collectives, WireLedger, Work
 
 _LEAST_BYTES, _MOST_BYTES, _MOST_LONG_BYTES = 1 << 18, 1 << 24, 1 << 26
 """Of a train of exchanges that are under way at once, as in a step: while one starts, the others
@@ -235,14 +235,14 @@ def _train_times(
     def reduce_scatter(place: int) -> Work:
         buffer = buffers[place]
         own = shard_of(buffer, collectives.rank, collectives.world_size)
-        number = PROBE_NUMBERS + place
+        number = STATE_NUMBERS + place
         return collectives.launch_reduce_scatter(buffer, received[place], own, number)
 
     def all_gather(place: int) -> Work:
-        return collectives.launch_all_gather(buffers[place], PROBE_NUMBERS + place)
+        return collectives.launch_all_gather(buffers[place], STATE_NUMBERS + place)
 
     def all_reduce(place: int) -> Work:
-        return collectives.launch_all_reduce(buffers[place], PROBE_NUMBERS + place)
+        return collectives.launch_all_reduce(buffers[place], STATE_NUMBERS + place)
 
     kinds = (reduce_scatter, all_gather, all_reduce)
     # One of each first: what a size needs once is set up, and ranks begin together.

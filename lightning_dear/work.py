@@ -15,9 +15,6 @@ STATE_NUMBERS = 1 << 23
 """Added to a bucket's number for exchanges that may be made while the bucket's own is under way, or
 is expected after a step that was broken off: of whole gradients, and of saved state."""
 
-PROBE_NUMBERS = 1 << 24
-"""For exchanges between steps that are only timed, by all ranks alike."""
-
 
 @dataclass
 class WireLedger:
@@ -98,9 +95,6 @@ class Collectives(Protocol):
     signal: Signal
     reads_flags_freely: bool
     """Whether reading flags on the host costs no wait beyond those there are in any case."""
-    has_one_order: bool
-    """Whether buckets' all-gathers are launched in one order on all ranks; False until the pipeline
-    says so. Where they are not, they must not be matched by it."""
 
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
@@ -117,10 +111,7 @@ class Collectives(Protocol):
         """
 
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
-        """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard.
-
-        With NCCL, or if `has_one_order`, those of buckets in the same order on every rank.
-        """
+        """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard."""
 
     def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
         """Lets others' parts of the bucket arrive in `received` from now on. Idempotent.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dear import pairwise, step_runs
+from lightning_dear import step_runs
 from lightning_dear.collectives import new_collectives
 from lightning_dear.gathering import Gathering
 from lightning_dear.pairwise import PairwiseCollectives
@@ -20,8 +20,6 @@ from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 
 # The optimizer is called several times a step even for small models.
 step_runs.MAX_RUN_NUMEL = 1 << 11
-# All-gathers of three and four ranks go round a ring, unless they are delayed.
-pairwise.LEAST_RING_BYTES = 0
 
 SMALL_BUCKETS = ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005)
 """Several buckets even for the small models, with tensors split between them."""

@@ -103,11 +103,4 @@ SPEED = [
         "        pass\n",
         ("tests/test_tuning.py::test_trains_have_limits_and_do_not_count_what_a_size_sets_up",),
     ),
-    Mutation(
-        "rings for nothing but what follows the plan",
-        "pairwise.py",
-        " follows_plan and self.has_one_order and ",
-        " self.has_one_order and ",
-        ("tests/engine/test_ring.py::test_large_buckets_go_round_a_ring",),
-    ),
 ]
