@@ -16,7 +16,7 @@ from lightning_dear.gatherer import ParameterGatherer
 from lightning_dear.gathering import Gathering
 from lightning_dear.layout import tensor_specs
 from lightning_dear.planning import BucketPlan, TensorSpec
-from lightning_dear.planning.plan import check_plan
+from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
 from lightning_dear.recorder import ForwardRecorder
 from lightning_dear.reducer import GradientReducer
 from lightning_dear.work import Collectives
@@ -99,7 +99,9 @@ def agree_on_recording(
 def agree_on_plan(
     plan: BucketPlan, tensors: Sequence[TensorSpec], collectives: Collectives
 ) -> None:
-    """Refuses a plan that ranks do not share, or that is not over `tensors`. Collective, blocks.
+    """Refuses a plan that ranks do not share, that is not over `tensors`, or that is too fine.
+
+    Collective, blocks.
 
     Raises:
         ValueError: Saying what differs.
@@ -110,6 +112,11 @@ def agree_on_plan(
         raise ValueError(
             f"The plan '{plan.name}' is for {plan.world_size} ranks, and there are"
             f" {collectives.world_size}; plan anew."
+        )
+    if len(plan.buckets) > MAX_BUCKETS:
+        raise ValueError(
+            f"The plan '{plan.name}' has {len(plan.buckets)} buckets, and at most {MAX_BUCKETS}"
+            " are possible; fuse more, such as with fusion='threshold'."
         )
     known = {tensor.index for tensor in tensors}
     if any(piece.tensor not in known for bucket in plan.buckets for piece in bucket.slices):

@@ -1,6 +1,6 @@
 """Flat buffers: parameters and gradients of a bucket lie side by side, ready to travel.
 
-Every parameter becomes a view of one flat buffer per family (dtype, device, optimizer), so that an
+Every parameter becomes a view of one flat buffer per family (dtype, device), so that an
 all-gather lands in place; a bucket is a contiguous range of it, and a shard is this rank's
 contiguous 1/world_size of a bucket.
 """

@@ -114,7 +114,9 @@ class ParameterGatherer:
         self._unexpected = {
             bucket.number: bucket
             for bucket in self._buffers.buckets
-            if bucket.number not in self._staged and (bucket.is_staged or not early)
+            if bucket.number not in self._staged
+            and not bucket.is_all_reduced
+            and (bucket.is_staged or not early)
         }
         self._expect_next(len(self._unexpected) if early else _NUM_EXPECTED_AHEAD)
 

@@ -22,14 +22,12 @@ from lightning_dear.gathering import Gathering
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import TrainedParameters
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
+from lightning_dear.planning.plan import MAX_BUCKETS
 from lightning_dear.planning.whole import with_whole_tensors
 from lightning_dear.recorder import ForwardRecorder
 from lightning_dear.reducer import on_each_gradient
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.work import Collectives
-
-_MAX_BUCKETS = 1 << 12
-"""Of one optimizer; keeps the numbers of several optimizers' buckets apart."""
 
 
 class PlanChanges:
@@ -82,11 +80,6 @@ class PlanChanges:
 
     def _activate(self, plan: BucketPlan) -> ActivePlan:
         assert self._recording is not None
-        if len(plan.buckets) > _MAX_BUCKETS:
-            raise ValueError(
-                f"The plan '{plan.name}' has {len(plan.buckets)} buckets, and at most"
-                f" {_MAX_BUCKETS} are possible; fuse more, such as with fusion='threshold'."
-            )
         plan = self._without_refused(plan)
         if self._gathering.is_of_gradients:
             plan = with_whole_tensors(plan, self._recording.tensors)
@@ -98,7 +91,7 @@ class PlanChanges:
             self.parameters,
             self._collectives,
             self._instruments.waiting,
-            self._number * _MAX_BUCKETS,
+            self._number * MAX_BUCKETS,
             self._gathering,
             self._on_arrival,
         )
@@ -151,6 +144,8 @@ class PlanChanges:
         agree_on_plan(plan, self.tensors, self._collectives)
         self._put_state_together()
         self._active.release()
+        # Its buffers are not needed any more, and the new ones are as large.
+        self._active = None
         self._activate(plan)
         self.sharded.adopt_state()
 

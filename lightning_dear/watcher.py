@@ -23,10 +23,12 @@ class Watched:
     def watch(self) -> None:
         """Waits; for the watcher's thread."""
         try:
-            self._arrive()
+            try:
+                self._arrive()
+            finally:
+                self._record()
         except BaseException as error:
             self._failure = error
-        self._record()
         self._ended.set()
 
     @property

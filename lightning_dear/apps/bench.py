@@ -74,15 +74,15 @@ def _compare(starter: Trainer, points: Sequence[Setting]) -> None:
     try:
         progress: Progress | None = None
         for point in points:
+            if done and rig.rank == 0:
+                # A kill leaves no time to do it at the end.
+                _write(folder, _rows_of(done))
             comparison = Comparison(point, rig, strategy.root_device, folder, None)
             if rig.rank == 0:
                 progress = progress or Progress(comparison.num_steps * len(points))
                 comparison.progress = progress
             done.append(comparison)
             comparison.run()
-            if rig.rank == 0:
-                # A kill leaves no time to do it at the end.
-                _write(folder, _rows_of(done))
     finally:
         if rig.rank == 0:
             if progress is not None:

@@ -18,6 +18,9 @@ from lightning_dear.workloads.replay import ReplayModel, load_profile
 _CAPS = ("bucket_cap_mb", "first_bucket_cap_mb", "min_cap_mb", "max_cap_mb")
 """Options in MiB that say how much travels together."""
 
+_ITEMSIZES = {"bf16-true": 2, "16-true": 2, "64-true": 8}
+"""Bytes of a parameter under a trainer's precision; under others it is as the model was built."""
+
 
 def build_model(cfg: DictConfig) -> LightningModule:
     """Build a fresh model."""
@@ -75,8 +78,14 @@ def is_replay(cfg: DictConfig) -> bool:
     return str(cfg.model._target_).endswith(f".{ReplayModel.__name__}")
 
 
+def ranks_per_link(cfg: DictConfig, world_size: int) -> int:
+    """Return how many ranks share a host's link; on one host each is thought to have its own."""
+    num_hosts = int(cfg.cluster.num_nodes)
+    return world_size // num_hosts if num_hosts > 1 else 1
+
+
 def replay_overrides(cfg: DictConfig, world_size: int) -> tuple[str, ...]:
-    """Return what ``ratio`` means for the model: how long it waits.
+    """Return what ``ratio`` means for the model: how long it waits in each batch.
 
     Raises:
         ValueError: If it is set and the model is no replay, or the link has no known rate.
@@ -89,8 +98,14 @@ def replay_overrides(cfg: DictConfig, world_size: int) -> tuple[str, ...]:
             f" {cfg.model._target_}. Leave ratio out, or choose model=replay."
         )
     model_bytes = load_profile(cfg.model.profile).scaled(cfg.model.scale).nbytes
-    compute_s = compute_for_ratio(cfg.ratio, model_bytes, world_size, rate_of(cfg))
-    return (as_override("model.compute_s", compute_s),)
+    num_links = world_size // ranks_per_link(cfg, world_size)
+    compute_s = compute_for_ratio(cfg.ratio, model_bytes, num_links, rate_of(cfg))
+    return (as_override("model.compute_s", compute_s / batches_per_step(cfg)),)
+
+
+def batches_per_step(cfg: DictConfig) -> int:
+    """Return how many batches' gradients accumulate."""
+    return int(cfg.trainer.get("accumulate_grad_batches", 1))
 
 
 def scale_of(cfg: DictConfig) -> float:
@@ -146,12 +161,14 @@ def point_of(cfg: DictConfig, label: str, model: LightningModule, world_size: in
     """
     profile = model.profile if isinstance(model, ReplayModel) else None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    itemsize = _ITEMSIZES.get(str(cfg.trainer.get("precision")))
     bounds = Bounds(
-        forward_s=profile.forward_s if profile else None,
-        backward_s=profile.backward_s if profile else None,
-        model_bytes=sum(parameter.nbytes for parameter in trained),
+        forward_s=profile.forward_s * batches_per_step(cfg) if profile else None,
+        backward_s=profile.backward_s * batches_per_step(cfg) if profile else None,
+        model_bytes=sum(one.numel() * (itemsize or one.itemsize) for one in trained),
         world_size=world_size,
         rate=rate_of(cfg),
+        ranks_per_link=ranks_per_link(cfg, world_size),
     )
     net = cfg.model.get("net", {})
     name = profile.name if profile else str(net.get("_target_", cfg.model._target_)).split(".")[-1]

@@ -37,6 +37,8 @@ from lightning_dear.benchmarking.files import RawFile
 from lightning_dear.benchmarking.progress import Progress
 from lightning_dear.benchmarking.records import Block, Point, RankBlock, Row
 from lightning_dear.benchmarking.summary import summarize
+from lightning_dear.callbacks.fusion_tuner import FusionTuner
+from lightning_dear.planning import BucketPlan
 
 COMPUTE_ALONE = "compute alone"
 """Name of the row that every rank trains for itself, with nothing sent."""
@@ -109,7 +111,7 @@ class Comparison:
         alone = [block for block in self.blocks if block.entry == COMPUTE_ALONE]
         if self._point.is_replay or not alone:
             return self._point
-        steps = [step for block in alone for step in block.slowest_steps]
+        steps = [step for block in alone for step in block.steps]
         bounds = replace(
             self._point.bounds,
             forward_s=median(step.forward_s for step in steps),
@@ -154,12 +156,7 @@ class Comparison:
 
         length = BlockLength(self.cfg.warm_up_steps, entry.tuning_steps)
         find_best([Candidate(entry.name, run)], length, 1, self._begin, self._note)
-        plan = getattr(found[0], "plan", None)
-        if plan is None:
-            raise ValueError(
-                f"Entry {entry.name} has tuning_steps, but its strategy makes no plan to keep;"
-                " leave tuning_steps out, or choose strategy=dear."
-            )
+        plan = found_plan(entry.name, found[0])
         count = len(plan.all_reduced)
         all_reduced = f", {count} all-reduced" if count else ""
         self.notes[entry.name] = f"plan: {plan.name}, {len(plan.buckets)} buckets{all_reduced}"
@@ -184,7 +181,9 @@ class Comparison:
     ) -> tuple[RankBlock, Strategy]:
         seed_everything(cfg.seed, workers=True, verbose=False)
         new_trainer = partial(build_trainer, cfg, strategy)
-        return run_block(self.rig, new_trainer, build_model(cfg), self._batches, length)
+        return run_block(
+            self.rig, new_trainer, build_model(cfg), self._batches, length, self._on_step
+        )
 
     # --- noting -------------------------------------------------------------------------------
 
@@ -192,9 +191,32 @@ class Comparison:
         if self.progress is not None:
             self.progress.begin(f"{self._point.label}: {what}" if self._point.label else what)
 
+    def _on_step(self) -> None:
+        if self.progress is not None:
+            self.progress.step()
+
     def _note(self, block: Block) -> None:
         self.blocks.append(block)
-        if self.progress is not None:
-            self.progress.end(len(block.ranks[0].steps) + self.cfg.warm_up_steps)
         if self.rig.rank == 0:
             self._raw.add(self._point, block)
+
+
+def found_plan(entry: str, strategy: Any) -> BucketPlan:
+    """Return the plan that a strategy has found in a fit that has ended.
+
+    Raises:
+        ValueError: If it makes none, or was still looking for it.
+    """
+    plan: BucketPlan | None = getattr(strategy, "plan", None)
+    if plan is None:
+        raise ValueError(
+            f"Entry {entry} has tuning_steps, but its strategy makes no plan to keep; leave"
+            " tuning_steps out, or choose strategy=dear."
+        )
+    callbacks = strategy.lightning_module.trainer.callbacks
+    if any(isinstance(one, FusionTuner) and one.is_searching for one in callbacks):
+        raise ValueError(
+            f"Entry {entry} was still looking for its plan after its tuning_steps; give it more, or"
+            " its fusion fewer (fusion.num_steps)."
+        )
+    return plan

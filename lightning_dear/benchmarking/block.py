@@ -78,9 +78,10 @@ class Endless:
 class _Probe:
     """Reads counters at both ends of the timed steps, and the strategy's figures of each."""
 
-    def __init__(self, length: BlockLength, interface: str) -> None:
+    def __init__(self, length: BlockLength, interface: str, on_step: Callable[[], None]) -> None:
         self._length = length
         self._interface = interface
+        self._on_step = on_step
         self._strategy: Strategy | None = None
         self._batches_per_step = 1
         self.cpu: list[machine.CpuTimes] = []
@@ -96,6 +97,8 @@ class _Probe:
         step, rest = divmod(batch, self._batches_per_step)
         first = self._length.num_warm_up_steps
         last = first + self._length.num_steps
+        if rest == 0 and step:
+            self._on_step()
         if rest == 0 and step in (first, last):
             self.sent.append(machine.sent_bytes(self._interface))
             self.cpu.append(machine.cpu_times())
@@ -127,6 +130,7 @@ def run_block(
     module: LightningModule,
     batches: Sequence[Any],
     length: BlockLength,
+    on_step: Callable[[], None] = lambda: None,
 ) -> tuple[RankBlock, Strategy]:
     """Fit `module` and return what this rank measured. Collective, blocks.
 
@@ -136,11 +140,12 @@ def run_block(
         module: Mutated: trained, and sharded where the strategy does so.
         batches: Given again and again.
         length: How many steps.
+        on_step: Called after every step but the last, which only marks an end.
 
     Returns:
         The figures, and the strategy after the fit.
     """
-    probe = _Probe(length, rig.interface)
+    probe = _Probe(length, rig.interface, on_step)
     stamps = StepStamps(probe.begin_batch)
     counts_memory = machine.forget_peak_memory()
     with quiet_lightning():

@@ -13,8 +13,9 @@ class Bounds:
         forward_s: Forward without communication, seconds; None if unknown.
         backward_s: Backward without communication, seconds; None if unknown.
         model_bytes: All parameters, as they travel uncompressed.
-        world_size: Ranks, each with a link of its own.
+        world_size: Ranks.
         rate: Bytes per second of each link and direction; None if unknown.
+        ranks_per_link: Ranks that share a link; what they send each other does not use it.
     """
 
     forward_s: float | None
@@ -22,11 +23,12 @@ class Bounds:
     model_bytes: int
     world_size: int
     rate: float | None
+    ranks_per_link: int = 1
 
     @property
     def one_way_bytes(self) -> float:
-        """What each rank must send to reduce-scatter, or to all-gather, the model."""
-        return (self.world_size - 1) / self.world_size * self.model_bytes
+        """What each link must carry to reduce-scatter, or to all-gather, the model."""
+        return one_way_bytes(self.model_bytes, self.world_size // self.ranks_per_link)
 
     @property
     def compute_s(self) -> float | None:
@@ -42,7 +44,7 @@ class Bounds:
 
     @property
     def communication_ratio(self) -> float | None:
-        """Communication over compute: 2(P-1)/P x bytes / rate / (forward + backward)."""
+        """Communication over compute: 2(P-1)/P x bytes / rate / (forward + backward), P links."""
         if self.one_way_s is None or not self.compute_s:
             return None
         return 2 * self.one_way_s / self.compute_s
@@ -62,13 +64,21 @@ class Bounds:
         return max(self.forward_s, self.one_way_s) + max(self.backward_s, self.one_way_s)
 
 
-def compute_for_ratio(ratio: float, model_bytes: int, world_size: int, rate: float | None) -> float:
+def one_way_bytes(model_bytes: float, num_links: int) -> float:
+    """What each of `num_links` links must carry to reduce-scatter, or to all-gather, the model.
+
+    Whoever shares a link may add up first, and share what comes: no schedule needs less.
+    """
+    return (num_links - 1) / num_links * model_bytes
+
+
+def compute_for_ratio(ratio: float, model_bytes: int, num_links: int, rate: float | None) -> float:
     """Seconds of forward and backward for which communication takes `ratio` times as long.
 
     Args:
         ratio: 2(P-1)/P x bytes / rate / (forward + backward); greater than 0.
         model_bytes: All parameters, as they travel.
-        world_size: P; at least 2.
+        num_links: P; at least 2.
         rate: Bytes per second of each link.
 
     Raises:
@@ -76,9 +86,9 @@ def compute_for_ratio(ratio: float, model_bytes: int, world_size: int, rate: flo
     """
     if not ratio > 0:
         raise ValueError(f"ratio must be greater than 0, got {ratio}.")
-    if world_size < 2 or rate is None:
+    if num_links < 2 or rate is None:
         raise ValueError(
-            f"ratio={ratio:g} needs at least two ranks and a link of known rate; set"
+            f"ratio={ratio:g} needs at least two ranks, on links of known rate; set"
             " model.compute_s instead, or choose another cluster."
         )
-    return 2 * (world_size - 1) / world_size * model_bytes / rate / ratio
+    return 2 * one_way_bytes(model_bytes, num_links) / rate / ratio

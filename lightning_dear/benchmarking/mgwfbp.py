@@ -18,6 +18,7 @@ from lightning_dear.planning import (
     PlanSearch,
     TensorSpec,
 )
+from lightning_dear.planning.search import NoContest, described
 
 _BYTES_PER_ELEMENT = 4
 _MIB = 1 << 20
@@ -36,7 +37,8 @@ class AllReduceMGWFBP(MGWFBPFusion):
     ) -> PlanSearch:
         cost = link.all_reduce or replace(link, alpha_s=2 * link.alpha_s)
         all_reduce = replace(cost, beta_s=2 * cost.beta_s)
-        return super().search(tensors, world_size, times, all_reduce)
+        plan = self.best_plan(tensors, world_size, times, all_reduce)
+        return NoContest(plan, f"mgwfbp, for all-reduces: {described(plan, tensors)}")
 
 
 def ddp_options(plan: BucketPlan) -> dict[str, Any]:

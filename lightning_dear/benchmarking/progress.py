@@ -9,6 +9,7 @@ from typing import TextIO
 
 _WIDTH = 24
 _LINE_EVERY_S = 15.0
+_REDRAWN_EVERY_S = 0.5
 
 
 class Progress:
@@ -30,22 +31,19 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._now_s = now_s
         self._began_s = now_s()
-        self._printed_s = -_LINE_EVERY_S
+        self._shown_s = -_LINE_EVERY_S
         self._done = 0
+        self._what = ""
 
     def begin(self, what: str) -> None:
-        """Show what runs now."""
-        is_terminal = self._stream.isatty()
-        if not is_terminal and self._now_s() - self._printed_s < _LINE_EVERY_S:
-            return
-        self._printed_s = self._now_s()
-        start, end = ("\r\x1b[K", "") if is_terminal else ("", "\n")
-        self._stream.write(f"{start}{self.line(what)}{end}")
-        self._stream.flush()
+        """Say what runs now."""
+        self._what = what
+        self._show()
 
-    def end(self, num_steps: int) -> None:
-        """Count a block's steps as done."""
-        self._done += num_steps
+    def step(self) -> None:
+        """Count a step."""
+        self._done += 1
+        self._show()
 
     def close(self) -> None:
         """Leave the terminal's line empty."""
@@ -53,8 +51,8 @@ class Progress:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
-    def line(self, what: str) -> str:
-        """Return the bar, what runs, and the time left once a block has been timed."""
+    def line(self) -> str:
+        """Return the bar, what runs, and the time left once a step is done."""
         share = min(self._done / max(self._num_steps, 1), 1.0)
         filled = int(_WIDTH * share)
         bar = "#" * filled + "." * (_WIDTH - filled)
@@ -62,7 +60,16 @@ class Progress:
         if self._done:
             left_s = (self._now_s() - self._began_s) * (1 / share - 1)
             left = f", {_clock(left_s)} left"
-        return f"[{bar}] {share:.0%}, now {what}{left}"
+        return f"[{bar}] {share:.0%}, now {self._what}{left}"
+
+    def _show(self) -> None:
+        is_terminal = self._stream.isatty()
+        if self._now_s() - self._shown_s < (_REDRAWN_EVERY_S if is_terminal else _LINE_EVERY_S):
+            return
+        self._shown_s = self._now_s()
+        start, end = ("\r\x1b[K", "") if is_terminal else ("", "\n")
+        self._stream.write(f"{start}{self.line()}{end}")
+        self._stream.flush()
 
 
 def _clock(seconds: float) -> str:

@@ -49,7 +49,7 @@ def _by_round(blocks: Iterable[Block], name: str) -> dict[int, Block]:
 
 
 def _row(point: Point, name: str, own: dict[int, Block], first: dict[int, Block], note: str) -> Row:
-    steps = [step for block in own.values() for step in block.slowest_steps]
+    steps = [step for block in own.values() for step in block.steps]
     ratios = [
         _median_step(own[number]) / _median_step(first[number]) for number in own if number in first
     ]
@@ -97,7 +97,7 @@ def wire_bytes_of(blocks: Sequence[Block]) -> tuple[float | None, str]:
 
 
 def _median_step(block: Block) -> float:
-    return median(step.step_s for step in block.slowest_steps)
+    return median(step.step_s for step in block.steps)
 
 
 def _compute_s(step: Step) -> float | None:

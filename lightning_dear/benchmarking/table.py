@@ -26,8 +26,8 @@ _TITLES = (
 )
 
 LEGEND = (
-    "step: median of the slowest rank. ratio: step over the first entry's, median and spread of the"
-    " rounds.\n"
+    "step: median of the steps, each the mean over its ranks. ratio: step over the first entry's,"
+    " median and spread of the rounds.\n"
     "RS/AG wait: step time that stood still for reduce-scatters and all-gathers; -: not measured.\n"
     "MB/step: sent by a rank (10^6 bytes); * counted at the interface, headers included.\n"
     "/bound: step over max(forward + backward, bytes / rate). /DeAR: over max(forward, all-gather)"

@@ -19,9 +19,10 @@ class FusionTuner(Callback):
     """Drives a planner that wants measurements, between the first optimizer steps of a fit.
 
     Training goes on meanwhile: candidates are measured on its own steps, and weights do not depend
-    on the plan (from three ranks on, all-reduced buckets are rounded in another order). When it is
+    on the plan (but from three ranks on all-reduced buckets are rounded in another order, and so is
+    the norm by which gradients are clipped). When it is
     done it says in one line what was chosen and why. The plan goes into checkpoints, and is used at
-    once by a fit that resumes with as many ranks.
+    once by a fit that resumes with as many ranks and the same planner with the same options.
 
     Args:
         planner: Whose search it is.
@@ -35,12 +36,18 @@ class FusionTuner(Callback):
         self._get_pipeline = get_pipeline
         self._tuning: Tuning | None = None
         self._found: dict[str, Any] | None = None
+        self._found_by = description_of(planner)
         self._num_steps = 0
 
     @property
     def plan(self) -> BucketPlan | None:
         """What was found in this fit; None until then."""
         return None if self._tuning is None else self._tuning.plan
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether the search has begun and not ended."""
+        return self._tuning is not None and self._tuning.is_searching
 
     @property
     def _option(self) -> str:
@@ -65,6 +72,13 @@ class FusionTuner(Callback):
                 " fusion='threshold', with a bucket_cap_mb of your own."
             )
             return
+        if self._found is not None and self._found_by != description_of(self._planner):
+            rank_zero_info(
+                "The plan found before is not used, another one is searched for: it was found with"
+                f" {self._found_by}, and this is {description_of(self._planner)}"
+            )
+            self._found = None
+        self._found_by = description_of(self._planner)
         self._tuning = Tuning(pipeline, self._planner, rank_zero_info, self._found)
 
     @override
@@ -79,7 +93,7 @@ class FusionTuner(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._tuning is not None and self._tuning.is_searching:
+        if self.is_searching:
             rank_zero_warn(
                 f"{self._option} was still measuring plans when training ended after"
                 f" {self._num_steps} steps; give fusion='threshold' to trainings as short as this."
@@ -87,8 +101,17 @@ class FusionTuner(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"plan": self._found}
+        return {"plan": self._found, "planner": self._found_by}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._found = state_dict["plan"]
+        # Of before it was noted.
+        self._found_by = state_dict.get("planner", description_of(self._planner))
+
+
+def description_of(planner: SearchingPlanner) -> str:
+    """Return the planner's class and options, such as `AutoFusion(num_steps=60)`."""
+    kinds = (bool, int, float, str, type(None))
+    options = {name: value for name, value in vars(planner).items() if isinstance(value, kinds)}
+    return f"{type(planner).__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})"

@@ -23,10 +23,14 @@ class DearMonitor(Callback):
     padding), each of the step *before* the one it is logged with, so that on a GPU the host need
     not wait for the present one; the plan's name goes to the logger's hyper-parameters. Under other
     strategies only the step time is summarised. Without this callback nothing is logged.
+
+    A step lasts from the beginning of its first batch to that of the next step's, whatever is
+    waited for in between; the last before a validation or the end of an epoch is left out.
     """
 
     def __init__(self) -> None:
-        self._start_s = 0.0
+        self._began_s: float | None = None
+        self._began_at = -1
         self._steps: dict[str, list[float]] = {}
         self._plan_name: str | None = None
         self._latest: Any = None
@@ -36,18 +40,33 @@ class DearMonitor(Callback):
         self._steps = {}
         self._plan_name = None
         self._latest = None
+        self._began_s, self._began_at = None, -1
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began_s = None
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began_s = None
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._start_s = time.perf_counter()
+        now_s = time.perf_counter()
+        if self._began_s is None or trainer.global_step > self._began_at:
+            if self._began_s is not None:
+                self._note({"step_s": now_s - self._began_s})
+            self._began_s, self._began_at = now_s, trainer.global_step
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._note({"step_s": time.perf_counter() - self._start_s})
+        if trainer.global_step == self._began_at:
+            # Gradients accumulate.
+            return
         statistics, self._latest = self._latest, getattr(trainer.strategy, "statistics", None)
         plan = getattr(trainer.strategy, "plan", None)
         if statistics is None or plan is None:

@@ -19,7 +19,7 @@ def resolve_compressor(compressor: str | NoCompression) -> NoCompression:
         ValueError: For an unknown name; the message lists the valid ones.
         TypeError: If it is neither a name nor a compressor.
     """
-    if isinstance(compressor, NoCompression):
+    if type(compressor) is NoCompression:
         return compressor
     if not isinstance(compressor, str):
         raise TypeError(

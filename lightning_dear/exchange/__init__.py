@@ -1,4 +1,4 @@
-"""Exchanges move buckets: they own communication and, with compressors, residuals."""
+"""Exchanges move buckets: what is sent in each half, and what is done with it on arrival."""
 
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.gradients import GradientExchange

@@ -15,7 +15,7 @@ from statistics import NormalDist, mean, pstdev
 
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.fusion import ThresholdFusion
-from lightning_dear.planning.plan import BucketPlan, TensorSpec
+from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec
 from lightning_dear.planning.search import PlanSearch, described
 from lightning_dear.planning.times import ModelTimes
 
@@ -98,7 +98,8 @@ def cap_plans(
 ) -> dict[float, BucketPlan]:
     """Caps from `min_cap_mb` to `max_cap_mb`, evenly on a logarithmic scale, with their plans.
 
-    Of caps that make the same buckets only the smallest is there.
+    Of caps that make the same buckets only the smallest is there, and of those that make more than
+    possible none, but for the largest.
     """
     num_steps = max(round(_CAPS_PER_OCTAVE * math.log2(max_cap_mb / min_cap_mb)), 1)
     plans: dict[float, BucketPlan] = {}
@@ -106,7 +107,8 @@ def cap_plans(
         cap_mb = min_cap_mb * (max_cap_mb / min_cap_mb) ** (step / num_steps)
         planner = ThresholdFusion(bucket_cap_mb=cap_mb, first_bucket_cap_mb=max_first_cap_mb)
         plan = planner.plan(tensors, world_size)
-        if not any(same_buckets(plan, other) for other in plans.values()):
+        is_possible = len(plan.buckets) <= MAX_BUCKETS or step == num_steps
+        if is_possible and not any(same_buckets(plan, other) for other in plans.values()):
             plans[cap_mb] = plan
     return plans
 

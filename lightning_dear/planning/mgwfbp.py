@@ -30,6 +30,15 @@ class MGWFBPFusion:
         self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
     ) -> PlanSearch:
         """See `SearchingPlanner`."""
+        plan = self.best_plan(tensors, world_size, times, link)
+        step_s = predict(plan, tensors, times, link).step_s
+        what = described(plan, tensors)
+        return NoContest(plan, f"mgwfbp: {what}, predicted {1e3 * step_s:.3g} ms/step")
+
+    def best_plan(
+        self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
+    ) -> BucketPlan:
+        """The plan that the rule makes, with the costs of a reduce-scatter in `link`."""
         per_byte_s = link.beta_s * (world_size - 1) / world_size
         groups = [
             [family[place].index for place in group]
@@ -41,10 +50,7 @@ class MGWFBPFusion:
                 per_byte_s,
             )
         ]
-        plan = fuse_groups(self.name, tensors, world_size, groups)
-        step_s = predict(plan, tensors, times, link).step_s
-        what = described(plan, tensors)
-        return NoContest(plan, f"mgwfbp: {what}, predicted {1e3 * step_s:.3g} ms/step")
+        return fuse_groups(self.name, tensors, world_size, groups)
 
 
 def backward_order(tensors: Sequence[TensorSpec], times: ModelTimes) -> list[list[TensorSpec]]:

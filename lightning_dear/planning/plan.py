@@ -11,6 +11,9 @@ FORMAT_VERSION = 1
 
 _FIELDS = {"name", "world_size", "tensors", "buckets", "reduce_order", "early"}
 
+MAX_BUCKETS = 1 << 12
+"""Of one optimizer; keeps the numbers of several optimizers' buckets apart."""
+
 ALIGNMENT = 64
 """Tensors start, and shards are cut, at multiples of this many elements: torch's fused CPU kernels
 give other bits for an element that moves from the vectorised part of a tensor to its tail."""
@@ -30,7 +33,7 @@ class TensorSpec:
         name: Its qualified name in the module.
         numel: Elements.
         itemsize: Bytes an element.
-        family: Tensors of different families (dtype, device, optimizer) never share a bucket.
+        family: Tensors of different families (dtype, device) never share a bucket.
         first_use: Position among the first reads of the recorded forward; None if never read.
         ready: Position among the gradients of the recorded backward; None if it got none.
     """

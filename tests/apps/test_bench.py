@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -41,7 +42,10 @@ from lightning_dear.apps.bench_config import (
     points_of,
 )
 from lightning_dear.apps.bench_points import join
+from lightning_dear.apps.bench_run import found_plan
+from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.paths import conf_dir
+from lightning_dear.planning import AutoFusion
 from lightning_dear.workloads.replay import LayerProfile, ModelProfile
 
 ROOT = conf_dir().parent
@@ -205,6 +209,31 @@ def test_a_ratio_says_how_long_a_replay_computes() -> None:
     assert (point.is_replay, point.compute_source) == (True, "profile")
 
 
+def test_accumulated_batches_share_a_steps_compute() -> None:
+    link = "cluster.beta_s_per_byte=1e-8"
+    with job(*REPLAY, "ratio=2", link, "trainer.accumulate_grad_batches=4") as cfg:
+        with_ratio = composed(("trainer.accumulate_grad_batches=4", *replay_overrides(cfg, 2)))
+    model = instantiate(with_ratio.model, _convert_="all")
+    point = point_of(with_ratio, "", model, 2)
+    assert point.bounds.communication_ratio == pytest.approx(2, rel=1e-3)
+    assert point.bounds.forward_s == pytest.approx(4 * model.profile.forward_s)
+
+
+def test_ranks_of_a_host_share_its_link() -> None:
+    hosts = ("cluster=emulated", "cluster.num_hosts=2", "cluster.ranks_per_host=2")
+    with job(*REPLAY, *hosts) as cfg:
+        bounds = point_of(cfg, "", instantiate(cfg.model, _convert_="all"), 4).bounds
+    # Each host sends half the model each way, and what its ranks send each other stays on it.
+    assert bounds.one_way_bytes == bounds.model_bytes / 2
+
+
+def test_narrow_parameters_are_fewer_bytes() -> None:
+    with job(*REPLAY, "trainer.precision=bf16-true") as cfg:
+        model = instantiate(cfg.model, _convert_="all")
+        point = point_of(cfg, "", model, 2)
+    assert point.bounds.model_bytes == sum(p.nbytes for p in model.parameters()) / 2
+
+
 def test_a_model_that_computes_has_no_ratio() -> None:
     computing = job("model=resnet", "data=digits", "ratio=1")
     with computing as cfg, pytest.raises(ValueError, match="choose model=replay"):
@@ -351,7 +380,7 @@ def test_points_with_other_ranks_end_in_one_table(tmp_path: Path) -> None:
     assert {line["world_size"] for line in read(tmp_path / "out/raw.csv")} == {"2", "3"}
     table = (tmp_path / "out/table.txt").read_text()
     assert table.count("RS wait ms") == 2
-    assert table.count("step: median of the slowest rank") == 1
+    assert table.count("step: median of the steps") == 1
     assert result.stdout.endswith(f"All parts:\n\n{table}\n")
 
 
@@ -394,3 +423,21 @@ def test_parts_that_wrote_nothing_are_left_out(tmp_path: Path) -> None:
     join(tmp_path, [tmp_path / "0", tmp_path / "1"])
     assert (tmp_path / "raw.csv").read_text() == "a,b\n1,2\n"
     assert not (tmp_path / "summary.csv").exists()
+
+
+# --- tuning ---------------------------------------------------------------------------------------
+
+
+def _tuned(*callbacks: object, plan: object = "a plan") -> SimpleNamespace:
+    trainer = SimpleNamespace(callbacks=callbacks)
+    return SimpleNamespace(plan=plan, lightning_module=SimpleNamespace(trainer=trainer))
+
+
+def test_the_plan_of_a_search_that_has_not_ended_is_no_result() -> None:
+    tuner = FusionTuner(AutoFusion(), lambda: None)
+    assert found_plan("one", _tuned(tuner)) == "a plan"
+    tuner._tuning = SimpleNamespace(is_searching=True)
+    with pytest.raises(ValueError, match=r"still looking for its plan.*fusion\.num_steps"):
+        found_plan("one", _tuned(tuner))
+    with pytest.raises(ValueError, match="makes no plan to keep"):
+        found_plan("one", SimpleNamespace())

@@ -50,8 +50,14 @@ def new_trainer(**options: object) -> Trainer:
 def test_the_warm_up_is_left_out_and_one_step_more_marks_the_end() -> None:
     module = Slow()
     length = BlockLength(num_warm_up_steps=3, num_steps=5)
-    measured, strategy = run_block(RIG, new_trainer, module, [torch.ones(3)], length)
+    done: list[int] = []
+
+    def count() -> None:
+        done.append(module.num_batches)
+
+    measured, strategy = run_block(RIG, new_trainer, module, [torch.ones(3)], length, count)
     assert module.num_batches == 9
+    assert done == list(range(1, 9))
     assert len(measured.steps) == 5
     # The median: other processes may hold one step up.
     middle = sorted(measured.steps, key=lambda step: step.step_s)[2]
@@ -66,8 +72,11 @@ def test_the_warm_up_is_left_out_and_one_step_more_marks_the_end() -> None:
 def test_accumulated_batches_are_one_step() -> None:
     module = Slow()
     trainer = partial(new_trainer, accumulate_grad_batches=2)
-    measured, _ = run_block(RIG, trainer, module, [torch.ones(3)], BlockLength(3, 4))
+    done: list[int] = []
+    count = partial(done.append, 1)
+    measured, _ = run_block(RIG, trainer, module, [torch.ones(3)], BlockLength(3, 4), count)
     assert module.num_batches == 16
+    assert len(done) == 7
     assert len(measured.steps) == 4
     assert min(step.forward_s for step in measured.steps) >= 0.008
 

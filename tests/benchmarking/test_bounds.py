@@ -59,15 +59,15 @@ def test_compute_for_a_ratio_gives_that_ratio(ratio: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "world_size", "rate", "message"),
+    ("ratio", "num_links", "rate", "message"),
     [
         (0, 2, 1.0, "greater than 0"),
         (1, 1, 1.0, "at least two ranks"),
-        (1, 2, None, "link of known rate"),
+        (1, 2, None, "links of known rate"),
     ],
 )
 def test_a_ratio_needs_communication(
-    ratio: float, world_size: int, rate: float | None, message: str
+    ratio: float, num_links: int, rate: float | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        compute_for_ratio(ratio, 1000, world_size, rate)
+        compute_for_ratio(ratio, 1000, num_links, rate)

@@ -59,7 +59,7 @@ def test_points_stand_one_under_the_other_and_no_rows_are_no_table() -> None:
     other = [replace(row, point=replace(POINT, label="ratio=2")) for row in rows()]
     text = format_rows([*rows(), *other])
     assert text.count("RS wait ms") == 2
-    assert text.count("step: median of the slowest rank") == 1
+    assert text.count("step: median of the steps") == 1
     assert format_rows([]) == ""
 
 
@@ -115,14 +115,16 @@ def test_the_bar_tells_the_time_left() -> None:
     progress = Progress(100, stream, lambda: clock[0])
     progress.begin("ddp")
     assert f"[{24 * '.'}] 0%, now ddp\n" in stream.getvalue()
-    # Blocks of two lengths.
-    progress.end(20)
-    clock[0] += 40
-    assert progress.line("dear").endswith("20%, now dear, 2 min 40 s left")
-    progress.end(5)
+    for _ in range(20):
+        clock[0] += 2
+        progress.step()
+    assert progress.line().endswith("20%, now ddp, 2 min 40 s left")
+    # The first line, and one each 15 s at the end of a step.
+    assert stream.getvalue().count("\n") == 3
     clock[0] += 10
-    assert progress.line("dear") == f"[{6 * '#'}{18 * '.'}] 25%, now dear, 2 min 30 s left"
     progress.begin("dear")
+    assert stream.getvalue().splitlines()[-1].endswith("now dear, 3 min 20 s left")
     clock[0] += 1
     progress.begin("soon after")
     assert "soon after" not in stream.getvalue()
+    assert progress.line().startswith("[####....")

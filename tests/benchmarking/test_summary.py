@@ -16,12 +16,23 @@ def test_every_round_begins_with_another_entry() -> None:
     assert rounds == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
 
 
-def test_a_step_is_as_long_as_its_slowest_rank() -> None:
-    one = block("ddp", 0, rank_block(0, 1.0, 5.0, 3.0), rank_block(1, 2.0, 4.0, 3.5))
-    assert [step.step_s for step in one.slowest_steps] == [2.0, 5.0, 3.5]
-    (row,) = summarize(POINT, [one], ["ddp"])
-    assert row.step_s == 3.5
-    assert row.num_steps == 3
+def test_a_rank_that_is_late_in_one_step_and_short_in_the_next_makes_no_step_longer() -> None:
+    # In both a step takes 3 s, whoever begins it first.
+    even = block("ddp", 0, rank_block(0, 3.0, 3.0, 3.0), rank_block(1, 3.0, 3.0, 3.0))
+    loose = block("dear", 0, rank_block(0, 4.0, 2.0, 4.0), rank_block(1, 2.0, 4.0, 2.0))
+    assert [step.step_s for step in loose.steps] == [3.0, 3.0, 3.0]
+    first, second = summarize(POINT, [even, loose], ["ddp", "dear"])
+    assert first.step_s == second.step_s == 3.0
+    assert second.ratio == 1.0
+    assert second.num_steps == 3
+
+
+def test_what_one_rank_did_not_measure_is_not_known() -> None:
+    whole, half = rank_block(0, 1.0), rank_block(1, 2.0)
+    known = replace(whole.steps[0], exposed_all_gather_s=0.5)
+    one = block("ddp", 0, replace(whole, steps=(known,)), half)
+    assert known.exposed_all_gather_s == 0.5
+    assert one.steps[0].exposed_all_gather_s is None
 
 
 def test_ratios_are_taken_within_a_round() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dear import active_plan, plan_changes
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import (
     BucketPlan,
@@ -130,9 +134,31 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_changes() -> None:
     own = SingleFusion() if dist.get_rank() else NoFusion()
     with pytest.raises(ValueError, match="Ranks were given other plans"):
         part.replan(own.plan(tensors, 2))
+    with mock.patch.object(active_plan, "MAX_BUCKETS", 1), pytest.raises(ValueError, match="fuse"):
+        part.replan(NoFusion().plan(tensors, 2))
     assert part.plan is plan
     part.replan(replace(plan, name="renamed"))
     assert part.plan.name == "renamed"
+    pipeline.detach()
+
+
+@distributed(world_sizes=(2,))
+def test_the_old_buffers_are_gone_before_there_are_new_ones() -> None:
+    model = build("mlp")
+    pipeline = new_pipeline(model, optimizer_for("sgd", model))
+    part = pipeline.parts[0]
+    _step(pipeline, model, "mlp", 0)
+    buffers = [weakref.ref(one) for one in (part._active.flat.buckets[0].gradients, part._active)]
+    activate = plan_changes.activate
+
+    def checked(*args: object) -> object:
+        gc.collect()
+        assert [buffer() for buffer in buffers] == [None, None]
+        return activate(*args)
+
+    with mock.patch.object(plan_changes, "activate", checked):
+        part.replan(SingleFusion().plan(part.tensors, 2))
+    _step(pipeline, model, "mlp", 1)
     pipeline.detach()
 
 

@@ -106,11 +106,11 @@ def _save(folder: Path) -> str:
     return tuner.plan.name
 
 
-def _resume(folder: Path) -> tuple[str | None, str, list[str]]:
+def _resume(folder: Path, planner: Any) -> tuple[str | None, str, list[str]]:
     said: list[str] = []
     fusion_tuner.rank_zero_info = said.append  # type: ignore[assignment]
     tuner, strategy = _tuned(
-        MergeCompFusion(),
+        planner,
         Net(),
         max_steps=NUM_STEPS + 6,
         max_epochs=2,
@@ -125,10 +125,16 @@ def test_a_resumed_run_takes_the_plan_found_or_finds_another_for_other_ranks(
     found = run_ranks(_save, 2, tmp_path)
     assert len(set(found)) == 1
     said = [f"The plan found before is used again: {found[0]}"]
-    assert run_ranks(_resume, 2, tmp_path) == [(found[0], found[0], said)] * 2
-    for used, active, said in run_ranks(_resume, 3, tmp_path):
-        assert used == active == "mergecomp"
+    assert run_ranks(_resume, 2, tmp_path, _Small()) == [(found[0], found[0], said)] * 2
+    for _, _, said in run_ranks(_resume, 3, tmp_path, _Small()):
         assert "made for 2 ranks, not for 3" in said[0]
+
+
+def test_a_plan_found_by_another_planner_is_not_used(tmp_path: Path) -> None:
+    run_ranks(_save, 2, tmp_path)
+    for used, active, said in run_ranks(_resume, 2, tmp_path, MergeCompFusion(max_pieces=9)):
+        assert used == active == "mergecomp"
+        assert "found with _Small(), and this is MergeCompFusion(max_pieces=9" in said[0]
 
 
 @distributed(world_sizes=[2])
@@ -139,7 +145,7 @@ def test_a_training_that_is_too_short_says_so_once() -> None:
     told = [str(one.message) for one in caught if "still measuring plans" in str(one.message)]
     assert len(told) == (1 if strategy.global_rank == 0 else 0)
     assert tuner.plan is None
-    assert tuner.state_dict() == {"plan": None}
+    assert tuner.state_dict() == {"plan": None, "planner": "_Small()"}
 
 
 class _TwoOptimizers(Net):

@@ -14,6 +14,7 @@ from lightning_dear.planning import (
     ModelTimes,
     TensorSpec,
     ThresholdFusion,
+    bayesian,
 )
 from lightning_dear.planning.bayesian import BayesianSearch, cap_plans, same_buckets
 
@@ -26,6 +27,16 @@ def _search(**options: int) -> BayesianSearch:
     search = BayesianFusion(**options).search(TENSORS, WORLD_SIZE, TIMES, LinkCost(1e-3, 1e-9))
     assert isinstance(search, BayesianSearch)
     return search
+
+
+def test_caps_with_more_buckets_than_possible_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [len(plan.buckets) for plan in cap_plans(TENSORS, WORLD_SIZE, 1, 100).values()]
+    monkeypatch.setattr(bayesian, "MAX_BUCKETS", counts[1])
+    few = [len(plan.buckets) for plan in cap_plans(TENSORS, WORLD_SIZE, 1, 100).values()]
+    assert few == counts[1:]
+    # The largest stays, and is refused where it is to be used.
+    monkeypatch.setattr(bayesian, "MAX_BUCKETS", 0)
+    assert len(cap_plans(TENSORS, WORLD_SIZE, 1, 100)) == 1
 
 
 def _run(search: BayesianSearch, step_s: Callable[[BucketPlan], float]) -> list[BucketPlan]:

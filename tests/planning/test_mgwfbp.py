@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_dear.benchmarking.mgwfbp import AllReduceMGWFBP
 from lightning_dear.planning import LinkCost, MGWFBPFusion
 from lightning_dear.planning.mgwfbp import merged
 from tests.planning.models import WORLD_SIZE, chain, chains, links
@@ -89,6 +90,18 @@ def test_the_plan_has_the_rules_groups(model: tuple, link: LinkCost) -> None:
     )
     expected = {frozenset(order[place].index for place in group) for group in groups}
     assert {frozenset(s.tensor for s in bucket.slices) for bucket in plan.buckets} == expected
+
+
+def test_the_rule_for_all_reduces_pays_both_halves_at_once_and_predicts_nothing() -> None:
+    tensors, times = chain([4, 4], [1e-3] * 2, [1e-3] * 2)
+    # A start costs more than the second tensor's wait only if it is an all-reduce's.
+    link = LinkCost(alpha_s=4e-4, beta_s=1e-12, all_reduce=LinkCost(alpha_s=2e-3, beta_s=1e-12))
+    halves = MGWFBPFusion().search(tensors, WORLD_SIZE, times, link)
+    whole = AllReduceMGWFBP().search(tensors, WORLD_SIZE, times, link)
+    assert len(halves.best.buckets) == 2
+    assert len(whole.best.buckets) == 1
+    assert "predicted" in halves.reason
+    assert "predicted" not in whole.reason
 
 
 def test_its_plan_is_used_without_a_contest() -> None:
