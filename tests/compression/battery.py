@@ -1,0 +1,82 @@
+"""What is true of every codec; each family's tests add what is true of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_dear.compression.codec import WIRE_ALIGNMENT, Codec
+
+
+def generator_for(codec: Codec, seed: int = 7) -> torch.Generator | None:
+    if codec.randomness == "none":
+        return None
+    return torch.Generator().manual_seed(seed)
+
+
+def encoded(codec: Codec, rows: Tensor, seed: int = 7, dirt: int = 0xFF) -> Tensor:
+    """The bytes of `rows`, in memory that held something else before."""
+    wire = torch.full((len(rows), codec.wire_bytes(rows.shape[1])), dirt, dtype=torch.uint8)
+    codec.encode(rows, wire, generator_for(codec, seed))
+    return wire
+
+
+def decoded(codec: Codec, wire: Tensor, numel: int, seed: int = 7) -> Tensor:
+    """The numbers of `wire`, in memory that held NaN before."""
+    rows = torch.full((len(wire), numel), torch.nan)
+    codec.decode(wire, rows, generator_for(codec, seed))
+    return rows
+
+
+def round_trip(codec: Codec, rows: Tensor, seed: int = 7) -> Tensor:
+    return decoded(codec, encoded(codec, rows, seed), rows.shape[1], seed)
+
+
+def check_all(codec: Codec, rows: Tensor) -> None:
+    """Bytes, numbers and generators; nothing of how near they come."""
+    before, state = rows.clone(), torch.get_rng_state()
+    wire = encoded(codec, rows)
+    assert wire.shape[1] % WIRE_ALIGNMENT == 0
+    assert torch.equal(wire, encoded(codec, rows, dirt=0)), "some bytes are not written"
+    came_back = decoded(codec, wire, rows.shape[1])
+    assert torch.isfinite(came_back).all()
+    assert torch.equal(rows, before), "the rows were changed"
+    assert torch.equal(torch.get_rng_state(), state), "the user's random numbers were used"
+    if codec.randomness == "none":
+        _check_rows_are_independent(codec, rows, came_back)
+        _check_cuts(codec, rows, came_back)
+
+
+def _check_rows_are_independent(codec: Codec, rows: Tensor, came_back: Tensor) -> None:
+    alone = [round_trip(codec, row[None]) for row in rows]
+    assert torch.equal(came_back, torch.cat(alone))
+
+
+def _check_cuts(codec: Codec, rows: Tensor, came_back: Tensor) -> None:
+    size = codec.block_size
+    if size is None or rows.shape[1] <= size:
+        return
+    middle = rows.shape[1] // size // 2 * size
+    parts = [round_trip(codec, part.contiguous()) for part in rows.tensor_split([middle], 1)]
+    assert torch.equal(came_back, torch.cat(parts, 1)), "a cut between blocks changed numbers"
+
+
+def relative_error(codec: Codec, rows: Tensor, seed: int = 7) -> Tensor:
+    """|C(x) - x|^2 / |x|^2 of each row, in fp64; 0 where x is 0."""
+    exact = rows.double()
+    lost = (round_trip(codec, rows, seed).double() - exact).square().sum(1)
+    return lost / exact.square().sum(1).clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def check_contracts(codec: Codec, rows: Tensor) -> None:
+    """What is lost is never more than what there was."""
+    assert (relative_error(codec, rows) <= 1.0 + 1e-6).all()
+
+
+def check_is_unbiased(codec: Codec, rows: Tensor, num_draws: int = 400) -> None:
+    """The mean of many draws lies within five standard errors of every number."""
+    draws = torch.stack([round_trip(codec, rows, seed) for seed in range(num_draws)]).double()
+    error = draws.std(0) / num_draws**0.5
+    slack = 5 * error + 1e-6 * rows.abs()
+    off = (draws.mean(0) - rows.double()).abs() > slack
+    assert not off.any(), f"{int(off.sum())} of {off.numel()} numbers are off"
