@@ -10,13 +10,16 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.codec import Codec, Kind, field, padded_bytes
+from lightning_dear.compression.tiling import tiles
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bf16(Codec):
-    """Round to bfloat16: C(x) = x (1 + e), |e| <= 2^-9, in 2 bytes an element."""
+class _HalfFloat(Codec):
+    """Round to a float of 16 bits, and to its largest finite number what lies beyond that.
 
-    name: ClassVar[str] = "bf16"
+    Wire: [numel x 2 bytes | zeros to a multiple of 4].
+    """
+
+    _dtype: ClassVar[torch.dtype]
 
     @property
     @override
@@ -34,10 +37,42 @@ class Bf16(Codec):
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
-        numel = rows.shape[1]
+        numel, largest = rows.shape[1], torch.finfo(self._dtype).max
         wire[:, 2 * numel :].zero_()
-        field(wire, torch.bfloat16, 0, numel).copy_(rows)
+        narrow = field(wire, self._dtype, 0, numel)
+        if rows.device.type != "cpu":
+            # Without a temporary as large as the rows; on a CPU, arithmetic on halves is slow.
+            narrow.copy_(rows).clamp_(-largest, largest)
+            return
+        scratch = rows.new_empty(0)
+        for tile, place in tiles(rows, narrow):
+            if scratch.shape != tile.shape:
+                scratch = torch.empty_like(tile)
+            place.copy_(torch.clamp(tile, -largest, largest, out=scratch))
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        rows.copy_(field(wire, torch.bfloat16, 0, rows.shape[1]))
+        rows.copy_(field(wire, self._dtype, 0, rows.shape[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16(_HalfFloat):
+    """Round to bfloat16: C(x) = x (1 + e), |e| <= 2^-8, in 2 bytes an element.
+
+    The range is that of fp32. Below 2^-126 the error is at most 2^-134.
+    """
+
+    name: ClassVar[str] = "bf16"
+    _dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp16(_HalfFloat):
+    """Round to IEEE half precision: C(x) = x (1 + e), |e| <= 2^-11, in 2 bytes an element.
+
+    That holds from 2^-14 to 65504. Below, the error is at most 2^-25, so that smaller numbers are
+    lost; beyond, 65504 is sent. Error feedback makes good for both where it happens now and then.
+    """
+
+    name: ClassVar[str] = "fp16"
+    _dtype: ClassVar[torch.dtype] = torch.float16

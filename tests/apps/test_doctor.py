@@ -119,6 +119,7 @@ train.main()
 """
 
 
+@pytest.mark.slow
 def test_another_version_on_one_rank_fails(tmp_path):
     (tmp_path / "other.py").write_text(OTHER_VERSION)
     port = free_port()

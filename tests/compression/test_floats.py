@@ -1,17 +1,89 @@
-"""fp16 and bf16."""
+"""fp16 and bf16: the errors that their formats promise, and no infinities."""
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dear.compression.floats import Bf16
-from tests.compression.battery import check_all, check_contracts
-from tests.compression.inputs import rows
+from lightning_dear.compression.codec import Codec
+from lightning_dear.compression.floats import Bf16, Fp16
+from lightning_dear.compression.tiling import TILE_ELEMENTS
+from tests.compression.battery import check_all, check_contracts, encoded, round_trip
+from tests.compression.inputs import LARGEST, rows
+
+CODECS = (Bf16(), Fp16())
+RANGES = {
+    "bf16": (2.0**-8, 2.0**-134, (2 - 2.0**-7) * 2.0**127),
+    "fp16": (2.0**-11, 2.0**-25, 65504.0),
+}
+"""Relative error of normal numbers, absolute error of smaller ones, largest number."""
+
+both = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 
 
-@settings(max_examples=200, deadline=None)
-@given(rows())
-def test_bf16(some: Tensor) -> None:
-    check_all(Bf16(), some)
-    check_contracts(Bf16(), some)
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(CODECS), rows())
+def test_what_is_true_of_every_codec(codec: Codec, some: Tensor) -> None:
+    check_all(codec, some)
+    check_contracts(codec, some)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(CODECS), rows())
+def test_the_error_of_every_number(codec: Codec, some: Tensor) -> None:
+    relative, absolute, largest = RANGES[codec.name]
+    within = some.double().clamp(-largest, largest)
+    lost = (round_trip(codec, some).double() - within).abs()
+    assert (lost <= torch.clamp(relative * within.abs(), min=absolute)).all()
+
+
+@both
+def test_the_bounds_are_met(codec: Codec) -> None:
+    """So that they cannot be halved: numbers half-way between two of the format."""
+    relative, absolute, _ = RANGES[codec.name]
+    some = torch.tensor([[1 + relative, absolute, 3 * absolute]], dtype=torch.float64)
+    assert round_trip(codec, some.float()).tolist() == [[1.0, 0.0, 4 * absolute]]
+
+
+@both
+def test_what_is_too_large_becomes_the_largest(codec: Codec) -> None:
+    largest = RANGES[codec.name][2]
+    some = torch.tensor([[LARGEST, -LARGEST, largest, -largest, 1.0]])
+    assert round_trip(codec, some).tolist() == [[largest, -largest, largest, -largest, 1.0]]
+
+
+@both
+def test_signs_of_zeros(codec: Codec) -> None:
+    assert round_trip(codec, torch.tensor([[0.0, -0.0]])).signbit().tolist() == [[False, True]]
+
+
+@both
+def test_what_comes_back_travels_unchanged(codec: Codec) -> None:
+    generator = torch.Generator().manual_seed(3)
+    once = round_trip(codec, torch.randn(3, 129, generator=generator))
+    assert torch.equal(round_trip(codec, once), once)
+
+
+@both
+@pytest.mark.parametrize(("numel", "nbytes"), [(0, 0), (1, 4), (2, 4), (3, 8), (1000, 2000)])
+def test_bytes_of_a_row(codec: Codec, numel: int, nbytes: int) -> None:
+    assert codec.wire_bytes(numel) == nbytes
+
+
+def test_the_bytes_themselves() -> None:
+    some = torch.tensor([[1.0, -2.0, 0.5]])
+    assert encoded(Bf16(), some).tolist() == [[0x80, 0x3F, 0x00, 0xC0, 0x00, 0x3F, 0, 0]]
+    assert encoded(Fp16(), some).tolist() == [[0x00, 0x3C, 0x00, 0xC0, 0x00, 0x38, 0, 0]]
+
+
+@both
+@pytest.mark.parametrize(
+    ("num_rows", "numel"), [(1, 2 * TILE_ELEMENTS + 3), (3, TILE_ELEMENTS // 2 + 1)]
+)
+def test_more_than_one_tile(codec: Codec, num_rows: int, numel: int) -> None:
+    some = torch.randn(num_rows, numel, generator=torch.Generator().manual_seed(5))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[codec.name]
+    assert torch.equal(round_trip(codec, some), some.to(dtype).float())

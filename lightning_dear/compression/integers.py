@@ -1,0 +1,165 @@
+"""Integers of 8 and 4 bits, with one scale for each block of elements.
+
+How coarse the grid is depends on the largest element of a block, not of a bucket, so that merging
+tensors into buckets does not cost accuracy.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Generator, Tensor
+from typing_extensions import override
+
+from lightning_dear.compression.codec import Codec, Kind, field, padded_bytes
+from lightning_dear.compression.tiling import block_tiles, check_block_size
+
+_FP32 = torch.finfo(torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BlockIntegers(Codec):
+    """q = round(x / s) in [-L, L], and s = max|x| / L of the block in fp32; decodes to q s.
+
+    The error of an element is at most s / 2 (and some 2^-16 s of rounding in fp32), and never more
+    than the element, so that with blocks of B elements
+    |C(x) - x|^2 <= (B - 1) / (4 L^2 + B - 1) |x|^2.
+
+    s is never less than the smallest normal number: blocks of zeros and denormals need no case of
+    their own. It is never so large that L s overflows.
+
+    Wire: [num_blocks x fp32 scale | values | zeros to a multiple of 4]. The last block may be
+    short.
+
+    Args:
+        block_size: B, elements that share a scale: a multiple of 8 from 8 to 65536.
+    """
+
+    _bits: ClassVar[int]
+    _levels: ClassVar[int]
+
+    block_size: int = 256
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_block_size(self.name, self.block_size)
+
+    @property
+    @override
+    def kind(self) -> Kind:
+        return "contractive"
+
+    @override
+    def wire_bytes(self, numel: int) -> int:
+        return padded_bytes(self._scale_bytes(numel) + self._value_bytes(numel))
+
+    @override
+    def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
+        numel = rows.shape[1]
+        wire[:, self._scale_bytes(numel) + self._value_bytes(numel) :].zero_()
+        scratch = rows.new_empty(0)
+        for tile, values, scales in self._tiles(rows, wire):
+            if scratch.shape != tile.shape:
+                scratch = tile.new_empty(tile.shape)
+            self._measure(tile, scales)
+            self._pack(torch.div(tile, scales, out=scratch).round_(), values)
+
+    @override
+    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
+        for tile, values, scales in self._tiles(rows, wire):
+            self._unpack(values, tile)
+            tile.mul_(scales)
+
+    def _measure(self, tile: Tensor, scales: Tensor) -> None:
+        """Write max|x| / L of each block; |x| itself would be a temporary."""
+        torch.amax(tile, -1, keepdim=True, out=scales)
+        torch.maximum(scales, torch.amin(tile, -1, keepdim=True).neg_(), out=scales)
+        # Rounded to nearest, LARGEST / L times L may be more than LARGEST.
+        largest = _FP32.max / self._levels * (1 - _FP32.eps)
+        scales.div_(self._levels).clamp_(_FP32.tiny, largest)
+
+    @abstractmethod
+    def _pack(self, integers: Tensor, values: Tensor) -> None:
+        """Write integers, given as fp32 [rows, blocks, elements], as bytes; may change them."""
+
+    @abstractmethod
+    def _unpack(self, values: Tensor, integers: Tensor) -> None:
+        """The inverse of `_pack`."""
+
+    def _scale_bytes(self, numel: int) -> int:
+        return -(-numel // self.block_size) * 4
+
+    def _value_bytes(self, numel: int) -> int:
+        return -(-numel * self._bits // 8)
+
+    def _tiles(self, rows: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Views [r, b, elements of a block] of `rows`, and of `wire` bytes and [r, b, 1] scales."""
+        numel, size = rows.shape[1], self.block_size
+        begin = self._scale_bytes(numel)
+        scales = field(wire, torch.float32, 0, begin // 4)[..., None]
+        values = field(wire, torch.int8, begin, self._value_bytes(numel))
+        return block_tiles(rows, values, scales, block_size=size, bits=self._bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8(_BlockIntegers):
+    """Round to 127 levels of either sign, relative to the largest of each block: B + 4 bytes.
+
+    q = round(x / s), s = max|x| / 127: the error of an element is at most s / 2.
+
+    Args:
+        block_size: Elements that share a scale: a multiple of 8 from 8 to 65536.
+    """
+
+    name: ClassVar[str] = "int8"
+    _bits: ClassVar[int] = 8
+    _levels: ClassVar[int] = 127
+
+    @override
+    def _pack(self, integers: Tensor, values: Tensor) -> None:
+        values.copy_(integers)
+
+    @override
+    def _unpack(self, values: Tensor, integers: Tensor) -> None:
+        integers.copy_(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4(_BlockIntegers):
+    """Round to 7 levels of either sign, relative to the largest of each block: B / 2 + 4 bytes.
+
+    q = round(x / s), s = max|x| / 7: the error of an element is at most s / 2. Byte i of a block
+    holds q_i + 16 q_(i + h), h being half a block, rounded up: two contiguous halves, not even and
+    odd elements. Where the last block is odd, its last byte holds one number.
+
+    Args:
+        block_size: Elements that share a scale: a multiple of 8 from 8 to 65536.
+    """
+
+    name: ClassVar[str] = "int4"
+    _bits: ClassVar[int] = 4
+    _levels: ClassVar[int] = 7
+
+    block_size: int = 128
+
+    @override
+    def _pack(self, integers: Tensor, values: Tensor) -> None:
+        half = values.shape[2]
+        low, high = integers[..., :half], integers[..., half:]
+        low[..., : high.shape[2]].add_(high, alpha=16)
+        values.copy_(low)
+
+    @override
+    def _unpack(self, values: Tensor, integers: Tensor) -> None:
+        half = values.shape[2]
+        low, high = integers[..., :half], integers[..., half:]
+        low.copy_(values)
+        both = low[..., : high.shape[2]]
+        # |q_i| <= 7 is less than half of 16: rounding finds the other number.
+        torch.mul(both, 1 / 16, out=high).round_()
+        both.sub_(high, alpha=16)

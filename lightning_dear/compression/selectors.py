@@ -1,0 +1,199 @@
+"""Which k numbers of a row are large: exactly, or nearly, by a threshold.
+
+`torch.topk` sorts what a threshold only has to compare, so a threshold costs a fraction of it. The
+price is that about k numbers are found, not exactly k: what is beyond k is dropped in the order of
+the places, and slots that are left stay empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_dear.compression.tiling import TILE_ELEMENTS
+
+FIRST_SHARE = 0.25
+"""Of a row, what the first stage of `sidco` keeps (d1)."""
+
+LONGEST = 0.75
+"""Largest step of `sidco`: a share of the way to the largest |x|, which may be near the mean."""
+
+NUM_CORRECTIONS = 2
+"""Stages of `sidco` that aim at k once more: the first of them still miss it on heavy tails."""
+
+
+def select(selector: str, rows: Tensor, k: int) -> Tensor:
+    """Find k entries of each row whose |x| is large. Places depend on the row alone.
+
+    Args:
+        selector: A name in `SELECTORS`.
+        rows: [R, numel] fp32, finite; not mutated.
+        k: From 1 to numel.
+
+    Returns:
+        [R, k] int64: places, all distinct, in any order, but for empty slots, which hold numel.
+        A row that is not zero has at least one place.
+    """
+    find = SELECTORS[selector]
+    if rows.is_cpu:
+        return torch.cat([find(row, k) for row in torch.split(rows, 1)])
+    return find(rows, k)
+
+
+def exact(rows: Tensor, k: int) -> Tensor:
+    """The k largest |x|; no slot stays empty."""
+    if rows.is_cpu and rows.shape[1] > TILE_ELEMENTS:
+        return _exact_in_blocks(rows, k)
+    return rows.abs().topk(k, sorted=False).indices
+
+
+def sampled(rows: Tensor, k: int) -> Tensor:
+    """Those above the threshold that a strided sample gives, as in DGC (Lin et al. 2018, 5)."""
+    return first_above(rows, _sampled_floor(rows, k), k)
+
+
+def sidco(rows: Tensor, k: int) -> Tensor:
+    """Those above a threshold fitted in stages, after SIDCo-E (Abdelmoniem et al. 2021).
+
+    Above a threshold t, |x| - t is taken as exponential of mean m, so that a share d of these
+    entries lies above t - m ln d. Stage i aims at a share d1 (k / numel / d1)^(i/S) of the row.
+    SIDCo takes it that each stage kept the share it aimed at. Here the share is counted, and a
+    stage that kept too few goes back along a Pareto tail of the same mean, t (n / target)^(1/a)
+    with a = 1 + t / m, where the exponential one would fall below 0. So no controller is needed.
+    """
+    largest = _largest(rows)
+    # Means of the largest floats overflow: all stages see |x| / max |x|.
+    scale = largest.clamp_min(torch.finfo(rows.dtype).tiny)
+    top, threshold = largest / scale, torch.zeros_like(scale)
+    for target in _targets(k, rows.shape[1]):
+        count, mean = _tail(rows, threshold, scale)
+        off = (count / target).log()
+        up = threshold + mean * off
+        down = threshold * (off * mean / (mean + threshold).clamp_min(1e-30)).exp()
+        threshold = torch.where(off >= 0, torch.minimum(up, threshold.lerp(top, LONGEST)), down)
+    # Products of denormal numbers may round up to the largest one, above which there is none.
+    return first_above(rows, torch.minimum(threshold * scale, _just_below(largest)), k)
+
+
+SELECTORS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "exact": exact,
+    "sampled": sampled,
+    "sidco": sidco,
+}
+
+
+def first_above(rows: Tensor, floor: Tensor, k: int) -> Tensor:
+    """Places of the first k entries with |x| > floor.
+
+    Args:
+        rows: [R, numel] fp32; on a CPU R = 1.
+        floor: [R, 1] fp32, at least 0, so that a zero is never taken.
+        k: Slots.
+
+    Returns:
+        [R, k] int64, ascending; numel in empty slots.
+    """
+    if rows.is_cpu:
+        places = rows.new_full((1, k), rows.shape[1], dtype=torch.int64)
+        found = _all_above(rows, floor, k)[:k]
+        places[0, : len(found)] = found
+        return places
+    return first_above_static(rows, floor, k)
+
+
+def first_above_static(rows: Tensor, floor: Tensor, k: int) -> Tensor:
+    """`first_above` for any R, on a device that must not be waited for.
+
+    Slot j is found by bisection, as the first place up to which j + 1 entries were taken.
+    """
+    taken = (rows.abs() > floor).cumsum(1, dtype=torch.int32)
+    slots = torch.arange(1, k + 1, dtype=torch.int32, device=rows.device)
+    return torch.searchsorted(taken, slots.expand(len(rows), k).contiguous())
+
+
+def sample_stride(k: int) -> int:
+    """Distance of the sampled entries: 1 % of a row, but 64 sampled ones among its k largest.
+
+    A stride that shares a factor with a matrix' width sees few of its columns; widths are mostly
+    products of 2, 3, 5 and 7.
+    """
+    stride = max(1, min(100, k // 64))
+    while math.gcd(stride, 2 * 3 * 5 * 7) != 1:
+        stride -= 1
+    return stride
+
+
+def _sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:
+    """[R, 1]: just below the number that about k entries reach; `num_deviations` asks for more."""
+    sample = rows[:, :: sample_stride(k)].abs()
+    size = sample.shape[1]
+    share = size * k / rows.shape[1]
+    wanted = min(size, max(1, round(share + num_deviations * math.sqrt(share))))
+    return _just_below(sample.topk(wanted, sorted=False).values.amin(1, keepdim=True))
+
+
+def _just_below(threshold: Tensor) -> Tensor:
+    """The next float towards 0, so that > means >= for all but 0."""
+    return threshold.nextafter(torch.zeros_like(threshold))
+
+
+def _exact_in_blocks(row: Tensor, k: int) -> Tensor:
+    """[1, k] of one row on a CPU: `topk` of the few entries that can be among the k largest."""
+    places = _all_above(row, _sampled_floor(row, k, num_deviations=5.0))
+    if len(places) < k:
+        return row.abs().topk(k, sorted=False).indices
+    return places[row[0, places].abs().topk(k, sorted=False).indices][None]
+
+
+def _all_above(row: Tensor, floor: Tensor, at_least: int | None = None) -> Tensor:
+    """Places of a row's entries above the floor, ascending; none past the first `at_least`'s block.
+
+    For a CPU: how many there are is looked up.
+    """
+    found: list[Tensor] = []
+    missing = row.shape[1] if at_least is None else at_least
+    for number, block in enumerate(torch.split(row[0], TILE_ELEMENTS)):
+        if missing <= 0:
+            break
+        found.append((block.abs() > floor[0]).nonzero().view(-1) + number * TILE_ELEMENTS)
+        missing -= len(found[-1])
+    return torch.cat(found)
+
+
+def _targets(k: int, numel: int) -> list[float]:
+    """How many entries each stage of `sidco` aims at, the last ones at k."""
+    density = k / numel
+    if density >= FIRST_SHARE:
+        return [float(k)] * (1 + NUM_CORRECTIONS)
+    num_steps = 1 if density > FIRST_SHARE**2.5 else 2
+    first = FIRST_SHARE * numel
+    stages = [first * (k / first) ** (step / num_steps) for step in range(num_steps + 1)]
+    return stages + [float(k)] * NUM_CORRECTIONS
+
+
+def _blocks(rows: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(rows, TILE_ELEMENTS if rows.is_cpu else rows.shape[1], 1)
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """[R, 1]: the largest |x|."""
+    found = [block.abs().amax(1, keepdim=True) for block in _blocks(rows)]
+    return torch.cat(found, 1).amax(1, keepdim=True)
+
+
+def _tail(rows: Tensor, threshold: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """How many |x| / scale exceed the threshold, at least 1; by how much they do on average.
+
+    Returns:
+        [R, 1] fp32 each.
+    """
+    counts, sums = [], []
+    for block in _blocks(rows):
+        excess = block.abs().div_(scale).sub_(threshold).clamp_min_(0)
+        counts.append((excess > 0).sum(1, keepdim=True))
+        sums.append(excess.sum(1, keepdim=True))
+    count = torch.cat(counts, 1).sum(1, keepdim=True).clamp_min(1).float()
+    return count, torch.cat(sums, 1).sum(1, keepdim=True) / count

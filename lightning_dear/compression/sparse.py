@@ -1,0 +1,219 @@
+"""A few numbers of each row travel as they are, and the others count as zeros."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Generator, Tensor
+from typing_extensions import Self, override
+
+from lightning_dear.compression.codec import Codec, Kind, Randomness, field
+from lightning_dear.compression.selectors import SELECTORS, select
+
+RAMP = (0.25, 0.0625, 0.015, 0.004)
+"""Densities before the last one while DGC warms up (Lin et al. 2018, 3.3)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse(Codec):
+    """Sends k = max(1, ceil(density numel)) numbers of a row; none of an empty row.
+
+    Args:
+        density: Share of the numbers that travel, in (0, 1].
+    """
+
+    density: float = 0.01
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_density(self.density)
+
+    def entries(self, numel: int) -> int:
+        """How many numbers of a row travel (k)."""
+        return max(1, math.ceil(self.density * numel)) if numel else 0
+
+    def at_density(self, density: float) -> Self:
+        """The same codec with another density in (0, 1]."""
+        return replace(self, density=density)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(Sparse):
+    """The k largest |x|, as k fp32 values and then k int32 places: 8 k bytes.
+
+    Contractive with d = k / numel where `selector` is exact. Threshold selectors find about k and
+    may leave slots empty; these hold the value 0 and the place 0, and decoding adds, so that they
+    change nothing.
+
+    Args:
+        selector: exact: `torch.topk`. sampled: threshold from a sample. sidco: threshold from a
+            fitted tail. See `lightning_dear.compression.selectors`.
+    """
+
+    name: ClassVar[str] = "topk"
+
+    selector: str = "exact"
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.selector not in SELECTORS:
+            raise ValueError(
+                f"Unknown selector {self.selector!r}; valid names: {', '.join(SELECTORS)}."
+            )
+
+    @property
+    @override
+    def kind(self) -> Kind:
+        return "contractive"
+
+    @override
+    def wire_bytes(self, numel: int) -> int:
+        return 8 * self.entries(numel)
+
+    @override
+    def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
+        numel = rows.shape[1]
+        k = self.entries(numel)
+        if not k:
+            return
+        places = select(self.selector, rows, k)
+        empty = places == numel
+        places = places.masked_fill_(empty, 0)
+        field(wire, torch.float32, 0, k).copy_(rows.gather(1, places).masked_fill_(empty, 0.0))
+        field(wire, torch.int32, 4 * k, k).copy_(places)
+
+    @override
+    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
+        values, places = self._fields(wire)
+        rows.zero_().scatter_add_(1, places, values)
+
+    def sent_mask(self, wire: Tensor, mask: Tensor) -> None:
+        """Mark what has been sent: where a number other than 0 arrives.
+
+        A zero that fills a slot, chosen or not, takes nothing away from what waits to be sent. So
+        a place whose sum is 0 keeps its momentum, as where Lin et al. 2018 compare |v| > threshold.
+
+        Args:
+            wire: [R, wire_bytes(numel)], as `encode` has filled it; not mutated.
+            mask: [R, numel] bool or uint8, contiguous; overwritten, with 1 where sent.
+        """
+        values, places = self._fields(wire)
+        # Empty slots name place 0, which may have been sent as well; only numbers add a 1.
+        mask.zero_().view(torch.uint8).scatter_add_(1, places, (values != 0).view(torch.uint8))
+
+    def _fields(self, wire: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, k] values and [R, k] int64 places."""
+        k = wire.shape[1] // 8
+        return field(wire, torch.float32, 0, k), field(wire, torch.int32, 4 * k, k).long()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGC(TopK):
+    """Deep gradient compression (Lin et al. 2018): top-k of gradients whose momentum is corrected.
+
+    On the wire it is `TopK`. The rest is done by the exchange, in place of plain feedback, for
+    which it reads the options: g is clipped to `clip_norm` (section 3.2), u = momentum u + g and
+    v = v + u (3.2, momentum correction), v is encoded, and u and v become 0 where `sent_mask` says
+    that v was sent (3.3, momentum factor masking). The optimizer must have no momentum of its own.
+
+    Args:
+        density: The last one, once the ramp is over.
+        momentum: m, in [0, 1).
+        clip_norm: Largest 2-norm of a rank's own gradient, > 0; None: gradients are not clipped.
+        warm_up_steps: Steps over which the density goes through `RAMP` (3.3), at least 0.
+    """
+
+    name: ClassVar[str] = "dgc"
+
+    density: float = 0.001
+    selector: str = "sampled"
+    momentum: float = 0.9
+    clip_norm: float | None = None
+    warm_up_steps: int = 0
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}.")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ValueError(f"clip_norm must be None or finite and > 0, got {self.clip_norm}.")
+        if self.warm_up_steps < 0:
+            raise ValueError(f"warm_up_steps must be at least 0, got {self.warm_up_steps}.")
+
+    def density_at(self, step: int) -> float:
+        """Density of step 0, 1, ...: four equal parts of the warm-up, never below `density`."""
+        if step < 0:
+            raise ValueError(f"step must be at least 0, got {step}.")
+        if step >= self.warm_up_steps:
+            return self.density
+        return max(self.density, RAMP[step * len(RAMP) // self.warm_up_steps])
+
+    def wire_bytes_at(self, numel: int, step: int) -> int:
+        """Bytes of a row of `numel` elements in that step; they never grow from step to step."""
+        return self.at_density(self.density_at(step)).wire_bytes(numel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomK(Sparse):
+    """k numbers at random places that all ranks draw alike: 4 k bytes, no places among them.
+
+    A row is cut into k strata at floor(i numel / k), whose lengths differ by 1 at most. Of each
+    stratum one number travels, the same one in all rows of a call.
+
+    Args:
+        unbiased: False: numbers travel as they are; contractive, E|C(x) - x|^2 <= (1 - d) |x|^2
+            with d = 1 / ceil(numel / k). True: each is multiplied by its stratum's length, so that
+            E[C(x)] = x; products beyond the largest float are held there.
+    """
+
+    name: ClassVar[str] = "randomk"
+    randomness: ClassVar[Randomness] = "shared"
+
+    unbiased: bool = False
+
+    @property
+    @override
+    def kind(self) -> Kind:
+        return "unbiased" if self.unbiased else "contractive"
+
+    @override
+    def wire_bytes(self, numel: int) -> int:
+        return 4 * self.entries(numel)
+
+    @override
+    def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
+        k = self.entries(rows.shape[1])
+        places, lengths = _draw(rows, k, generator)
+        values = rows.index_select(1, places)
+        if self.unbiased:
+            limit = torch.finfo(values.dtype).max
+            values.mul_(lengths).clamp_(-limit, limit)
+        field(wire, torch.float32, 0, k).copy_(values)
+
+    @override
+    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
+        k = self.entries(rows.shape[1])
+        places, _ = _draw(rows, k, generator)
+        rows.zero_().index_copy_(1, places, field(wire, torch.float32, 0, k))
+
+
+def _draw(rows: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
+    """One place of each stratum, [k] int64, ascending, and the strata's lengths, [k] int64."""
+    if generator is None:
+        raise ValueError("randomk needs a generator: the same state in encode and in decode.")
+    bounds = torch.arange(k + 1, device=rows.device) * rows.shape[1] // max(1, k)
+    lengths = bounds.diff()
+    # Integers: a fp32 number in [0, 1) reaches only 2^24 of a long stratum's places.
+    drawn = torch.randint(2**62, (k,), generator=generator, device=rows.device)
+    return bounds[:-1] + drawn % lengths, lengths
+
+
+def _check_density(density: float) -> None:
+    if not 0 < density <= 1:
+        raise ValueError(f"density must be in (0, 1], got {density}.")

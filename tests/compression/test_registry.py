@@ -1,0 +1,82 @@
+"""Every codec is in the table, documented, tested, and refused by the strategy until it is used."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_dear import DearStrategy, compression
+from lightning_dear.compression import CODECS, Codec, Int8, NoCompression, resolve_compressor
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/compressors.md").read_text()
+ROWS = {
+    cells[1].strip(" `"): [cell.strip() for cell in cells[1:-1]]
+    for cells in (line.split("|") for line in PAGE.splitlines() if line.startswith("| `"))
+}
+TESTS = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+COMMON = {"halves", "error_feedback", "allow_biased"}
+
+
+def test_every_codec_is_in_the_table() -> None:
+    modules = pkgutil.iter_modules(compression.__path__, f"{compression.__name__}.")
+    found = {
+        value
+        for module in modules
+        for value in vars(importlib.import_module(module.name)).values()
+        if inspect.isclass(value) and issubclass(value, Codec) and "name" in vars(value)
+    }
+    assert found == set(CODECS.values())
+    assert {codec.__name__ for codec in found} <= set(compression.__all__)
+
+
+def test_every_codec_has_a_row_and_every_row_a_codec() -> None:
+    assert list(ROWS) == list(CODECS)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_row_is_true(name: str) -> None:
+    codec, numel = CODECS[name](), 1 << 20
+    _, _, kind, ratio, options, _ = ROWS[name]
+    assert kind == codec.kind
+    assert ratio == f"{4 * numel / codec.wire_bytes(numel):.2f}"
+    assert set(re.findall(r"`(\w+)`", options)) == vars(codec).keys() - COMMON
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec_has_tests_of_its_own_and_says_what_it_does(name: str) -> None:
+    codec = CODECS[name]
+    assert re.search(rf"\b{codec.__name__}\(", TESTS.replace("CODECS[name]()", ""))
+    assert len(inspect.getdoc(codec) or "") > 100
+
+
+def test_the_example_of_the_page_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(example, names)
+    rows = names["rows"]
+    assert isinstance(rows, torch.Tensor)
+    assert len(rows[0, :128].unique()) < 128
+
+
+@pytest.mark.parametrize("compressor", ["int8", Int8()])
+def test_the_strategy_refuses_codecs_so_far(compressor: str | Codec) -> None:
+    with pytest.raises(ValueError, match="does not send encoded buckets yet. Valid names: none"):
+        DearStrategy(compressor=compressor)
+
+
+def test_what_is_no_compressor_is_refused() -> None:
+    class Other(NoCompression):
+        """Would be taken for none."""
+
+    for wrong in (Other(), 3, ["none"]):
+        with pytest.raises(TypeError, match="compressor must be one of none"):
+            resolve_compressor(wrong)
+    with pytest.raises(ValueError, match="Unknown compressor 'int9'; valid names: none"):
+        resolve_compressor("int9")

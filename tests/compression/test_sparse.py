@@ -1,0 +1,290 @@
+"""Top-k, random-k and DGC."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dear.compression.codec import Codec, field
+from lightning_dear.compression.sparse import DGC, RandomK, TopK
+from tests.compression.battery import (
+    check_all,
+    check_contracts,
+    check_is_unbiased,
+    decoded,
+    encoded,
+    relative_error,
+    round_trip,
+)
+from tests.compression.inputs import LARGEST, SIZES, normal, rows
+
+DENSITIES = (0.001, 0.01, 0.1, 0.25, 1.0)
+SELECTORS = ("exact", "sampled", "sidco")
+
+densities = st.sampled_from(DENSITIES)
+
+
+def num_entries(density: float, numel: int) -> int:
+    return max(1, math.ceil(density * numel)) if numel else 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows(), densities, st.sampled_from(SELECTORS))
+def test_topk(some: Tensor, density: float, selector: str) -> None:
+    codec = TopK(density=density, selector=selector)
+    check_all(codec, some)
+    check_contracts(codec, some)
+    came_back = round_trip(codec, some)
+    assert torch.equal(came_back, torch.where(came_back != 0, some, 0.0)), "a number was changed"
+    assert ((came_back != 0).sum(1) <= num_entries(density, some.shape[1])).all()
+    assert torch.equal(came_back.any(1), some.any(1)), "nothing of a row was sent"
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows(), densities)
+def test_exact_topk_keeps_its_share(some: Tensor, density: float) -> None:
+    """|C(x) - x|^2 <= (1 - k / numel) |x|^2, and nothing that was lost exceeds what was sent."""
+    numel = some.shape[1]
+    if not numel:
+        return
+    k = num_entries(density, numel)
+    codec = TopK(density=density)
+    assert (relative_error(codec, some) <= 1 - k / numel + 1e-12).all()
+    came_back = round_trip(codec, some).abs()
+    expected = some.abs().sort(1, descending=True).values[:, :k]
+    assert torch.equal(came_back.sort(1, descending=True).values[:, :k], expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows())
+def test_dgc(some: Tensor) -> None:
+    codec = DGC(density=0.05)
+    check_all(codec, some)
+    check_contracts(codec, some)
+    assert torch.equal(encoded(codec, some), encoded(TopK(density=0.05, selector="sampled"), some))
+
+
+def test_topk_by_hand() -> None:
+    row = torch.tensor([[-1.0, -5.0, 3.0, 0.0, -4.0]])
+    codec = TopK(density=0.3)
+    assert round_trip(codec, row).tolist() == [[0, -5, 0, 0, -4]]
+    wire = encoded(codec, row)
+    assert sorted(field(wire, torch.float32, 0, 2)[0].tolist()) == [-5, -4]
+    assert sorted(field(wire, torch.int32, 8, 2)[0].tolist()) == [1, 4]
+
+
+def test_places_that_coincide_are_summed() -> None:
+    wire = torch.zeros(1, 24, dtype=torch.uint8)
+    field(wire, torch.float32, 0, 3).copy_(torch.tensor([1.0, 2.0, -4.0]))
+    field(wire, torch.int32, 12, 3).copy_(torch.tensor([4, 4, 1]))
+    assert decoded(TopK(), wire, 6).tolist() == [[0, -4, 0, 0, 3, 0]]
+
+
+@pytest.mark.parametrize("selector", ["sampled", "sidco"])
+def test_empty_slots_hold_zeros(selector: str) -> None:
+    """Also where place 0, which they name, is sent."""
+    row = torch.zeros(1, 100)
+    row[0, 0] = 7.0
+    wire = encoded(TopK(density=0.05, selector=selector), row)
+    assert field(wire, torch.float32, 0, 5).tolist() == [[7, 0, 0, 0, 0]]
+    assert field(wire, torch.int32, 20, 5).tolist() == [[0, 0, 0, 0, 0]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows(), st.sampled_from(SELECTORS), st.sampled_from([torch.bool, torch.uint8]))
+def test_sent_mask_is_what_arrives(some: Tensor, selector: str, dtype: torch.dtype) -> None:
+    codec = DGC(density=0.1, selector=selector)
+    wire = encoded(codec, some)
+    mask = torch.ones_like(some, dtype=dtype)
+    codec.sent_mask(wire, mask)
+    assert torch.equal(mask, (decoded(codec, wire, some.shape[1]) != 0).to(dtype))
+
+
+def test_sent_mask_by_hand() -> None:
+    """Place 0 is sent, and named by empty slots; a zero that fills a slot is not sent."""
+    row = torch.tensor([[3.0, 0.0, 0.0, -2.0, 0.0, 0.0]])
+    for selector in SELECTORS:
+        codec = DGC(density=0.6, selector=selector)
+        mask = torch.ones(1, 6, dtype=torch.bool)
+        codec.sent_mask(encoded(codec, row), mask)
+        assert mask.tolist() == [[True, False, False, True, False, False]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows(), densities, st.booleans())
+def test_randomk(some: Tensor, density: float, unbiased: bool) -> None:
+    codec = RandomK(density=density, unbiased=unbiased)
+    check_all(codec, some)
+    if not unbiased:
+        check_contracts(codec, some)
+        came_back = round_trip(codec, some)
+        assert torch.equal(came_back, torch.where(came_back != 0, some, 0.0))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SIZES), densities, st.integers(0, 1000))
+def test_randomk_draws_one_number_of_each_stratum(numel: int, density: float, seed: int) -> None:
+    codec = RandomK(density=density)
+    chosen = round_trip(codec, torch.ones(3, numel), seed)
+    k = num_entries(density, numel)
+    assert torch.equal(chosen, chosen[:1].expand(3, numel)), "rows got different places"
+    for i in range(k):
+        assert chosen[0, i * numel // k : (i + 1) * numel // k].sum() == 1
+
+
+def test_unbiased_randomk_scales_by_the_length_of_the_stratum() -> None:
+    """10 numbers, k = 3: strata [0, 3), [3, 6) and [6, 10)."""
+    came_back = round_trip(RandomK(density=0.3, unbiased=True), torch.ones(1, 10))[0]
+    assert [part.sum().item() for part in came_back.split([3, 3, 4])] == [3, 3, 4]
+
+
+def test_unbiased_randomk_holds_products_at_the_largest_float() -> None:
+    came_back = round_trip(RandomK(density=0.1, unbiased=True), torch.full((1, 10), -LARGEST))
+    assert came_back.min() == -LARGEST
+
+
+@pytest.mark.parametrize("density", [0.1, 0.3, 1.0])
+def test_unbiased_randomk_is_unbiased(density: float) -> None:
+    some = normal(torch.Generator().manual_seed(3), 2, 64)
+    check_is_unbiased(RandomK(density=density, unbiased=True), some)
+
+
+def test_biased_randomk_is_not_unbiased() -> None:
+    with pytest.raises(AssertionError, match="numbers are off"):
+        check_is_unbiased(RandomK(density=0.1), torch.ones(1, 64))
+
+
+def test_randomk_covers_all_places() -> None:
+    codec = RandomK(density=0.1)
+    drawn = torch.stack([round_trip(codec, torch.ones(1, 65), seed) for seed in range(300)])
+    counts = drawn.sum(0)[0]
+    # 7 strata of 9 or 10: 30 to 33 of 300 draws each, give or take 5.4.
+    assert counts.min() >= 8
+    assert counts.max() <= 60
+
+
+def test_randomk_keeps_its_share_on_average() -> None:
+    """E|C(x) - x|^2 = (1 - k / numel) |x|^2, where k divides numel."""
+    some = normal(torch.Generator().manual_seed(4), 1, 100)
+    errors = torch.cat([relative_error(RandomK(density=0.1), some, seed) for seed in range(400)])
+    assert abs(errors.mean() - 0.9) <= 5 * errors.std() / 20
+
+
+def test_randomk_advances_generators_alike() -> None:
+    codec, ours, theirs = RandomK(), torch.Generator(), torch.Generator()
+    some, came_back = torch.ones(1, 1000), torch.empty(1, 1000)
+    wire = torch.empty(1, codec.wire_bytes(1000), dtype=torch.uint8)
+    sent = []
+    for _ in range(2):
+        codec.encode(some, wire, ours.manual_seed(1) if not sent else ours)
+        codec.decode(wire, came_back, theirs.manual_seed(1) if not sent else theirs)
+        assert torch.equal(ours.get_state(), theirs.get_state())
+        sent.append(came_back.clone())
+    assert not torch.equal(*sent), "two calls drew the same places"
+
+
+def test_randomk_asks_for_a_generator() -> None:
+    with pytest.raises(ValueError, match="needs a generator"):
+        RandomK().encode(torch.ones(1, 4), torch.empty(1, 4, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("density", DENSITIES)
+def test_wire_bytes(numel: int, density: float) -> None:
+    k = num_entries(density, numel)
+    assert TopK(density=density).wire_bytes(numel) == 8 * k
+    assert DGC(density=density).wire_bytes(numel) == 8 * k
+    assert RandomK(density=density).wire_bytes(numel) == 4 * k
+
+
+def test_compression_ratios() -> None:
+    numel = 10**6
+    assert 4 * numel / TopK(density=0.01).wire_bytes(numel) == 50
+    assert 4 * numel / DGC(density=0.01).wire_bytes(numel) == 50
+    assert 4 * numel / RandomK(density=0.01).wire_bytes(numel) == 100
+
+
+def test_dgc_ramp() -> None:
+    codec = DGC(warm_up_steps=8)
+    densities = [codec.density_at(step) for step in range(10)]
+    assert densities == [0.25, 0.25, 0.0625, 0.0625, 0.015, 0.015, 0.004, 0.004, 0.001, 0.001]
+    assert [codec.wire_bytes_at(1000, step) for step in (0, 2, 4, 6, 8)] == [2000, 504, 120, 32, 8]
+    assert DGC().density_at(0) == 0.001
+    assert [DGC(density=0.01, warm_up_steps=4).density_at(step) for step in (2, 3)] == [0.015, 0.01]
+    assert [DGC(warm_up_steps=3).density_at(step) for step in range(4)] == [
+        0.25,
+        0.0625,
+        0.015,
+        0.001,
+    ]
+    with pytest.raises(ValueError, match="at least 0"):
+        codec.density_at(-1)
+
+
+def test_at_density_keeps_the_other_options() -> None:
+    codec = DGC(momentum=0.5, clip_norm=2.0, warm_up_steps=7, selector="sidco", halves="reduce")
+    other = codec.at_density(0.25)
+    assert other == DGC(
+        density=0.25,
+        momentum=0.5,
+        clip_norm=2.0,
+        warm_up_steps=7,
+        selector="sidco",
+        halves="reduce",
+    )
+    assert codec.density == 0.001
+    with pytest.raises(ValueError, match="density"):
+        codec.at_density(2.0)
+
+
+def test_kinds() -> None:
+    for codec in (TopK(), DGC(), RandomK()):
+        assert codec.kind == "contractive"
+        assert codec.has_feedback
+        assert codec.block_size is None
+    assert RandomK(unbiased=True).kind == "unbiased"
+    assert not RandomK(unbiased=True).has_feedback
+
+
+@pytest.mark.parametrize("codec", [TopK, DGC, RandomK])
+@pytest.mark.parametrize("density", [0.0, -0.1, 1.01, math.nan])
+def test_densities_are_checked(codec: type[Codec], density: float) -> None:
+    with pytest.raises(ValueError, match=r"density must be in \(0, 1\]"):
+        codec(density=density)
+
+
+@pytest.mark.parametrize(
+    ("codec", "options", "match"),
+    [
+        (TopK, {"selector": "best"}, "exact, sampled, sidco"),
+        (DGC, {"momentum": 1.0}, r"momentum must be in \[0, 1\)"),
+        (DGC, {"momentum": -0.1}, r"momentum must be in \[0, 1\)"),
+        (DGC, {"clip_norm": 0.0}, "clip_norm must be None or finite and > 0"),
+        (DGC, {"clip_norm": math.inf}, "clip_norm must be None or finite and > 0"),
+        (DGC, {"warm_up_steps": -1}, "warm_up_steps must be at least 0"),
+        (RandomK, {"unbiased": True, "error_feedback": True}, "diverges"),
+        (TopK, {"halves": "none"}, "Unknown halves"),
+    ],
+)
+def test_other_options_are_checked(codec: type[Codec], options: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        codec(**options)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [*(TopK(selector=name) for name in SELECTORS), DGC(), RandomK(), RandomK(unbiased=True)],
+)
+def test_no_device_is_waited_for(codec: Codec) -> None:
+    """Meta tensors hold no numbers: whatever asks for one, or for how many there are, fails."""
+    some = torch.empty(3, 1000, device="meta")
+    wire = torch.empty(3, codec.wire_bytes(1000), device="meta", dtype=torch.uint8)
+    codec.encode(some, wire, torch.Generator())
+    codec.decode(wire, some, torch.Generator())
+    if isinstance(codec, TopK):
+        codec.sent_mask(wire, torch.empty(3, 1000, device="meta", dtype=torch.bool))
