@@ -31,6 +31,11 @@ MAX_HOSTS = 200
 _TBF_LIMIT = "16mb"
 _TBF_BURST = "64kb"
 
+# What a socket may hold, at most: 34 ms at 1 Gb/s. With as many bytes on a slow link, a connection
+# that was idle finds seconds of others' bytes before it whenever it waits for an acknowledgement.
+_SOCKET_S = 0.034
+_SOCKET_BYTES = range(256 << 10, (4 << 20) + 1)
+
 _TBF_NUMBER = "1:"
 _NETEM_PACKETS = "100000"
 
@@ -158,6 +163,7 @@ class EmulatedCluster:
         self._shape(switch, port)
         self._delay(namespace, host.interface)
         self._set_congestion_control(host)
+        self._limit_socket_buffers(host)
         return host
 
     def _shape(self, namespace: str, interface: str) -> None:
@@ -195,6 +201,25 @@ class EmulatedCluster:
                 f"TCP knows no congestion_control={self.congestion_control!r} here ({error}):"
                 " choose one of /proc/sys/net/ipv4/tcp_available_congestion_control, or null"
             ) from None
+
+    def _limit_socket_buffers(self, host: EmulatedHost) -> None:
+        if self.rate_mbit is None:
+            return
+        wanted = round(self.rate_mbit * 1e6 / 8 * _SOCKET_S)
+        most = min(max(wanted, _SOCKET_BYTES[0]), _SOCKET_BYTES[-1])
+        # Of what is received, half is for the window, and the rest for the kernel's own needs.
+        limits = {"tcp_wmem": f"4096 16384 {most}", "tcp_rmem": f"4096 131072 {2 * most}"}
+        for name, limit in limits.items():
+            script = f"echo {limit} > /proc/sys/net/ipv4/{name}"
+            try:
+                run(["ip", "netns", "exec", host.namespace, "sh", "-c", script])
+            except EmulationUnavailable as error:
+                warnings.warn(
+                    f"{error}: sockets on {self.rate_mbit:g} Mb/s keep the buffers of this machine,"
+                    " and may hold each other up for seconds",
+                    stacklevel=2,
+                )
+                return
 
     def _remove(self) -> None:
         self.end_processes()

@@ -55,6 +55,21 @@ def _interfaces() -> set[str]:
 
 
 @pytest.mark.netns
+@pytest.mark.parametrize(
+    ("rate_mbit", "largest"), [(1, 256 << 10), (125, 531250), (1000, 4 << 20), (None, None)]
+)
+def test_sockets_hold_no_more_than_a_slow_link_sends_soon(
+    rate_mbit: float | None, largest: int | None
+) -> None:
+    own = Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()
+    with EmulatedCluster(num_hosts=1, rate_mbit=rate_mbit) as cluster:
+        show = cluster.hosts[0].command(["cat", "/proc/sys/net/ipv4/tcp_wmem"])
+        limits = subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()
+    assert limits[2] == (own[2] if largest is None else str(largest))
+    assert own == Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()
+
+
+@pytest.mark.netns
 def test_bytes_of_a_known_transfer_are_counted() -> None:
     num_bytes = 16 << 20
     with EmulatedCluster(num_hosts=3, rate_mbit=None) as cluster:
