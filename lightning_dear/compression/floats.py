@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.codec import Codec, Kind, field, padded_bytes
-from lightning_dear.compression.tiling import tiles
+from lightning_dear.compression.tiling import Scratch, tiles
 
 
 class _HalfFloat(Codec):
@@ -44,11 +44,10 @@ class _HalfFloat(Codec):
             # Without a temporary as large as the rows; on a CPU, arithmetic on halves is slow.
             narrow.copy_(rows).clamp_(-largest, largest)
             return
-        scratch = rows.new_empty(0)
+        scratch = Scratch(1)
         for tile, place in tiles(rows, narrow):
-            if scratch.shape != tile.shape:
-                scratch = torch.empty_like(tile)
-            place.copy_(torch.clamp(tile, -largest, largest, out=scratch))
+            (within,) = scratch.like(tile)
+            place.copy_(torch.clamp(tile, -largest, largest, out=within))
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:

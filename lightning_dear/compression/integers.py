@@ -7,7 +7,6 @@ tensors into buckets does not cost accuracy.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,14 +14,14 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.codec import Codec, Kind, field, padded_bytes
-from lightning_dear.compression.tiling import block_tiles, check_block_size
+from lightning_dear.compression.blocks import BlockCodec
+from lightning_dear.compression.codec import Kind
+from lightning_dear.compression.tiling import Scratch
 
 _FP32 = torch.finfo(torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _BlockIntegers(Codec):
+class _BlockIntegers(BlockCodec):
     """q = round(x / s) in [-L, L], and s = max|x| / L of the block in fp32; decodes to q s.
 
     The error of an element is at most s / 2 (and some 2^-16 s of rounding in fp32), and never more
@@ -31,23 +30,9 @@ class _BlockIntegers(Codec):
 
     s is never less than the smallest normal number: blocks of zeros and denormals need no case of
     their own. It is never so large that L s overflows.
-
-    Wire: [num_blocks x fp32 scale | values | zeros to a multiple of 4]. The last block may be
-    short.
-
-    Args:
-        block_size: B, elements that share a scale: a multiple of 8 from 8 to 65536.
     """
 
-    _bits: ClassVar[int]
     _levels: ClassVar[int]
-
-    block_size: int = 256
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_block_size(self.name, self.block_size)
 
     @property
     @override
@@ -55,24 +40,18 @@ class _BlockIntegers(Codec):
         return "contractive"
 
     @override
-    def wire_bytes(self, numel: int) -> int:
-        return padded_bytes(self._scale_bytes(numel) + self._value_bytes(numel))
-
-    @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
-        numel = rows.shape[1]
-        wire[:, self._scale_bytes(numel) + self._value_bytes(numel) :].zero_()
-        scratch = rows.new_empty(0)
+        self._clear_padding(rows, wire)
+        scratch = Scratch(1)
         for tile, values, scales in self._tiles(rows, wire):
-            if scratch.shape != tile.shape:
-                scratch = tile.new_empty(tile.shape)
+            (integers,) = scratch.like(tile)
             self._measure(tile, scales)
-            self._pack(torch.div(tile, scales, out=scratch).round_(), values)
+            self._pack(torch.div(tile, scales, out=integers).round_(), values.view(torch.int8))
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         for tile, values, scales in self._tiles(rows, wire):
-            self._unpack(values, tile)
+            self._unpack(values.view(torch.int8), tile)
             tile.mul_(scales)
 
     def _measure(self, tile: Tensor, scales: Tensor) -> None:
@@ -91,20 +70,6 @@ class _BlockIntegers(Codec):
     def _unpack(self, values: Tensor, integers: Tensor) -> None:
         """The inverse of `_pack`."""
 
-    def _scale_bytes(self, numel: int) -> int:
-        return -(-numel // self.block_size) * 4
-
-    def _value_bytes(self, numel: int) -> int:
-        return -(-numel * self._bits // 8)
-
-    def _tiles(self, rows: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Views [r, b, elements of a block] of `rows`, and of `wire` bytes and [r, b, 1] scales."""
-        numel, size = rows.shape[1], self.block_size
-        begin = self._scale_bytes(numel)
-        scales = field(wire, torch.float32, 0, begin // 4)[..., None]
-        values = field(wire, torch.int8, begin, self._value_bytes(numel))
-        return block_tiles(rows, values, scales, block_size=size, bits=self._bits)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(_BlockIntegers):
@@ -119,6 +84,8 @@ class Int8(_BlockIntegers):
     name: ClassVar[str] = "int8"
     _bits: ClassVar[int] = 8
     _levels: ClassVar[int] = 127
+
+    block_size: int = 256
 
     @override
     def _pack(self, integers: Tensor, values: Tensor) -> None:

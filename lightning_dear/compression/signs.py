@@ -16,28 +16,20 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.bits import pack_bits, unpack_bits
-from lightning_dear.compression.codec import Codec, Kind, field, padded_bytes
-from lightning_dear.compression.tiling import BLOCK_SIZES, Scratch, block_tiles, check_block_size
+from lightning_dear.compression.blocks import BlockCodec
+from lightning_dear.compression.codec import Codec, Kind, padded_bytes
+from lightning_dear.compression.tiling import BLOCK_SIZES, Scratch, block_tiles
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-class _BlockSigns(Codec):
+class _BlockSigns(BlockCodec):
     """Signs, and scales for the blocks; what the scales are is up to subclasses.
 
-    Wire: [num_blocks x scales, fp32 | bit i is x_i < 0 | zeros to a multiple of 4]. The last block
-    may be short; its scales are those of the elements that it has.
+    A bit is 1 where x_i < 0.
     """
 
-    _num_scales: ClassVar[int]
-
-    # A field of the subclasses, whose defaults differ.
-    block_size: int
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_block_size(self.name, self.block_size)
+    _bits: ClassVar[int] = 1
 
     @property
     @override
@@ -45,12 +37,8 @@ class _BlockSigns(Codec):
         return "contractive"
 
     @override
-    def wire_bytes(self, numel: int) -> int:
-        return padded_bytes(self._scale_bytes(numel) + _packed_bytes(numel))
-
-    @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
-        wire[:, self._scale_bytes(rows.shape[1]) + _packed_bytes(rows.shape[1]) :].zero_()
+        self._clear_padding(rows, wire)
         scratch = Scratch(1)
         for tile, packed, scales in self._tiles(rows, wire):
             (negative,) = scratch.like(tile)
@@ -65,7 +53,7 @@ class _BlockSigns(Codec):
 
     @abstractmethod
     def _measure(self, tile: Tensor, negative: Tensor, scales: Tensor) -> None:
-        """Write the scales [r, b, num_scales] of [r, b, elements].
+        """Write the scales [r, b, num_statistics] of [r, b, elements].
 
         `negative` is 1 where an element is less than zero, otherwise 0; fp32, may be changed.
         """
@@ -73,17 +61,6 @@ class _BlockSigns(Codec):
     @abstractmethod
     def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: Scratch) -> None:
         """Write what elements decode to; `negative` is uint8 and may be changed."""
-
-    def _scale_bytes(self, numel: int) -> int:
-        return -(-numel // self.block_size) * self._num_scales * 4
-
-    def _tiles(self, rows: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """[r, b, elements] of `rows`, [r, b, bytes] of bits, [r, b, num_scales] fp32 scales."""
-        numel = rows.shape[1]
-        begin, end = self._scale_bytes(numel), self._scale_bytes(numel) + _packed_bytes(numel)
-        shape = (len(rows), begin // 4 // self._num_scales, self._num_scales)
-        scales = field(wire, torch.float32, 0, begin // 4).view(shape)
-        return block_tiles(rows, wire[:, begin:end], scales, block_size=self.block_size, bits=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +77,6 @@ class EFSignSGD(_BlockSigns):
     """
 
     name: ClassVar[str] = "efsignsgd"
-    _num_scales: ClassVar[int] = 1
-
     block_size: int = 1024
 
     @override
@@ -129,7 +104,7 @@ class OneBit(_BlockSigns):
     """
 
     name: ClassVar[str] = "onebit"
-    _num_scales: ClassVar[int] = 2
+    _num_statistics: ClassVar[int] = 2
 
     block_size: int = 2048
 

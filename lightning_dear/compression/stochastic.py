@@ -7,7 +7,6 @@ distance of the two levels that a number is rounded to, which is what fp32 itsel
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,33 +15,23 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.bits import pack_pairs, unpack_pairs
-from lightning_dear.compression.codec import Codec, Kind, Randomness, field, padded_bytes
-from lightning_dear.compression.tiling import Scratch, block_tiles, check_block_size, tiles
+from lightning_dear.compression.blocks import BlockCodec
+from lightning_dear.compression.codec import Codec, Kind, Randomness, padded_bytes
+from lightning_dear.compression.tiling import Scratch, tiles
 
 _FP32 = torch.finfo(torch.float32)
 _MANTISSA_BITS = 23
 
 
-class _BlockLevels(Codec):
+class _BlockLevels(BlockCodec):
     """q = x / step, rounded at random to one of the two integers beside it; decodes to q step.
 
     E[q] = x / step: q is floor(x / step), plus one with the probability of what floor takes away.
     A step belongs to a block. It is at least 2^-126, the smallest normal number, so that blocks of
     zeros and of denormals need no case of their own.
-
-    Wire: [num_blocks x fp32 step | values | zeros to a multiple of 4]. The last block may be short.
     """
 
     randomness: ClassVar[Randomness] = "private"
-    _per_byte: ClassVar[int]
-
-    # A field of the subclasses.
-    block_size: int
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_block_size(self.name, self.block_size)
 
     @property
     @override
@@ -50,13 +39,9 @@ class _BlockLevels(Codec):
         return "unbiased"
 
     @override
-    def wire_bytes(self, numel: int) -> int:
-        return padded_bytes(self._step_bytes(numel) + self._value_bytes(numel))
-
-    @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         generator = _given(generator, self.name)
-        wire[:, self._step_bytes(rows.shape[1]) + self._value_bytes(rows.shape[1]) :].zero_()
+        self._clear_padding(rows, wire)
         scratch = Scratch(3)
         for tile, values, steps in self._tiles(rows, wire):
             levels, floor, draw = scratch.like(tile)
@@ -84,20 +69,6 @@ class _BlockLevels(Codec):
     def _unpack(self, values: Tensor, levels: Tensor) -> None:
         """The inverse of `_pack`."""
 
-    def _step_bytes(self, numel: int) -> int:
-        return -(-numel // self.block_size) * 4
-
-    def _value_bytes(self, numel: int) -> int:
-        return -(-numel // self._per_byte)
-
-    def _tiles(self, rows: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """[r, b, elements] of `rows`, [r, b, bytes] of values, [r, b, 1] fp32 steps."""
-        numel = rows.shape[1]
-        begin, end = self._step_bytes(numel), self._step_bytes(numel) + self._value_bytes(numel)
-        steps = field(wire, torch.float32, 0, begin // 4)[..., None]
-        size, bits = self.block_size, 8 // self._per_byte
-        return block_tiles(rows, wire[:, begin:end], steps, block_size=size, bits=bits)
-
 
 @dataclass(frozen=True, kw_only=True)
 class QSGD(_BlockLevels):
@@ -114,7 +85,7 @@ class QSGD(_BlockLevels):
     """
 
     name: ClassVar[str] = "qsgd"
-    _per_byte: ClassVar[int] = 1
+    _bits: ClassVar[int] = 8
 
     num_levels: int = 64
     block_size: int = 512
@@ -158,7 +129,7 @@ class TernGrad(_BlockLevels):
     """
 
     name: ClassVar[str] = "terngrad"
-    _per_byte: ClassVar[int] = 4
+    _bits: ClassVar[int] = 2
 
     block_size: int = 512
 
