@@ -11,9 +11,9 @@ import torch
 from torch.nn import Module, Parameter
 
 from lightning_dear.bucket import FlatBuffers, allocate
-from lightning_dear.exchange import LimitedGathers, new_exchange
+from lightning_dear.exchange import DenseExchange, LimitedGathers, LossScale, new_exchange
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.gatherer import ParameterGatherer
-from lightning_dear.gathering import Gathering
 from lightning_dear.layout import tensor_specs
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
@@ -34,12 +34,14 @@ class ActivePlan:
         flat: Its buffers; the parameters are views of them.
         reducer: The reduce-scatter half.
         gatherer: The all-gather half.
+        exchange: What moves buckets for both.
     """
 
     plan: BucketPlan
     flat: FlatBuffers
     reducer: GradientReducer
     gatherer: ParameterGatherer
+    exchange: DenseExchange
 
     @torch.no_grad()
     def adopt_writes(self, but: Collection[int] = ()) -> None:
@@ -138,18 +140,30 @@ def activate(
     collectives: Collectives,
     waiting: Waiting,
     first_number: int,
-    gathering: Gathering,
+    options: ExchangeOptions,
     on_arrival: Callable[[int], None],
+    loss_scale: LossScale,
 ) -> ActivePlan:
     """Makes all that `plan` needs. Local.
 
     Mutates each parameter's `data`: values stay, storage changes. `first_number`: see
-    `DenseExchange`; `on_arrival`: `ParameterGatherer`.
+    `DenseExchange`; `on_arrival`: `ParameterGatherer`; `loss_scale`: `CodedExchange`.
     """
-    number, num_shards = gathering.shards(collectives)
-    flat = allocate(plan, parameters, number, collectives.scratch_numel, num_shards)
-    exchange = new_exchange(gathering, collectives, first_number)
-    depth = gathering.depth
+    number, num_shards = options.shards(collectives)
+    uses_buckets = options.uses_buckets(collectives)
+    # Where bytes travel instead of gradients, no scratch is needed for these.
+    scratch_numel = (lambda _: 0) if options.encodes("reduce") else collectives.scratch_numel
+    flat = allocate(
+        plan,
+        parameters,
+        number,
+        scratch_numel,
+        num_shards,
+        keeps_gradients=uses_buckets,
+        lags=options.encodes_differences,
+    )
+    exchange = new_exchange(options, collectives, first_number, flat.buckets, loss_scale)
+    depth = options.depth
     gatherer = ParameterGatherer(
         module,
         flat,
@@ -157,7 +171,7 @@ def activate(
         recording.ungated,
         partial(waiting, "all_gather"),
         on_arrival,
-        is_gated=collectives.world_size > 1,
+        is_gated=uses_buckets,
     )
     reducer = GradientReducer(
         flat,
@@ -169,4 +183,4 @@ def activate(
         gatherer.is_pending,
         partial(waiting, "reduce_scatter"),
     )
-    return ActivePlan(plan, flat, reducer, gatherer)
+    return ActivePlan(plan, flat, reducer, gatherer, exchange)

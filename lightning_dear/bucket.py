@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.plain_mode import plain_mode
-from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice
+from lightning_dear.planning.plan import BucketPlan, BucketSpec
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 """Parameters of these are stepped as fp32 masters: an update is often below their resolution."""
@@ -31,11 +30,13 @@ class Bucket:
         spec: What lies where in it.
         parameters: Flat, `spec.padded_numel` elements; the parameters are views of it.
         gradients: Flat, as `parameters`; empty where nothing has to travel or to be converted
-            (world size 1, 32 or 64 bits): there the optimizer reads `parameter.grad`.
+            (world size 1, 32 or 64 bits, no codec): there the optimizer reads `parameter.grad`.
         received: Scratch for what other ranks send of this rank's gradient shard.
         replica: This rank's shard of `parameters`, as every rank has it; a view.
         shard: What the optimizer steps: `replica` itself, or a copy of it. For 16-bit parameters
             that is an fp32 copy, the master, which is rounded into `replica` after each step.
+        published: Where differences are gathered, `replica` as it was when they had arrived; else
+            empty.
         mean: This rank's shard of the mean gradient, as precise as `shard`; a view of `gradients`
             where that is as precise.
         landing: What a gather fills: `parameters` itself, or a buffer as long where the bucket may
@@ -54,6 +55,12 @@ class Bucket:
     mean: Tensor
     landing: Tensor
     is_all_reduced: bool = False
+    published: Tensor = torch.empty(0)
+
+    @property
+    def lags(self) -> bool:
+        """Whether `replica` stays behind `shard` by what encoded differences have not brought."""
+        return self.published.numel() > 0
 
     @property
     def own(self) -> slice:
@@ -63,8 +70,8 @@ class Bucket:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer steps a copy that is more precise than the parameters."""
-        return self.shard.dtype != self.parameters.dtype
+        """Whether the optimizer steps a copy that parameters follow: more precise, or ahead."""
+        return self.shard.dtype != self.parameters.dtype or self.lags
 
     @property
     def is_staged(self) -> bool:
@@ -83,6 +90,15 @@ class Bucket:
         elif self.has_master:
             self.replica.copy_(self.shard)
 
+    def lag(self, out: Tensor) -> Tensor:
+        """How far `replica` is behind `shard`, written into `out`."""
+        return torch.sub(self.shard, self.replica, out=out)
+
+    def follow(self, differences: Tensor) -> None:
+        """Adds what every rank has sent of its lag to the parameters, the same on all ranks."""
+        self.parameters.add_(differences)
+        self.published.copy_(self.replica)
+
     def land(self) -> None:
         """Makes what was gathered the parameters' values, whatever context they are read in."""
         if self.is_staged:
@@ -95,7 +111,11 @@ class Bucket:
         They are those whose bits are not the master's, rounded: no version counter sees a write
         through `.data`.
         """
-        if self.is_staged and not self.has_master:
+        if self.lags:
+            was_written = self.replica != self.published
+            torch.where(was_written, self.replica.to(self.shard.dtype), self.shard, out=self.shard)
+            self.published.copy_(self.replica)
+        elif self.is_staged and not self.has_master:
             self.shard.copy_(self.replica)
         elif self.has_master:
             was_written = self.replica != self.shard.to(self.replica.dtype)
@@ -131,44 +151,6 @@ class Placement:
         self.parameter.data = self.view
 
 
-@dataclass
-class Piece:
-    """The part of one parameter that lies in this rank's shard of one bucket.
-
-    Attributes:
-        tensor_index: The parameter's number in the engine's list.
-        start: First element, in storage order.
-        stop: One past the last element.
-        bucket: The bucket's number.
-        offset: Where the piece begins in the bucket.
-        parameter: 1-D view of the elements in the bucket's `shard`, what the optimizer steps on.
-        gradient: 1-D view of their mean gradient; None where autograd's own is read.
-        has_master: Whether `parameter` is an fp32 copy of 16-bit elements.
-        is_plain: Whether it is a whole, contiguous parameter, whose gradient needs no rearranging.
-        was_stepped: Whether a step has changed `parameter`.
-        group: Number of the parameter's group in its optimizer.
-        is_all_reduced: Whether every rank has this piece.
-    """
-
-    tensor_index: int
-    start: int
-    stop: int
-    bucket: int
-    offset: int
-    parameter: Tensor
-    gradient: Tensor | None
-    has_master: bool = False
-    is_plain: bool = False
-    was_stepped: bool = False
-    group: int = 0
-    is_all_reduced: bool = False
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return self.stop - self.start
-
-
 def storage_strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides that keep the tensor's memory format (channels_last too) without gaps."""
     return torch.empty_like(tensor, device="meta").stride()
@@ -197,6 +179,9 @@ def allocate(
     rank: int,
     scratch_numel: Callable[[int], int],
     num_shards: int,
+    *,
+    keeps_gradients: bool,
+    lags: bool,
 ) -> FlatBuffers:
     """Makes the buffers of `plan` and moves the parameters into them.
 
@@ -208,6 +193,8 @@ def allocate(
         rank: Whose shards to make.
         num_shards: Into how many to cut a bucket: one each rank, or one if every rank has all.
         scratch_numel: Elements of a bucket -> elements of its scratch (see `Bucket.received`).
+        keeps_gradients: Whether gradients of 32 or 64 bits go into buckets, too.
+        lags: Whether parameters follow what is stepped by encoded differences.
     """
     by_family: dict[str, list[int]] = {}
     homes: dict[int, list[int]] = {}
@@ -221,7 +208,7 @@ def allocate(
         like = parameters[plan.buckets[numbers[0]].slices[0].tensor]
         numel = sum(plan.buckets[number].padded_numel for number in numbers)
         flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
-        has_gradients = plan.world_size > 1 or flat.dtype in LOW_PRECISION
+        has_gradients = keeps_gradients or flat.dtype in LOW_PRECISION
         gradients = torch.zeros_like(flat) if has_gradients else flat.new_empty(0)
         offset = 0
         for number in numbers:
@@ -241,11 +228,13 @@ def allocate(
                 scratch = flat.new_empty(scratch_numel(spec.padded_numel))
                 own = shard_slice(spec.padded_numel, rank, num_shards)
                 is_staged = number in plan.early and plan.world_size > 1
-                bucket = _bucket(*place, scratch, own, is_staged=is_staged)
+                bucket = _bucket(*place, scratch, own, is_staged=is_staged, lags=lags)
             buckets[number] = bucket
             offset += spec.padded_numel
     for bucket in buckets.values():
         bucket.shard.copy_(bucket.replica)
+        if bucket.lags:
+            bucket.published.copy_(bucket.replica)
     return FlatBuffers(
         [buckets[number] for number in range(len(buckets))],
         [placements[index] for index in range(len(parameters))],
@@ -268,16 +257,21 @@ def _bucket(
     *,
     is_staged: bool = False,
     is_all_reduced: bool = False,
+    lags: bool = False,
 ) -> Bucket:
     replica, mean = parameters[own], gradients[own]
     shard, landing = replica, parameters
+    published = torch.empty_like(replica) if lags else replica[:0]
+    if lags:
+        shard = torch.empty_like(replica)
     if is_staged:
         shard, landing = torch.empty_like(replica), torch.empty_like(parameters)
     if parameters.dtype in LOW_PRECISION:
         shard = torch.empty_like(replica, dtype=torch.float32)
         mean = torch.empty_like(shard)
     own_parts = replica, shard, mean, landing
-    return Bucket(number, spec, parameters, gradients, scratch, *own_parts, is_all_reduced)
+    everything = (parameters, gradients, scratch, *own_parts, is_all_reduced, published)
+    return Bucket(number, spec, *everything)
 
 
 def _place(
@@ -291,42 +285,3 @@ def _place(
         gradient = gradients.as_strided(parameter.size(), strides, offset)
     parameter.data = view
     return Placement(parameter, view, gradient, tuple(homes), view.data_ptr())
-
-
-def shard_pieces(bucket: Bucket, rank: int, world_size: int) -> list[Piece]:
-    """The pieces of this rank's shard of `bucket`, in the order in which they lie in it."""
-    own = shard_slice(bucket.spec.padded_numel, rank, world_size)
-    if bucket.is_all_reduced:
-        own = slice(0, bucket.spec.padded_numel)
-    pieces = []
-    for part in bucket.spec.slices:
-        lower, upper = max(part.offset, own.start), min(part.offset + part.numel, own.stop)
-        if lower < upper:
-            pieces.append(_piece(bucket, part, lower, upper, own.start))
-    return pieces
-
-
-def _piece(bucket: Bucket, part: Slice, lower: int, upper: int, begin: int) -> Piece:
-    start = part.start + lower - part.offset
-    inside = slice(lower - begin, upper - begin)
-    return Piece(
-        tensor_index=part.tensor,
-        start=start,
-        stop=start + upper - lower,
-        bucket=bucket.number,
-        offset=lower,
-        parameter=bucket.shard[inside],
-        gradient=bucket.mean[inside] if bucket.mean.numel() else None,
-        has_master=bucket.has_master,
-        is_all_reduced=bucket.is_all_reduced,
-    )
-
-
-def cut_state(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
-    """A copy of what of an optimizer's state `value` for `parameter` belongs to `piece`."""
-    if not isinstance(value, Tensor):
-        return value
-    if key != "step" and value.shape == parameter.shape:
-        flat = as_flat(value, parameter.stride())
-        return flat[piece.start : piece.stop].to(parameter.device, copy=True)
-    return value.clone()

@@ -64,6 +64,10 @@ class GroupCollectives(Collectives):
         return None
 
     @override
+    def expect_all_to_all(self, incoming: Tensor, bucket: int) -> None:
+        return None
+
+    @override
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
         return None
 

@@ -9,8 +9,8 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import storage_strides
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.gate import plain_parameters
-from lightning_dear.gathering import Gathering
 from lightning_dear.planning import TensorSpec
 from lightning_dear.tensorwise import check_steppable
 from lightning_dear.work import Collectives
@@ -144,22 +144,22 @@ def check_layout(
     module: Module,
     optimizers: Sequence[Optimizer],
     collectives: Collectives,
-    gathering: Gathering,
+    options: ExchangeOptions,
 ) -> None:
     """Refuses what cannot be trained, on every rank alike. Collective, blocks.
 
     Raises:
         ValueError: Saying what is wrong and what to change.
     """
-    problems = [_local_problem(module, optimizer, gathering) for optimizer in optimizers]
+    problems = [_local_problem(module, optimizer, options) for optimizer in optimizers]
     problem = next((one for one in problems if one), _shared_problem(optimizers))
     described = [
         (name, f"{what}, {type(optimizer).__name__} {number}")
         for number, optimizer in enumerate(optimizers)
         for name, what in _describe(module, optimizer)
     ]
-    options = [_options(optimizer, number) for number, optimizer in enumerate(optimizers)]
-    reports = collectives.all_gather_object((problem, described, options))
+    settings = [_options(optimizer, number) for number, optimizer in enumerate(optimizers)]
+    reports = collectives.all_gather_object((problem, described, settings))
     for rank, (other_problem, _, _) in enumerate(reports):
         if other_problem is not None:
             where = "" if rank == collectives.rank else f" (found on rank {rank})"
@@ -224,10 +224,10 @@ def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
     return None
 
 
-def _local_problem(module: Module, optimizer: Optimizer, gathering: Gathering) -> str | None:
+def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOptions) -> str | None:
     own = {id(parameter) for parameter in module.parameters()}
     try:
-        check_steppable(optimizer, gathering)
+        check_steppable(optimizer, options)
     except ValueError as error:
         return str(error)
     for number, group in enumerate(optimizer.param_groups):

@@ -39,6 +39,12 @@ class NativeCollectives(GroupCollectives):
         return self.new_work("reduce_scatter", f"bucket {bucket}", [work], finish)
 
     @override
+    def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
+        work = dist.all_to_all_single(incoming, rows, group=self.reduce_group, async_op=True)
+        self.ledger.reduce_scatter_bytes += self.ring_bytes(rows)
+        return self.new_work("reduce_scatter", f"bucket {bucket}", [work])
+
+    @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
         work = _all_gather(buffer, own, group=self.gather_group, async_op=True)

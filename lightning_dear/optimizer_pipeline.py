@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from lightning_dear import gradients
 from lightning_dear.active_plan import ActivePlan, Recording
 from lightning_dear.audit import audit
-from lightning_dear.checkpoint.whole_state import consolidate
 from lightning_dear.early_steps import EarlySteps
-from lightning_dear.gathering import Gathering
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.instruments import Instruments
 from lightning_dear.mean_gradients import MeanGradients
 from lightning_dear.plan_changes import PlanChanges
@@ -22,12 +21,14 @@ from lightning_dear.planning import BucketPlan, FusionPlanner
 from lightning_dear.planning.times import ModelTimes
 from lightning_dear.reducer import warn_of_leftovers
 from lightning_dear.replicated_optimizer import ReplicatedOptimizer
+from lightning_dear.residual_keeper import ResidualKeeper
+from lightning_dear.saved_state import SavedState
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.times_recorder import TimesRecorder
 from lightning_dear.work import Collectives
 
 
-class OptimizerPipeline(MeanGradients, PlanChanges):
+class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
     """Reduces, steps and gathers the parameters of one optimizer.
 
     `Pipeline` calls it around forwards and backwards; `ShardedOptimizer` (as `StepListener`) when
@@ -42,7 +43,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         instruments: Told of every wait.
         on_reduce: Called when a step's last reduce-scatters are about to be launched.
         on_step: Called when a step has ended.
-        gathering: What travels back.
+        options: What travels, and how.
 
     Attributes:
         optimizer: The user's.
@@ -65,7 +66,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         instruments: Instruments,
         on_reduce: Callable[[], None],
         on_step: Callable[[], None],
-        gathering: Gathering,
+        options: ExchangeOptions,
     ) -> None:
         self.optimizer = optimizer
         self.plan: BucketPlan | None = None
@@ -73,15 +74,17 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self.num_steps = 0
         self.early_refusal: str | None = None
         self.sharded: ShardedOptimizer = (
-            ReplicatedOptimizer(optimizer, self, decouple=gathering.decouple)
-            if gathering.is_of_gradients
+            ReplicatedOptimizer(optimizer, self, decouple=options.decouple)
+            if options.is_of_gradients
             else ShardedOptimizer(optimizer, self)
         )
+        self._residuals = ResidualKeeper(optimizer, collectives)
         self._module = module
         self._number = number
         self._collectives = collectives
         self._fusion = fusion
-        self._gathering = gathering
+        self._options = options
+        self._uses_buckets = options.uses_buckets(collectives)
         self._instruments = instruments
         self._on_reduce = on_reduce
         self._on_step = on_step
@@ -116,7 +119,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         """Around a training forward: records or times it, or audits every read, or nothing."""
         if self._times_recorder is not None and self._active is not None:
             return self._times_recorder.forward()
-        if self._collectives.world_size > 1:
+        if self._uses_buckets:
             if self._active is None:
                 return self._recorder.recording()
             if audits:
@@ -156,7 +159,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
                 yield
         finally:
             self._synchronize, self._early_steps = before, None
-        if synchronize and self._active is None and self._collectives.world_size > 1:
+        if synchronize and self._active is None and self._uses_buckets:
             # As from the next step on: what `.grad` holds would not be the mean.
             self.reduce()
 
@@ -209,8 +212,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         self._on_reduce()
         active = self._active or self._start()
         self.sharded.set_gradients(active.reducer.reduce())
-        # At world size 1 the shards' gradients are views of `.grad`, and nobody tells of new ones.
-        self._is_reduced = self._collectives.world_size > 1
+        # Without buckets the shards' gradients are views of `.grad`, and nobody tells of new ones.
+        self._is_reduced = self._uses_buckets
         self._is_sending = self._has_new = self._is_exposed = False
 
     def _has_new_gradients(self, votes: bool) -> bool:
@@ -250,7 +253,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
             if self._is_sending:
                 self.complete_parameters("zero_grad")
                 self._active.reducer.reduce()
-            self._active.reducer.reset()
+            self._active.reducer.drop()
             self.sharded.clear_gradients()
         self._recorder.gradients.clear()
         self._has_leftovers = False
@@ -260,6 +263,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         """See `StepListener`: the last reduce-scatters, and at the first step the plan."""
         self.reduce(votes=True)
         assert self._active is not None
+        self._active.exchange.check()
         self._active.adopt_writes(but=self.sharded.stepped_early)
         self.sharded.adopt_state()
         # From here to the end of the step nobody reads parameters: others' may arrive.
@@ -298,10 +302,10 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         """See `StepListener`: from here on reads wait."""
         assert self._active is not None
         self._active.gatherer.close_gates()
-        self._active.reducer.reset()
+        self._active.reducer.end_step()
         self._is_reduced = self._is_exposed = False
         self.num_steps += 1
-        self._has_leftovers = self._collectives.world_size > 1
+        self._has_leftovers = self._uses_buckets
         if self._times_recorder is not None:
             self._times_recorder.step_ends()
             if self._times_recorder.times is not None:
@@ -317,34 +321,9 @@ class OptimizerPipeline(MeanGradients, PlanChanges):
         if self._active is not None:
             self._active.gatherer.complete(reason=reason)
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks."""
-        self.prepare_state()
-        if self.plan is None:
-            return self.optimizer.state_dict()
-        with self._instruments.not_counting():
-            return consolidate(self.sharded, self.plan, self.parameters, self._collectives)
-
-    def prepare_state(self) -> None:
-        """Puts right what a step that raised left behind, and takes over what was loaded. Local.
-
-        Raises:
-            RuntimeError: After a backward that raised when part of the state was already new.
-        """
-        if self.sharded.stepped_early:
-            raise RuntimeError(
-                "The last backward raised after it had updated part of the optimizer's state (the"
-                " plan has early gathers), so that there is no consistent state to save. Load the"
-                " last checkpoint."
-            )
-        self.sharded.restore()
-        self.complete_parameters("optimizer state")
-        if self._active is not None:
-            self._active.adopt_writes()
-            self.sharded.adopt_state()
-
     def detach(self) -> None:
         """The module and the optimizer are as they were. Parameters should be complete."""
         self._release()
         self.sharded.remove_hooks()
         self.sharded.detach()
+        self._residuals.detach()

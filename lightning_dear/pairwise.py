@@ -92,6 +92,16 @@ class PairwiseCollectives(GroupCollectives):
         )
 
     @override
+    def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
+        incoming[self.rank].copy_(rows[self.rank])
+        outgoing = {peer: rows[peer] for peer in self._peers()}
+        receives = self._take_expected("reduce_scatter", incoming, bucket)
+        sources = self._rows_from_sources(incoming)
+        waits = self._exchange(sources, outgoing, self.reduce_group, bucket, receives)
+        self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
+        return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
+
+    @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
         rows = self._gather_rows(buffer)
@@ -128,6 +138,11 @@ class PairwiseCollectives(GroupCollectives):
         self._expect("reduce_scatter", received, rows, self.reduce_group, bucket)
 
     @override
+    def expect_all_to_all(self, incoming: Tensor, bucket: int) -> None:
+        rows = self._rows_from_sources(incoming)
+        self._expect("reduce_scatter", incoming, rows, self.reduce_group, bucket)
+
+    @override
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
         self._expect("all_gather", buffer, self._gather_rows(buffer), self.gather_group, bucket)
 
@@ -136,6 +151,9 @@ class PairwiseCollectives(GroupCollectives):
             source: shard_of(received, place, self.world_size - 1)
             for place, source in enumerate(self._sources())
         }
+
+    def _rows_from_sources(self, incoming: Tensor) -> dict[int, Tensor]:
+        return {source: incoming[source] for source in self._sources()}
 
     def _gather_rows(self, buffer: Tensor) -> dict[int, Tensor]:
         return {peer: shard_of(buffer, peer, self.world_size) for peer in self._sources()}

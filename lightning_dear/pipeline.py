@@ -30,8 +30,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_dear.checkpoint.sharded_state import sharded_state
-from lightning_dear.gathering import Gathering, why_not_all_reduce
+from lightning_dear.exchange_options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import check_layout
 from lightning_dear.module_buffers import BufferBroadcast
@@ -59,7 +58,7 @@ class Pipeline:
         audit: Whether to look at every read of every forward; slow.
         first_number: What its first optimizer is numbered, where several pipelines share process
             groups; each optimizer takes a number.
-        gathering: What travels back; None: parameters.
+        options: What travels, and how; None: gradients there and parameters back, as they are.
 
     Attributes:
         collectives: What moves the bytes.
@@ -83,11 +82,11 @@ class Pipeline:
         broadcast_buffers: bool = True,
         audit: bool = False,
         first_number: int = 0,
-        gathering: Gathering | None = None,
+        options: ExchangeOptions | None = None,
     ) -> None:
-        gathering = gathering or Gathering()
-        gathering.check(collectives, len(optimizers))
-        check_layout(module, optimizers, collectives, gathering)
+        options = options or ExchangeOptions()
+        options.check(collectives, len(optimizers))
+        check_layout(module, optimizers, collectives, options)
         self.collectives = collectives
         self._instruments = Instruments(next(module.parameters()).device, collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
@@ -108,19 +107,21 @@ class Pipeline:
                 self._instruments,
                 on_reduce=self._on_reduce,
                 on_step=self._on_step,
-                gathering=gathering,
+                options=options,
             )
             for number, optimizer in enumerate(optimizers, start=first_number)
         ]
-        self._refuse_early(self._first_refusal(gathering))
+        self._refuse_early(self._first_refusal(options))
         is_one = len(optimizers) == 1 and first_number == 0
-        self.all_reduce_refusal = why_not_all_reduce(gathering, is_one_optimizer=is_one)
+        self.all_reduce_refusal = why_not_all_reduce(options, is_one_optimizer=is_one)
         for part in self.parts:
             part.all_reduce_refusal = self.all_reduce_refusal
 
-    def _first_refusal(self, gathering: Gathering) -> str | None:
-        if gathering.is_of_gradients:
+    def _first_refusal(self, options: ExchangeOptions) -> str | None:
+        if options.is_of_gradients:
             return "gradients are gathered, and stepped in forward"
+        if options.codec is not None:
+            return "encoded gradients are used once all ranks' are known to be finite"
         if not self.collectives.reads_flags_freely:
             return "the backend's collectives must keep one order on all ranks"
         return None
@@ -150,11 +151,7 @@ class Pipeline:
 
         See `ShardedState`; `of(optimizer).optimizer_state_dict()` has whole tensors.
         """
-        part = self.of(optimizer)
-        part.prepare_state()
-        if part.plan is None:
-            return optimizer.state_dict()
-        return sharded_state(part.sharded, part.parameters, self.collectives)
+        return self.of(optimizer).sharded_state_dict()
 
     def measure_next_step(self) -> None:
         """Lets the next step be timed for the planners: see `OptimizerPipeline.times`.

@@ -18,7 +18,8 @@ from lightning_dear.active_plan import (
     agree_on_recording,
 )
 from lightning_dear.checkpoint.whole_state import whole_state
-from lightning_dear.gathering import Gathering
+from lightning_dear.exchange import LossScale
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import TrainedParameters
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
@@ -26,12 +27,21 @@ from lightning_dear.planning.plan import MAX_BUCKETS
 from lightning_dear.planning.whole import with_whole_tensors
 from lightning_dear.recorder import ForwardRecorder
 from lightning_dear.reducer import on_each_gradient
+from lightning_dear.residual_keeper import ResidualKeeper
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.work import Collectives
 
 
+def _no_scale() -> None:
+    return None
+
+
 class PlanChanges:
-    """Makes plans and puts them to work; a part of `OptimizerPipeline`."""
+    """Makes plans and puts them to work; a part of `OptimizerPipeline`.
+
+    Attributes:
+        loss_scale: See `CodedExchange`; to be assigned to by whoever scales losses.
+    """
 
     optimizer: Optimizer
     plan: BucketPlan | None
@@ -40,7 +50,7 @@ class PlanChanges:
     _number: int
     _collectives: Collectives
     _fusion: FusionPlanner
-    _gathering: Gathering
+    _options: ExchangeOptions
     _instruments: Instruments
     _active: ActivePlan | None
     _recording: Recording | None
@@ -49,6 +59,9 @@ class PlanChanges:
     _hooks: list[RemovableHandle]
     early_refusal: str | None
     all_reduce_refusal: str | None = None
+    loss_scale: LossScale = staticmethod(_no_scale)
+    _residuals: ResidualKeeper
+    _uses_buckets: bool
     _has_new: bool
     _is_sending: bool
     _is_reduced: bool
@@ -66,7 +79,7 @@ class PlanChanges:
     def _start_recording(self) -> None:
         self._trained = TrainedParameters(self._module, self.optimizer)
         self._recorder = ForwardRecorder(self._module, self.parameters)
-        watched = self.parameters if self._collectives.world_size > 1 else []
+        watched = self.parameters if self._uses_buckets else []
         self._hooks = on_each_gradient(watched, self._on_gradient)
 
     def _start(self) -> ActivePlan:
@@ -81,7 +94,7 @@ class PlanChanges:
     def _activate(self, plan: BucketPlan) -> ActivePlan:
         assert self._recording is not None
         plan = self._without_refused(plan)
-        if self._gathering.is_of_gradients:
+        if self._options.is_of_gradients:
             plan = with_whole_tensors(plan, self._recording.tensors)
         self.plan = plan
         self._active = activate(
@@ -92,11 +105,13 @@ class PlanChanges:
             self._collectives,
             self._instruments.waiting,
             self._number * MAX_BUCKETS,
-            self._gathering,
+            self._options,
             self._on_arrival,
+            lambda: self.loss_scale(),
         )
-        rank, num_shards = self._gathering.shards(self._collectives)
+        rank, num_shards = self._options.shards(self._collectives)
         self.sharded.attach(self._active.flat, self.parameters, rank, num_shards)
+        self._residuals.attach(self._active.exchange.coded, self.parameters)
         return self._active
 
     def _without_refused(self, plan: BucketPlan) -> BucketPlan:
@@ -158,6 +173,7 @@ class PlanChanges:
         self.sharded.adopt_state()
         with self._instruments.not_counting():
             state = whole_state(self.sharded, self.plan, self.parameters, self._collectives)
+            self._residuals.release()
         self.sharded.detach()
         self.optimizer.state.update(state)
 

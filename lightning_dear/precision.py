@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dear.pipeline import Pipeline
@@ -32,10 +34,18 @@ def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
     scaler = getattr(precision, "scaler", None)
     if scaler is not None:
         scaler.unscale_ = partial(_unscale, pipeline, scaler.unscale_)
+        for part in pipeline.parts:
+            part.loss_scale = partial(loss_scale, scaler, part.parameters[0].device)
 
 
 def _unscale(pipeline: Pipeline, unscale: Any, optimizer: Optimizer) -> None:
     pipeline.of(unwrapped(optimizer)).unscale(unscale)
+
+
+def loss_scale(scaler: Any, device: torch.device) -> Tensor:
+    """What a GradScaler multiplies losses by at present, without waiting for a device."""
+    scaled: Tensor = scaler.scale(torch.ones(1, device=device))
+    return scaled
 
 
 def disconnect_precision(precision: Precision) -> None:

@@ -74,8 +74,18 @@ class GradientReducer:
         self._arrivals: dict[int, Watched] = {}
         self.reset()
 
+    def end_step(self) -> None:
+        """The gradients that were reduced are used up. Nothing may be under way."""
+        self._exchange.commit()
+        self.reset()
+
+    def drop(self) -> None:
+        """The gradients that were reduced are void. Nothing may be under way."""
+        self._exchange.discard()
+        self.reset()
+
     def reset(self) -> None:
-        """Forgets all gradients that were reduced. Nothing may be under way."""
+        """Begins a step without gradients."""
         self._used = [False] * len(self._placements)
         self._num_rounds = 0
         self.steps_early = False
@@ -191,6 +201,7 @@ class GradientReducer:
         """
         while self._finish_round():
             pass
+        self._exchange.note_used(self._used, keeps=True)
         return list(self._used)
 
     def _finish_round(self) -> bool:
@@ -242,21 +253,23 @@ class GradientReducer:
     def _wait(self, says: list[int]) -> list[int]:
         """Blocks for the round's buckets; returns the most that any rank says per parameter."""
         device, signal = self._buckets[0].parameters.device, self._collectives.signal
-        flags = torch.ones(len(says) + 1, dtype=torch.uint8, device=device)
+        flags = torch.ones(len(says) + 2, dtype=torch.uint8, device=device)
         uses_all = all(one == _USED for one in says)
         if not uses_all:
-            flags[:-1] = torch.tensor(says)
+            flags[:-2] = torch.tensor(says)
+        flags[-2] = self._exchange.take_found_inf()
         flags[-1] = self._collectives.rank == 0 and signal.ask()
         work = self._collectives.launch_any(flags)
         with self._waiting("gradients"):
             for one in (*self._works.values(), work):
                 one.wait()
+        self._exchange.hear_found_inf(flags[-2])
         # Where reading flags blocks the host, late gradients were refused, and a rank that used
         # everything learns nothing new from them.
         if uses_all and not self._collectives.reads_flags_freely:
             return says
-        said: list[int] = flags.tolist()
-        signal.heard = said.pop() > 0
+        *said, _, heard = flags.tolist()
+        signal.heard = heard > 0
         return said
 
     def release(self) -> None:
@@ -307,6 +320,7 @@ class GradientReducer:
                 own = bucket.gradients[bucket.own]
                 was_changed = own != bucket.mean.to(own.dtype)
                 torch.where(was_changed, own.to(bucket.mean.dtype), bucket.mean, out=bucket.mean)
+        self._exchange.note_used(self._used, keeps=False)
         return list(self._used)
 
 

@@ -17,15 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_dear.bucket import (
-    LOW_PRECISION,
-    FlatBuffers,
-    Piece,
-    as_flat,
-    cut_state,
-    shard_pieces,
-)
+from lightning_dear.bucket import LOW_PRECISION, FlatBuffers, as_flat
 from lightning_dear.elementwise import closure_skipped, inner_step
+from lightning_dear.pieces import Piece, cut_state, shard_pieces
 from lightning_dear.step_runs import mark_stepped, step_runs
 
 MASTER_KEY = "master_weight"

@@ -26,9 +26,9 @@ from lightning_dear.callbacks.gradient_guard import GradientGuard, gradient_read
 from lightning_dear.checkpoint_access import CheckpointAccess
 from lightning_dear.checkpoint_io import AtomicCheckpointIO
 from lightning_dear.collectives import new_collectives
-from lightning_dear.compression import NoCompression, resolve_compressor
+from lightning_dear.compression import Codec, NoCompression, resolve_compressor
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.failures.handling import FailureHandling
-from lightning_dear.gathering import Gathering
 from lightning_dear.gradient_access import GradientAccess
 from lightning_dear.launcher import configure_launcher
 from lightning_dear.module_states import check_module_states
@@ -70,7 +70,8 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         checkpoint_io: Reads and writes checkpoints.
         precision_plugin: Of `Trainer(precision=)`: 32, 16 or bf16 (mixed or true), or 64 bits.
             16-bit parameters are stepped as fp32 masters, which DDP does not do.
-        compressor: "none", or an instance from `lightning_dear.compression`.
+        compressor: "none", or what encodes gradients: a name ("bf16", "int8", "topk", ...) or an
+            instance from `lightning_dear.compression`; see docs/compressors.md.
         fusion: "threshold", "none", "single", or one that plans from measurements: "mgwfbp",
             "bayesian", "mergecomp", "auto"; or a planner from `lightning_dear.planning`.
         bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
@@ -109,7 +110,7 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         *,
-        compressor: str | NoCompression = "none",
+        compressor: str | Codec | NoCompression = "none",
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] = "parameters",
@@ -126,10 +127,10 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         **ddp_options: Any,
     ) -> None:
         check_options(ddp_options)
-        self._gathering = Gathering(gather, gather_depth, decouple)
-        self._compressor = resolve_compressor(compressor)
+        codec = resolve_compressor(compressor)
+        self._options = ExchangeOptions(gather, gather_depth, decouple, codec)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
-        check_planner(self._fusion, self._gathering)
+        check_planner(self._fusion, self._options)
         self._broadcast_buffers = broadcast_buffers
         self._gradients_in_hooks = gradients_in_hooks
         self._audit = audit
@@ -189,9 +190,9 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         assert self.model is not None
         assert self.lightning_module is not None
         check_optimizers(self.optimizers, self.precision_plugin)
-        for part in self._pipeline.parts if self._pipeline is not None else ():
-            if part.optimizer in self.optimizers:
-                part.optimizer.load_state_dict(part.optimizer_state_dict())
+        before = self._pipeline.parts if self._pipeline is not None else ()
+        parts = [part for part in before if part.optimizer in self.optimizers]
+        states = [part.optimizer_state_dict() for part in parts]
         self._pipeline = Pipeline(
             self.model,
             self.optimizers,
@@ -199,8 +200,10 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
             self._fusion,
             broadcast_buffers=self._broadcast_buffers,
             audit=self._audit,
-            gathering=self._gathering,
+            options=self._options,
         )
+        for part, state in zip(parts, states, strict=True):
+            part.optimizer.load_state_dict(state)
         for wrapper in self._lightning_optimizers:
             # Its class has torch's own, which would pass the pipeline by.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
@@ -217,7 +220,8 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         readers = gradient_readers((*callbacks, self.lightning_module))
         assert self._pipeline is not None
         self._pipeline.refuse_early(why_not_early(trainer, self.optimizers, readers))
-        if readers and self._gradients_in_hooks and self.world_size > 1:
+        uses_buckets = self._options.uses_buckets(self._pipeline.collectives)
+        if readers and self._gradients_in_hooks and uses_buckets:
             warn_about_readers(readers)
             callbacks.insert(0, GradientGuard(readers, self._expose_gradients))
         callbacks.insert(0, CompletionGuard(self.complete_parameters, self._on_failure))

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_dear.gathering import Gathering
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 
 _DDP_OPTIONS = {
@@ -95,17 +95,23 @@ def check_precision(precision: Precision) -> None:
         )
 
 
-def check_planner(fusion: FusionPlanner, gathering: Gathering) -> None:
+def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
     """Refuses planners that measure and predict what the strategy will not do.
 
     Raises:
         ValueError: Naming what to use.
     """
-    if isinstance(fusion, SearchingPlanner) and not gathering.decouple:
+    if isinstance(fusion, SearchingPlanner) and not options.decouple:
         raise ValueError(
             f"fusion={getattr(fusion, 'name', type(fusion).__name__)!r} plans reduce-scatters and"
             " all-gathers, and decouple=False makes all-reduces instead. Use fusion='threshold',"
             " 'none' or 'single' with it."
+        )
+    if isinstance(fusion, SearchingPlanner) and options.codec is not None:
+        raise ValueError(
+            f"fusion={getattr(fusion, 'name', type(fusion).__name__)!r} plans from the time that"
+            f" gradients take as they are, and {options.codec.name} encodes them. Use"
+            " fusion='threshold', 'none' or 'single' with it."
         )
 
 

@@ -17,7 +17,7 @@ from lightning_dear.elementwise import (
     twin_of,
     used_groups,
 )
-from lightning_dear.gathering import Gathering
+from lightning_dear.exchange_options import ExchangeOptions
 
 _KNOWN = ELEMENTWISE | {
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
@@ -51,13 +51,13 @@ def check_tensorwise(optimizer: Optimizer) -> None:
         raise ValueError(_refusal(optimizer, "two matrices stepped one by one differ from both"))
 
 
-def check_steppable(optimizer: Optimizer, gathering: Gathering) -> None:
-    """Refuses an optimizer that cannot be stepped as `gathering` steps it.
+def check_steppable(optimizer: Optimizer, options: ExchangeOptions) -> None:
+    """Refuses an optimizer that cannot be stepped as `options` steps it.
 
     Raises:
         ValueError: Naming the optimizer and what to use.
     """
-    if not gathering.is_of_gradients:
+    if not options.is_of_gradients:
         check_elementwise(optimizer)
         return
     check_tensorwise(optimizer)

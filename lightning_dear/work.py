@@ -113,6 +113,20 @@ class Collectives(Protocol):
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard."""
 
+    def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
+        """Sends row r to rank r; after `wait`, row s of `incoming` is what rank s has sent here.
+
+        In the place of a reduce-scatter, for bytes that have to be decoded before they are summed.
+
+        Args:
+            rows: [world_size, n]; not to be mutated before `wait`.
+            incoming: [world_size, n] of the same dtype; overwritten.
+            bucket: Number of the bucket, equal on all ranks.
+        """
+
+    def expect_all_to_all(self, incoming: Tensor, bucket: int) -> None:
+        """Lets others' rows arrive from now on; as `expect_reduce_scatter`."""
+
     def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
         """Lets others' parts of the bucket arrive in `received` from now on. Idempotent.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_dear.bucket import Piece
+from lightning_dear.pieces import Piece
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.work import STATE_NUMBERS, Collectives

@@ -1,4 +1,4 @@
-"""Compressors by name. So far the strategy knows one, none; codecs wait for their exchange."""
+"""Compressors by name: what encodes gradients on their way."""
 
 from __future__ import annotations
 
@@ -36,35 +36,31 @@ class NoCompression:
     name = "none"
 
 
-COMPRESSORS: dict[str, type[NoCompression]] = {"none": NoCompression}
+COMPRESSORS = ("none", *CODECS)
+"""Names of all compressors."""
 
 
-def resolve_compressor(compressor: str | NoCompression | Codec) -> NoCompression:
-    """The compressor that a name or an instance means.
+def resolve_compressor(compressor: str | Codec | NoCompression) -> Codec | None:
+    """What a name or an instance means; None for no compression.
 
     Raises:
-        ValueError: For an unknown name, with a list of the valid ones, and for codecs, which no
-            exchange sends yet.
+        ValueError: For an unknown name, with a list of the valid ones.
         TypeError: If it is neither a name nor a compressor.
     """
-    if type(compressor) is NoCompression:
+    if isinstance(compressor, Codec):
         return compressor
-    name = compressor.name if isinstance(compressor, Codec) else compressor
-    if isinstance(name, str) and name in CODECS:
-        raise ValueError(
-            f"compressor={name!r} is a codec, and the strategy does not send encoded buckets yet."
-            f" Valid names: {', '.join(COMPRESSORS)}."
-        )
+    if compressor == "none" or type(compressor) is NoCompression:
+        return None
     if not isinstance(compressor, str):
         raise TypeError(
             f"compressor must be one of {', '.join(COMPRESSORS)} or an instance from"
             f" lightning_dear.compression, got {type(compressor).__name__}."
         )
-    if compressor not in COMPRESSORS:
+    if compressor not in CODECS:
         raise ValueError(
             f"Unknown compressor {compressor!r}; valid names: {', '.join(COMPRESSORS)}."
         )
-    return COMPRESSORS[compressor]()
+    return CODECS[compressor]()
 
 
 __all__ = [

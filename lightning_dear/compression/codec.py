@@ -26,6 +26,10 @@ Randomness = Literal["none", "private", "shared"]
 """Which generator a codec is given: none, one of each rank's own, or one in the same state on all
 ranks, in `encode` and in the `decode` that belongs to it."""
 
+Lag = Literal["small", "large", "unbounded"]
+"""How far replicas stay behind the owner's parameters if differences are encoded, which is what
+gather="parameters" does: about 1 % of the weights' norm or less, more, or ever more."""
+
 HALVES = ("both", "reduce", "gather")
 """Names of what may be encoded: both halves of an exchange, or one of them."""
 
@@ -46,10 +50,12 @@ class Codec(ABC):
         error_feedback: Whether what encoding loses is added to the next gradient; None: as `kind`
             asks for, which is True for contractive codecs only.
         allow_biased: Lets a contractive codec go without feedback, so that what is lost is lost.
+        allow_lag: Lets gather="parameters" encode differences with a codec whose `lag` is large.
 
     Attributes:
         name: In the table of compressors.
         randomness: See `Randomness`.
+        lag: See `Lag`.
         block_size: Elements that share statistics. A row that is cut at multiples of it decodes to
             the same numbers. None: the whole row.
 
@@ -63,6 +69,7 @@ class Codec(ABC):
     halves: str = "both"
     error_feedback: bool | None = None
     allow_biased: bool = False
+    allow_lag: bool = False
 
     def __post_init__(self) -> None:
         """Check what all codecs have in common; subclasses call it first."""
@@ -83,6 +90,11 @@ class Codec(ABC):
     @abstractmethod
     def kind(self) -> Kind:
         """What is true of what comes back: see `Kind`."""
+
+    @property
+    def lag(self) -> Lag:
+        """See `Lag`; what is true of a codec of which nothing else is known."""
+        return "unbounded"
 
     @property
     def block_size(self) -> int | None:

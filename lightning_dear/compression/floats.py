@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.codec import Codec, Kind, field, padded_bytes
+from lightning_dear.compression.codec import Codec, Kind, Lag, field, padded_bytes
 from lightning_dear.compression.tiling import Scratch, tiles
 
 
@@ -25,6 +25,11 @@ class _HalfFloat(Codec):
     @override
     def kind(self) -> Kind:
         return "contractive"
+
+    @property
+    @override
+    def lag(self) -> Lag:
+        return "small"
 
     @property
     @override

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.blocks import BlockCodec
-from lightning_dear.compression.codec import Kind
+from lightning_dear.compression.codec import Kind, Lag
 from lightning_dear.compression.tiling import Scratch
 
 _FP32 = torch.finfo(torch.float32)
@@ -38,6 +38,11 @@ class _BlockIntegers(BlockCodec):
     @override
     def kind(self) -> Kind:
         return "contractive"
+
+    @property
+    @override
+    def lag(self) -> Lag:
+        return "small"
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_dear.compression.bits import pack_bits, unpack_bits
 from lightning_dear.compression.blocks import BlockCodec
-from lightning_dear.compression.codec import Codec, Kind, padded_bytes
+from lightning_dear.compression.codec import Codec, Kind, Lag, padded_bytes
 from lightning_dear.compression.tiling import BLOCK_SIZES, Scratch, block_tiles
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -35,6 +35,11 @@ class _BlockSigns(BlockCodec):
     @override
     def kind(self) -> Kind:
         return "contractive"
+
+    @property
+    @override
+    def lag(self) -> Lag:
+        return "large"
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:

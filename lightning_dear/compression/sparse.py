@@ -10,11 +10,14 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import Self, override
 
-from lightning_dear.compression.codec import Codec, Kind, Randomness, field
+from lightning_dear.compression.codec import Codec, Kind, Lag, Randomness, field
 from lightning_dear.compression.selectors import SELECTORS, select
 
 RAMP = (0.25, 0.0625, 0.015, 0.004)
 """Densities before the last one while DGC warms up (Lin et al. 2018, 3.3)."""
+
+SMALLEST_LAGGING_DENSITY = 0.1
+"""Of top-k, for differences of parameters: with 1 % of them replicas stay far behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,11 @@ class TopK(Sparse):
     @override
     def kind(self) -> Kind:
         return "contractive"
+
+    @property
+    @override
+    def lag(self) -> Lag:
+        return "large" if self.density >= SMALLEST_LAGGING_DENSITY else "unbounded"
 
     @override
     def wire_bytes(self, numel: int) -> int:
@@ -145,6 +153,12 @@ class DGC(TopK):
             raise ValueError(f"clip_norm must be None or finite and > 0, got {self.clip_norm}.")
         if self.warm_up_steps < 0:
             raise ValueError(f"warm_up_steps must be at least 0, got {self.warm_up_steps}.")
+
+    @property
+    @override
+    def lag(self) -> Lag:
+        # Its momentum belongs to gradients.
+        return "unbounded"
 
     def density_at(self, step: int) -> float:
         """Density of step 0, 1, ...: four equal parts of the warm-up, never below `density`."""

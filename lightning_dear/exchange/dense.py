@@ -6,7 +6,12 @@ all-reduce, as DistributedDataParallel does it; nothing of it travels back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from lightning_dear.bucket import Bucket
+from lightning_dear.exchange.coded_bucket import CodedBucket
 from lightning_dear.work import GRADIENT_NUMBERS, Collectives, Work
 
 
@@ -17,9 +22,13 @@ class DenseExchange:
         collectives: What moves the bytes.
         first_number: The number that bucket 0 has among all that travel at once, those of several
             optimizers included.
+
+    Attributes:
+        coded: What encoding keeps of each bucket, in the order of the buckets; here nothing.
     """
 
     def __init__(self, collectives: Collectives, first_number: int = 0) -> None:
+        self.coded: Sequence[CodedBucket] = ()
         self._collectives = collectives
         self._first_number = first_number
 
@@ -68,3 +77,24 @@ class DenseExchange:
             return Work.done()
         number = self._first_number + bucket.number + GRADIENT_NUMBERS
         return self._collectives.launch_all_gather(bucket.gradients, number)
+
+    # --- what an exchange that encodes has to do besides ----------------------------------------
+
+    def take_found_inf(self) -> Tensor | bool:
+        """Whether a gradient that was reduced since the last call was nan or inf. Local."""
+        return False
+
+    def hear_found_inf(self, found: Tensor) -> None:
+        """Told whether any rank found one. Here they travel as they are, and show in the mean."""
+
+    def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
+        """Told which parameters will be stepped; `keeps`: see `CodedBucket`."""
+
+    def check(self) -> None:
+        """Raises `RuntimeError` if the step cannot be made with what was reduced."""
+
+    def commit(self) -> None:
+        """Told that the step was made of what was reduced."""
+
+    def discard(self) -> None:
+        """Told that what was reduced since the last step is void."""

@@ -26,7 +26,8 @@ from typing_extensions import override
 
 from lightning_dear.checkpoint_io import AtomicCheckpointIO
 from lightning_dear.collectives import new_collectives
-from lightning_dear.compression import NoCompression, resolve_compressor
+from lightning_dear.compression import Codec, NoCompression, resolve_compressor
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.fabric.access import FabricAccess
 from lightning_dear.fabric.checkpoints import FabricCheckpoints
 from lightning_dear.fabric.checks import (
@@ -37,10 +38,10 @@ from lightning_dear.fabric.checks import (
     refuse_lone_optimizer,
 )
 from lightning_dear.fabric.module import DearModule, finish_at_exit, finishing, part_of
-from lightning_dear.gathering import Gathering
 from lightning_dear.module_states import check_module_states
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import FusionPlanner, resolve_fusion
+from lightning_dear.precision import loss_scale
 from lightning_dear.registration import START_METHODS
 from lightning_dear.strategy import DEFAULT_TIMEOUT
 from lightning_dear.support import check_optimizers, check_options
@@ -68,7 +69,8 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         checkpoint_io: Reads and writes checkpoints.
         precision: 32, 16 or bf16 (mixed or true), or 64 bits. 16-bit parameters are stepped as fp32
             masters, which DDP does not do.
-        compressor: "none", or an instance from `lightning_dear.compression`.
+        compressor: "none", or what encodes gradients: a name ("bf16", "int8", "topk", ...) or an
+            instance from `lightning_dear.compression`; see docs/compressors.md.
         fusion: "threshold", "none", "single", or a planner from `lightning_dear.planning` that
             needs no measurements.
         bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
@@ -97,7 +99,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
         *,
-        compressor: str | NoCompression = "none",
+        compressor: str | Codec | NoCompression = "none",
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] = "parameters",
@@ -111,8 +113,8 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         **ddp_options: Any,
     ) -> None:
         check_options(ddp_options)
-        self._gathering = Gathering(gather, gather_depth)
-        self._compressor = resolve_compressor(compressor)
+        codec = resolve_compressor(compressor)
+        self._options = ExchangeOptions(gather, gather_depth, codec=codec)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
         check_no_search(self._fusion)
         self._broadcast_buffers = broadcast_buffers
@@ -178,7 +180,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
             self._fusion,
             broadcast_buffers=self._broadcast_buffers,
             audit=self._audit,
-            gathering=self._gathering,
+            options=self._options,
             # Keeps messages apart whose backwards mix in another order per rank.
             first_number=self._num_optimizers % _MAX_OPTIMIZERS,
         )
@@ -189,7 +191,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         for optimizer in optimizers:
             if optimizer in states:
                 optimizer.load_state_dict(states[optimizer])
-        self._connect_scaler()
+        self._connect_scaler(pipeline)
         return (wrapped, optimizers, scheduler) if _SETS_UP_SCHEDULERS else (wrapped, optimizers)
 
     def _end_training_of(self, module: Module) -> dict[Optimizer, dict[str, Any]]:
@@ -207,10 +209,14 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         self._setups.append(weakref.ref(module))
         return module
 
-    def _connect_scaler(self) -> None:
+    def _connect_scaler(self, pipeline: Pipeline) -> None:
         scaler = getattr(self.precision, "scaler", None)
-        if scaler is not None and "unscale_" not in scaler.__dict__:
+        if scaler is None:
+            return
+        if "unscale_" not in scaler.__dict__:
             scaler.unscale_ = partial(_unscale, scaler.unscale_)
+        for part in pipeline.parts:
+            part.loss_scale = partial(loss_scale, scaler, self.root_device)
 
     # --- training ---------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dear.checkpoint.folder import load, save
-from lightning_dear.gathering import Gathering
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from tests.distributed.harness import distributed, run_ranks
@@ -74,7 +74,7 @@ def test_two_ranks_have_the_bits_of_ddp(world_size: int) -> None:
 @distributed(world_sizes=(2,))
 def test_a_limit_on_gathers_in_flight_changes_nothing() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        limited = train_dear("mlp", "sgd", 4, MIXED, dtype, LATE, gathering=Gathering(depth=1))
+        limited = train_dear("mlp", "sgd", 4, MIXED, dtype, LATE, options=ExchangeOptions(depth=1))
         assert_equal(limited[0][-1], train_dear("mlp", "sgd", 4, dtype=dtype)[0][-1])
 
 

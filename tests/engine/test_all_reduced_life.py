@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dear.collectives import new_collectives
-from lightning_dear.gathering import Gathering, why_not_all_reduce
+from lightning_dear.exchange_options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
@@ -105,7 +105,7 @@ def test_forward_does_not_wait_for_gathers_before_an_all_reduced_bucket() -> Non
         torch.optim.SGD(net.parameters(), lr=0.01),
         _FirstRead(),
         Delays(before_all_gather_s=late_s),
-        gathering=Gathering(depth=1),
+        options=ExchangeOptions(depth=1),
     )
     for step in range(2):
         _step(pipeline, net, step)
@@ -133,13 +133,13 @@ def test_at_one_rank_what_was_not_stepped_may_be_used_as_under_plain_torch() -> 
 
 @distributed(world_sizes=(2,))
 def test_where_they_are_refused_people_are_told() -> None:
-    def steps(message: str, gathering: Gathering | None, num_optimizers: int) -> None:
+    def steps(message: str, options: ExchangeOptions | None, num_optimizers: int) -> None:
         model = build("mlp")
         parameters = list(model.parameters())
         optimizers = [
             torch.optim.SGD(parameters[n::num_optimizers], lr=0.1) for n in range(num_optimizers)
         ]
-        pipeline = new_pipeline(model, optimizers[0], ALL, more=optimizers[1:], gathering=gathering)
+        pipeline = new_pipeline(model, optimizers[0], ALL, more=optimizers[1:], options=options)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             with pipeline.forward():
@@ -155,15 +155,15 @@ def test_where_they_are_refused_people_are_told() -> None:
         assert new_collectives(torch.device("cpu")).ledger.all_reduce_bytes == 0
         pipeline.detach()
 
-    steps("or none", Gathering("gradients"), 1)
+    steps("or none", ExchangeOptions("gradients"), 1)
     steps("in another order", None, 2)
 
 
 def test_messages_that_come_late_on_purpose_are_not_gone_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert why_not_all_reduce(Gathering(), is_one_optimizer=True) is None
+    assert why_not_all_reduce(ExchangeOptions(), is_one_optimizer=True) is None
     monkeypatch.setenv(MESSAGE_DELAY_VARIABLE, "0.01")
-    reason = why_not_all_reduce(Gathering(), is_one_optimizer=True)
+    reason = why_not_all_reduce(ExchangeOptions(), is_one_optimizer=True)
     assert reason is not None
     assert "would not hold back" in reason

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.gathering import Gathering
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, TensorSpec
 from tests.distributed.harness import distributed
@@ -42,12 +42,12 @@ class Run:
         self,
         optimizer_name: str,
         dtype: torch.dtype = torch.float32,
-        gathering: Gathering | None = None,
+        options: ExchangeOptions | None = None,
     ) -> None:
         self.model = build("wide_mlp", dtype=dtype)
         self.dtype = dtype
         self.optimizer = optimizer_for(optimizer_name, self.model)
-        self.pipeline = new_pipeline(self.model, self.optimizer, EarlyFusion(), gathering=gathering)
+        self.pipeline = new_pipeline(self.model, self.optimizer, EarlyFusion(), options=options)
         self.part = self.pipeline.parts[0]
         self.num_early: list[int] = []
         self.in_backward = lambda model: None
@@ -99,7 +99,7 @@ def test_early_steps_change_no_bit(optimizer_name: str, dtype: torch.dtype) -> N
 @distributed(world_sizes=(3,))
 @pytest.mark.parametrize("depth", [None, 2])
 def test_ranks_may_step_different_buckets_early(depth: int | None) -> None:
-    run = Run("adamw", gathering=Gathering("parameters", depth))
+    run = Run("adamw", options=ExchangeOptions("parameters", depth))
     run.step(0)
     if dist.get_rank() == 1:
         # Notices nothing but the first arrival of each backward.
@@ -118,7 +118,7 @@ def test_ranks_may_step_different_buckets_early(depth: int | None) -> None:
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize("depth", [None, 1])
 def test_a_backward_in_progress_still_reads_the_old_weights(depth: int | None) -> None:
-    run = Run("sgd", gathering=Gathering(depth=depth))
+    run = Run("sgd", options=ExchangeOptions(depth=depth))
     run.step(0)
     before = flat(run.model)
 

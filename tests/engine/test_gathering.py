@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.collectives import new_collectives
-from lightning_dear.gathering import Gathering
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import NoFusion
@@ -21,8 +21,8 @@ from tests.engine.test_parity import assert_equal, assert_equal_on_all_ranks
 from tests.engine.training import SMALL_BUCKETS
 from tests.engine.whole_tensor import MAKE, train
 
-GRADIENTS = Gathering("gradients")
-ALL_REDUCED = Gathering("gradients", decouple=False)
+GRADIENTS = ExchangeOptions("gradients")
+ALL_REDUCED = ExchangeOptions("gradients", decouple=False)
 LATE = Delays(before_all_gather_s=0.01, after_all_gather_s=0.005)
 
 
@@ -31,8 +31,8 @@ def test_every_optimizer_has_the_bits_of_ddp() -> None:
     for make in MAKE:
         print(make)
         theirs = train(None, make)
-        for gathering in (GRADIENTS, ALL_REDUCED) if make != "muon" else (GRADIENTS,):
-            ours = train(gathering, make)
+        for options in (GRADIENTS, ALL_REDUCED) if make != "muon" else (GRADIENTS,):
+            ours = train(options, make)
             assert_equal(ours, theirs)
             assert_equal_on_all_ranks(ours)
 
@@ -41,14 +41,14 @@ def test_every_optimizer_has_the_bits_of_ddp() -> None:
 @distributed(world_sizes=(2,))
 def test_any_depth_has_the_bits_of_ddp_however_late_gathers_come(model: str) -> None:
     theirs = train(None, "adamw", model_name=model)
-    for gathering in (
+    for options in (
         GRADIENTS,
-        Gathering("gradients", depth=1),
-        Gathering("gradients", depth=2),
-        Gathering("parameters", depth=1),
+        ExchangeOptions("gradients", depth=1),
+        ExchangeOptions("gradients", depth=2),
+        ExchangeOptions("parameters", depth=1),
         ALL_REDUCED,
     ):
-        ours = train(gathering, "adamw", model_name=model, delays=LATE)
+        ours = train(options, "adamw", model_name=model, delays=LATE)
         assert_equal(ours, theirs)
         assert ours[1] == theirs[1]
 
@@ -57,8 +57,8 @@ def test_any_depth_has_the_bits_of_ddp_however_late_gathers_come(model: str) -> 
 def test_three_ranks_in_double_precision() -> None:
     for make in ("lars",):
         theirs = train(None, make, dtype=torch.float64)
-        for gathering in (GRADIENTS, ALL_REDUCED):
-            ours = train(gathering, make, dtype=torch.float64)
+        for options in (GRADIENTS, ALL_REDUCED):
+            ours = train(options, make, dtype=torch.float64)
             assert distance(ours[0][-1], theirs[0][-1]) <= 1e-9
             assert_equal_on_all_ranks(ours)
 
@@ -98,8 +98,8 @@ def test_a_thread_keeps_to_the_depth(gather: str) -> None:
         assert isinstance(own, PairwiseCollectives)
         collectives = _Counting(own)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gathering = Gathering(gather, depth)
-        pipeline = Pipeline(model, [optimizer], collectives, NoFusion(), gathering=gathering)
+        options = ExchangeOptions(gather, depth)
+        pipeline = Pipeline(model, [optimizer], collectives, NoFusion(), options=options)
         for step in range(3):
             collectives.is_in_forward = True
             with pipeline.forward():
@@ -124,11 +124,11 @@ def test_a_thread_keeps_to_the_depth(gather: str) -> None:
 
 @distributed(world_sizes=(3,))
 def test_bytes_follow_the_formula(world_size: int) -> None:
-    for gathering in (GRADIENTS, ALL_REDUCED):
+    for options in (GRADIENTS, ALL_REDUCED):
         model = build("mlp")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         collectives = new_collectives(torch.device("cpu"))
-        pipeline = Pipeline(model, [optimizer], collectives, SMALL_BUCKETS, gathering=gathering)
+        pipeline = Pipeline(model, [optimizer], collectives, SMALL_BUCKETS, options=options)
         for step in range(2):
             with pipeline.forward():
                 loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
@@ -139,7 +139,7 @@ def test_bytes_follow_the_formula(world_size: int) -> None:
         pipeline.detach()
         plan, ledger = pipeline.parts[0].plan, collectives.ledger
         share = 2 * plan.padded_numel * 4 * (world_size - 1) // world_size
-        is_decoupled = gathering.decouple
+        is_decoupled = options.decouple
         assert ledger.reduce_scatter_bytes == (share if is_decoupled else 0)
         assert ledger.all_gather_bytes == (share if is_decoupled else 0)
         assert ledger.all_reduce_bytes == (0 if is_decoupled else 2 * share)
@@ -150,7 +150,7 @@ def test_a_norm_of_all_reduced_gradients_counts_each_once(world_size: int) -> No
     model, plain = build("mlp"), build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     collectives = new_collectives(torch.device("cpu"))
-    pipeline = Pipeline(model, [optimizer], collectives, SMALL_BUCKETS, gathering=ALL_REDUCED)
+    pipeline = Pipeline(model, [optimizer], collectives, SMALL_BUCKETS, options=ALL_REDUCED)
     for step in range(2):
         with pipeline.forward():
             loss = loss_of(model, *batch("mlp", step, dist.get_rank()))

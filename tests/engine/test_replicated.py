@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_dear.gathering import Gathering
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
@@ -23,17 +23,17 @@ from tests.engine.models import batch, build, loss_of, two_groups, weights
 from tests.engine.training import new_pipeline
 from tests.engine.whole_tensor import LARS, states_of
 
-GRADIENTS = Gathering("gradients")
+GRADIENTS = ExchangeOptions("gradients")
 LATE = Delays(before_all_gather_s=0.03)
 NUM_STEPS = 5
 
 
 def _start(
-    gathering: Gathering | None = GRADIENTS, model_name: str = "mlp"
+    options: ExchangeOptions | None = GRADIENTS, model_name: str = "mlp"
 ) -> tuple[nn.Module, Optimizer, Pipeline]:
     model = build(model_name)
     optimizer = LARS(two_groups(model))
-    return model, optimizer, new_pipeline(model, optimizer, delays=LATE, gathering=gathering)
+    return model, optimizer, new_pipeline(model, optimizer, delays=LATE, options=options)
 
 
 def _step(
@@ -114,7 +114,7 @@ def _update_within(how: str) -> None:
 
     model, plain = build_matrices(), build_matrices()
     optimizer, plain_optimizer = _Products(model.parameters()), _Products(plain.parameters())
-    pipeline = new_pipeline(model, optimizer, NoFusion(), LATE, gathering=GRADIENTS)
+    pipeline = new_pipeline(model, optimizer, NoFusion(), LATE, options=GRADIENTS)
     for step in range(3):
         _step(model, optimizer, pipeline, step)
         if step < 2:
@@ -150,7 +150,7 @@ def test_a_learning_rate_in_a_tensor_counts_as_it_was_at_the_step() -> None:
 
     model, plain = build("mlp"), build("mlp")
     (optimizer, lr), (plain_optimizer, plain_lr) = make(model), make(plain)
-    pipeline = new_pipeline(model, optimizer, gathering=GRADIENTS)
+    pipeline = new_pipeline(model, optimizer, options=GRADIENTS)
     for step in range(NUM_STEPS):
         _step(model, optimizer, pipeline, step)
         _step(plain, plain_optimizer, None, step)
@@ -192,10 +192,10 @@ def test_loaded_state_comes_behind_what_is_pending() -> None:
     _assert_equal(weights(model), weights(plain))
 
 
-def _resume(saver: Gathering, resumer: Gathering) -> list[Tensor]:
-    def make(model: nn.Module, gathering: Gathering) -> tuple[Optimizer, Pipeline]:
+def _resume(saver: ExchangeOptions, resumer: ExchangeOptions) -> list[Tensor]:
+    def make(model: nn.Module, options: ExchangeOptions) -> tuple[Optimizer, Pipeline]:
         optimizer = torch.optim.AdamW(two_groups(model), lr=0.01)
-        return optimizer, new_pipeline(model, optimizer, delays=LATE, gathering=gathering)
+        return optimizer, new_pipeline(model, optimizer, delays=LATE, options=options)
 
     model = build("mlp")
     optimizer, pipeline = make(model, saver)
@@ -216,7 +216,7 @@ def _resume(saver: Gathering, resumer: Gathering) -> list[Tensor]:
 
 @distributed(world_sizes=(2,))
 def test_checkpoints_go_from_mode_to_mode() -> None:
-    kinds = (GRADIENTS, Gathering(), Gathering("gradients", decouple=False))
+    kinds = (GRADIENTS, ExchangeOptions(), ExchangeOptions("gradients", decouple=False))
     results = [_resume(saver, resumer) for saver in kinds for resumer in kinds]
     for other in results[1:]:
         _assert_equal(other, results[0])
@@ -287,7 +287,7 @@ class _Unread(nn.Module):
 def test_a_bucket_that_no_forward_reads_is_completed_before_its_next_gradients() -> None:
     model, plain = _Unread(), _Unread()
     optimizer, plain_optimizer = LARS(model.parameters()), LARS(plain.parameters())
-    pipeline = new_pipeline(model, optimizer, NoFusion(), LATE, gathering=GRADIENTS)
+    pipeline = new_pipeline(model, optimizer, NoFusion(), LATE, options=GRADIENTS)
     for step in range(7):
         inputs, targets = batch("mlp", step, dist.get_rank())
         with pipeline.forward():
@@ -339,7 +339,7 @@ class _BreaksOff(LARS):
 def test_a_step_that_breaks_off_is_never_made_twice() -> None:
     model = build("mlp")
     optimizer = _BreaksOff(two_groups(model))
-    pipeline = new_pipeline(model, optimizer, gathering=GRADIENTS)
+    pipeline = new_pipeline(model, optimizer, options=GRADIENTS)
     _step(model, optimizer, pipeline, 0)
     optimizer.breaks_off = True
     _step(model, optimizer, pipeline, 1)
@@ -363,7 +363,7 @@ def test_a_gradient_left_on_a_frozen_parameter_is_not_stepped() -> None:
         parameter.grad = torch.ones_like(parameter)
     before = [parameter.clone() for parameter in model.layers[0].parameters()]
     optimizer = LARS(model.parameters())
-    pipeline = new_pipeline(model, optimizer, gathering=GRADIENTS)
+    pipeline = new_pipeline(model, optimizer, options=GRADIENTS)
     with pipeline.forward():
         loss = loss_of(model, *batch("mlp", 0, dist.get_rank()))
     with pipeline.backward():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dear import step_runs
-from lightning_dear.bucket import Piece
+from lightning_dear.pieces import Piece
 
 SIZES = st.lists(
     st.one_of(

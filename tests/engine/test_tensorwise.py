@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.gathering import Gathering
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.native import NativeCollectives
 from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.pipeline import Pipeline
@@ -104,12 +104,12 @@ def test_what_couples_tensors_is_refused(kind: Any, why: str) -> None:
 )
 def test_options_that_mean_nothing_are_refused(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Gathering(**options)
+        ExchangeOptions(**options)
 
 
 def test_a_depth_is_refused_where_the_device_orders_gathers() -> None:
     with pytest.raises(ValueError, match="works with gloo only"):
-        Gathering(depth=1).check(NativeCollectives(None, None, 0, 1), 1)
+        ExchangeOptions(depth=1).check(NativeCollectives(None, None, 0, 1), 1)
 
 
 def test_all_reduces_of_two_optimizers_are_refused() -> None:
@@ -117,7 +117,11 @@ def test_all_reduces_of_two_optimizers_are_refused() -> None:
     optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
     with pytest.raises(ValueError, match="decouple=False works with one optimizer"):
         Pipeline(
-            model, optimizers, ALONE, NoFusion(), gathering=Gathering("gradients", decouple=False)
+            model,
+            optimizers,
+            ALONE,
+            NoFusion(),
+            options=ExchangeOptions("gradients", decouple=False),
         )
 
 
@@ -126,7 +130,7 @@ def test_16_bit_parameters_are_refused(dtype: torch.dtype) -> None:
     model = nn.Linear(3, 3).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="use gather='parameters'"):
-        Pipeline(model, [optimizer], ALONE, NoFusion(), gathering=Gathering("gradients"))
+        Pipeline(model, [optimizer], ALONE, NoFusion(), options=ExchangeOptions("gradients"))
 
 
 def test_the_other_mode_is_named_where_an_optimizer_is_not_elementwise() -> None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dear import step_runs
 from lightning_dear.collectives import new_collectives
-from lightning_dear.gathering import Gathering
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import FusionPlanner, ThresholdFusion
@@ -35,7 +35,7 @@ def new_pipeline(
     delays: Delays | None = None,
     more: Sequence[torch.optim.Optimizer] = (),
     audit: bool = False,
-    gathering: Gathering | None = None,
+    options: ExchangeOptions | None = None,
 ) -> Pipeline:
     """A pipeline over the default process group's ranks, its collectives delayed if asked."""
     collectives = new_collectives(torch.device("cpu"))
@@ -43,7 +43,7 @@ def new_pipeline(
         assert isinstance(collectives, PairwiseCollectives)
         collectives = DelayedCollectives(collectives, delays)
     optimizers = [optimizer, *more]
-    return Pipeline(model, optimizers, collectives, fusion, audit=audit, gathering=gathering)
+    return Pipeline(model, optimizers, collectives, fusion, audit=audit, options=options)
 
 
 def train_dear(
@@ -54,12 +54,12 @@ def train_dear(
     dtype: torch.dtype = torch.float32,
     delays: Delays | None = None,
     between_steps: Callable[[nn.Module, int], None] = lambda model, step: None,
-    gathering: Gathering | None = None,
+    options: ExchangeOptions | None = None,
 ) -> Trace:
     """With our engine. Nothing reads the weights between a step and the next forward."""
     model = build(model_name, dtype=dtype)
     optimizer = optimizer_for(optimizer_name, model)
-    pipeline = new_pipeline(model, optimizer, fusion, delays, gathering=gathering)
+    pipeline = new_pipeline(model, optimizer, fusion, delays, options=options)
     if delays is not None:
         delays.slow_down(model, optimizer)
     rank = dist.get_rank()

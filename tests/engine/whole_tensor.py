@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dear.gathering import Gathering
+from lightning_dear.exchange_options import ExchangeOptions
 from tests.engine.delays import Delays
 from tests.engine.models import batch, build, loss_of, optimizer_for, two_groups, weights
 from tests.engine.training import SMALL_BUCKETS, Trace, new_pipeline
@@ -63,22 +63,22 @@ if hasattr(torch.optim, "Muon"):
 
 
 def train(
-    gathering: Gathering | None,
+    options: ExchangeOptions | None,
     make: str,
     num_steps: int = 5,
     model_name: str = "mlp",
     dtype: torch.dtype = torch.float32,
     delays: Delays | None = None,
 ) -> Trace:
-    """Under ours with `gathering`, or under DDP; the learning rate falls after every step."""
+    """Under ours with `options`, or under DDP; the learning rate falls after every step."""
     model = build(model_name, dtype=dtype)
     optimizers = MAKE[make](model)
     pipeline = wrapped = None
-    if gathering is None:
+    if options is None:
         wrapped = DistributedDataParallel(model)
     else:
         pipeline = new_pipeline(
-            model, optimizers[0], SMALL_BUCKETS, delays, optimizers[1:], gathering=gathering
+            model, optimizers[0], SMALL_BUCKETS, delays, optimizers[1:], options=options
         )
     seen, losses = [], []
     for step in range(num_steps):

@@ -40,7 +40,7 @@ ALL_REDUCED = [
     ),
     Mutation(
         "stepping the whole of an all-reduced bucket",
-        "bucket.py",
+        "pieces.py",
         "    if bucket.is_all_reduced:\n        own = slice(0, bucket.spec.padded_numel)\n",
         "",
         (f"{ENGINE}::test_two_ranks_have_the_bits_of_ddp",),

@@ -213,8 +213,8 @@ GUARDS = [
     Mutation(
         "numbers of their own for a second optimizer's buckets",
         "active_plan.py",
-        "new_exchange(gathering, collectives, first_number)",
-        "new_exchange(gathering, collectives, 0)",
+        "new_exchange(options, collectives, first_number, flat.buckets, loss_scale)",
+        "new_exchange(options, collectives, 0, flat.buckets, loss_scale)",
         (f"{GRADIENTS}::test_two_optimizers_number_their_buckets_apart",),
     ),
 ]

@@ -1,9 +1,10 @@
-"""What travels back to every rank, how much of it at once, or whether nothing travels apart."""
+"""What travels in each half, in what form, and how much of it at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_dear.compression.codec import Codec
 from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.work import Collectives
 
@@ -12,14 +13,15 @@ GATHERS = ("parameters", "gradients")
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """Three options of the strategies, for the engine.
+class ExchangeOptions:
+    """Options of the strategies, for the engine.
 
     Attributes:
         gather: "parameters": each rank steps its shard, and the new values are gathered.
             "gradients": the mean gradient is gathered, and each rank steps whole tensors.
         depth: Most all-gathers in flight at once; None: all of a step.
         decouple: False: no bucket is gathered, all are all-reduced during backward instead.
+        codec: What encodes the halves that it names; None: both travel as they are.
 
     Raises:
         ValueError: For unknown names, a depth below 1, and options that exclude each other.
@@ -28,6 +30,7 @@ class Gathering:
     gather: str = "parameters"
     depth: int | None = None
     decouple: bool = True
+    codec: Codec | None = None
 
     def __post_init__(self) -> None:
         if self.gather not in GATHERS:
@@ -36,6 +39,8 @@ class Gathering:
             raise ValueError(
                 f"gather_depth must be an integer >= 1, or None for no limit; got {self.depth!r}."
             )
+        if self.codec is not None:
+            self._check_codec(self.codec)
         if self.decouple:
             return
         if not self.is_of_gradients:
@@ -49,10 +54,47 @@ class Gathering:
                 " gathered; leave it out."
             )
 
+    def _check_codec(self, codec: Codec) -> None:
+        if not self.decouple:
+            raise ValueError(
+                f"decouple=False all-reduces gradients, which {codec.name} cannot encode: a sum of"
+                " encoded numbers is none. Leave out one of them."
+            )
+        if not self.encodes_differences:
+            return
+        instead = (
+            "set gather='gradients', or halves='reduce' in the compressor, which gathers parameters"
+            " as they are"
+        )
+        if codec.lag == "unbounded":
+            raise ValueError(
+                f"gather='parameters' sends differences of parameters, and with {codec.name} as it"
+                f" is set ranks would fall ever further behind their owners: {instead}."
+            )
+        if codec.lag == "large" and not codec.allow_lag:
+            raise ValueError(
+                f"gather='parameters' sends differences of parameters, and with {codec.name} the"
+                " weights that ranks compute with stay visibly behind those that their owners"
+                f" step: {instead}, or allow_lag=True in it."
+            )
+
     @property
     def is_of_gradients(self) -> bool:
         """Whether each rank steps whole tensors, with a state of its own for all of them."""
         return self.gather == "gradients"
+
+    def encodes(self, half: str) -> bool:
+        """Whether the "reduce" or the "gather" half is encoded."""
+        return self.codec is not None and self.codec.halves in ("both", half)
+
+    @property
+    def encodes_differences(self) -> bool:
+        """Whether what is gathered is how far replicas are behind their owners, encoded."""
+        return not self.is_of_gradients and self.encodes("gather")
+
+    def uses_buckets(self, collectives: Collectives) -> bool:
+        """Whether gradients pass through buckets: they travel, or are encoded and decoded."""
+        return collectives.world_size > 1 or self.codec is not None
 
     def check(self, collectives: Collectives, num_optimizers: int) -> None:
         """Refuses what cannot be done with these collectives and optimizers.
@@ -77,14 +119,16 @@ class Gathering:
         return (collectives.rank, collectives.world_size) if self.decouple else (0, 1)
 
 
-def why_not_all_reduce(gathering: Gathering, *, is_one_optimizer: bool) -> str | None:
+def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> str | None:
     """Why buckets that a plan all-reduces must not be; None if they may.
 
     Args:
-        gathering: What travels back.
+        options: What travels, and how.
         is_one_optimizer: Whether nobody else all-reduces in the same process groups.
     """
-    if gathering.is_of_gradients:
+    if options.codec is not None:
+        return f"a sum of what {options.codec.name} encodes is none"
+    if options.is_of_gradients:
         return (
             "gather='gradients' steps every bucket on every rank, and all-reduces all of them with"
             " decouple=False, or none"

@@ -1,0 +1,228 @@
+"""What a rank keeps of a bucket from step to step, so that what encoding loses is not lost.
+
+A number for each element, in fp32, laid out like the bucket's gradients. What an encoding changes
+is pending until its step is made: `commit` keeps it, `discard` forgets it, as where a loss scale
+was too large or `zero_grad` was called instead of `step`.
+
+Gradients may come multiplied by a loss scale; what is kept is not, so that a scale may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import ClassVar
+
+import torch
+from torch import Generator, Tensor
+from typing_extensions import override
+
+from lightning_dear.compression.codec import Codec
+from lightning_dear.compression.signs import Signum
+from lightning_dear.compression.sparse import DGC
+
+
+class Memory:
+    """Keeps nothing: for codecs that are unbiased or vote, or go without feedback.
+
+    Args:
+        numel: Elements of the bucket, or of the shard.
+        device: Where they are.
+
+    Attributes:
+        names: Of what is kept.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._kept = {name: torch.zeros(numel, device=device) for name in self.names}
+        self._pending = {name: torch.zeros(numel, device=device) for name in self.names}
+        self._has_pending = False
+
+    def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
+        """Turns gradients into what is to be encoded, in place.
+
+        Args:
+            rows: [R, numel / R] fp32, contiguous.
+            scale: What the gradients are multiplied by; None: 1.
+        """
+
+    def note_sent(
+        self,
+        rows: Tensor,
+        codec: Codec,
+        wire: Tensor,
+        generator: Generator | None,
+        scale: Tensor | None,
+    ) -> None:
+        """Notes what of `rows` has not been sent.
+
+        Args:
+            rows: As `compensate` has left them; not mutated.
+            codec: That has encoded them.
+            wire: Its bytes.
+            generator: In the state in which `encode` got it, for codecs that share one.
+            scale: As before.
+        """
+
+    def commit(self) -> None:
+        """Keeps what is pending: its step is made."""
+        if self._has_pending:
+            self._kept, self._pending = self._pending, self._kept
+        self._has_pending = False
+
+    def discard(self) -> None:
+        """Forgets what is pending: its gradients are void."""
+        self._has_pending = False
+
+    def keep(self, parts: Sequence[slice]) -> None:
+        """Lets what was kept of `parts` stay as it was, whatever is pending."""
+        if self._has_pending:
+            for name, part in product(self.names, parts):
+                self._pending[name][part] = self._kept[name][part]
+
+    def add(self, part: slice, numbers: Tensor) -> None:
+        """Adds `numbers` to what is still to be sent of `part`, where anything is kept for that."""
+        if "residual" in self.names:
+            (self._pending if self._has_pending else self._kept)["residual"][part].add_(numbers)
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """Name -> what is kept, flat; views, to be read or overwritten between steps."""
+        return self._kept
+
+    def _latest(self, name: str, like: Tensor) -> Tensor:
+        """What was kept, or what an earlier encoding of the same step has left of it."""
+        return (self._pending if self._has_pending else self._kept)[name].view_as(like)
+
+    def _next(self, name: str, like: Tensor) -> Tensor:
+        return self._pending[name].view_as(like)
+
+
+class Residual(Memory):
+    """Error feedback: x = g + e is encoded, and what that loses is kept, e' = x - C(x).
+
+    So sum C(x) + e = sum g (Karimireddy et al. 2019, algorithm 1). With a rate b below 1 it is a
+    moving average, e' = (1 - b) e + b (x - C(x)), and sum C(x) + e / b = sum g (Xie et al. 2024,
+    "LoCo").
+
+    Args:
+        rate: b, in (0, 1].
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def __init__(self, numel: int, device: torch.device, rate: float = 1.0) -> None:
+        super().__init__(numel, device)
+        self._rate = rate
+
+    @override
+    def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
+        residual = self._latest("residual", rows)
+        if scale is None:
+            rows.add_(residual)
+        else:
+            rows.addcmul_(residual, scale)
+
+    @override
+    def note_sent(
+        self,
+        rows: Tensor,
+        codec: Codec,
+        wire: Tensor,
+        generator: Generator | None,
+        scale: Tensor | None,
+    ) -> None:
+        before, after = self._latest("residual", rows), self._next("residual", rows)
+        if self._rate < 1:
+            before = before * (1 - self._rate)
+        codec.decode(wire, after, generator)
+        torch.sub(rows, after, out=after)
+        if scale is not None:
+            after.div_(scale)
+        if self._rate < 1:
+            after.mul_(self._rate).add_(before)
+        self._has_pending = True
+
+
+class RunningMean(Memory):
+    """Signum's: m' = momentum m + (1 - momentum) g is encoded (Bernstein et al. 2018).
+
+    Args:
+        momentum: In [0, 1).
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    def __init__(self, numel: int, device: torch.device, momentum: float) -> None:
+        super().__init__(numel, device)
+        self._momentum = momentum
+
+    @override
+    def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
+        # Gradients that come in several rounds of one step add up.
+        decay = 1.0 if self._has_pending else self._momentum
+        mean = torch.mul(self._latest("momentum", rows), decay, out=self._next("momentum", rows))
+        gradients = rows if scale is None else rows.div_(scale)
+        rows.copy_(mean.add_(gradients, alpha=1 - self._momentum))
+        self._has_pending = True
+
+
+class Velocity(Memory):
+    """DGC's: u = momentum u + g, v = v + u is encoded, and both become 0 where v was sent.
+
+    Momentum correction and momentum factor masking (Lin et al. 2018, 3.2 and 3.3).
+
+    Args:
+        momentum: In [0, 1).
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("momentum", "residual")
+
+    def __init__(self, numel: int, device: torch.device, momentum: float) -> None:
+        super().__init__(numel, device)
+        self._momentum = momentum
+
+    @override
+    def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
+        is_first, momentum = not self._has_pending, self._next("momentum", rows)
+        waiting = self._next("residual", rows)
+        gradients = rows if scale is None else rows.div_(scale)
+        if is_first:
+            torch.mul(self._latest("momentum", rows), self._momentum, out=momentum)
+            torch.add(self._latest("residual", rows), momentum, out=waiting)
+        # Gradients that come in several rounds of one step add up.
+        momentum.add_(gradients)
+        waiting.add_(gradients)
+        self._has_pending = True
+        rows.copy_(waiting) if scale is None else torch.mul(waiting, scale, out=rows)
+
+    @override
+    def note_sent(
+        self,
+        rows: Tensor,
+        codec: Codec,
+        wire: Tensor,
+        generator: Generator | None,
+        scale: Tensor | None,
+    ) -> None:
+        assert isinstance(codec, DGC)
+        sent = torch.empty_like(rows, dtype=torch.bool)
+        codec.sent_mask(wire, sent)
+        for name in self.names:
+            self._next(name, rows).masked_fill_(sent, 0.0)
+
+
+def worker_memory(codec: Codec, numel: int, device: torch.device) -> Memory:
+    """What a rank keeps of its own gradients, which it encodes for their owners."""
+    if isinstance(codec, DGC):
+        return Velocity(numel, device, codec.momentum)
+    if isinstance(codec, Signum):
+        return RunningMean(numel, device, codec.momentum)
+    return owner_memory(codec, numel, device)
+
+
+def owner_memory(codec: Codec, numel: int, device: torch.device) -> Memory:
+    """What an owner keeps of the mean, which it encodes for everybody."""
+    return Residual(numel, device) if codec.has_feedback else Memory(numel, device)

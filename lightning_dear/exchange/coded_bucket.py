@@ -1,0 +1,172 @@
+"""A bucket's bytes, and what this rank keeps of it between steps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Generator, Tensor
+
+from lightning_dear.bucket import Bucket
+from lightning_dear.compression.memory import Memory, owner_memory, worker_memory
+from lightning_dear.exchange_options import ExchangeOptions
+
+
+class CodedBucket:
+    """What encoding and decoding one bucket needs, and leaves.
+
+    Args:
+        bucket: Its gradients, and its mean, are read and written.
+        options: With a codec.
+        rank: This rank.
+        world_size: How many there are.
+
+    Attributes:
+        bucket: See above.
+        number: The bucket's.
+        spec: What lies where in it.
+        own: Where this rank's shard lies in it.
+        outgoing: [world_size, bytes of a shard] uint8, what this rank sends to each.
+        incoming: As long, what each sends to this rank.
+        gathered: As long, what each has encoded of its shard; may be `outgoing` itself, whose
+            sends have ended by then.
+        worker: What is kept of this rank's own gradients, for the whole bucket.
+        owner: What is kept of the mean, for this rank's shard; nothing where differences are
+            gathered, since what they have not brought is in the next difference.
+        counts: How often each half has been encoded; equal on all ranks.
+    """
+
+    def __init__(
+        self, bucket: Bucket, options: ExchangeOptions, rank: int, world_size: int
+    ) -> None:
+        assert options.codec is not None
+        self.bucket = bucket
+        self.number, self.spec, self.own = bucket.number, bucket.spec, bucket.own
+        self._codec = options.codec
+        self._rank = rank
+        self._world_size = world_size
+        device, numel = bucket.gradients.device, bucket.gradients.numel()
+        size = numel // world_size
+        wire = bucket.gradients.new_empty(
+            (world_size, self._codec.wire_bytes(size)), dtype=torch.uint8
+        )
+        self.outgoing = self.gathered = wire
+        self.incoming = torch.empty_like(wire) if options.encodes("reduce") else wire
+        self.worker, self.owner = Memory(0, device), Memory(0, device)
+        if options.encodes("reduce"):
+            self.worker = worker_memory(self._codec, numel, device)
+        if options.encodes("gather") and not bucket.lags:
+            self.owner = owner_memory(self._codec, size, device)
+        self.counts = {"reduce": 0, "gather": 0}
+        self._unused: list[slice] = []
+        self._padding, self._own_padding = self._find_padding(device)
+
+    def _find_padding(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Places of elements that belong to no parameter, in the bucket and in this rank's shard.
+
+        Decoding leaves numbers there, which nothing overwrites.
+        """
+        is_padding = torch.ones(self.spec.padded_numel, dtype=torch.bool)
+        for part in self.spec.slices:
+            is_padding[part.offset : part.offset + part.numel] = False
+        whole, own = is_padding.nonzero()[:, 0], is_padding[self.own].nonzero()[:, 0]
+        return whole.to(device), own.to(device)
+
+    def detach(self) -> None:
+        """Lets go of the bucket's buffers; what is kept between steps stays."""
+        del self.bucket, self.outgoing, self.gathered, self.incoming, self._padding
+
+    # --- fp32 rows of what may be in another dtype ----------------------------------------------
+
+    def read(self, flat: Tensor, num_rows: int | None = None) -> Tensor:
+        """`flat` as fp32 rows, one for each rank; a view where it is fp32 itself."""
+        return flat.view(num_rows or self._world_size, -1).float()
+
+    def rows(self) -> Tensor:
+        """Rows to decode into: the gradients, or where these are not fp32 new ones."""
+        rows = self.bucket.gradients.view(self._world_size, -1)
+        return rows if rows.dtype == torch.float32 else torch.empty_like(rows, dtype=torch.float32)
+
+    def write(self, rows: Tensor) -> None:
+        """Takes over what was decoded into `rows`: adds differences, or makes means gradients."""
+        if self.bucket.lags:
+            self.bucket.follow(rows.view(-1))
+        elif rows.data_ptr() != self.bucket.gradients.data_ptr():
+            self.bucket.gradients.copy_(rows.view(-1))
+
+    # --- encoding and decoding ------------------------------------------------------------------
+
+    def compensated(self, scale: Tensor | None) -> Tensor:
+        """The bucket's gradients, mutated: with what was not sent of earlier ones."""
+        rows = self.read(self.bucket.gradients)
+        self.worker.compensate(rows, scale)
+        rows.view(-1).index_fill_(0, self._padding, 0.0)
+        return rows
+
+    def encode_reduce(self, rows: Tensor, scale: Tensor | None) -> str:
+        """Encodes what `compensated` has returned into `outgoing`; returns the key for `decode`."""
+        key = self._next_key("reduce")
+        self._codec.encode(rows, self.outgoing, self._generator(key))
+        self.worker.note_sent(rows, self._codec, self.outgoing, self._generator(key), scale)
+        return key
+
+    def encode_gather(self) -> str:
+        """Encodes this rank's row of `gathered`; mutates the mean. Returns as `encode_reduce`."""
+        key = self._next_key("gather")
+        # Once the shard has been stepped, nobody needs the mean.
+        bucket = self.bucket
+        row = self.read(bucket.lag(bucket.mean) if bucket.lags else bucket.mean, 1)
+        self.owner.compensate(row, None)
+        row.view(-1).index_fill_(0, self._own_padding, 0.0)
+        for part in self._unused:
+            row[:, part].zero_()
+        own = self.gathered[self._rank : self._rank + 1]
+        self._codec.encode(row, own, self._generator(key))
+        self.owner.note_sent(row, self._codec, own, self._generator(key), None)
+        self.owner.keep(self._unused)
+        # The step is being made, and nothing can take it back.
+        self.owner.commit()
+        return key
+
+    def decode(self, wire: Tensor, rows: Tensor, key: str) -> None:
+        """Decodes what `encode_reduce` or `encode_gather` has encoded, here and elsewhere."""
+        self._codec.decode(wire, rows, self._generator(key))
+
+    def _next_key(self, half: str) -> str:
+        self.counts[half] += 1
+        return f"{half} {self.number} {self.counts[half]}"
+
+    def _generator(self, key: str) -> Generator | None:
+        """A generator in a state that depends on the key alone, so that a resumed run goes on."""
+        if self._codec.randomness == "none":
+            return None
+        if self._codec.randomness == "private":
+            key = f"{key} {self._rank}"
+        digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
+        return Generator(self.bucket.gradients.device).manual_seed(int.from_bytes(digest, "big"))
+
+    # --- parameters without gradients -----------------------------------------------------------
+
+    def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
+        """Parameters that no rank has used will not be stepped: nothing of theirs is sent.
+
+        Args:
+            used: By tensor number.
+            scale: What the mean is multiplied by.
+            keeps: Whether residuals that have come from other ranks are kept, rather than lost.
+        """
+        self._unused = []
+        if all(used):
+            return
+        own = self.own
+        for piece in self.spec.slices:
+            begin, end = max(piece.offset, own.start), min(piece.offset + piece.numel, own.stop)
+            if used[piece.tensor] or begin >= end:
+                continue
+            part = slice(begin - own.start, end - own.start)
+            self._unused.append(part)
+            if keeps:
+                mean = self.bucket.mean[part]
+                self.worker.add(slice(begin, end), mean if scale is None else mean / scale)
+                mean.zero_()

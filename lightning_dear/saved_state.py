@@ -1,0 +1,74 @@
+"""What of an optimizer goes into checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_dear.active_plan import ActivePlan
+from lightning_dear.checkpoint.sharded_state import sharded_state
+from lightning_dear.checkpoint.whole_state import consolidate
+from lightning_dear.instruments import Instruments
+from lightning_dear.planning import BucketPlan
+from lightning_dear.residual_keeper import ResidualKeeper
+from lightning_dear.sharded_optimizer import ShardedOptimizer
+from lightning_dear.work import Collectives
+
+
+class SavedState:
+    """The optimizer's state with all ranks' residuals; a part of `OptimizerPipeline`."""
+
+    optimizer: Optimizer
+    plan: BucketPlan | None
+    sharded: ShardedOptimizer
+    _active: ActivePlan | None
+    _collectives: Collectives
+    _instruments: Instruments
+    _residuals: ResidualKeeper
+
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """See `PlanChanges`."""
+        raise NotImplementedError
+
+    def complete_parameters(self, reason: str = "read") -> None:
+        """See `OptimizerPipeline`."""
+        raise NotImplementedError
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks."""
+        self.prepare_state()
+        if self.plan is None:
+            return self.optimizer.state_dict()
+        with self._instruments.not_counting():
+            state = consolidate(self.sharded, self.plan, self.parameters, self._collectives)
+            return self._residuals.add_to(state)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """`optimizer.state_dict()`, tensors left where they are. Collective, blocks."""
+        self.prepare_state()
+        if self.plan is None:
+            return self.optimizer.state_dict()
+        state = sharded_state(self.sharded, self.parameters, self._collectives)
+        return self._residuals.add_to_sharded(state)
+
+    def prepare_state(self) -> None:
+        """Puts right what a step that raised left behind, and takes over what was loaded. Local.
+
+        Raises:
+            RuntimeError: After a backward that raised when part of the state was already new.
+        """
+        if self.sharded.stepped_early:
+            raise RuntimeError(
+                "The last backward raised after it had updated part of the optimizer's state (the"
+                " plan has early gathers), so that there is no consistent state to save. Load the"
+                " last checkpoint."
+            )
+        self.sharded.restore()
+        self.complete_parameters("optimizer state")
+        if self._active is not None:
+            self._active.adopt_writes()
+            self.sharded.adopt_state()

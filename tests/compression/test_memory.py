@@ -1,0 +1,149 @@
+"""What a rank keeps between steps, against formulas written out in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dear.compression import DGC, QSGD, Codec, Int4, Int8, SignSGD, Signum, TopK
+from lightning_dear.compression.memory import Memory, Residual, owner_memory, worker_memory
+
+NUMEL = 512
+CPU = torch.device("cpu")
+
+
+def _send(
+    memory: Memory, codec: Codec, gradient: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """What is encoded and what arrives, of one row; `gradient` is multiplied by `scale`."""
+    factor = None if scale is None else torch.full((1,), scale)
+    row = (gradient if scale is None else gradient * scale).float()[None].clone()
+    memory.compensate(row, factor)
+    wire = torch.empty((1, codec.wire_bytes(row.shape[1])), dtype=torch.uint8)
+    codec.encode(row, wire)
+    memory.note_sent(row, codec, wire, None, factor)
+    decoded = torch.empty_like(row)
+    codec.decode(wire, decoded)
+    return row[0], decoded[0] if scale is None else decoded[0] / scale
+
+
+def _gradients(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(NUMEL, generator=generator) ** 3 for _ in range(count)]
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5, 0.1])
+@pytest.mark.parametrize("codec", [Int4(block_size=64), TopK(density=0.05)])
+def test_feedback_sends_everything_in_the_end(codec: Codec, rate: float) -> None:
+    memory = Residual(NUMEL, CPU, rate)
+    arrived, total = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+    for gradient in _gradients(30):
+        _, sent = _send(memory, codec, gradient)
+        memory.commit()
+        arrived += sent
+        total += gradient
+    left = total - arrived
+    torch.testing.assert_close(memory.kept["residual"].double() / rate, left, rtol=1e-4, atol=1e-3)
+
+
+def test_dgc_sends_all_of_its_velocity() -> None:
+    """sum of what was sent + v = sum of u, with u = momentum u + g set to 0 where v was sent."""
+    codec = DGC(density=0.05, selector="exact", momentum=0.9)
+    memory = worker_memory(codec, NUMEL, CPU)
+    u, v = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+    arrived, velocity = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+    for gradient in _gradients(30):
+        encoded, sent = _send(memory, codec, gradient)
+        memory.commit()
+        u = 0.9 * u + gradient
+        v = v + u
+        velocity += u
+        torch.testing.assert_close(encoded.double(), v, rtol=1e-4, atol=1e-4)
+        was_sent = sent != 0
+        u[was_sent] = 0
+        v[was_sent] = 0
+        arrived += sent
+    torch.testing.assert_close(memory.kept["momentum"].double(), u, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(arrived + memory.kept["residual"], velocity, rtol=1e-5, atol=1e-4)
+
+
+def test_signum_keeps_a_running_mean() -> None:
+    codec = Signum(momentum=0.8)
+    memory = worker_memory(codec, NUMEL, CPU)
+    mean = torch.zeros(NUMEL).double()
+    for gradient in _gradients(10):
+        encoded, _ = _send(memory, codec, gradient)
+        memory.commit()
+        mean = 0.8 * mean + 0.2 * gradient
+        torch.testing.assert_close(encoded.double(), mean, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [Int8(block_size=64), TopK(density=0.05), DGC(density=0.05, selector="exact"), Signum()],
+)
+def test_two_rounds_of_a_step_count_once(codec: Codec) -> None:
+    """A step's gradients that are sent one after the other move momentum on by one step."""
+    first, second = worker_memory(codec, NUMEL, CPU), worker_memory(codec, NUMEL, CPU)
+    one, *others = _gradients(7)
+    for gradient in others:
+        sent = _send(first, codec, one)[1] + _send(first, codec, gradient)[1]
+        first.commit()
+        whole = _send(second, codec, one + gradient)[1]
+        second.commit()
+        assert sent.shape == whole.shape
+    if isinstance(codec, Signum):
+        torch.testing.assert_close(first.kept["momentum"], second.kept["momentum"])
+    total = sum(one + gradient for gradient in others)
+    if codec.has_feedback and not isinstance(codec, DGC):
+        assert float((first.kept["residual"] - second.kept["residual"]).norm()) < float(
+            total.norm()
+        )
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [Int8(block_size=64), TopK(density=0.05), DGC(density=0.05, selector="exact"), Signum()],
+)
+def test_a_loss_scale_is_not_kept(codec: Codec) -> None:
+    plain, scaled = worker_memory(codec, NUMEL, CPU), worker_memory(codec, NUMEL, CPU)
+    for step, gradient in enumerate(_gradients(6)):
+        sent = _send(plain, codec, gradient)[1]
+        other = _send(scaled, codec, gradient, 2.0 ** (step % 3))[1]
+        if codec.kind != "vote":
+            assert torch.equal(sent, other)
+        plain.commit()
+        scaled.commit()
+        for name, kept in plain.kept.items():
+            assert torch.equal(kept, scaled.kept[name])
+
+
+@pytest.mark.parametrize("codec", [Int8(), TopK(), DGC(selector="exact"), Signum()])
+def test_what_is_discarded_leaves_no_trace(codec: Codec) -> None:
+    memory, other = worker_memory(codec, NUMEL, CPU), worker_memory(codec, NUMEL, CPU)
+    for gradient in _gradients(4):
+        _send(memory, codec, gradient * 5)
+        memory.discard()
+        sent, expected = _send(memory, codec, gradient)[1], _send(other, codec, gradient)[1]
+        assert torch.equal(sent, expected)
+        memory.commit()
+        other.commit()
+    for name, kept in memory.kept.items():
+        assert torch.equal(kept, other.kept[name])
+
+
+@pytest.mark.parametrize(
+    "codec", [QSGD(), SignSGD(), Int8(error_feedback=False, allow_biased=True)]
+)
+def test_without_feedback_nothing_is_kept(codec: Codec) -> None:
+    assert not worker_memory(codec, NUMEL, CPU).kept
+    assert not owner_memory(codec, NUMEL, CPU).kept
+
+
+def test_what_is_added_is_sent() -> None:
+    memory = owner_memory(Int8(), NUMEL, CPU)
+    memory.add(slice(3, 5), torch.ones(2))
+    row = torch.zeros(1, NUMEL)
+    memory.compensate(row, None)
+    assert row[0, 2:6].tolist() == [0, 1, 1, 0]

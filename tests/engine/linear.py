@@ -1,0 +1,115 @@
+"""A model whose gradients are known beforehand, and what of them arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import FusionPlanner
+from tests.engine.training import SMALL_BUCKETS, new_pipeline
+
+SHAPES = ((61, 31), (31,), (7, 131), (1,), (301,))
+SOMETIMES = 2
+"""Number of the parameter that some steps leave out."""
+
+
+class Known(nn.Module):
+    """Its loss is the sum of all parameters times given numbers, which are thus the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
+
+    def forward(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        pairs = zip(self.weights, gradients, strict=True)
+        return sum((w * g).sum() for w, g in pairs if g is not None)  # type: ignore[return-value]
+
+
+def gradients_of(step: int, rank: int, leaves_out: bool = False) -> list[Tensor | None]:
+    """Other ones on each rank, of a scale that differs between tensors, heavy-tailed."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    made: list[Tensor | None] = [
+        (torch.randn(shape, generator=generator) ** 3) * 10.0 ** (number - 2)
+        for number, shape in enumerate(SHAPES)
+    ]
+    if leaves_out:
+        made[SOMETIMES] = None
+    return made
+
+
+class Run:
+    """Sums up what arrives: SGD with learning rate 1 from zeros, so that -weights is the sum.
+
+    Args:
+        options: How to exchange.
+        fusion: Which tensors to put together.
+        momentum: Of the optimizer; not 0 where somebody looks at its state.
+    """
+
+    def __init__(
+        self, options: ExchangeOptions, fusion: FusionPlanner = SMALL_BUCKETS, momentum: float = 0.0
+    ) -> None:
+        self.model = Known()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=momentum)
+        self.pipeline: Pipeline = new_pipeline(self.model, self.optimizer, fusion, options=options)
+        self.part = self.pipeline.parts[0]
+        self.num_steps = 0
+        self.expected = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+        self.magnitude = 0.0
+
+    def backward(self, leaves_out: bool = False, scale: float = 1.0, step: int = -1) -> None:
+        """Forward and backward of a step's own batch, or of step `step`'s."""
+        step = self.num_steps if step < 0 else step
+        with self.pipeline.forward():
+            loss = self.model(gradients_of(step, dist.get_rank(), leaves_out))
+        with self.pipeline.backward():
+            (loss * scale).backward()
+
+    def step(
+        self,
+        leaves_out: bool = False,
+        before: Callable[[], None] = lambda: None,
+        scale: float = 1.0,
+    ) -> None:
+        """One step; `before` is called between backward and the optimizer's step."""
+        self.backward(leaves_out, scale)
+        before()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.count(self.num_steps, leaves_out)
+        self.num_steps += 1
+
+    def count(self, step: int, leaves_out: bool = False) -> None:
+        """Adds a batch's mean gradient to what should arrive."""
+        for rank in range(dist.get_world_size()):
+            for total, one in zip(self.expected, gradients_of(step, rank, leaves_out), strict=True):
+                if one is not None:
+                    total += one.double() / dist.get_world_size()
+                    self.magnitude += float(one.double().norm()) / dist.get_world_size()
+
+    def error(self, rate: float = 1.0, but: Collection[int] = ()) -> float:
+        """|sum of what arrived + what is still to be sent - sum of the gradients| / magnitude."""
+        self.pipeline.complete_parameters()
+        held = self.part._residuals._taken()
+        own = {**held.worker}.get("residual", {})
+        squares = 0.0
+        for number, weight in enumerate(self.model.weights):
+            total = -weight.detach().double()
+            if weight in own:
+                total += summed(own[weight].double()).view(weight.shape) / rate
+            if "residual" in held.owner:
+                total += held.owner["residual"][weight].double().view(weight.shape)
+            if number not in but:
+                squares += float((total - self.expected[number]).square().sum())
+        return squares**0.5 / self.magnitude
+
+
+def summed(own: Tensor) -> Tensor:
+    """Sum over all ranks."""
+    dist.all_reduce(own)
+    return own

@@ -1,0 +1,102 @@
+"""Encoded exchanges and gradients that are not finite, or that belong to nobody."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dear.compression import QSGD, EFSignSGD, Int4, Int8, SignSGD, TopK
+from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.planning import AutoFusion
+from lightning_dear.support import check_planner
+from tests.distributed.harness import distributed
+from tests.engine.linear import Run, gradients_of
+from tests.engine.models import weights
+
+CODECS = (Int8(), EFSignSGD(), TopK(density=0.05), SignSGD(), QSGD())
+
+
+def _backward_of_inf(run: Run, value: float) -> None:
+    gradients = gradients_of(50, dist.get_rank())
+    if dist.get_rank() == dist.get_world_size() - 1:
+        first = gradients[0]
+        assert first is not None
+        first[3, 4] = value
+    with run.pipeline.forward():
+        loss = run.model(gradients)
+    with run.pipeline.backward():
+        loss.backward()
+
+
+def _kept(run: Run) -> dict[str, list[Tensor]]:
+    return {
+        name: [tensor.clone() for tensor in own.values()]
+        for name, own in run.part._residuals._taken().worker.items()
+    }
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@distributed(world_sizes=(1, 3))
+def test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing(value: float) -> None:
+    for codec in CODECS:
+        run = Run(ExchangeOptions("gradients", codec=codec))
+        for _ in range(3):
+            run.step()
+        run.pipeline.complete_parameters()
+        before = copy.deepcopy((weights(run.model), _kept(run)))
+        _backward_of_inf(run, value)
+        with pytest.raises(RuntimeError, match="nan or inf"):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        for old, new in zip(before[0], weights(run.model), strict=True):
+            assert torch.equal(old, new), codec
+        after = _kept(run)
+        for name, kept in before[1].items():
+            for old, new in zip(kept, after[name], strict=True):
+                assert torch.equal(old, new), codec
+        for _ in range(3):
+            run.step()
+        if codec.has_feedback:
+            assert run.error() <= 1e-5
+
+
+@distributed(world_sizes=(2,))
+def test_a_loss_scale_hears_of_inf_on_another_rank() -> None:
+    run = Run(ExchangeOptions("gradients", codec=SignSGD()))
+    run.step()
+    _backward_of_inf(run, math.inf)
+    seen: list[bool] = []
+
+    def unscale(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            seen.extend(
+                bool(torch.isfinite(p.grad).all()) for p in group["params"] if p.grad is not None
+            )
+
+    run.part.unscale(unscale)
+    assert not all(seen)
+
+
+@distributed(world_sizes=(2,))
+def test_huge_gradients_are_not_inf() -> None:
+    """Their sum, or the sum of their squares, would be."""
+    run = Run(ExchangeOptions("gradients", codec=Int4(block_size=64)))
+    gradients = [torch.full_like(one, 1e37) for one in gradients_of(0, 0) if one is not None]
+    with run.pipeline.forward():
+        loss = run.model(gradients)
+    with run.pipeline.backward():
+        loss.backward()
+    run.optimizer.step()
+    run.pipeline.complete_parameters()
+    for weight in weights(run.model):
+        torch.testing.assert_close(weight, torch.full_like(weight, -1e37), rtol=0.2, atol=0)
+
+
+def test_planners_that_measure_dense_messages_are_refused() -> None:
+    with pytest.raises(ValueError, match="int8 encodes"):
+        check_planner(AutoFusion(), ExchangeOptions(codec=Int8()))

@@ -1,0 +1,149 @@
+"""gather="parameters" with encoded differences: replicas follow their masters, at a distance."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dear.compression import Bf16, Codec, EFSignSGD, Int4, Int8, TopK
+from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import SingleFusion
+from tests.distributed.harness import distributed
+from tests.engine.models import batch, build, loss_of, optimizer_for, weights
+from tests.engine.test_parity import assert_equal_on_all_ranks
+from tests.engine.training import new_pipeline, train_dear
+
+LARGEST_LAG = {Bf16(): 1e-3, Int8(): 1e-3, Int4(): 1e-2}
+
+
+def _masters(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Collective."""
+    state = pipeline.parts[0].optimizer_state_dict()["state"]
+    return [state[number]["master_weight"] for number in sorted(state)]
+
+
+def _in_groups(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p.detach() for group in optimizer.param_groups for p in group["params"]]
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return sum(float(one.double().square().sum()) for one in tensors) ** 0.5
+
+
+def _start(
+    codec: Codec, name: str = "sgd", dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, torch.optim.Optimizer, Pipeline]:
+    model = build("mlp", dtype=dtype)
+    optimizer = optimizer_for(name, model)
+    return model, optimizer, new_pipeline(model, optimizer, options=ExchangeOptions(codec=codec))
+
+
+def _step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pipeline: Pipeline,
+    step: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    with pipeline.forward():
+        loss = loss_of(model, *batch("mlp", step, dist.get_rank(), dtype))
+    optimizer.zero_grad()
+    with pipeline.backward():
+        loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
+@distributed(world_sizes=(1, 2, 3))
+def test_replicas_are_close_behind(optimizer_name: str) -> None:
+    for codec, largest in LARGEST_LAG.items():
+        model, optimizer, pipeline = _start(codec, optimizer_name)
+        for step in range(20):
+            _step(model, optimizer, pipeline, step)
+            masters = _masters(pipeline, optimizer)
+            replicas = _in_groups(optimizer)
+            lag = _norm([a - b for a, b in zip(masters, replicas, strict=True)])
+            assert lag <= largest * _norm(masters), (codec, step)
+            assert lag > 0, codec
+        pipeline.detach()
+
+
+@distributed(world_sizes=(1, 2, 4))
+def test_all_ranks_have_the_same_bits_at_every_step() -> None:
+    for codec in (*LARGEST_LAG, EFSignSGD(allow_lag=True), TopK(density=0.1, allow_lag=True)):
+        assert_equal_on_all_ranks(
+            train_dear("mlp", "adamw", 5, options=ExchangeOptions(codec=codec))
+        )
+
+
+@distributed(world_sizes=(2,))
+def test_half_precision_parameters_follow_too() -> None:
+    model, optimizer, pipeline = _start(Int8(), dtype=torch.bfloat16)
+    for step in range(10):
+        _step(model, optimizer, pipeline, step, torch.bfloat16)
+    masters = _masters(pipeline, optimizer)
+    assert all(master.dtype == torch.float32 for master in masters)
+    lag = _norm([a - b for a, b in zip(masters, _in_groups(optimizer), strict=True)])
+    # What bf16 rounds, and what int8 leaves.
+    assert lag <= 5e-3 * _norm(masters)
+
+
+@distributed(world_sizes=(2,))
+def test_what_is_written_between_steps_counts() -> None:
+    model, optimizer, pipeline = _start(Int4())
+    for step in range(3):
+        _step(model, optimizer, pipeline, step)
+    before = _masters(pipeline, optimizer)
+    with torch.no_grad():
+        first = next(iter(model.parameters()))
+        first.mul_(2.0)
+        first[0, 0] = 7.0
+    after = _masters(pipeline, optimizer)
+    number = [id(p) for p in _parameters(optimizer)].index(id(first))
+    torch.testing.assert_close(after[number], first.detach())
+    for place, (one, other) in enumerate(zip(before, after, strict=True)):
+        if place != number:
+            assert torch.equal(one, other)
+    _step(model, optimizer, pipeline, 3)
+    pipeline.complete_parameters()
+    assert abs(float(first.detach()[0, 0]) - 7.0) < 0.5
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@distributed(world_sizes=(2,))
+def test_another_plan_leaves_masters_and_replicas_alone() -> None:
+    model, optimizer, pipeline = _start(Int4())
+    for step in range(3):
+        _step(model, optimizer, pipeline, step)
+    pipeline.complete_parameters()
+    before = copy.deepcopy((_masters(pipeline, optimizer), weights(model)))
+    part = pipeline.parts[0]
+    part.replan(SingleFusion().plan(part.tensors, dist.get_world_size()))
+    after = _masters(pipeline, optimizer), weights(model)
+    for one, other in zip((*before[0], *before[1]), (*after[0], *after[1]), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"codec": TopK(density=0.01)}, "ever further behind"),
+        ({"codec": TopK(density=0.1)}, "allow_lag=True"),
+        ({"codec": EFSignSGD()}, "allow_lag=True"),
+        ({"gather": "gradients", "codec": Int8(), "decouple": False}, "decouple=False"),
+    ],
+)
+def test_codecs_that_cannot_send_differences_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExchangeOptions(**options)
