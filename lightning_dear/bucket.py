@@ -97,7 +97,12 @@ class Bucket:
     def follow(self, differences: Tensor) -> None:
         """Adds what every rank has sent of its lag to the parameters, the same on all ranks."""
         self.parameters.add_(differences)
-        self.published.copy_(self.replica)
+        self.note_published()
+
+    def note_published(self) -> None:
+        """Notes what everybody has now of this rank's shard."""
+        if self.lags:
+            self.published.copy_(self.replica)
 
     def land(self) -> None:
         """Makes what was gathered the parameters' values, whatever context they are read in."""
@@ -196,12 +201,7 @@ def allocate(
         keeps_gradients: Whether gradients of 32 or 64 bits go into buckets, too.
         lags: Whether parameters follow what is stepped by encoded differences.
     """
-    by_family: dict[str, list[int]] = {}
-    homes: dict[int, list[int]] = {}
-    for number, spec in enumerate(plan.buckets):
-        by_family.setdefault(spec.family, []).append(number)
-        for piece in spec.slices:
-            homes.setdefault(piece.tensor, []).append(number)
+    by_family, homes = _by_family_and_tensor(plan)
     buckets: dict[int, Bucket] = {}
     placements: dict[int, Placement] = {}
     for numbers in by_family.values():
@@ -233,12 +233,22 @@ def allocate(
             offset += spec.padded_numel
     for bucket in buckets.values():
         bucket.shard.copy_(bucket.replica)
-        if bucket.lags:
-            bucket.published.copy_(bucket.replica)
+        bucket.note_published()
     return FlatBuffers(
         [buckets[number] for number in range(len(buckets))],
         [placements[index] for index in range(len(parameters))],
     )
+
+
+def _by_family_and_tensor(plan: BucketPlan) -> tuple[dict[str, list[int]], dict[int, list[int]]]:
+    """Numbers of the buckets of each family, and of those that hold each tensor."""
+    by_family: dict[str, list[int]] = {}
+    homes: dict[int, list[int]] = {}
+    for number, spec in enumerate(plan.buckets):
+        by_family.setdefault(spec.family, []).append(number)
+        for piece in spec.slices:
+            homes.setdefault(piece.tensor, []).append(number)
+    return by_family, homes
 
 
 def shard_slice(padded_numel: int, rank: int, world_size: int) -> slice:

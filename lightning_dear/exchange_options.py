@@ -119,6 +119,14 @@ class ExchangeOptions:
         return (collectives.rank, collectives.world_size) if self.decouple else (0, 1)
 
 
+def default_gather(codec: Codec | None) -> str:
+    """What travels back if nobody says: parameters, unless `codec` cannot send differences."""
+    if codec is None or codec.halves == "reduce":
+        return "parameters"
+    sends_differences = codec.lag == "small" or (codec.lag == "large" and codec.allow_lag)
+    return "parameters" if sends_differences else "gradients"
+
+
 def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> str | None:
     """Why buckets that a plan all-reduces must not be; None if they may.
 

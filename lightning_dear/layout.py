@@ -228,6 +228,7 @@ def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOption
     own = {id(parameter) for parameter in module.parameters()}
     try:
         check_steppable(optimizer, options)
+        _check_momentum(optimizer, options)
     except ValueError as error:
         return str(error)
     for number, group in enumerate(optimizer.param_groups):
@@ -245,6 +246,20 @@ def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOption
     if len(devices) > 1:
         return f"Trained parameters lie on several devices ({', '.join(sorted(devices))}); use one."
     return None
+
+
+def _check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
+    codec = options.codec
+    if codec is None or not codec.brings_momentum:
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("momentum") or any(group.get("betas", ())[:1]):
+            raise ValueError(
+                f"compressor={codec.name!r} keeps momentum itself, and {type(optimizer).__name__}'s"
+                f" parameter group {number} has momentum, too: gradients would be averaged twice."
+                " Use an optimizer without momentum, such as SGD(momentum=0), or another"
+                " compressor."
+            )
 
 
 def _difference(rank: int, first: Described, other: Described) -> str:

@@ -30,6 +30,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_dear.compression import Codec
 from lightning_dear.exchange_options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import check_layout
@@ -88,6 +89,7 @@ class Pipeline:
         options.check(collectives, len(optimizers))
         check_layout(module, optimizers, collectives, options)
         self.collectives = collectives
+        self._options = options
         self._instruments = Instruments(next(module.parameters()).device, collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
         self._has_compiled_region = has_compiled_region(module)
@@ -160,6 +162,16 @@ class Pipeline:
         """
         for part in self.parts:
             part.measure_next_step()
+
+    @property
+    def codec(self) -> Codec | None:
+        """What was configured to encode gradients; None for nothing."""
+        return self._options.codec
+
+    def use_codec(self, codec: Codec) -> None:
+        """See `OptimizerPipeline`: another codec of the same kind, or none, from the next step."""
+        for part in self.parts:
+            part.use_codec(codec)
 
     # --- the phases ---------------------------------------------------------------------------
 

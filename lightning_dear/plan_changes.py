@@ -18,6 +18,7 @@ from lightning_dear.active_plan import (
     agree_on_recording,
 )
 from lightning_dear.checkpoint.whole_state import whole_state
+from lightning_dear.compression import Codec, check_replaces
 from lightning_dear.exchange import LossScale
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.instruments import Instruments
@@ -53,6 +54,7 @@ class PlanChanges:
     _options: ExchangeOptions
     _instruments: Instruments
     _active: ActivePlan | None
+    _codec: Codec | None = None
     _recording: Recording | None
     _trained: TrainedParameters
     _recorder: ForwardRecorder
@@ -109,6 +111,8 @@ class PlanChanges:
             self._on_arrival,
             lambda: self.loss_scale(),
         )
+        if self._codec is not None:
+            self._active.exchange.use(self._codec)
         rank, num_shards = self._options.shards(self._collectives)
         self.sharded.attach(self._active.flat, self.parameters, rank, num_shards)
         self._residuals.attach(self._active.exchange.coded, self.parameters)
@@ -138,6 +142,17 @@ class PlanChanges:
             early=plan.early if self.early_refusal is None else (),
             all_reduced=plan.all_reduced if self.all_reduce_refusal is None else (),
         )
+
+    def use_codec(self, codec: Codec) -> None:
+        """Encodes with `codec` from the next step on. All ranks call, between two steps. Local.
+
+        Raises:
+            ValueError: Without a compressor, and for one that keeps something else between steps.
+        """
+        check_replaces(codec, self._options.codec)
+        self._codec = codec
+        if self._active is not None:
+            self._active.exchange.use(codec)
 
     def replan(self, plan: BucketPlan) -> None:
         """Trains on with another plan; weights and optimizer state stay, bit for bit.

@@ -20,25 +20,20 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.callbacks.completion_guard import CompletionGuard
-from lightning_dear.callbacks.fusion_tuner import FusionTuner
-from lightning_dear.callbacks.gradient_guard import GradientGuard, gradient_readers
+from lightning_dear.callbacks.compression_schedule import CompressionSchedule, schedule_of
+from lightning_dear.callbacks.own import OwnCallbacks
 from lightning_dear.checkpoint_access import CheckpointAccess
 from lightning_dear.checkpoint_io import AtomicCheckpointIO
 from lightning_dear.collectives import new_collectives
 from lightning_dear.compression import Codec, NoCompression, resolve_compressor
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange_options import ExchangeOptions, default_gather
 from lightning_dear.failures.handling import FailureHandling
 from lightning_dear.gradient_access import GradientAccess
 from lightning_dear.launcher import configure_launcher
 from lightning_dear.module_states import check_module_states
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.pipeline_access import PipelineAccess
-from lightning_dear.planning import (
-    FusionPlanner,
-    SearchingPlanner,
-    resolve_fusion,
-)
+from lightning_dear.planning import FusionPlanner, resolve_fusion
 from lightning_dear.precision import connect_precision, disconnect_precision, unwrapped
 from lightning_dear.registration import START_METHODS
 from lightning_dear.sigterm import answer_sigterm, ask_sigterm_again
@@ -47,15 +42,14 @@ from lightning_dear.support import (
     check_options,
     check_planner,
     check_precision,
-    warn_about_readers,
-    why_not_early,
+    say_what_is_gathered,
 )
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
 
 
-class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAccess):
+class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAccess, OwnCallbacks):
     """Data parallel training whose communication overlaps backward *and* the next forward.
 
     Gradients are reduce-scattered during backward, the optimizer steps this rank's 1/world_size of
@@ -72,12 +66,14 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
             16-bit parameters are stepped as fp32 masters, which DDP does not do.
         compressor: "none", or what encodes gradients: a name ("bf16", "int8", "topk", ...) or an
             instance from `lightning_dear.compression`; see docs/compressors.md.
+        compression_schedule: Dense steps first, and densities by step.
         fusion: "threshold", "none", "single", or one that plans from measurements: "mgwfbp",
             "bayesian", "mergecomp", "auto"; or a planner from `lightning_dear.planning`.
         bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
         gather: What travels back: "parameters", or "gradients", for optimizers that need to see
             whole tensors (Adafactor, Muon, LARS): every rank then steps all of them, each bucket
-            when forward reads it, and has the whole optimizer state.
+            when forward reads it, and has the whole optimizer state. None: parameters, unless the
+            compressor can send gradients only.
         gather_depth: Most all-gathers in flight at once; None: all of a step. With gloo only.
         decouple: With `gather="gradients"`, False: all-reduces during backward and gathers nothing,
             as WFBP, MG-WFBP and DDP do.
@@ -111,9 +107,10 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         precision_plugin: Precision | None = None,
         *,
         compressor: str | Codec | NoCompression = "none",
+        compression_schedule: CompressionSchedule | None = None,
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
-        gather: Literal["parameters", "gradients"] = "parameters",
+        gather: Literal["parameters", "gradients"] | None = None,
         gather_depth: int | None = None,
         decouple: bool = True,
         broadcast_buffers: bool = True,
@@ -128,9 +125,12 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
     ) -> None:
         check_options(ddp_options)
         codec = resolve_compressor(compressor)
-        self._options = ExchangeOptions(gather, gather_depth, decouple, codec)
+        self._gather = gather
+        chosen = gather or default_gather(codec)
+        self._options = ExchangeOptions(chosen, gather_depth, decouple, codec)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
         check_planner(self._fusion, self._options)
+        self._schedule = schedule_of(codec, compression_schedule)
         self._broadcast_buffers = broadcast_buffers
         self._gradients_in_hooks = gradients_in_hooks
         self._audit = audit
@@ -160,15 +160,9 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
     def setup_environment(self) -> None:
         super().setup_environment()
         module = self.lightning_module
-        if module is not None and isinstance(self._fusion, SearchingPlanner):
+        if module is not None:
             # Before checkpoints are loaded: one may bring the plan that was found.
-            self._insert_tuner(module.trainer, self._fusion)
-
-    def _insert_tuner(self, trainer: pl.Trainer, planner: SearchingPlanner) -> None:
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        is_there = any(isinstance(one, FusionTuner) for one in callbacks)
-        if trainer.state.fn == TrainerFn.FITTING and not is_there:
-            callbacks.append(FusionTuner(planner, lambda: self._pipeline))
+            self._append_callbacks(module.trainer)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -190,6 +184,7 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         assert self.model is not None
         assert self.lightning_module is not None
         check_optimizers(self.optimizers, self.precision_plugin)
+        say_what_is_gathered(self._gather, self._options)
         before = self._pipeline.parts if self._pipeline is not None else ()
         parts = [part for part in before if part.optimizer in self.optimizers]
         states = [part.optimizer_state_dict() for part in parts]
@@ -211,28 +206,6 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         if self._pipeline.collectives.reads_flags_freely:
             answer_sigterm(trainer, self._pipeline.collectives.signal)
         self._insert_guards(trainer)
-
-    def _insert_guards(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        guards = (CompletionGuard, GradientGuard)
-        callbacks[:] = [one for one in callbacks if not isinstance(one, guards)]
-        readers = gradient_readers((*callbacks, self.lightning_module))
-        assert self._pipeline is not None
-        self._pipeline.refuse_early(why_not_early(trainer, self.optimizers, readers))
-        uses_buckets = self._options.uses_buckets(self._pipeline.collectives)
-        if readers and self._gradients_in_hooks and uses_buckets:
-            warn_about_readers(readers)
-            callbacks.insert(0, GradientGuard(readers, self._expose_gradients))
-        callbacks.insert(0, CompletionGuard(self.complete_parameters, self._on_failure))
-
-    def _expose_gradients(self, optimizer: Optimizer | None) -> None:
-        assert self._pipeline is not None
-        if optimizer is not None:
-            self._pipeline.of(unwrapped(optimizer)).expose_gradients()
-        elif not self._is_sync_blocked:
-            for part in self._pipeline.parts:
-                part.expose_gradients()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

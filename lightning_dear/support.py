@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
@@ -75,6 +75,15 @@ def check_optimizers(optimizers: Sequence[Optimizer], precision: Precision) -> N
                 " for its shard alone, so that an overflow on one rank would not be noticed on the"
                 " others; with precision='16-mixed' use fused=False."
             )
+
+
+def say_what_is_gathered(gather: str | None, options: ExchangeOptions) -> None:
+    """Tells people that a compressor has chosen for them what costs memory."""
+    if gather is None and options.is_of_gradients and options.codec is not None:
+        rank_zero_info(
+            f"compressor={options.codec.name!r} gathers gradients, not parameters: every rank has"
+            " the whole optimizer state."
+        )
 
 
 _PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)

@@ -136,7 +136,7 @@ def test_the_engine_exists_once() -> None:
     ours = importlib.import_module("lightning_dear.strategy")
     mirrored = importlib.import_module("lightning_dear.pytorch_lightning.strategy")
     assert mirrored.Pipeline is ours.Pipeline
-    assert mirrored.CompletionGuard is not ours.CompletionGuard
+    assert mirrored.CompressionSchedule is not ours.CompressionSchedule
     assert mirrored.check_options is not ours.check_options
     assert importlib.util.find_spec("lightning_dear.pytorch_lightning.pipeline") is None
 

@@ -1,8 +1,15 @@
-"""Callbacks: two that the strategy adds itself, and two for the user to add."""
+"""Callbacks: three that the strategy adds itself, and two for the user to add."""
 
 from lightning_dear.callbacks.completion_guard import CompletionGuard
+from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.callbacks.monitor import DearMonitor
 from lightning_dear.callbacks.timeline import TimelineCallback
 
-__all__ = ["CompletionGuard", "DearMonitor", "FusionTuner", "TimelineCallback"]
+__all__ = [
+    "CompletionGuard",
+    "CompressionSchedule",
+    "DearMonitor",
+    "FusionTuner",
+    "TimelineCallback",
+]

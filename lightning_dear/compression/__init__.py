@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from lightning_dear.compression.codec import Codec
-from lightning_dear.compression.floats import Bf16, Fp16
+from lightning_dear.compression.floats import Bf16, Fp16, Fp32
 from lightning_dear.compression.integers import Int4, Int8
 from lightning_dear.compression.signs import EFSignSGD, OneBit, SignSGD, Signum
 from lightning_dear.compression.sparse import DGC, RandomK, TopK
 from lightning_dear.compression.stochastic import QSGD, Natural, TernGrad
 
 _CODECS = (
+    Fp32,
     Fp16,
     Bf16,
     Int8,
@@ -63,6 +64,21 @@ def resolve_compressor(compressor: str | Codec | NoCompression) -> Codec | None:
     return CODECS[compressor]()
 
 
+def check_replaces(codec: Codec, configured: Codec | None) -> None:
+    """Refuses a codec that cannot be used in mid-run instead of the configured one.
+
+    Raises:
+        ValueError: Naming those that can.
+    """
+    if configured is None:
+        raise ValueError(f"{codec.name} cannot be used in mid-run: set compressor= first.")
+    if type(codec) is not Fp32 and type(codec) is not type(configured):
+        raise ValueError(
+            f"{codec.name} cannot replace {configured.name} in mid-run: only the same compressor"
+            " with other options can, and fp32."
+        )
+
+
 __all__ = [
     "CODECS",
     "COMPRESSORS",
@@ -72,6 +88,7 @@ __all__ = [
     "Codec",
     "EFSignSGD",
     "Fp16",
+    "Fp32",
     "Int4",
     "Int8",
     "Natural",
@@ -82,5 +99,6 @@ __all__ = [
     "Signum",
     "TernGrad",
     "TopK",
+    "check_replaces",
     "resolve_compressor",
 ]

@@ -55,6 +55,7 @@ class Codec(ABC):
     Attributes:
         name: In the table of compressors.
         randomness: See `Randomness`.
+        brings_momentum: Whether momentum is kept for it, so that the optimizer must have none.
         lag: See `Lag`.
         block_size: Elements that share statistics. A row that is cut at multiples of it decodes to
             the same numbers. None: the whole row.
@@ -65,6 +66,7 @@ class Codec(ABC):
 
     name: ClassVar[str]
     randomness: ClassVar[Randomness] = "none"
+    brings_momentum: ClassVar[bool] = False
 
     halves: str = "both"
     error_feedback: bool | None = None

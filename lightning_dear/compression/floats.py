@@ -60,6 +60,43 @@ class _HalfFloat(Codec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp32(Codec):
+    """Numbers as they are: C(x) = x, for steps and tensors that a compressor leaves out.
+
+    Wire: [numel x 4 bytes].
+    """
+
+    name: ClassVar[str] = "fp32"
+
+    @property
+    @override
+    def kind(self) -> Kind:
+        return "contractive"
+
+    @property
+    @override
+    def lag(self) -> Lag:
+        return "small"
+
+    @property
+    @override
+    def block_size(self) -> int:
+        return 1
+
+    @override
+    def wire_bytes(self, numel: int) -> int:
+        return 4 * numel
+
+    @override
+    def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
+        field(wire, torch.float32, 0, rows.shape[1]).copy_(rows)
+
+    @override
+    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
+        rows.copy_(field(wire, torch.float32, 0, rows.shape[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bf16(_HalfFloat):
     """Round to bfloat16: C(x) = x (1 + e), |e| <= 2^-8, in 2 bytes an element.
 

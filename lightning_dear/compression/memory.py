@@ -82,6 +82,14 @@ class Memory:
             for name, part in product(self.names, parts):
                 self._pending[name][part] = self._kept[name][part]
 
+    def clear(self, but: Sequence[slice]) -> None:
+        """Forgets what is kept, since it is sent, but for some parts."""
+        for name, kept in self._kept.items():
+            saved = [kept[part].clone() for part in but]
+            kept.zero_()
+            for part, numbers in zip(but, saved, strict=True):
+                self._kept[name][part] = numbers
+
     def add(self, part: slice, numbers: Tensor) -> None:
         """Adds `numbers` to what is still to be sent of `part`, where anything is kept for that."""
         if "residual" in self.names:
@@ -166,6 +174,8 @@ class RunningMean(Memory):
         mean = torch.mul(self._latest("momentum", rows), decay, out=self._next("momentum", rows))
         gradients = rows if scale is None else rows.div_(scale)
         rows.copy_(mean.add_(gradients, alpha=1 - self._momentum))
+        if scale is not None:
+            rows.mul_(scale)
         self._has_pending = True
 
 
@@ -207,7 +217,10 @@ class Velocity(Memory):
         generator: Generator | None,
         scale: Tensor | None,
     ) -> None:
-        assert isinstance(codec, DGC)
+        if not isinstance(codec, DGC):
+            # A dense step is one of SGD with momentum.
+            self._next("residual", rows).zero_()
+            return
         sent = torch.empty_like(rows, dtype=torch.bool)
         codec.sent_mask(wire, sent)
         for name in self.names:

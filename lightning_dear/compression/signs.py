@@ -191,6 +191,7 @@ class Signum(SignSGD):
     """
 
     name: ClassVar[str] = "signum"
+    brings_momentum: ClassVar[bool] = True
 
     momentum: float = 0.9
 

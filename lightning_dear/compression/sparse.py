@@ -137,6 +137,7 @@ class DGC(TopK):
     """
 
     name: ClassVar[str] = "dgc"
+    brings_momentum: ClassVar[bool] = True
 
     density: float = 0.001
     selector: str = "sampled"

@@ -19,7 +19,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.exchange.coded_bucket import CodedBucket
+from lightning_dear.compression.codec import Codec
+from lightning_dear.compression.floats import Fp32
+from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.plain_mode import plain_mode
@@ -86,16 +88,16 @@ class CodedExchange(DenseExchange):
         coded, scale = self.coded[bucket.number], self._loss_scale()
         rows = coded.compensated(scale)
         self._look_for_inf(rows)
-        key = coded.encode_reduce(rows, scale)
+        encoded = coded.encode_reduce(rows, scale)
         number = self._first_number + bucket.number
         work = self._collectives.launch_all_to_all(coded.outgoing, coded.incoming, number)
-        return Work(work.wait, partial(self._sum, coded, key, scale))
+        return Work(work.wait, partial(self._sum, coded, encoded, scale))
 
-    def _sum(self, coded: CodedBucket, key: str, scale: Tensor | None) -> None:
+    def _sum(self, coded: CodedBucket, encoded: Encoded, scale: Tensor | None) -> None:
         rows, mean = coded.rows(), coded.bucket.mean
-        coded.decode(coded.incoming, rows, key)
+        coded.decode(coded.incoming, rows, encoded)
         sum_in_source_order(list(rows), mean)
-        if self._codec.kind == "vote":
+        if encoded.codec.kind == "vote":
             # Signs have neither the mean's 1/P nor the loss scale.
             mean.mul_(1 / len(rows))
             if scale is not None:
@@ -139,30 +141,51 @@ class CodedExchange(DenseExchange):
 
     @override
     def expect_gather(self, bucket: Bucket) -> None:
-        if self._encodes_gather:
+        if self._sends_bytes_back:
             wire, number = self.coded[bucket.number].gathered, self._first_number + bucket.number
             self._collectives.expect_all_gather(wire.view(-1), number)
         else:
             self._dense.expect_gather(bucket)
 
     @override
-    def launch_gather(self, bucket: Bucket) -> Work:
-        """Encodes this rank's shard, of the mean or of the lag, and starts sending it to all."""
-        if not self._encodes_gather:
-            # Never done at once, not even with one rank: whoever waits steps the bucket.
-            return Work(self._dense.launch_gather(bucket).wait)
+    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
+        """Encodes this rank's shard, of the mean or the lag; what is returned sends it to all."""
         coded = self.coded[bucket.number]
-        key = coded.encode_gather()
-        number = self._first_number + bucket.number
-        work = self._collectives.launch_all_gather(coded.gathered.view(-1), number)
-        return Work(work.wait, partial(self._decode, coded, key))
+        if self._sends_bytes_back:
+            return partial(self._send, coded, coded.gathered, coded.encode_gather())
+        coded.flush()
+        return partial(self._send_dense, coded, self._dense.prepare_gather(bucket))
 
-    def _decode(self, coded: CodedBucket, key: str) -> None:
+    def _send(self, coded: CodedBucket, wire: Tensor, encoded: Encoded) -> Work:
+        number = self._first_number + coded.number
+        work = self._collectives.launch_all_gather(wire.view(-1), number)
+        return Work(work.wait, partial(self._decode, coded, wire, encoded))
+
+    def _decode(self, coded: CodedBucket, wire: Tensor, encoded: Encoded) -> None:
         # In whatever context somebody reads a parameter.
         with plain_mode(coded.bucket.parameters.device.type):
             rows = coded.rows()
-            coded.decode(coded.gathered, rows, key)
+            coded.decode(wire, rows, encoded)
             coded.write(rows)
+
+    def _send_dense(self, coded: CodedBucket, launch: Callable[[], Work]) -> Work:
+        # Never done at once, not even with one rank: whoever waits steps the bucket.
+        return Work(launch().wait, coded.bucket.note_published)
+
+    @property
+    def _sends_bytes_back(self) -> bool:
+        return self._encodes_gather and not isinstance(self._codec, Fp32)
+
+    @override
+    def use(self, codec: Codec) -> None:
+        """Encodes with another codec, from the next reduction on. All ranks, between two steps.
+
+        It must need of what is kept between steps what the first codec has, or `Fp32`.
+        """
+        if codec != self._codec:
+            self._codec = codec
+            for coded in self.coded:
+                coded.use(codec)
 
     # --- around a step --------------------------------------------------------------------------
 

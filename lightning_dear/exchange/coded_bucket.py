@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
 
 from lightning_dear.bucket import Bucket
+from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.memory import Memory, owner_memory, worker_memory
 from lightning_dear.exchange_options import ExchangeOptions
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """How bytes on their way were encoded, for whoever decodes them.
+
+    Attributes:
+        codec: By which; another one may be in use when they arrive.
+        key: In which state its generator was.
+    """
+
+    codec: Codec
+    key: str
 
 
 class CodedBucket:
@@ -29,8 +44,8 @@ class CodedBucket:
         own: Where this rank's shard lies in it.
         outgoing: [world_size, bytes of a shard] uint8, what this rank sends to each.
         incoming: As long, what each sends to this rank.
-        gathered: As long, what each has encoded of its shard; may be `outgoing` itself, whose
-            sends have ended by then.
+        gathered: As long, what each has encoded of its shard: `outgoing` itself, whose sends have
+            ended by then.
         worker: What is kept of this rank's own gradients, for the whole bucket.
         owner: What is kept of the mean, for this rank's shard; nothing where differences are
             gathered, since what they have not brought is in the next difference.
@@ -43,21 +58,17 @@ class CodedBucket:
         assert options.codec is not None
         self.bucket = bucket
         self.number, self.spec, self.own = bucket.number, bucket.spec, bucket.own
-        self._codec = options.codec
         self._rank = rank
         self._world_size = world_size
+        self._has_incoming = options.encodes("reduce")
         device, numel = bucket.gradients.device, bucket.gradients.numel()
         size = numel // world_size
-        wire = bucket.gradients.new_empty(
-            (world_size, self._codec.wire_bytes(size)), dtype=torch.uint8
-        )
-        self.outgoing = self.gathered = wire
-        self.incoming = torch.empty_like(wire) if options.encodes("reduce") else wire
         self.worker, self.owner = Memory(0, device), Memory(0, device)
         if options.encodes("reduce"):
-            self.worker = worker_memory(self._codec, numel, device)
+            self.worker = worker_memory(options.codec, numel, device)
         if options.encodes("gather") and not bucket.lags:
-            self.owner = owner_memory(self._codec, size, device)
+            self.owner = owner_memory(options.codec, size, device)
+        self.use(options.codec)
         self.counts = {"reduce": 0, "gather": 0}
         self._unused: list[slice] = []
         self._padding, self._own_padding = self._find_padding(device)
@@ -73,9 +84,22 @@ class CodedBucket:
         whole, own = is_padding.nonzero()[:, 0], is_padding[self.own].nonzero()[:, 0]
         return whole.to(device), own.to(device)
 
+    def use(self, codec: Codec) -> None:
+        """Encodes with `codec` from the next reduction on. What is on its way keeps its bytes."""
+        self._codec = codec
+        num_bytes = codec.wire_bytes(self.spec.padded_numel // self._world_size)
+        shape = self._world_size, num_bytes
+        self.outgoing = self.bucket.gradients.new_empty(shape, dtype=torch.uint8)
+        self.incoming = torch.empty_like(self.outgoing) if self._has_incoming else self.outgoing
+
+    @property
+    def gathered(self) -> Tensor:
+        """See the class."""
+        return self.outgoing
+
     def detach(self) -> None:
         """Lets go of the bucket's buffers; what is kept between steps stays."""
-        del self.bucket, self.outgoing, self.gathered, self.incoming, self._padding
+        del self.bucket, self.outgoing, self.incoming, self._padding
 
     # --- fp32 rows of what may be in another dtype ----------------------------------------------
 
@@ -104,16 +128,16 @@ class CodedBucket:
         rows.view(-1).index_fill_(0, self._padding, 0.0)
         return rows
 
-    def encode_reduce(self, rows: Tensor, scale: Tensor | None) -> str:
-        """Encodes what `compensated` has returned into `outgoing`; returns the key for `decode`."""
-        key = self._next_key("reduce")
-        self._codec.encode(rows, self.outgoing, self._generator(key))
-        self.worker.note_sent(rows, self._codec, self.outgoing, self._generator(key), scale)
-        return key
+    def encode_reduce(self, rows: Tensor, scale: Tensor | None) -> Encoded:
+        """Encodes what `compensated` has returned into `outgoing`."""
+        encoded = self._next("reduce")
+        self._codec.encode(rows, self.outgoing, self._generator(encoded))
+        self.worker.note_sent(rows, self._codec, self.outgoing, self._generator(encoded), scale)
+        return encoded
 
-    def encode_gather(self) -> str:
-        """Encodes this rank's row of `gathered`; mutates the mean. Returns as `encode_reduce`."""
-        key = self._next_key("gather")
+    def encode_gather(self) -> Encoded:
+        """Encodes this rank's row of `gathered`; mutates the mean."""
+        encoded = self._next("gather")
         # Once the shard has been stepped, nobody needs the mean.
         bucket = self.bucket
         row = self.read(bucket.lag(bucket.mean) if bucket.lags else bucket.mean, 1)
@@ -122,26 +146,35 @@ class CodedBucket:
         for part in self._unused:
             row[:, part].zero_()
         own = self.gathered[self._rank : self._rank + 1]
-        self._codec.encode(row, own, self._generator(key))
-        self.owner.note_sent(row, self._codec, own, self._generator(key), None)
+        self._codec.encode(row, own, self._generator(encoded))
+        self.owner.note_sent(row, self._codec, own, self._generator(encoded), None)
         self.owner.keep(self._unused)
         # The step is being made, and nothing can take it back.
         self.owner.commit()
-        return key
+        return encoded
 
-    def decode(self, wire: Tensor, rows: Tensor, key: str) -> None:
+    def flush(self) -> None:
+        """Adds to the mean, which is sent as it is, what earlier ones have left."""
+        if self.owner.names:
+            row = self.read(self.bucket.mean, 1)
+            self.owner.compensate(row, None)
+            self.bucket.mean.copy_(row[0])
+            self.owner.clear(but=self._unused)
+
+    def decode(self, wire: Tensor, rows: Tensor, encoded: Encoded) -> None:
         """Decodes what `encode_reduce` or `encode_gather` has encoded, here and elsewhere."""
-        self._codec.decode(wire, rows, self._generator(key))
+        encoded.codec.decode(wire, rows, self._generator(encoded))
 
-    def _next_key(self, half: str) -> str:
+    def _next(self, half: str) -> Encoded:
         self.counts[half] += 1
-        return f"{half} {self.number} {self.counts[half]}"
+        return Encoded(self._codec, f"{half} {self.number} {self.counts[half]}")
 
-    def _generator(self, key: str) -> Generator | None:
+    def _generator(self, encoded: Encoded) -> Generator | None:
         """A generator in a state that depends on the key alone, so that a resumed run goes on."""
-        if self._codec.randomness == "none":
+        key = encoded.key
+        if encoded.codec.randomness == "none":
             return None
-        if self._codec.randomness == "private":
+        if encoded.codec.randomness == "private":
             key = f"{key} {self._rank}"
         digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
         return Generator(self.bucket.gradients.device).manual_seed(int.from_bytes(digest, "big"))

@@ -6,11 +6,13 @@ all-reduce, as DistributedDataParallel does it; nothing of it travels back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from lightning_dear.bucket import Bucket
+from lightning_dear.compression.codec import Codec
 from lightning_dear.exchange.coded_bucket import CodedBucket
 from lightning_dear.work import GRADIENT_NUMBERS, Collectives, Work
 
@@ -60,11 +62,19 @@ class DenseExchange:
             self._collectives.expect_all_gather(bucket.landing, number)
 
     def launch_gather(self, bucket: Bucket) -> Work:
-        """Starts filling `landing` from every rank's stepped shard, in place.
+        """Starts to gather what completes `bucket`. Does not block."""
+        return self.prepare_gather(bucket)()
 
-        After `wait`, the bucket's parameters have the new values.
+    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
+        """Does what has to be done here and now; what is returned starts the gather, later.
+
+        After its `wait`, the bucket's parameters have the new values.
         """
         bucket.publish()
+        return partial(self._gather, bucket)
+
+    def _gather(self, bucket: Bucket) -> Work:
+        """Starts filling `landing` from every rank's stepped shard, in place."""
         if bucket.is_all_reduced:
             return Work.done()
         number = self._first_number + bucket.number
@@ -89,6 +99,16 @@ class DenseExchange:
 
     def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
         """Told which parameters will be stepped; `keeps`: see `CodedBucket`."""
+
+    def use(self, codec: Codec) -> None:
+        """Encodes with another codec from now on.
+
+        Raises:
+            ValueError: Here, since nothing is encoded.
+        """
+        raise ValueError(
+            f"Nothing encodes, so that {codec.name} cannot replace it: set compressor=."
+        )
 
     def check(self) -> None:
         """Raises `RuntimeError` if the step cannot be made with what was reduced."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
@@ -20,7 +23,11 @@ class GradientExchange(DenseExchange):
             self._collectives.expect_all_gather(bucket.gradients, number)
 
     @override
-    def launch_gather(self, bucket: Bucket) -> Work:
+    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
+        return partial(self._gather, bucket)
+
+    @override
+    def _gather(self, bucket: Bucket) -> Work:
         """Starts filling the bucket's gradients from every rank's mean, in place."""
         if bucket.is_all_reduced:
             return Work.done()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from lightning_dear.bucket import Bucket
 from lightning_dear.exchange.dense import DenseExchange
@@ -18,7 +19,8 @@ class LimitedGathers:
     thread ends when everything has arrived.
 
     Args:
-        exchange: Starts gathers, called by the caller of `launch_gather` or by the thread.
+        exchange: Prepares gathers, called by the caller of `launch_gather`, and starts them, called
+            by whoever has room, the caller or the thread.
         depth: Most gathers in flight.
     """
 
@@ -39,7 +41,7 @@ class LimitedGathers:
         if bucket.is_all_reduced:
             # Has nothing to wait for, and would wait for all those before it.
             return self._exchange.launch_gather(bucket)
-        ticket = _Ticket(bucket)
+        ticket = _Ticket(self._exchange.prepare_gather(bucket))
         with self._lock:
             self._queued.append(ticket)
             self._start_queued()
@@ -55,7 +57,7 @@ class LimitedGathers:
         while self._queued and len(self._in_flight) < self._depth:
             ticket = self._queued.popleft()
             try:
-                ticket.work = self._exchange.launch_gather(ticket.bucket)
+                ticket.work = ticket.launch()
             except BaseException as error:
                 ticket.end(error)
                 continue
@@ -81,8 +83,8 @@ class LimitedGathers:
 class _Ticket:
     """A gather that was or will be launched, and how it ended."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
+    def __init__(self, launch: Callable[[], Work]) -> None:
+        self.launch = launch
         self.work: Work | None = None
         self._failure: BaseException | None = None
         self._has_ended = threading.Event()

@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_dear.checkpoint_io import AtomicCheckpointIO
 from lightning_dear.collectives import new_collectives
 from lightning_dear.compression import Codec, NoCompression, resolve_compressor
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange_options import ExchangeOptions, default_gather
 from lightning_dear.fabric.access import FabricAccess
 from lightning_dear.fabric.checkpoints import FabricCheckpoints
 from lightning_dear.fabric.checks import (
@@ -76,7 +76,8 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
         gather: What travels back: "parameters", or "gradients", for optimizers that need to see
             whole tensors (Adafactor, Muon, LARS): every rank then steps all of them, each bucket
-            when forward reads it, and has the whole optimizer state.
+            when forward reads it, and has the whole optimizer state. None: parameters, unless the
+            compressor can send gradients only.
         gather_depth: Most all-gathers in flight at once; None: all of a step. With gloo only.
         broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.
         audit: Whether to look at every read of every forward, and raise where a parameter is read
@@ -102,7 +103,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         compressor: str | Codec | NoCompression = "none",
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
-        gather: Literal["parameters", "gradients"] = "parameters",
+        gather: Literal["parameters", "gradients"] | None = None,
         gather_depth: int | None = None,
         broadcast_buffers: bool = True,
         audit: bool = False,
@@ -114,7 +115,8 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
     ) -> None:
         check_options(ddp_options)
         codec = resolve_compressor(compressor)
-        self._options = ExchangeOptions(gather, gather_depth, codec=codec)
+        chosen = gather or default_gather(codec)
+        self._options = ExchangeOptions(chosen, gather_depth, codec=codec)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
         check_no_search(self._fusion)
         self._broadcast_buffers = broadcast_buffers

@@ -1,4 +1,4 @@
-"""fp16 and bf16: the errors that their formats promise, and no infinities."""
+"""fp32, fp16 and bf16: the errors that their formats promise, and no infinities."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dear.compression.codec import Codec
-from lightning_dear.compression.floats import Bf16, Fp16
+from lightning_dear.compression.floats import Bf16, Fp16, Fp32
 from lightning_dear.compression.tiling import TILE_ELEMENTS
 from tests.compression.battery import check_all, check_contracts, encoded, round_trip
 from tests.compression.inputs import LARGEST, rows
@@ -29,6 +29,14 @@ both = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 def test_what_is_true_of_every_codec(codec: Codec, some: Tensor) -> None:
     check_all(codec, some)
     check_contracts(codec, some)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows())
+def test_fp32_loses_nothing(some: Tensor) -> None:
+    check_all(Fp32(), some)
+    assert torch.equal(round_trip(Fp32(), some), some)
+    assert Fp32().wire_bytes(some.shape[1]) == 4 * some.shape[1]
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,4 +1,4 @@
-"""Every codec is in the table, documented, tested, and refused by the strategy until it is used."""
+"""Every codec is in the table, documented, tested, and taken by the strategy."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from lightning_dear import DearStrategy, compression
 from lightning_dear.compression import CODECS, Codec, Int8, NoCompression, resolve_compressor
+from lightning_dear.compression.sparse import Sparse
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/compressors.md").read_text()
@@ -21,7 +22,8 @@ ROWS = {
     for cells in (line.split("|") for line in PAGE.splitlines() if line.startswith("| `"))
 }
 TESTS = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
-COMMON = {"halves", "error_feedback", "allow_biased"}
+COMMON = {"halves", "error_feedback", "allow_biased", "allow_lag"}
+GATHERS = {"small": "parameters", "large": "gradients, or parameters", "unbounded": "gradients"}
 
 
 def test_every_codec_is_in_the_table() -> None:
@@ -43,8 +45,11 @@ def test_every_codec_has_a_row_and_every_row_a_codec() -> None:
 @pytest.mark.parametrize("name", CODECS)
 def test_the_row_is_true(name: str) -> None:
     codec, numel = CODECS[name](), 1 << 20
-    _, _, kind, ratio, options, _ = ROWS[name]
+    _, _, kind, gathers, ratio, options, _ = ROWS[name]
     assert kind == codec.kind
+    largest = codec.at_density(1.0) if isinstance(codec, Sparse) else codec
+    assert gathers == GATHERS[largest.lag]
+    assert DearStrategy(compressor=name)._options.gather == gathers.split(",")[0]
     assert ratio == f"{4 * numel / codec.wire_bytes(numel):.2f}"
     assert set(re.findall(r"`(\w+)`", options)) == vars(codec).keys() - COMMON
 
@@ -66,9 +71,8 @@ def test_the_example_of_the_page_runs() -> None:
 
 
 @pytest.mark.parametrize("compressor", ["int8", Int8()])
-def test_the_strategy_refuses_codecs_so_far(compressor: str | Codec) -> None:
-    with pytest.raises(ValueError, match="does not send encoded buckets yet. Valid names: none"):
-        DearStrategy(compressor=compressor)
+def test_the_strategy_takes_names_and_instances(compressor: str | Codec) -> None:
+    assert DearStrategy(compressor=compressor)._options.codec == Int8()
 
 
 def test_what_is_no_compressor_is_refused() -> None:

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dear.apps import train
+from lightning_dear.compression import CODECS, COMPRESSORS
 from lightning_dear.paths import conf_dir
 from tests.conf.composing import composed, options_of
 
@@ -88,15 +89,24 @@ def test_every_strategy_gets_a_trainer(option, cluster, tmp_path):
     assert (trainer.strategy.launcher is None) is is_single
 
 
-@pytest.mark.parametrize(
-    ("group", "option"), [choice for choice in CHOICES if choice[0] in ("fusion", "compressor")]
-)
-def test_every_fusion_and_compressor_reaches_the_strategy(group, option, tmp_path):
-    with composed(tmp_path, f"{group}={option}") as config:
+@pytest.mark.parametrize("option", options_of("fusion"))
+def test_every_fusion_reaches_the_strategy(option, tmp_path):
+    with composed(tmp_path, f"fusion={option}") as config:
         strategy = instantiate(config.strategy, _convert_="all")
-        chosen = instantiate(config[group], _convert_="all")
-    assert vars(getattr(strategy, f"_{group}")) == vars(chosen)
-    assert type(getattr(strategy, f"_{group}")) is type(chosen)
+        chosen = instantiate(config.fusion, _convert_="all")
+    assert vars(strategy._fusion) == vars(chosen)
+    assert type(strategy._fusion) is type(chosen)
+
+
+@pytest.mark.parametrize("option", options_of("compressor"))
+def test_every_compressor_reaches_the_strategy(option, tmp_path):
+    with composed(tmp_path, f"compressor={option}") as config:
+        strategy = instantiate(config.strategy, _convert_="all")
+    assert strategy._options.codec == (None if option == "none" else CODECS[option]())
+
+
+def test_every_compressor_has_a_config():
+    assert set(options_of("compressor")) == set(COMPRESSORS)
 
 
 @pytest.mark.parametrize("option", options_of("callbacks"))

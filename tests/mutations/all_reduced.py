@@ -34,8 +34,8 @@ ALL_REDUCED = [
     Mutation(
         "gathering nothing of an all-reduced bucket",
         "exchange/dense.py",
-        "        bucket.publish()\n        if bucket.is_all_reduced:\n",
-        "        bucket.publish()\n        if False:\n",
+        'shard, in place."""\n        if bucket.is_all_reduced:\n',
+        'shard, in place."""\n        if False:\n',
         (f"{ENGINE}::test_nothing_of_them_is_gathered_or_scattered",),
     ),
     Mutation(

@@ -1,0 +1,105 @@
+"""Changes what encodes gradients as training goes on."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_dear.compression import DGC, Codec, Fp32
+from lightning_dear.compression.sparse import Sparse
+from lightning_dear.pipeline import Pipeline
+
+
+class CompressionSchedule(Callback):
+    """Dense steps first, and densities by step.
+
+    `DearStrategy(compressor=..., compression_schedule=...)` puts it among the trainer's callbacks.
+    Steps are the trainer's `global_step`, so that a resumed fit goes on where it was. In a dense
+    step gradients travel as they are, with what was still to be sent; `gather="parameters"` sends
+    whole parameters then.
+
+    Args:
+        dense_steps: How many optimizer steps nothing is encoded.
+        densities: Step -> density from that step on, for sparse codecs, instead of the codec's own;
+            before the first of them the codec's own counts.
+
+    Raises:
+        ValueError: For negative steps, and densities outside (0, 1].
+    """
+
+    def __init__(self, dense_steps: int = 0, densities: Mapping[int, float] | None = None) -> None:
+        self._dense_steps = dense_steps
+        self._densities = dict(sorted((densities or {}).items()))
+        if dense_steps < 0 or any(step < 0 for step in self._densities):
+            raise ValueError(
+                f"Steps must be at least 0, got dense_steps={dense_steps!r} and"
+                f" densities={densities!r}."
+            )
+        for density in self._densities.values():
+            if not 0 < density <= 1:
+                raise ValueError(f"density must be in (0, 1], got {density}.")
+        self._get_pipeline: Callable[[], Pipeline | None] = lambda: None
+
+    def check(self, codec: Codec | None) -> None:
+        """Refuses a codec that the schedule cannot change.
+
+        Raises:
+            ValueError: Without one, and for densities of a codec that has none.
+        """
+        if codec is None:
+            raise ValueError(
+                "compression_schedule changes a compressor, and there is none: set compressor=."
+            )
+        if self._densities and not isinstance(codec, Sparse):
+            raise ValueError(
+                f"densities belong to sparse codecs (topk, randomk, dgc), and {codec.name} is none."
+            )
+
+    def connect(self, get_pipeline: Callable[[], Pipeline | None]) -> None:
+        """Says where the pipeline of the fit is; None outside a fit."""
+        self._get_pipeline = get_pipeline
+
+    def codec_at(self, codec: Codec, step: int) -> Codec:
+        """What encodes optimizer step `step`, counted from 0.
+
+        DGC's own warm-up begins when the dense steps are over.
+        """
+        if step < self._dense_steps:
+            return Fp32()
+        if isinstance(codec, DGC):
+            codec = codec.at_density(codec.density_at(step - self._dense_steps))
+        place = bisect_right(list(self._densities), step)
+        if place and isinstance(codec, Sparse):
+            codec = codec.at_density(list(self._densities.values())[place - 1])
+        return codec
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        pipeline = self._get_pipeline()
+        codec = None if pipeline is None else pipeline.codec
+        if pipeline is not None and codec is not None:
+            pipeline.use_codec(self.codec_at(codec, trainer.global_step))
+
+
+def schedule_of(
+    codec: Codec | None, schedule: CompressionSchedule | None
+) -> CompressionSchedule | None:
+    """The schedule that a fit needs: the given one, or one for a codec with a warm-up of its own.
+
+    Raises:
+        ValueError: If the schedule is for another kind of codec.
+    """
+    if schedule is not None:
+        schedule.check(codec)
+        return schedule
+    return CompressionSchedule() if isinstance(codec, DGC) and codec.warm_up_steps else None
+
+
+__all__ = ["CompressionSchedule", "schedule_of"]
