@@ -1,0 +1,206 @@
+"""Compressors with a Trainer: checkpoints, loss scales, schedules, accumulation, several fits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lightning_dear.callbacks import CompressionSchedule
+from lightning_dear.compression import DGC, Int4, Int8, TopK
+from lightning_dear.planning import ThresholdFusion
+from tests.distributed.harness import distributed, run_ranks
+from tests.lightning.fitting import WeightRecorder, assert_ranks_agree, assert_same, dear, fit
+from tests.lightning.nets import Net
+from tests.lightning.test_sharded_saving import NAME, _resume, _train
+
+COMPRESSORS: dict[str, dict[str, Any]] = {
+    "int8": {"compressor": "int8"},
+    "int4 of gradients": {"compressor": Int4(), "gather": "gradients"},
+    "topk": {"compressor": TopK(density=0.05)},
+    "qsgd": {"compressor": "qsgd"},
+    "int4 one way": {"compressor": Int4(halves="reduce")},
+}
+
+
+def _ours(name: str, **options: Any) -> Any:
+    fusion = ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005)
+    return dear(fusion=fusion, **COMPRESSORS[name], **options)
+
+
+def _save_and_resume(folder: Path, name: str) -> None:
+    seen = _train(_ours(name), folder / "file", "mlp", "adamw")
+    folders = _train(
+        _ours(name, save_distributed_checkpoint=True), folder / "folder", "mlp", "adamw"
+    )
+    assert_same(folders, seen, "weights")
+    assert_ranks_agree(seen)
+    for kind in ("file", "folder"):
+        resumed = _resume(_ours(name), folder / kind / NAME, "mlp", "adamw")
+        assert_same(resumed, seen, f"weights from a {kind}")
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpoints_go_on_with_the_same_bits(tmp_path: Path, name: str, world_size: int) -> None:
+    run_ranks(_save_and_resume, world_size, tmp_path, name)
+
+
+def _resume_anywhere(folder: Path, name: str) -> None:
+    for other in (name, "int8", "topk"):
+        resumed = _resume(_ours(other), folder / NAME, "mlp", "adamw")
+        assert_ranks_agree(resumed)
+        assert all(bool(weight.isfinite().all()) for weight in resumed[-1])
+    assert_ranks_agree(_resume(dear(), folder / NAME, "mlp", "adamw"))
+
+
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_checkpoints_go_on_elsewhere(tmp_path: Path, name: str) -> None:
+    """With another number of ranks, with another compressor, and with none."""
+    run_ranks(_save_anywhere, 3, tmp_path, name)
+    run_ranks(_resume_anywhere, 2, tmp_path, name)
+
+
+def _save_anywhere(folder: Path, name: str) -> None:
+    _train(_ours(name), folder, "mlp", "adamw")
+
+
+@distributed(world_sizes=(1, 2))
+def test_steps_that_a_loss_scale_leaves_out_leave_no_trace() -> None:
+    """A scale that is too large at first: the weights are those of the fit without its steps."""
+    for name in ("int8", "topk"):
+        seen = {}
+        for scale in (2.0**10, 2.0**30):
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+            precision = MixedPrecision("16-mixed", "cpu", scaler)
+            recorder, net = WeightRecorder(), Net("mlp", "sgd")
+            fit(_ours(name), net, recorder, num_samples=96, plugins=_plugins(precision))
+            assert_ranks_agree(recorder.seen)
+            assert scaler.get_scale() < 2.0**29
+            seen[scale] = recorder.seen
+        begin = seen[2.0**30][0]
+        left_out = sum(_are_equal(begin, weights) for weights in seen[2.0**30])
+        assert left_out > 1, name
+        for weights in seen.values():
+            assert all(math.isfinite(float(weight.sum())) for weight in weights[-1])
+
+
+def _plugins(precision: MixedPrecision) -> list[Any]:
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    return [TorchElasticEnvironment(), precision]
+
+
+def _are_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("name", ["int8", "topk"])
+@distributed(world_sizes=(2,))
+def test_dense_steps_are_those_without_a_compressor(name: str) -> None:
+    seen = {}
+    fusion = ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005)
+    for kind, strategy in (
+        ("dense", dear(fusion=fusion)),
+        ("mixed", _ours(name, compression_schedule=CompressionSchedule(dense_steps=3))),
+    ):
+        recorder = WeightRecorder()
+        fit(strategy, Net("mlp", "adamw"), recorder)
+        seen[kind] = recorder.seen
+    assert_same(seen["mixed"][:3], seen["dense"][:3], "weights")
+    assert not _are_equal(seen["mixed"][3], seen["dense"][3])
+    assert_ranks_agree(seen["mixed"])
+
+
+@distributed(world_sizes=(2,))
+def test_densities_change_what_is_sent() -> None:
+    schedule = CompressionSchedule(densities={2: 0.5, 4: 0.1})
+    sent: list[int] = []
+
+    class Watch(WeightRecorder):
+        def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+            trainer.strategy.complete_parameters()
+            sent.append(trainer.strategy._pipeline.collectives.ledger.reduce_scatter_bytes)
+            super().on_train_batch_end(trainer, *rest)
+
+    watch = Watch()
+    strategy = dear(
+        fusion=ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005),
+        compressor=TopK(density=1.0),
+        compression_schedule=schedule,
+    )
+    fit(strategy, Net("mlp", "sgd"), watch)
+    steps = [after - before for before, after in zip([0, *sent], sent, strict=False)]
+    assert steps[1] > 1.9 * steps[2] > 3.8 * 2 * steps[4]
+    assert_ranks_agree(watch.seen)
+
+
+@distributed(world_sizes=(2,))
+def test_dgc_warms_up_by_itself() -> None:
+    strategy = dear(
+        fusion=ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005),
+        compressor=DGC(density=0.01, warm_up_steps=4),
+    )
+    recorder = WeightRecorder()
+    trainer = fit(strategy, Net("mlp", "adagrad"), recorder)
+    assert sum(isinstance(one, CompressionSchedule) for one in trainer.callbacks) == 1
+    assert strategy._pipeline is not None
+    codec = strategy._pipeline.parts[0]._codec
+    assert codec == DGC(density=0.01, warm_up_steps=4)
+    assert_ranks_agree(recorder.seen)
+
+
+@distributed(world_sizes=(2,))
+def test_accumulation_and_clipping() -> None:
+    for name in COMPRESSORS:
+        recorder = WeightRecorder()
+        fit(
+            _ours(name),
+            Net("mlp", "sgd"),
+            recorder,
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.1,
+            validates=True,
+        )
+        assert_ranks_agree(recorder.seen)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compression_schedule": CompressionSchedule(dense_steps=2)}, "there is none"),
+        (
+            {"compressor": Int8(), "compression_schedule": CompressionSchedule(densities={0: 0.1})},
+            "int8 is none",
+        ),
+        ({"compressor": "int8", "fusion": "auto"}, "int8 encodes"),
+        ({"compressor": "topk", "gather": "parameters"}, "ever further behind"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dear(**options)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"dense_steps": -1}, {"densities": {0: 0.0}}, {"densities": {-1: 0.5}}]
+)
+def test_schedules_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"at least 0|\(0, 1\]"):
+        CompressionSchedule(**wrong)
+
+
+def _fit_with_momentum(name: str) -> None:
+    with pytest.raises(ValueError, match="averaged twice"):
+        fit(dear(compressor=name), Net("mlp", "adamw"))
+    with pytest.raises(ValueError, match="averaged twice"):
+        fit(dear(compressor=name), Net("mlp", "sgd"))
+
+
+@pytest.mark.parametrize("name", ["dgc", "signum"])
+def test_momentum_twice_is_refused(name: str) -> None:
+    run_ranks(_fit_with_momentum, 2, name)
