@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.floats import Bf16, Fp16, Fp32
-from lightning_dear.compression.integers import Int4, Int8
+from lightning_dear.compression.integers import Int4, Int8, LoCo
 from lightning_dear.compression.signs import EFSignSGD, OneBit, SignSGD, Signum
 from lightning_dear.compression.sparse import DGC, RandomK, TopK
 from lightning_dear.compression.stochastic import QSGD, Natural, TernGrad
@@ -15,6 +15,7 @@ _CODECS = (
     Bf16,
     Int8,
     Int4,
+    LoCo,
     OneBit,
     EFSignSGD,
     SignSGD,
@@ -91,6 +92,7 @@ __all__ = [
     "Fp32",
     "Int4",
     "Int8",
+    "LoCo",
     "Natural",
     "NoCompression",
     "OneBit",

@@ -135,3 +135,26 @@ class Int4(_BlockIntegers):
         # |q_i| <= 7 is less than half of 16: rounding finds the other number.
         torch.mul(both, 1 / 16, out=high).round_()
         both.sub_(high, alpha=16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoCo(Int4):
+    """`Int4`, whose feedback is a moving average of what was lost: e' = (1 - b) e + b (x - C(x)).
+
+    A slower filter than e' = x - C(x): single errors, which are mostly rounding, come back damped
+    (Xie et al. 2024, "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training",
+    section 3.2, in whose terms b = 1 - beta). On the wire it is `Int4`.
+
+    Args:
+        rate: b, in (0, 1]; 1 is plain feedback.
+    """
+
+    name: ClassVar[str] = "loco"
+
+    rate: float = 0.2
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"rate of loco must be in (0, 1], got {self.rate!r}.")

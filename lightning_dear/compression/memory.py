@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.codec import Codec
+from lightning_dear.compression.integers import LoCo
 from lightning_dear.compression.signs import Signum
 from lightning_dear.compression.sparse import DGC
 
@@ -39,6 +40,7 @@ class Memory:
         self._kept = {name: torch.zeros(numel, device=device) for name in self.names}
         self._pending = {name: torch.zeros(numel, device=device) for name in self.names}
         self._has_pending = False
+        self._rate = 1.0
 
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
         """Turns gradients into what is to be encoded, in place.
@@ -82,18 +84,19 @@ class Memory:
             for name, part in product(self.names, parts):
                 self._pending[name][part] = self._kept[name][part]
 
-    def clear(self, but: Sequence[slice]) -> None:
-        """Forgets what is kept, since it is sent, but for some parts."""
+    def note_all_sent(self, but: Sequence[slice]) -> None:
+        """Notes that numbers were sent as `compensate` has left them, but for some parts."""
         for name, kept in self._kept.items():
-            saved = [kept[part].clone() for part in but]
-            kept.zero_()
-            for part, numbers in zip(but, saved, strict=True):
-                self._kept[name][part] = numbers
+            torch.mul(kept, 1 - self._rate, out=self._pending[name])
+        self._has_pending = True
+        self.keep(but)
+        self.commit()
 
     def add(self, part: slice, numbers: Tensor) -> None:
         """Adds `numbers` to what is still to be sent of `part`, where anything is kept for that."""
         if "residual" in self.names:
-            (self._pending if self._has_pending else self._kept)["residual"][part].add_(numbers)
+            latest = self._pending if self._has_pending else self._kept
+            latest["residual"][part].add_(numbers, alpha=self._rate)
 
     @property
     def kept(self) -> dict[str, Tensor]:
@@ -238,4 +241,6 @@ def worker_memory(codec: Codec, numel: int, device: torch.device) -> Memory:
 
 def owner_memory(codec: Codec, numel: int, device: torch.device) -> Memory:
     """What an owner keeps of the mean, which it encodes for everybody."""
-    return Residual(numel, device) if codec.has_feedback else Memory(numel, device)
+    if not codec.has_feedback:
+        return Memory(numel, device)
+    return Residual(numel, device, codec.rate if isinstance(codec, LoCo) else 1.0)

@@ -159,7 +159,7 @@ class CodedBucket:
             row = self.read(self.bucket.mean, 1)
             self.owner.compensate(row, None)
             self.bucket.mean.copy_(row[0])
-            self.owner.clear(but=self._unused)
+            self.owner.note_all_sent(but=self._unused)
 
     def decode(self, wire: Tensor, rows: Tensor, encoded: Encoded) -> None:
         """Decodes what `encode_reduce` or `encode_gather` has encoded, here and elsewhere."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dear.compression import DGC, QSGD, Codec, Int4, Int8, SignSGD, Signum, TopK
+from lightning_dear.compression import DGC, QSGD, Codec, Int4, Int8, LoCo, SignSGD, Signum, TopK
 from lightning_dear.compression.memory import Memory, Residual, owner_memory, worker_memory
 
 NUMEL = 512
@@ -147,3 +147,31 @@ def test_what_is_added_is_sent() -> None:
     row = torch.zeros(1, NUMEL)
     memory.compensate(row, None)
     assert row[0, 2:6].tolist() == [0, 1, 1, 0]
+
+
+def test_loco_is_int4_with_a_moving_average() -> None:
+    codec, one = LoCo(block_size=64, rate=0.25), _gradients(1)[0][None]
+    wires = [torch.empty((1, codec.wire_bytes(NUMEL)), dtype=torch.uint8) for _ in range(2)]
+    codec.encode(one, wires[0])
+    Int4(block_size=64).encode(one, wires[1])
+    assert torch.equal(*wires)
+    memory, before = worker_memory(codec, NUMEL, CPU), torch.zeros(NUMEL)
+    for gradient in _gradients(5):
+        encoded, sent = _send(memory, codec, gradient)
+        memory.commit()
+        after = 0.75 * before + 0.25 * (encoded - sent)
+        torch.testing.assert_close(memory.kept["residual"], after)
+        before = after.clone()
+    with pytest.raises(ValueError, match="rate of loco must be in"):
+        LoCo(rate=0.0)
+
+
+def test_what_is_sent_as_it_is_leaves_what_the_average_says() -> None:
+    for codec, left in ((Int4(), 0.0), (LoCo(rate=0.25), 0.75)):
+        memory = owner_memory(codec, NUMEL, CPU)
+        memory.add(slice(0, NUMEL), torch.ones(NUMEL))
+        before = memory.kept["residual"].clone()
+        memory.note_all_sent(but=[slice(2, 4)])
+        after = memory.kept["residual"]
+        assert torch.equal(after[2:4], before[2:4])
+        torch.testing.assert_close(after[4:], left * before[4:])

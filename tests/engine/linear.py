@@ -103,7 +103,7 @@ class Run:
             if weight in own:
                 total += summed(own[weight].double()).view(weight.shape) / rate
             if "residual" in held.owner:
-                total += held.owner["residual"][weight].double().view(weight.shape)
+                total += held.owner["residual"][weight].double().view(weight.shape) / rate
             squares += float((total - self.expected[number]).square().sum())
         return squares**0.5 / self.magnitude
 

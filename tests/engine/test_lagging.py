@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dear.compression import Bf16, Codec, EFSignSGD, Int4, Int8, TopK
+from lightning_dear.compression import Bf16, Codec, EFSignSGD, Int4, Int8, LoCo, TopK
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import SingleFusion
@@ -19,7 +19,7 @@ from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 from tests.engine.test_parity import assert_equal_on_all_ranks
 from tests.engine.training import new_pipeline, train_dear
 
-LARGEST_LAG = {Bf16(): 1e-3, Int8(): 1e-3, Int4(): 1e-2}
+LARGEST_LAG = {Bf16(): 1e-3, Int8(): 1e-3, Int4(): 1e-2, LoCo(): 1e-2}
 
 
 def _masters(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> list[Tensor]:
