@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import Tensor
+
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, save_plan
 from lightning_dear.statistics import StepStatistics
@@ -38,6 +40,13 @@ class PipelineAccess:
         if self._pipeline is None or self._pipeline.parts[0].plan is None:
             raise RuntimeError("There is a plan from the first step of a fit on.")
         save_plan(path, self._pipeline.parts[0].plan, self._pipeline.parts[0].tensors)
+
+    def encoding_figures(self) -> dict[str, Tensor | float]:
+        """What the compressor saves and leaves over, for the first optimizer; empty without one.
+
+        See `OptimizerPipeline.encoding_figures`.
+        """
+        return {} if self._pipeline is None else self._pipeline.parts[0].encoding_figures()
 
     @property
     def statistics(self) -> StepStatistics | None:

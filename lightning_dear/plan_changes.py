@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -153,6 +155,31 @@ class PlanChanges:
         self._codec = codec
         if self._active is not None:
             self._active.exchange.use(codec)
+
+    def encoding_figures(self) -> dict[str, Tensor | float]:
+        """What encoding saves and what it leaves over; empty without a codec. Local, no wait.
+
+        "compression_ratio": bytes of both halves without it, over those with it.
+        "residual_norm": 2-norm of this rank's residuals. "lag": 2-norm of how far parameters are
+        behind this rank's shards, over that of the shards; of buckets that have arrived.
+        """
+        exchange = None if self._active is None else self._active.exchange
+        if self._active is None or exchange is None or not exchange.coded:
+            return {}
+        figures: dict[str, Tensor | float] = {"compression_ratio": exchange.compression_ratio}
+        norms = [norm for coded in exchange.coded for norm in coded.residual_norms]
+        if norms:
+            figures["residual_norm"] = torch.stack(norms).norm()
+        arrived = [
+            bucket
+            for bucket in self._active.flat.buckets
+            if bucket.lags and not self._active.gatherer.is_pending(bucket.number)
+        ]
+        if arrived:
+            behind = [torch.dist(bucket.shard, bucket.replica.float()) for bucket in arrived]
+            whole = [torch.linalg.vector_norm(bucket.shard) for bucket in arrived]
+            figures["lag"] = torch.stack(behind).norm() / torch.stack(whole).norm()
+        return figures
 
     def replan(self, plan: BucketPlan) -> None:
         """Trains on with another plan; weights and optimizer state stay, bit for bit.

@@ -21,8 +21,11 @@ class DearMonitor(Callback):
     communication), its parts `dear/exposed_reduce_scatter_s` and `dear/exposed_all_gather_s`,
     `dear/wire_bytes` (payload this rank sent), `dear/bucket_fill` (share of the buckets that is not
     padding), each of the step *before* the one it is logged with, so that on a GPU the host need
-    not wait for the present one; the plan's name goes to the logger's hyper-parameters. Under other
-    strategies only the step time is summarised. Without this callback nothing is logged.
+    not wait for the present one; with a compressor, at the steps that Lightning logs,
+    `dear/compression_ratio`, `dear/residual_norm` and `dear/lag` (see
+    `OptimizerPipeline.encoding_figures`); the plan's name goes to the logger's hyper-parameters.
+    Under other strategies only the step time is summarised. Without this callback nothing is
+    logged.
 
     A step lasts from the beginning of its first batch to that of the next step's, whatever is
     waited for in between; the last before a validation or the end of an epoch is left out.
@@ -34,6 +37,17 @@ class DearMonitor(Callback):
         self._steps: dict[str, list[float]] = {}
         self._plan_name: str | None = None
         self._latest: Any = None
+        self._encoding: dict[str, Any] = {}
+
+    @override
+    def on_before_zero_grad(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        # After forward, which has waited for what it read, and before the next gradients.
+        interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        is_logged = (trainer.global_step + 1) % interval == 0
+        figures = getattr(trainer.strategy, "encoding_figures", None)
+        self._encoding = figures() if is_logged and figures is not None else {}
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -79,7 +93,8 @@ class DearMonitor(Callback):
             "bucket_fill": plan.fill,
         }
         self._note(figures)
-        pl_module.log_dict({f"dear/{name}": value for name, value in figures.items()})
+        logged = {**figures, **self._encoding}
+        pl_module.log_dict({f"dear/{name}": value for name, value in logged.items()})
         if plan.name != self._plan_name:
             self._plan_name = plan.name
             _log_plan(trainer, plan.name)

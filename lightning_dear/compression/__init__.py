@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
 from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.floats import Bf16, Fp16, Fp32
 from lightning_dear.compression.integers import Int4, Int8, LoCo
@@ -39,11 +41,16 @@ class NoCompression:
 
 
 COMPRESSORS = ("none", *CODECS)
-"""Names of all compressors."""
+"""Names of all compressors of ours."""
+
+ENTRY_POINTS = "lightning_dear.compressors"
+"""Group of entry points under which other packages name codecs of theirs."""
 
 
 def resolve_compressor(compressor: str | Codec | NoCompression) -> Codec | None:
     """What a name or an instance means; None for no compression.
+
+    Names that other packages have registered (`ENTRY_POINTS`) count, after ours.
 
     Raises:
         ValueError: For an unknown name, with a list of the valid ones.
@@ -58,11 +65,18 @@ def resolve_compressor(compressor: str | Codec | NoCompression) -> Codec | None:
             f"compressor must be one of {', '.join(COMPRESSORS)} or an instance from"
             f" lightning_dear.compression, got {type(compressor).__name__}."
         )
-    if compressor not in CODECS:
-        raise ValueError(
-            f"Unknown compressor {compressor!r}; valid names: {', '.join(COMPRESSORS)}."
+    if compressor in CODECS:
+        return CODECS[compressor]()
+    others = {one.name: one for one in entry_points(group=ENTRY_POINTS)}
+    if compressor not in others:
+        names = ", ".join((*COMPRESSORS, *others))
+        raise ValueError(f"Unknown compressor {compressor!r}; valid names: {names}.")
+    codec = others[compressor].load()()
+    if not isinstance(codec, Codec):
+        raise TypeError(
+            f"{others[compressor].value}, registered as compressor {compressor!r}, is no Codec."
         )
-    return CODECS[compressor]()
+    return codec
 
 
 def check_replaces(codec: Codec, configured: Codec | None) -> None:

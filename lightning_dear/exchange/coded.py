@@ -176,6 +176,14 @@ class CodedExchange(DenseExchange):
     def _sends_bytes_back(self) -> bool:
         return self._encodes_gather and not isinstance(self._codec, Fp32)
 
+    @property
+    @override
+    def compression_ratio(self) -> float:
+        dense = [coded.bucket.parameters.nbytes for coded in self.coded]
+        encoded = [coded.outgoing.nbytes for coded in self.coded]
+        halves = self._encodes_reduce, self._sends_bytes_back
+        return 2 * sum(dense) / sum(sum(encoded if half else dense) for half in halves)
+
     @override
     def use(self, codec: Codec) -> None:
         """Encodes with another codec, from the next reduction on. All ranks, between two steps.

@@ -97,6 +97,12 @@ class CodedBucket:
         """See the class."""
         return self.outgoing
 
+    @property
+    def residual_norms(self) -> list[Tensor]:
+        """2-norms of what is still to be sent, of this rank's gradients and of its shard's mean."""
+        kept = (memory.kept.get("residual") for memory in (self.worker, self.owner))
+        return [torch.linalg.vector_norm(one) for one in kept if one is not None]
+
     def detach(self) -> None:
         """Lets go of the bucket's buffers; what is kept between steps stays."""
         del self.bucket, self.outgoing, self.incoming, self._padding

@@ -100,6 +100,11 @@ class DenseExchange:
     def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
         """Told which parameters will be stepped; `keeps`: see `CodedBucket`."""
 
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of both halves as they are, over those that travel."""
+        return 1.0
+
     def use(self, codec: Codec) -> None:
         """Encodes with another codec from now on.
 

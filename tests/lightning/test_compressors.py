@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lightning_dear.callbacks import CompressionSchedule
+from lightning_dear.callbacks import CompressionSchedule, DearMonitor
 from lightning_dear.compression import DGC, Int4, Int8, TopK
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed, run_ranks
@@ -167,6 +167,22 @@ def test_accumulation_and_clipping() -> None:
             validates=True,
         )
         assert_ranks_agree(recorder.seen)
+
+
+@distributed(world_sizes=(2,))
+def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
+    for name, figures in (
+        ("int8", {"compression_ratio", "residual_norm", "lag"}),
+        ("topk", {"compression_ratio", "residual_norm"}),
+        ("qsgd", {"compression_ratio"}),
+    ):
+        trainer = fit(_ours(name), Net("mlp", "sgd"), DearMonitor(), log_every_n_steps=2)
+        logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        ours = {"compression_ratio", "residual_norm", "lag"}
+        assert {key for key in ours if f"dear/{key}" in logged} == figures, logged
+        assert logged["dear/compression_ratio"] > 3.5
+        assert 0 < logged.get("dear/residual_norm", 1.0) < 10
+        assert 0 < logged.get("dear/lag", 1e-3) < 0.01
 
 
 @pytest.mark.parametrize(
