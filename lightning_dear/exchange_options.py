@@ -60,6 +60,11 @@ class ExchangeOptions:
                 f"decouple=False all-reduces gradients, which {codec.name} cannot encode: a sum of"
                 " encoded numbers is none. Leave out one of them."
             )
+        if not self.is_of_gradients and getattr(codec, "clip_norm", None) is not None:
+            raise ValueError(
+                f"clip_norm of {codec.name} clips whole tensors, and gather='parameters' cuts them:"
+                " set gather='gradients', or leave clip_norm out."
+            )
         if not self.encodes_differences:
             return
         instead = (

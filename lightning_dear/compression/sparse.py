@@ -132,7 +132,8 @@ class DGC(TopK):
     Args:
         density: The last one, once the ramp is over.
         momentum: m, in [0, 1).
-        clip_norm: Largest 2-norm of a rank's own gradient, > 0; None: gradients are not clipped.
+        clip_norm: Largest 2-norm of a rank's own gradient of a tensor, > 0; None: gradients are not
+            clipped.
         warm_up_steps: Steps over which the density goes through `RAMP` (3.3), at least 0.
     """
 

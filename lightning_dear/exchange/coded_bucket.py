@@ -61,6 +61,7 @@ class CodedBucket:
         self._rank = rank
         self._world_size = world_size
         self._has_incoming = options.encodes("reduce")
+        self._clip_norm = getattr(options.codec, "clip_norm", None)
         device, numel = bucket.gradients.device, bucket.gradients.numel()
         size = numel // world_size
         self.worker, self.owner = Memory(0, device), Memory(0, device)
@@ -130,9 +131,20 @@ class CodedBucket:
     def compensated(self, scale: Tensor | None) -> Tensor:
         """The bucket's gradients, mutated: with what was not sent of earlier ones."""
         rows = self.read(self.bucket.gradients)
+        if self._clip_norm is not None:
+            self._clip(rows.view(-1), self._clip_norm, scale)
         self.worker.compensate(rows, scale)
         rows.view(-1).index_fill_(0, self._padding, 0.0)
         return rows
+
+    def _clip(self, flat: Tensor, clip_norm: float, scale: Tensor | None) -> None:
+        """Scales each tensor's gradient, this rank's own, to a 2-norm of at most `clip_norm`."""
+        own = [flat[part.offset : part.offset + part.numel] for part in self.spec.slices]
+        # They come multiplied by 1 / world_size and by the loss scale.
+        norms = torch.stack([torch.linalg.vector_norm(one) for one in own]) * self._world_size
+        limit = clip_norm if scale is None else clip_norm * scale
+        factors = (limit / norms.clamp_(min=torch.finfo(norms.dtype).tiny)).clamp_(max=1.0)
+        torch._foreach_mul_(own, list(factors.unbind()))
 
     def encode_reduce(self, rows: Tensor, scale: Tensor | None) -> Encoded:
         """Encodes what `compensated` has returned into `outgoing`."""

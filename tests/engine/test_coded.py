@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from lightning_dear.compression import (
     CODECS,
+    DGC,
     Bf16,
     Codec,
     EFSignSGD,
@@ -51,7 +53,10 @@ ALMOST_EXACT = (Fp16(), Bf16(), Int8())
 NUM_STEPS = 50
 
 
-def _coded(codec: Codec, gather: str = "gradients", **options: Any) -> ExchangeOptions:
+def _coded(
+    codec: Codec, gather: str = "gradients", halves: str = "both", **options: Any
+) -> ExchangeOptions:
+    codec = replace(codec, halves=halves) if halves != "both" else codec
     return ExchangeOptions(gather, codec=codec, **options)
 
 
@@ -312,3 +317,19 @@ def test_what_cannot_take_over_is_refused() -> None:
     plain = Run(ExchangeOptions("gradients"))
     with pytest.raises(ValueError, match="set compressor="):
         plain.part.use_codec(Int8())
+
+
+@distributed(world_sizes=(1, 3))
+def test_dgc_clips_each_tensor_of_each_rank() -> None:
+    for scale in (1.0, 8.0):
+        codec = DGC(density=1.0, selector="exact", momentum=0.0, clip_norm=0.5)
+        run = Run(_coded(codec, halves="reduce"))
+        run.part.loss_scale = lambda scale=scale: torch.full((1,), scale)
+        run.step(before=partial(_unscale, run, scale), scale=scale)
+        run.pipeline.complete_parameters()
+        ranks = range(dist.get_world_size())
+        for number, weight in enumerate(run.model.weights):
+            own = [gradients_of(0, rank)[number] for rank in ranks]
+            clipped = [one * min(1.0, 0.5 / float(one.norm())) for one in own if one is not None]
+            expected = torch.stack(clipped).mean(0)
+            torch.testing.assert_close(-weight.detach(), expected, rtol=1e-4, atol=1e-7)
