@@ -19,7 +19,6 @@ from lightning_dear.compression import (
     Codec,
     EFSignSGD,
     Fp16,
-    Fp32,
     Int4,
     Int8,
     LoCo,
@@ -32,7 +31,7 @@ from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from lightning_dear.planning.plan import aligned
 from tests.distributed.harness import distributed
-from tests.engine.linear import SHAPES, SOMETIMES, Run, gradients_of
+from tests.engine.linear import SHAPES, Run, gradients_of
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 from tests.engine.test_parity import assert_equal_on_all_ranks
 from tests.engine.training import new_pipeline, train_dear
@@ -213,6 +212,26 @@ def test_a_resumed_run_has_the_same_bits(gather: str) -> None:
             assert torch.equal(left, right), name
 
 
+@pytest.mark.parametrize("gather", ["gradients", "parameters"])
+@distributed(world_sizes=(2,))
+def test_loading_in_mid_run_brings_its_residuals(gather: str) -> None:
+    model = build("mlp")
+    optimizer = optimizer_for("adamw", model)
+    pipeline = new_pipeline(model, optimizer, options=_coded(Int4(), gather))
+    _steps(model, optimizer, pipeline, range(4))
+    pipeline.complete_parameters()
+    saved = pipeline.parts[0].optimizer_state_dict(), model.state_dict()
+    saved = copy.deepcopy(saved)
+    ends = []
+    for _ in range(2):
+        _steps(model, optimizer, pipeline, range(4, 8))
+        ends.append(weights(model))
+        model.load_state_dict(saved[1])
+        optimizer.load_state_dict(saved[0])
+    for left, right in zip(*ends, strict=True):
+        assert torch.equal(left, right)
+
+
 # --- scale ----------------------------------------------------------------------------------------
 
 
@@ -277,46 +296,6 @@ def test_one_rank_does_what_local_error_feedback_does() -> None:
 def _padded(shape: tuple[int, ...]) -> int:
     numel = torch.Size(shape).numel()
     return aligned(numel)
-
-
-# --- another codec in mid-run ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gather", ["gradients", "parameters"])
-@distributed(world_sizes=(1, 3))
-def test_a_dense_step_sends_all_that_was_left(gather: str) -> None:
-    for codec in (Int4(block_size=64), LoCo(rate=0.5), TopK(density=0.5, allow_lag=True)):
-        run = Run(_coded(codec, gather))
-        for step in range(9):
-            run.part.use_codec(Fp32() if step in (0, 1, 5, 8) else codec)
-            run.step(leaves_out=step == 5)
-        assert run.error(0.5 if isinstance(codec, LoCo) else 1.0) <= 1e-5, codec
-        if isinstance(codec, LoCo):
-            continue
-        held = run.part._residuals._taken()
-        for own in (*held.worker.values(), *held.owner.values()):
-            for number, weight in enumerate(run.model.weights):
-                if number != SOMETIMES:
-                    assert not own[weight].any()
-
-
-@distributed(world_sizes=(2,))
-def test_densities_may_change_with_gathers_still_under_way() -> None:
-    run = Run(_coded(TopK(density=0.5), depth=1))
-    for step in range(12):
-        run.part.use_codec(TopK(density=1 / (1 + step)))
-        run.step()
-    assert run.error() <= 1e-5
-
-
-@distributed(world_sizes=(1,))
-def test_what_cannot_take_over_is_refused() -> None:
-    run = Run(_coded(TopK(density=0.5)))
-    with pytest.raises(ValueError, match="int8 cannot replace topk"):
-        run.part.use_codec(Int8())
-    plain = Run(ExchangeOptions("gradients"))
-    with pytest.raises(ValueError, match="set compressor="):
-        plain.part.use_codec(Int8())
 
 
 @distributed(world_sizes=(1, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.all_reduced import ALL_REDUCED
+from tests.mutations.coded import CODED
 from tests.mutations.gathering import GATHERING
 from tests.mutations.mutation import Mutation
 from tests.mutations.speed import SPEED
@@ -230,7 +231,7 @@ FLUSHES = [
     Mutation(
         "forgetting dropped gradients",
         "optimizer_pipeline.py",
-        "            self._active.reducer.reset()\n            self.sharded.clear_gradients()\n",
+        "            self._active.reducer.drop()\n            self.sharded.clear_gradients()\n",
         "            pass\n",
         (f"{GRADIENTS}::test_dropped_gradients_leave_nothing_behind",),
     ),
@@ -384,4 +385,14 @@ CALLBACKS = [
     _guard_hook("on_save_checkpoint", False),
 ]
 
-MUTATIONS = [*WAITS, *GUARDS, *FLUSHES, *STRATEGY, *CALLBACKS, *SPEED, *GATHERING, *ALL_REDUCED]
+MUTATIONS = [
+    *WAITS,
+    *GUARDS,
+    *FLUSHES,
+    *STRATEGY,
+    *CALLBACKS,
+    *SPEED,
+    *GATHERING,
+    *ALL_REDUCED,
+    *CODED,
+]

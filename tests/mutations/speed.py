@@ -70,7 +70,7 @@ SPEED = [
     ),
     Mutation(
         "no checkpoint of a half-stepped state",
-        "optimizer_pipeline.py",
+        "saved_state.py",
         "        if self.sharded.stepped_early:\n            raise",
         "        if False:\n            raise",
         (f"{ARMED}::test_a_checkpoint_of_a_half_stepped_state_is_refused",),

@@ -1,0 +1,47 @@
+"""Another codec in mid-run: nothing of what was to be sent is lost, or sent twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_dear.compression import Fp32, Int4, Int8, LoCo, TopK
+from lightning_dear.exchange_options import ExchangeOptions
+from tests.distributed.harness import distributed
+from tests.engine.linear import SOMETIMES, Run
+
+
+@pytest.mark.parametrize("gather", ["gradients", "parameters"])
+@distributed(world_sizes=(1, 3))
+def test_a_dense_step_sends_all_that_was_left(gather: str) -> None:
+    for codec in (Int4(block_size=64), LoCo(rate=0.5), TopK(density=0.5, allow_lag=True)):
+        run = Run(ExchangeOptions(gather, codec=codec))
+        for step in range(9):
+            run.part.use_codec(Fp32() if step in (0, 1, 5, 8) else codec)
+            run.step(leaves_out=step == 5)
+        assert run.error(0.5 if isinstance(codec, LoCo) else 1.0) <= 1e-5, codec
+        if isinstance(codec, LoCo):
+            continue
+        held = run.part._residuals._taken()
+        for own in (*held.worker.values(), *held.owner.values()):
+            for number, weight in enumerate(run.model.weights):
+                if number != SOMETIMES:
+                    assert not own[weight].any()
+
+
+@distributed(world_sizes=(2,))
+def test_densities_may_change_with_gathers_still_under_way() -> None:
+    run = Run(ExchangeOptions("gradients", depth=1, codec=TopK(density=0.5)))
+    for step in range(12):
+        run.part.use_codec(TopK(density=1 / (1 + step)))
+        run.step()
+    assert run.error() <= 1e-5
+
+
+@distributed(world_sizes=(1,))
+def test_what_cannot_take_over_is_refused() -> None:
+    run = Run(ExchangeOptions("gradients", codec=TopK(density=0.5)))
+    with pytest.raises(ValueError, match="int8 cannot replace topk"):
+        run.part.use_codec(Int8())
+    plain = Run(ExchangeOptions("gradients"))
+    with pytest.raises(ValueError, match="set compressor="):
+        plain.part.use_codec(Int8())

@@ -1,0 +1,172 @@
+"""What encoding must not do without."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+ENGINE = "tests/engine/test_coded.py"
+CHANGES = "tests/engine/test_codec_changes.py"
+FAILURES = "tests/engine/test_coded_failures.py"
+LAGGING = "tests/engine/test_lagging.py"
+MEMORY = "tests/compression/test_memory.py"
+TRAINER = "tests/lightning/test_compressors.py"
+
+LAW = f"{ENGINE}::test_what_is_lost_arrives_later"
+RESUMED = f"{ENGINE}::test_a_resumed_run_has_the_same_bits"
+
+CODED = [
+    Mutation(
+        "adding what was not sent to the next gradient",
+        "compression/memory.py",
+        "            rows.add_(residual)\n",
+        "            pass\n",
+        (LAW,),
+    ),
+    Mutation(
+        "keeping what is pending once the step is made",
+        "reducer.py",
+        "        self._exchange.commit()\n",
+        "",
+        (LAW,),
+    ),
+    Mutation(
+        "forgetting what is pending once gradients are dropped",
+        "reducer.py",
+        "        self._exchange.discard()\n",
+        "        self._exchange.commit()\n",
+        (f"{ENGINE}::test_gradients_that_are_dropped_leave_residuals_alone",),
+    ),
+    Mutation(
+        "the owner's residual",
+        "exchange/coded_bucket.py",
+        "        self.owner.commit()\n",
+        "",
+        (LAW,),
+    ),
+    Mutation(
+        "clearing what decoding leaves between parameters",
+        "exchange/coded_bucket.py",
+        "        rows.view(-1).index_fill_(0, self._padding, 0.0)\n",
+        "",
+        (LAW,),
+    ),
+    Mutation(
+        "keeping what nobody will step",
+        "reducer.py",
+        "        self._exchange.note_used(self._used, keeps=True)\n",
+        "",
+        (LAW,),
+    ),
+    Mutation(
+        "not sending the owner's residual of what nobody will step",
+        "exchange/coded_bucket.py",
+        "        self.owner.keep(self._unused)\n",
+        "",
+        (LAW,),
+    ),
+    Mutation(
+        "one pass through momentum in several rounds",
+        "compression/memory.py",
+        "        decay = 1.0 if self._has_pending else self._momentum\n",
+        "        decay = self._momentum\n",
+        (f"{MEMORY}::test_two_rounds_of_a_step_count_once",),
+    ),
+    Mutation(
+        "taking the loss scale out of what is kept",
+        "compression/memory.py",
+        "            after.div_(scale)\n",
+        "            pass\n",
+        (f"{ENGINE}::test_a_loss_scale_that_changes_changes_nothing",),
+    ),
+    Mutation(
+        "the mean of a vote",
+        "exchange/coded.py",
+        "            mean.mul_(1 / len(rows))\n",
+        "",
+        (f"{ENGINE}::test_a_vote_is_that_of_the_majority",),
+    ),
+    Mutation(
+        "telling all ranks of inf",
+        "reducer.py",
+        "        flags[-2] = self._exchange.take_found_inf()\n",
+        "        flags[-2] = False\n",
+        (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),
+    ),
+    Mutation(
+        "refusing a step with inf",
+        "optimizer_pipeline.py",
+        "        self._active.exchange.check()\n",
+        "",
+        (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),
+    ),
+    Mutation(
+        "showing a loss scale that there was inf",
+        "exchange/coded.py",
+        "            coded.bucket.mean.masked_fill_(found.bool(), math.nan)\n",
+        "            pass\n",
+        (f"{FAILURES}::test_a_loss_scale_hears_of_inf_on_another_rank",),
+    ),
+    Mutation(
+        "random numbers that go on after a resume",
+        "checkpoint/residuals.py",
+        "        one.counts.update(residuals.counts)\n",
+        "",
+        (RESUMED,),
+    ),
+    Mutation(
+        "an owner's residual in checkpoints",
+        "checkpoint/residuals.py",
+        "            shard.copy_(flat[one.own])\n",
+        "",
+        (RESUMED,),
+    ),
+    Mutation(
+        "residuals that move to the next plan",
+        "plan_changes.py",
+        "            self._residuals.release()\n",
+        "",
+        (f"{ENGINE}::test_the_same_with_another_plan_in_mid_run",),
+    ),
+    Mutation(
+        "decoding by the codec that encoded",
+        "exchange/coded_bucket.py",
+        "        encoded.codec.decode(wire, rows, self._generator(encoded))\n",
+        "        self._codec.decode(wire, rows, self._generator(encoded))\n",
+        (f"{CHANGES}::test_densities_may_change_with_gathers_still_under_way",),
+    ),
+    Mutation(
+        "the same places on all ranks for random-k",
+        "exchange/coded_bucket.py",
+        '        if encoded.codec.randomness == "private":\n',
+        "        if True:\n",
+        (f"{ENGINE}::test_every_codec_leaves_the_same_bits_on_all_ranks",),
+    ),
+    Mutation(
+        "knowing what was published, for writes from outside",
+        "bucket.py",
+        "            self.published.copy_(self.replica)\n\n    def land",
+        "            pass\n\n    def land",
+        (f"{LAGGING}::test_replicas_are_close_behind",),
+    ),
+    Mutation(
+        "sending what is left with a dense step",
+        "exchange/coded.py",
+        "        coded.flush()\n",
+        "",
+        (f"{CHANGES}::test_a_dense_step_sends_all_that_was_left",),
+    ),
+    Mutation(
+        "every rank's residual in a folder",
+        "checkpoint/residuals.py",
+        "            before = rank * parameters[part.tensor].numel()\n",
+        "            before = 0\n",
+        (f"{TRAINER}::test_checkpoints_go_on_with_the_same_bits",),
+    ),
+    Mutation(
+        "residuals of a fit before",
+        "residual_keeper.py",
+        "        if self._coded:\n            residuals.put_in(",
+        "        if False:\n            residuals.put_in(",
+        (f"{ENGINE}::test_loading_in_mid_run_brings_its_residuals",),
+    ),
+]
