@@ -48,7 +48,7 @@ CODED = [
         "exchange/coded_bucket.py",
         "        rows.view(-1).index_fill_(0, self._padding, 0.0)\n",
         "",
-        (LAW,),
+        (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),
     ),
     Mutation(
         "keeping what nobody will step",
