@@ -114,11 +114,12 @@ class Bucket:
         """Takes over values that were written to the parameters from outside, element by element.
 
         They are those whose bits are not the master's, rounded: no version counter sees a write
-        through `.data`.
+        through `.data`. Where parameters lag, the master moves by as much as they were moved.
         """
         if self.lags:
-            was_written = self.replica != self.published
-            torch.where(was_written, self.replica.to(self.shard.dtype), self.shard, out=self.shard)
+            # Moved by as much, since the lag is still to be sent; by 0 where nothing was written.
+            dtype = self.shard.dtype
+            self.shard.add_(self.replica.to(dtype) - self.published.to(dtype))
             self.published.copy_(self.replica)
         elif self.is_staged and not self.has_master:
             self.shard.copy_(self.replica)

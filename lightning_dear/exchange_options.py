@@ -66,7 +66,17 @@ class ExchangeOptions:
                 " set gather='gradients', or leave clip_norm out."
             )
         if not self.encodes_differences:
+            if codec.allow_lag:
+                raise ValueError(
+                    f"allow_lag of {codec.name} has no effect here, where no differences of"
+                    " parameters are encoded. Leave it out."
+                )
             return
+        if codec.halves == "gather" and not codec.has_feedback and codec.kind == "contractive":
+            raise ValueError(
+                f"error_feedback=False of {codec.name} has no effect on differences of parameters,"
+                " of which the next one has what this one does not bring. Leave it out."
+            )
         instead = (
             "set gather='gradients', or halves='reduce' in the compressor, which gathers parameters"
             " as they are"

@@ -159,15 +159,20 @@ def check_layout(
         for name, what in _describe(module, optimizer)
     ]
     settings = [_options(optimizer, number) for number, optimizer in enumerate(optimizers)]
-    reports = collectives.all_gather_object((problem, described, settings))
-    for rank, (other_problem, _, _) in enumerate(reports):
+    reports = collectives.all_gather_object((problem, described, settings, repr(options)))
+    for rank, (other_problem, *_) in enumerate(reports):
         if other_problem is not None:
             where = "" if rank == collectives.rank else f" (found on rank {rank})"
             raise ValueError(other_problem + where)
-    for rank, (_, other, _) in enumerate(reports):
+    for rank, (_, other, _, other_options) in enumerate(reports):
         if other != reports[0][1]:
             raise ValueError(_difference(rank, reports[0][1], other))
-    for rank, (_, _, others) in enumerate(reports):
+        if other_options != reports[0][3]:
+            raise ValueError(
+                f"Ranks exchange in other ways: {reports[0][3]} on rank 0 and {other_options} on"
+                f" rank {rank}. Give all the same compressor, gather and gather_depth."
+            )
+    for rank, (_, _, others, _) in enumerate(reports):
         for ours, theirs in zip(reports[0][2], others, strict=True):
             _check_options(rank, ours, theirs)
 

@@ -146,6 +146,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
     @contextmanager
     def backward(self, *, synchronize: bool) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
+        if self._is_exposed:
+            self._check_may_add_to_exposed()
         before, self._synchronize = self._synchronize, synchronize
         self._is_sending |= synchronize
         self._is_reduced = self._is_exposed = False
@@ -162,6 +164,15 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         if synchronize and self._active is None and self._uses_buckets:
             # As from the next step on: what `.grad` holds would not be the mean.
             self.reduce()
+
+    def _check_may_add_to_exposed(self) -> None:
+        codec = self._options.codec
+        if codec is not None and (codec.kind == "vote" or codec.brings_momentum):
+            raise RuntimeError(
+                f"Another backward would add to the mean gradients that a hook was shown, which"
+                f" compressor={codec.name!r} would encode once more. Run all backwards before the"
+                " hook, or pass DearStrategy(gradients_in_hooks=False)."
+            )
 
     def _on_gradient(self, index: int) -> None:
         self._has_new = True

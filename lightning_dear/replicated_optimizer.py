@@ -16,7 +16,7 @@ from lightning_dear.bucket import FlatBuffers, Placement
 from lightning_dear.deferred_step import DeferredStep
 from lightning_dear.elementwise import closure_skipped
 from lightning_dear.plain_mode import plain_mode
-from lightning_dear.sharded_optimizer import ShardedOptimizer, StepListener
+from lightning_dear.sharded_optimizer import MASTER_KEY, ShardedOptimizer, StepListener
 
 
 class GatherListener(StepListener, Protocol):
@@ -99,7 +99,12 @@ class ReplicatedOptimizer(ShardedOptimizer):
 
     @override
     def adopt_state(self) -> None:
-        """Nothing to take over: `optimizer.state` is where state lives."""
+        """Nothing to take over: `optimizer.state` is where state lives.
+
+        But for masters, which nobody steps here: they would be old when they are read again.
+        """
+        for state in self.optimizer.state.values():
+            state.pop(MASTER_KEY, None)
 
     def _on_saving(self, optimizer: Optimizer) -> None:
         self._gathers.complete_parameters("optimizer state")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,44 +30,70 @@ class ResidualKeeper:
         self._collectives = collectives
         self._coded: Sequence[CodedBucket] = ()
         self._parameters: Sequence[Parameter] = ()
-        self._held = Residuals()
+        self._held: Residuals | None = None
+        self._is_detached = False
         self._hook = optimizer.register_load_state_dict_pre_hook(self._on_loading)
 
     def attach(self, coded: Sequence[CodedBucket], parameters: Sequence[Parameter]) -> None:
         """Gives what is held to the buckets of a new plan."""
         self._coded, self._parameters = coded, parameters
-        residuals.put_in(coded, self._held, parameters)
+        held, self._held = self._held, None
+        if held is not None:
+            self._put_in(held)
 
     def release(self) -> None:
         """Takes over what the buckets have; their plan ends. Collective, blocks."""
-        self._held = self._taken()
+        if self._coded:
+            self._held = self._taken()
         self._coded = ()
 
     def detach(self) -> None:
-        """Removes the hook and lets go of the flat buffers; residuals stay readable."""
+        """Removes the hook and lets go of the flat buffers; residuals stay readable. Idempotent."""
+        if self._is_detached:
+            return
+        self._is_detached = True
         self._hook.remove()
         for one in self._coded:
             one.detach()
+
+    def _put_in(self, held: Residuals) -> None:
+        residuals.put_in(self._coded, held, self._parameters)
+        lost = residuals.unknown_names(self._coded, held)
+        if lost and self._collectives.rank == 0:
+            warnings.warn(
+                f"What a compressor had left to be sent ({', '.join(lost)}) is dropped: this"
+                " training has another compressor, none, or another gather.",
+                stacklevel=2,
+            )
 
     def _taken(self) -> Residuals:
         return residuals.take_out(self._coded, self._parameters, self._collectives)
 
     def add_to(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """`state_dict` with all ranks' residuals, if there are any. Collective, blocks."""
-        if not self._coded:
+        held = self._taken() if self._coded else self._held
+        if held is None:
             return state_dict
-        packed = residuals.packed(self._taken(), self._numbers(), self._collectives)
-        return {**state_dict, KEY: packed}
+        return {**state_dict, KEY: residuals.packed(held, self._numbers(), self._collectives)}
 
-    def add_to_sharded(self, state: ShardedState) -> ShardedState:
+    def add_to_sharded(self, state: dict[str, Any]) -> dict[str, Any]:
         """`state` with this rank's chunks of all residuals, if there are any. Local."""
-        if not self._coded:
+        if not self._coded and self._held is None:
             return state
         rank, world_size = self._collectives.rank, self._collectives.world_size
-        own, chunks = residuals.sharded(
-            self._coded, self._parameters, self._numbers(), rank, world_size
+        parts = (
+            residuals.parts_of(self._coded, self._parameters)
+            if self._coded
+            else residuals.parts_held(self._held or Residuals())
         )
-        return ShardedState({**state, KEY: own}, (*state.chunks, *chunks), state.parameters)
+        own, chunks = residuals.sharded(parts, self._counts(), self._numbers(), rank, world_size)
+        before = state if isinstance(state, ShardedState) else ShardedState(state, (), ())
+        return ShardedState({**before, KEY: own}, (*before.chunks, *chunks), before.parameters)
+
+    def _counts(self) -> dict[str, int]:
+        if self._coded:
+            return dict(self._coded[0].counts)
+        return {} if self._held is None else self._held.counts
 
     def _numbers(self) -> dict[Tensor, int]:
         """Parameter -> its number in the optimizer's state dict."""
@@ -76,12 +103,14 @@ class ResidualKeeper:
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Pre-hook of `load_state_dict`: what was kept before belongs to other weights."""
-        self._held = Residuals()
+        held = Residuals()
         if KEY in state_dict:
             saved = [key for group in state_dict["param_groups"] for key in group["params"]]
             own = [p for group in optimizer.param_groups for p in group["params"]]
             rank, world_size = self._collectives.rank, self._collectives.world_size
             parameter_of = dict(zip(saved, own, strict=True))
-            self._held = residuals.unpacked(state_dict[KEY], parameter_of, rank, world_size)
+            held = residuals.unpacked(state_dict[KEY], parameter_of, rank, world_size)
         if self._coded:
-            residuals.put_in(self._coded, self._held, self._parameters)
+            self._put_in(held)
+        else:
+            self._held = held if KEY in state_dict else None

@@ -41,9 +41,9 @@ class SavedState:
     def optimizer_state_dict(self) -> dict[str, Any]:
         """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks."""
         self.prepare_state()
-        if self.plan is None:
-            return self.optimizer.state_dict()
         with self._instruments.not_counting():
+            if self.plan is None:
+                return self._residuals.add_to(self.optimizer.state_dict())
             state = consolidate(self.sharded, self.plan, self.parameters, self._collectives)
             return self._residuals.add_to(state)
 
@@ -51,7 +51,7 @@ class SavedState:
         """`optimizer.state_dict()`, tensors left where they are. Collective, blocks."""
         self.prepare_state()
         if self.plan is None:
-            return self.optimizer.state_dict()
+            return self._residuals.add_to_sharded(self.optimizer.state_dict())
         state = sharded_state(self.sharded, self.parameters, self._collectives)
         return self._residuals.add_to_sharded(state)
 

@@ -34,6 +34,8 @@ def sum_in_source_order(rows: Sequence[Tensor], out: Tensor) -> None:
         return
     for number, row in enumerate(rows[1:], start=2):
         torch.add(total, row, out=out if number == len(rows) else total)
+    if len(rows) == 1 and total.data_ptr() != out.data_ptr():
+        out.copy_(total)
 
 
 def assign(out: Tensor, value: Tensor) -> None:

@@ -11,12 +11,14 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.callbacks.monitor import DearMonitor
 from lightning_dear.callbacks.timeline import TimelineCallback
 
 _NON_READERS: frozenset[type[Callback]] = frozenset(
     {
+        CompressionSchedule,
         DearMonitor,
         FusionTuner,
         TimelineCallback,

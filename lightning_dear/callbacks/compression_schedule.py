@@ -19,7 +19,8 @@ class CompressionSchedule(Callback):
     """Dense steps first, and densities by step.
 
     `DearStrategy(compressor=..., compression_schedule=...)` puts it among the trainer's callbacks.
-    Steps are the trainer's `global_step`, so that a resumed fit goes on where it was. In a dense
+    Steps are the trainer's `global_step`, which counts those of all optimizers, so that a resumed
+    fit goes on where it was. In a dense
     step gradients travel as they are, with what was still to be sent; `gather="parameters"` sends
     whole parameters then.
 
@@ -43,7 +44,7 @@ class CompressionSchedule(Callback):
         for density in self._densities.values():
             if not 0 < density <= 1:
                 raise ValueError(f"density must be in (0, 1], got {density}.")
-        self._get_pipeline: Callable[[], Pipeline | None] = lambda: None
+        self._get_pipeline: Callable[[], Pipeline | None] | None = None
 
     def check(self, codec: Codec | None) -> None:
         """Refuses a codec that the schedule cannot change.
@@ -82,7 +83,7 @@ class CompressionSchedule(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        pipeline = self._get_pipeline()
+        pipeline = None if self._get_pipeline is None else self._get_pipeline()
         codec = None if pipeline is None else pipeline.codec
         if pipeline is not None and codec is not None:
             pipeline.use_codec(self.codec_at(codec, trainer.global_step))

@@ -3,17 +3,15 @@
 Each rank keeps something of its own for every element of every parameter, and owners keep
 something besides for their shards. In a state dict both stand beside the optimizer's state:
 
-    residuals: worker: name -> parameter number -> [number of ranks, elements]
-               owner:  name -> parameter number -> [elements]
+    residuals: worker: name -> parameter number -> [number of ranks, *shape]
+               owner:  name -> parameter number -> [*shape]
                counts: half -> how often a bucket was encoded
-
-Elements are in the order of the parameter's storage.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_dear.bucket import as_flat, storage_strides
 from lightning_dear.checkpoint.sharded_state import Chunk
 from lightning_dear.exchange import CodedBucket
 from lightning_dear.planning.plan import Slice
@@ -37,8 +36,8 @@ class Residuals:
     """What lies here, whole parameters each.
 
     Attributes:
-        worker: Name -> parameter -> this rank's own numbers, flat.
-        owner: Name -> parameter -> what owners keep, flat, the same on all ranks.
+        worker: Name -> parameter -> this rank's own numbers, flat, in the order of its storage.
+        owner: Name -> parameter -> what owners keep, likewise, the same on all ranks.
         counts: Half -> how often it was encoded.
     """
 
@@ -103,6 +102,19 @@ def _collect(
             own.copy_(numbers[part.start : part.start + part.numel])
 
 
+def unknown_names(coded: Sequence[CodedBucket], residuals: Residuals) -> list[str]:
+    """Names of what `residuals` have, not zero, and nobody in `coded` keeps."""
+    worker = {name for one in coded for name in one.worker.kept}
+    owner = {name for one in coded for name in one.owner.kept}
+    pairs = ((residuals.worker, worker, ""), (residuals.owner, owner, "owner's "))
+    return [
+        whose + name
+        for own, known, whose in pairs
+        for name, numbers in own.items()
+        if name not in known and any(bool(one.any()) for one in numbers.values())
+    ]
+
+
 # --- in state dicts -----------------------------------------------------------------------------
 
 
@@ -116,26 +128,35 @@ def packed(
     """
     rank, world_size = collectives.rank, collectives.world_size
 
-    def of_all_ranks(own: Tensor) -> Tensor:
+    def of_all_ranks(parameter: Tensor, own: Tensor) -> Tensor:
         rows = own.new_empty((world_size, own.numel()))
         rows[rank] = own
         collectives.launch_all_gather(rows.view(-1), STATE_NUMBERS).wait()
-        return rows
+        return rows.as_strided(*_shape(parameter, world_size))
+
+    def of_owners(parameter: Tensor, whole: Tensor) -> Tensor:
+        return whole.as_strided(*_shape(parameter))
 
     return {
         "worker": _numbered(residuals.worker, number_of, of_all_ranks),
-        "owner": _numbered(residuals.owner, number_of, lambda whole: whole),
+        "owner": _numbered(residuals.owner, number_of, of_owners),
         "counts": residuals.counts,
     }
+
+
+def _shape(parameter: Tensor, *rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of numbers that lie as the parameter's elements do, in `rows` if any."""
+    strides = storage_strides(parameter)
+    return (*rows, *parameter.shape), (*(parameter.numel() for _ in rows), *strides)
 
 
 def _numbered(
     named: Mapping[str, ByParameter],
     number_of: Mapping[Tensor, int],
-    change: Callable[[Tensor], Tensor],
+    change: Callable[[Tensor, Tensor], Tensor],
 ) -> dict[str, dict[int, Tensor]]:
     return {
-        name: {number_of[parameter]: change(numbers) for parameter, numbers in own.items()}
+        name: {number_of[one]: change(one, numbers) for one, numbers in own.items()}
         for name, own in named.items()
     }
 
@@ -143,63 +164,86 @@ def _numbered(
 def unpacked(
     state: Mapping[str, Any], parameter_of: Mapping[int, Parameter], rank: int, world_size: int
 ) -> Residuals:
-    """This rank's part of what stands in a state dict. Local.
+    """This rank's part of what stands in a state dict, copied. Local.
 
     With another number of ranks than saved it, each gets an equal share of all that workers kept.
     """
 
     def own(rows: Tensor) -> Tensor:
-        return rows[rank] if len(rows) == world_size else rows.sum(0) / world_size
+        return rows[rank].clone() if len(rows) == world_size else rows.sum(0) / world_size
 
     def by_parameter(
         named: Mapping[str, Mapping[int, Tensor]], change: Callable[[Tensor], Tensor]
     ) -> dict[str, ByParameter]:
         return {
-            name: {parameter_of[number]: change(numbers) for number, numbers in of.items()}
+            name: {
+                parameter_of[number]: as_flat(
+                    change(numbers), storage_strides(parameter_of[number])
+                )
+                for number, numbers in of.items()
+            }
             for name, of in named.items()
         }
 
     return Residuals(
         by_parameter(state["worker"], own),
-        by_parameter(state["owner"], lambda whole: whole),
+        by_parameter(state["owner"], Tensor.clone),
         dict(state["counts"]),
     )
 
 
+Part = tuple[str, str, Tensor, "Chunk | None"]
+"""("worker" or "owner", name, parameter, what lies here of it), in the order of its storage."""
+
+
+def parts_of(coded: Sequence[CodedBucket], parameters: Sequence[Parameter]) -> Iterator[Part]:
+    """What lies in the buckets; every rank names the same, whatever it has of it."""
+    for one in coded:
+        for part in one.spec.slices:
+            parameter = parameters[part.tensor]
+            for name, flat in one.worker.kept.items():
+                values = flat[part.offset : part.offset + part.numel]
+                yield "worker", name, parameter, Chunk(part.start, values)
+            for name, shard in one.owner.kept.items():
+                yield "owner", name, parameter, _owned(one, part, shard)
+
+
+def parts_held(residuals: Residuals) -> Iterator[Part]:
+    """The same of what is held while there is no plan."""
+    for kind, named in (("worker", residuals.worker), ("owner", residuals.owner)):
+        for name, own in named.items():
+            for parameter, numbers in own.items():
+                yield kind, name, parameter, Chunk(0, numbers)
+
+
+def _owned(one: CodedBucket, part: Slice, shard: Tensor) -> Chunk | None:
+    own = one.own
+    begin, end = max(part.offset, own.start), min(part.offset + part.numel, own.stop)
+    if begin >= end:
+        return None
+    values = shard[begin - own.start : end - own.start]
+    return Chunk(part.start + begin - part.offset, values)
+
+
 def sharded(
-    coded: Sequence[CodedBucket],
-    parameters: Sequence[Parameter],
+    parts: Iterable[Part],
+    counts: Mapping[str, int],
     number_of: Mapping[Tensor, int],
     rank: int,
     world_size: int,
 ) -> tuple[dict[str, Any], list[tuple[Tensor, Sequence[Chunk]]]]:
     """As `packed`, with tensors on the meta device, and this rank's chunks of these. Local."""
-    chunks: dict[tuple[str, str, int], list[Chunk]] = defaultdict(list)
-    counts: dict[str, int] = {}
-    for one in coded:
-        counts = dict(one.counts)
-        for part in one.spec.slices:
-            before = rank * parameters[part.tensor].numel()
-            for name, flat in one.worker.kept.items():
-                values = flat[part.offset : part.offset + part.numel]
-                chunks["worker", name, part.tensor].append(Chunk(before + part.start, values))
-            for name, shard in one.owner.kept.items():
-                chunks["owner", name, part.tensor] += _owned(one, part, shard)
-    state: dict[str, Any] = {"worker": {}, "owner": {}, "counts": counts}
+    chunks: dict[tuple[str, str, Tensor], list[Chunk]] = defaultdict(list)
+    for kind, name, parameter, chunk in parts:
+        own = chunks[kind, name, parameter]
+        if chunk is not None:
+            before = rank * parameter.numel() if kind == "worker" else 0
+            own.append(Chunk(before + chunk.start, chunk.values))
+    state: dict[str, Any] = {"worker": {}, "owner": {}, "counts": dict(counts)}
     stand_ins: list[tuple[Tensor, Sequence[Chunk]]] = []
-    for (kind, name, index), own in chunks.items():
-        parameter = parameters[index]
-        shape = (world_size, parameter.numel()) if kind == "worker" else (parameter.numel(),)
-        stand_in = torch.empty(shape, device="meta")
+    for (kind, name, parameter), own in chunks.items():
+        rows = (world_size,) if kind == "worker" else ()
+        stand_in = torch.empty_strided(*_shape(parameter, *rows), device="meta")
         state[kind].setdefault(name, {})[number_of[parameter]] = stand_in
         stand_ins.append((stand_in, own))
     return state, stand_ins
-
-
-def _owned(one: CodedBucket, part: Slice, shard: Tensor) -> list[Chunk]:
-    own = one.own
-    begin, end = max(part.offset, own.start), min(part.offset + part.numel, own.stop)
-    if begin >= end:
-        return []
-    values = shard[begin - own.start : end - own.start]
-    return [Chunk(part.start + begin - part.offset, values)]

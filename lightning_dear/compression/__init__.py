@@ -8,7 +8,7 @@ from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.floats import Bf16, Fp16, Fp32
 from lightning_dear.compression.integers import Int4, Int8, LoCo
 from lightning_dear.compression.signs import EFSignSGD, OneBit, SignSGD, Signum
-from lightning_dear.compression.sparse import DGC, RandomK, TopK
+from lightning_dear.compression.sparse import DGC, RandomK, Sparse, TopK
 from lightning_dear.compression.stochastic import QSGD, Natural, TernGrad
 
 _CODECS = (
@@ -87,10 +87,12 @@ def check_replaces(codec: Codec, configured: Codec | None) -> None:
     """
     if configured is None:
         raise ValueError(f"{codec.name} cannot be used in mid-run: set compressor= first.")
-    if type(codec) is not Fp32 and type(codec) is not type(configured):
+    if isinstance(codec, Sparse) and isinstance(configured, Sparse):
+        codec = codec.at_density(configured.density)
+    if type(codec) is not Fp32 and codec != configured:
         raise ValueError(
-            f"{codec.name} cannot replace {configured.name} in mid-run: only the same compressor"
-            " with other options can, and fp32."
+            f"{codec!r} cannot replace {configured!r} in mid-run: only fp32 can, and the same"
+            " compressor with another density."
         )
 
 

@@ -88,6 +88,12 @@ class Codec(ABC):
                 " Leave error_feedback out, or set allow_biased=True if that is meant."
             )
 
+        if self.brings_momentum and self.halves == "gather":
+            raise ValueError(
+                f"{self.name} keeps momentum of each rank's own gradients, which halves='gather'"
+                " does not encode. Leave halves out."
+            )
+
     @property
     @abstractmethod
     def kind(self) -> Kind:

@@ -69,6 +69,7 @@ class CodedExchange(DenseExchange):
         ]
         self._found_inf: Tensor | None = None
         self._is_broken = False
+        self._is_nan: Tensor | None = None
 
     # --- the reduce half ----------------------------------------------------------------------
 
@@ -83,19 +84,23 @@ class CodedExchange(DenseExchange):
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
         """Encodes the bucket's gradients and starts sending each rank its part."""
+        coded = self.coded[bucket.number]
         if not self._encodes_reduce:
+            self._look_for_inf(coded.clear_padding())
             return self._dense.launch_reduce(bucket)
-        coded, scale = self.coded[bucket.number], self._loss_scale()
+        scale = self._loss_scale()
         rows = coded.compensated(scale)
         self._look_for_inf(rows)
         encoded = coded.encode_reduce(rows, scale)
         number = self._first_number + bucket.number
         work = self._collectives.launch_all_to_all(coded.outgoing, coded.incoming, number)
-        return Work(work.wait, partial(self._sum, coded, encoded, scale))
+        return Work(work.wait, partial(self._sum, coded, coded.incoming, encoded, scale))
 
-    def _sum(self, coded: CodedBucket, encoded: Encoded, scale: Tensor | None) -> None:
+    def _sum(
+        self, coded: CodedBucket, incoming: Tensor, encoded: Encoded, scale: Tensor | None
+    ) -> None:
         rows, mean = coded.rows(), coded.bucket.mean
-        coded.decode(coded.incoming, rows, encoded)
+        coded.decode(incoming, rows, encoded)
         sum_in_source_order(list(rows), mean)
         if encoded.codec.kind == "vote":
             # Signs have neither the mean's 1/P nor the loss scale.
@@ -117,13 +122,16 @@ class CodedExchange(DenseExchange):
 
     @override
     def hear_found_inf(self, found: Tensor) -> None:
-        """Makes all means nan, which many codecs cannot send, so that a loss scale backs off."""
-        if not self._encodes_reduce:
-            return
+        """Makes all means nan, so that a loss scale backs off; `check` refuses the step without.
+
+        Where the host would have to wait for that, what is decoded becomes nan instead.
+        """
         if self._collectives.reads_flags_freely:
             if not found:
                 return
             self._is_broken = True
+        else:
+            self._is_nan = found.bool()
         for coded in self.coded:
             coded.bucket.mean.masked_fill_(found.bool(), math.nan)
 
@@ -152,20 +160,28 @@ class CodedExchange(DenseExchange):
         """Encodes this rank's shard, of the mean or the lag; what is returned sends it to all."""
         coded = self.coded[bucket.number]
         if self._sends_bytes_back:
-            return partial(self._send, coded, coded.gathered, coded.encode_gather())
+            encoded = coded.encode_gather()
+            return partial(self._send, coded, coded.gathered, encoded, self._is_nan)
         coded.flush()
         return partial(self._send_dense, coded, self._dense.prepare_gather(bucket))
 
-    def _send(self, coded: CodedBucket, wire: Tensor, encoded: Encoded) -> Work:
+    def _send(
+        self, coded: CodedBucket, wire: Tensor, encoded: Encoded, is_nan: Tensor | None
+    ) -> Work:
         number = self._first_number + coded.number
         work = self._collectives.launch_all_gather(wire.view(-1), number)
-        return Work(work.wait, partial(self._decode, coded, wire, encoded))
+        return Work(work.wait, partial(self._decode, coded, wire, encoded, is_nan))
 
-    def _decode(self, coded: CodedBucket, wire: Tensor, encoded: Encoded) -> None:
+    def _decode(
+        self, coded: CodedBucket, wire: Tensor, encoded: Encoded, is_nan: Tensor | None
+    ) -> None:
         # In whatever context somebody reads a parameter.
         with plain_mode(coded.bucket.parameters.device.type):
             rows = coded.rows()
             coded.decode(wire, rows, encoded)
+            if is_nan is not None:
+                # Many codecs cannot send it.
+                rows.masked_fill_(is_nan, math.nan)
             coded.write(rows)
 
     def _send_dense(self, coded: CodedBucket, launch: Callable[[], Work]) -> Work:
@@ -199,9 +215,9 @@ class CodedExchange(DenseExchange):
 
     @override
     def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
-        scale = self._loss_scale()
+        scale = None if all(used) else self._loss_scale()
         for coded in self.coded:
-            coded.note_used(used, scale if keeps else None, keeps=keeps)
+            coded.note_used(used, scale, keeps=keeps)
 
     @override
     def commit(self) -> None:

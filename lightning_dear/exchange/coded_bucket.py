@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -146,6 +147,11 @@ class CodedBucket:
         factors = (limit / norms.clamp_(min=torch.finfo(norms.dtype).tiny)).clamp_(max=1.0)
         torch._foreach_mul_(own, list(factors.unbind()))
 
+    def clear_padding(self) -> Tensor:
+        """The bucket's gradients, where nothing is left of what was decoded into them."""
+        self.bucket.gradients.index_fill_(0, self._padding, 0.0)
+        return self.bucket.gradients
+
     def encode_reduce(self, rows: Tensor, scale: Tensor | None) -> Encoded:
         """Encodes what `compensated` has returned into `outgoing`."""
         encoded = self._next("reduce")
@@ -157,12 +163,7 @@ class CodedBucket:
         """Encodes this rank's row of `gathered`; mutates the mean."""
         encoded = self._next("gather")
         # Once the shard has been stepped, nobody needs the mean.
-        bucket = self.bucket
-        row = self.read(bucket.lag(bucket.mean) if bucket.lags else bucket.mean, 1)
-        self.owner.compensate(row, None)
-        row.view(-1).index_fill_(0, self._own_padding, 0.0)
-        for part in self._unused:
-            row[:, part].zero_()
+        row = self._lag() if self.bucket.lags else self._compensated_mean()
         own = self.gathered[self._rank : self._rank + 1]
         self._codec.encode(row, own, self._generator(encoded))
         self.owner.note_sent(row, self._codec, own, self._generator(encoded), None)
@@ -170,6 +171,21 @@ class CodedBucket:
         # The step is being made, and nothing can take it back.
         self.owner.commit()
         return encoded
+
+    def _lag(self) -> Tensor:
+        row = self.read(self.bucket.lag(self.bucket.mean), 1)
+        # An update that is not finite shows on all ranks: codecs send nan, but inf not always.
+        row.masked_fill_(~row.isfinite(), math.nan)
+        row.view(-1).index_fill_(0, self._own_padding, 0.0)
+        return row
+
+    def _compensated_mean(self) -> Tensor:
+        row = self.read(self.bucket.mean, 1)
+        self.owner.compensate(row, None)
+        row.view(-1).index_fill_(0, self._own_padding, 0.0)
+        for part in self._unused:
+            row[:, part].zero_()
+        return row
 
     def flush(self) -> None:
         """Adds to the mean, which is sent as it is, what earlier ones have left."""
@@ -200,7 +216,7 @@ class CodedBucket:
     # --- parameters without gradients -----------------------------------------------------------
 
     def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
-        """Parameters that no rank has used will not be stepped: nothing of theirs is sent.
+        """Parameters that no rank has used will not be stepped: no gradient of theirs is sent.
 
         Args:
             used: By tensor number.

@@ -14,6 +14,7 @@ from lightning.fabric.plugins.precision import (
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_dear.compression import Codec
 from lightning_dear.fabric.module import DearModule
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 
@@ -32,6 +33,18 @@ def check_fabric_precision(precision: Precision) -> None:
             " strategy='dear': it keeps layers or parameters of its own, which cannot be sharded."
             " Use '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or"
             " strategy='ddp'."
+        )
+
+
+def check_no_schedule(codec: Codec | None) -> None:
+    """Refuses a codec that changes with the steps, which Fabric does not count.
+
+    Raises:
+        ValueError: Naming the option.
+    """
+    if getattr(codec, "warm_up_steps", 0):
+        raise ValueError(
+            "warm_up_steps of dgc needs a Trainer, which counts steps; under Fabric leave it out."
         )
 
 

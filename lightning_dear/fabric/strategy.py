@@ -34,6 +34,7 @@ from lightning_dear.fabric.checks import (
     check_apart,
     check_fabric_precision,
     check_have_optimizer,
+    check_no_schedule,
     check_no_search,
     refuse_lone_optimizer,
 )
@@ -119,6 +120,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         self._options = ExchangeOptions(chosen, gather_depth, codec=codec)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
         check_no_search(self._fusion)
+        check_no_schedule(codec)
         self._broadcast_buffers = broadcast_buffers
         self._audit = audit
         self._setups: list[weakref.ref[DearModule]] = []

@@ -13,7 +13,8 @@ from tests.engine.linear import SOMETIMES, Run
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
 @distributed(world_sizes=(1, 3))
 def test_a_dense_step_sends_all_that_was_left(gather: str) -> None:
-    for codec in (Int4(block_size=64), LoCo(rate=0.5), TopK(density=0.5, allow_lag=True)):
+    topk = TopK(density=0.5, allow_lag=gather == "parameters")
+    for codec in (Int4(block_size=64), LoCo(rate=0.5), topk):
         run = Run(ExchangeOptions(gather, codec=codec))
         for step in range(9):
             run.part.use_codec(Fp32() if step in (0, 1, 5, 8) else codec)
@@ -41,8 +42,9 @@ def test_densities_may_change_with_gathers_still_under_way() -> None:
 @distributed(world_sizes=(1,))
 def test_what_cannot_take_over_is_refused() -> None:
     run = Run(ExchangeOptions("gradients", codec=TopK(density=0.5)))
-    with pytest.raises(ValueError, match="int8 cannot replace topk"):
-        run.part.use_codec(Int8())
+    for other in (Int8(), TopK(density=0.5, selector="sampled"), RandomK(density=0.5)):
+        with pytest.raises(ValueError, match=r"cannot replace TopK.*only fp32 can"):
+            run.part.use_codec(other)
     plain = Run(ExchangeOptions("gradients"))
     with pytest.raises(ValueError, match="set compressor="):
         plain.part.use_codec(Int8())

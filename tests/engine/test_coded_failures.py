@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dear.compression import QSGD, EFSignSGD, Int4, Int8, SignSGD, TopK
+from lightning_dear.compression import DGC, QSGD, Bf16, EFSignSGD, Int4, Int8, SignSGD, Signum, TopK
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import AutoFusion
 from lightning_dear.support import check_planner
@@ -18,7 +19,15 @@ from tests.distributed.harness import distributed
 from tests.engine.linear import Run, gradients_of
 from tests.engine.models import weights
 
-CODECS = (Int8(), EFSignSGD(), TopK(density=0.05), SignSGD(), QSGD())
+CODECS = (
+    Int8(),
+    EFSignSGD(),
+    TopK(density=0.05),
+    SignSGD(),
+    QSGD(),
+    Int8(halves="gather"),
+    Bf16(halves="gather"),
+)
 
 
 def _backward_of_inf(run: Run, value: float) -> None:
@@ -100,3 +109,53 @@ def test_huge_gradients_are_not_inf() -> None:
 def test_planners_that_measure_dense_messages_are_refused() -> None:
     with pytest.raises(ValueError, match="int8 encodes"):
         check_planner(AutoFusion(), ExchangeOptions(codec=Int8()))
+
+
+@distributed(world_sizes=(2,))
+def test_an_update_that_is_not_finite_shows_on_all_ranks() -> None:
+    """Encoded as a difference, it would be hidden, and hold up its block."""
+    for codec in (Int8(), Bf16()):
+        run = Run(ExchangeOptions("parameters", codec=codec))
+        run.step()
+        run.optimizer.param_groups[0]["lr"] = math.inf
+        run.step()
+        run.pipeline.complete_parameters()
+        assert not all(bool(weight.isfinite().all()) for weight in weights(run.model))
+
+
+@distributed(world_sizes=(2,))
+def test_ranks_with_other_compressors_are_refused() -> None:
+    codec = Int8() if dist.get_rank() else Int8(block_size=64)
+    with pytest.raises(ValueError, match="exchange in other ways"):
+        Run(ExchangeOptions("gradients", codec=codec))
+
+
+@distributed(world_sizes=(2,))
+def test_votes_are_not_encoded_twice() -> None:
+    run = Run(ExchangeOptions("gradients", codec=SignSGD()))
+    run.step()
+    run.backward()
+    run.part.expose_gradients()
+    with pytest.raises(RuntimeError, match="encode once more"):
+        run.backward(step=7)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DGC(halves="gather"), "does not encode"),
+        (lambda: Signum(halves="gather"), "does not encode"),
+        (lambda: DGC(error_feedback=False, allow_biased=True), "form of error feedback"),
+        (lambda: ExchangeOptions("gradients", codec=TopK(allow_lag=True)), "no effect here"),
+        (lambda: ExchangeOptions("parameters", codec=DGC(halves="reduce", clip_norm=1.0)), "cuts"),
+        (
+            lambda: ExchangeOptions(
+                codec=Int8(halves="gather", error_feedback=False, allow_biased=True)
+            ),
+            "no effect on differences",
+        ),
+    ],
+)
+def test_options_without_effect_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
+import pickle
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_dear.callbacks import CompressionSchedule, DearMonitor
-from lightning_dear.compression import DGC, Int4, Int8, TopK
+from lightning_dear.callbacks.completion_guard import CompletionGuard
+from lightning_dear.compression import DGC, Fp32, Int4, Int8, TopK
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed, run_ranks
+from tests.engine.models import batch, build, loss_of, optimizer_for
+from tests.fabric.running import dear as fabric_dear
+from tests.fabric.running import new_fabric
 from tests.lightning.fitting import WeightRecorder, assert_ranks_agree, assert_same, dear, fit
-from tests.lightning.nets import Net
+from tests.lightning.nets import Net, copies, data
 from tests.lightning.test_sharded_saving import NAME, _resume, _train
 
 COMPRESSORS: dict[str, dict[str, Any]] = {
@@ -90,8 +100,6 @@ def test_steps_that_a_loss_scale_leaves_out_leave_no_trace() -> None:
 
 
 def _plugins(precision: MixedPrecision) -> list[Any]:
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-
     return [TorchElasticEnvironment(), precision]
 
 
@@ -220,3 +228,72 @@ def _fit_with_momentum(name: str) -> None:
 @pytest.mark.parametrize("name", ["dgc", "signum"])
 def test_momentum_twice_is_refused(name: str) -> None:
     run_ranks(_fit_with_momentum, 2, name)
+
+
+@distributed(world_sizes=(1, 2))
+def test_fit_then_test_then_save_then_fit_again() -> None:
+    folder = Path(tempfile.mkdtemp())
+    for name in ("int8", "topk"):
+        strategy, net = _ours(name), Net("mlp", "sgd")
+        recorder = WeightRecorder()
+        trainer = fit(strategy, net, recorder, max_epochs=1)
+        trainer.validate(net, data(), verbose=False)
+        trainer.save_checkpoint(folder / f"{name}-{dist.get_rank()}.ckpt")
+        state = strategy._pipeline.parts[0].optimizer_state_dict()
+        assert state["residuals"]["counts"]["reduce"] == len(recorder.seen)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(net, data())
+        parts = strategy._pipeline.parts
+        counts = parts[0].optimizer_state_dict()["residuals"]["counts"]
+        # Another fit makes other optimizers.
+        assert 2 * counts["reduce"] == len(recorder.seen)
+        assert_ranks_agree(recorder.seen)
+
+
+def test_a_schedule_can_be_pickled_and_holds_up_nothing() -> None:
+    schedule = CompressionSchedule(dense_steps=2)
+    assert pickle.loads(pickle.dumps(schedule)).codec_at(Int8(), 1) == Fp32()
+    waited: list[str] = []
+    guard = CompletionGuard(waited.append)
+    trainer = SimpleNamespace(callbacks=[guard, schedule])
+    guard.on_train_batch_start(trainer, LightningModule(), None, 0)
+    assert not waited
+
+
+@distributed(world_sizes=(2,))
+def test_compressors_under_fabric() -> None:
+    seen = {}
+    for name in ("int8", "topk"):
+        fabric = new_fabric(fabric_dear(**COMPRESSORS[name]))
+        raw = build("mlp")
+        model, optimizer = fabric.setup(raw, optimizer_for("adamw", raw))
+        for step in range(5):
+            fabric.backward(loss_of(model, *batch("mlp", step, fabric.global_rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+        seen[name] = copies(raw)
+        assert_ranks_agree([seen[name]])
+        assert "residuals" in optimizer.state_dict() or "residuals" in (
+            fabric.strategy.get_optimizer_state(optimizer)
+        )
+    with pytest.raises(ValueError, match="needs a Trainer"):
+        fabric_dear(compressor=DGC(warm_up_steps=5))
+
+
+@distributed(world_sizes=(2,))
+def test_hooks_see_the_mean_and_what_they_do_counts() -> None:
+    """Gradients set to 0 in a hook move nothing but what is left of earlier ones."""
+
+    class Stopped(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for parameter in self.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.0)
+
+    for name in ("int8", "int4 of gradients"):
+        net, recorder = Stopped("mlp", "maximize"), WeightRecorder()
+        before = copies(net)
+        fit(_ours(name), net, recorder)
+        for left, right in zip(before, recorder.seen[-1], strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=2e-3)
+        assert_ranks_agree(recorder.seen)
