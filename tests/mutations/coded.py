@@ -158,15 +158,15 @@ CODED = [
     Mutation(
         "every rank's residual in a folder",
         "checkpoint/residuals.py",
-        "            before = rank * parameters[part.tensor].numel()\n",
+        '            before = rank * parameter.numel() if kind == "worker" else 0\n',
         "            before = 0\n",
         (f"{TRAINER}::test_checkpoints_go_on_with_the_same_bits",),
     ),
     Mutation(
         "residuals of a fit before",
         "residual_keeper.py",
-        "        if self._coded:\n            residuals.put_in(",
-        "        if False:\n            residuals.put_in(",
+        "        if self._coded:\n            self._put_in(held)",
+        "        if False:\n            self._put_in(held)",
         (f"{ENGINE}::test_loading_in_mid_run_brings_its_residuals",),
     ),
 ]
