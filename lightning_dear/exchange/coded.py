@@ -14,14 +14,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
 from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.floats import Fp32
-from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded
+from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded, zero_or_nan
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.plain_mode import plain_mode
@@ -111,8 +110,7 @@ class CodedExchange(DenseExchange):
     # --- gradients that are not finite --------------------------------------------------------
 
     def _look_for_inf(self, rows: Tensor) -> None:
-        # A maximum, since a sum of finite numbers may overflow.
-        is_inf = ~torch.linalg.vector_norm(rows, math.inf).isfinite()
+        is_inf = zero_or_nan(rows) != 0
         self._found_inf = is_inf if self._found_inf is None else self._found_inf | is_inf
 
     @override
