@@ -26,6 +26,15 @@ class PipelineAccess:
         if self._pipeline is not None:
             self._pipeline.complete_parameters(reason)
 
+    def sync_replicas(self) -> None:
+        """Gives all ranks the parameters that their owners step. All ranks call; blocks.
+
+        Where a compressor encodes differences of parameters, these are a little behind; elsewhere
+        nothing happens. Between an optimizer step and the next forward.
+        """
+        for part in () if self._pipeline is None else self._pipeline.parts:
+            part.sync_replicas()
+
     @property
     def plan(self) -> BucketPlan | None:
         """The first optimizer's buckets; None before its first step of a fit."""

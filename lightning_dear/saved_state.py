@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.active_plan import ActivePlan
 from lightning_dear.checkpoint.sharded_state import sharded_state
 from lightning_dear.checkpoint.whole_state import consolidate
+from lightning_dear.exchange import CodedExchange
 from lightning_dear.instruments import Instruments
 from lightning_dear.planning import BucketPlan
 from lightning_dear.residual_keeper import ResidualKeeper
@@ -54,6 +56,20 @@ class SavedState:
             return self._residuals.add_to_sharded(self.optimizer.state_dict())
         state = sharded_state(self.sharded, self.parameters, self._collectives)
         return self._residuals.add_to_sharded(state)
+
+    @torch.no_grad()
+    def sync_replicas(self) -> None:
+        """Gives all ranks the parameters that their owners step. Collective, blocks.
+
+        Where differences of parameters are encoded, for what is to be exported: weights are then
+        those of a dense step. Between two steps.
+        """
+        self.complete_parameters("sync_replicas")
+        if self._active is None or not isinstance(self._active.exchange, CodedExchange):
+            return
+        for bucket in self._active.flat.buckets:
+            if bucket.lags:
+                self._active.exchange.sync(bucket).wait()
 
     def prepare_state(self) -> None:
         """Puts right what a step that raised left behind, and takes over what was loaded. Local.

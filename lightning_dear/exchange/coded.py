@@ -129,7 +129,8 @@ class CodedExchange(DenseExchange):
                 return
             self._is_broken = True
         else:
-            self._is_nan = found.bool()
+            is_nan = found.bool()
+            self._is_nan = is_nan if self._is_nan is None else self._is_nan | is_nan
         for coded in self.coded:
             coded.bucket.mean.masked_fill_(found.bool(), math.nan)
 
@@ -186,6 +187,10 @@ class CodedExchange(DenseExchange):
         # Never done at once, not even with one rank: whoever waits steps the bucket.
         return Work(launch().wait, coded.bucket.note_published)
 
+    def sync(self, bucket: Bucket) -> Work:
+        """Starts gathering the stepped shards of `bucket`, not encoded. All ranks call."""
+        return self._send_dense(self.coded[bucket.number], self._dense.prepare_gather(bucket))
+
     @property
     def _sends_bytes_back(self) -> bool:
         return self._encodes_gather and not isinstance(self._codec, Fp32)
@@ -219,12 +224,12 @@ class CodedExchange(DenseExchange):
 
     @override
     def commit(self) -> None:
-        self._is_broken = False
+        self._is_broken, self._is_nan = False, None
         for coded in self.coded:
             coded.worker.commit()
 
     @override
     def discard(self) -> None:
-        self._is_broken = False
+        self._is_broken, self._is_nan = False, None
         for coded in self.coded:
             coded.worker.discard()

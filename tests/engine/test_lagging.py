@@ -200,3 +200,18 @@ def test_masters_that_others_have_not_stepped_are_forgotten() -> None:
     other_optimizer.load_state_dict(state)
     _step(model, other_optimizer, other, 3)
     assert "master_weight" not in other.parts[0].optimizer_state_dict()["state"][0]
+
+
+@distributed(world_sizes=(1, 3))
+def test_replicas_can_be_made_equal_to_masters() -> None:
+    model, optimizer, pipeline = _start(Int4(), "adamw")
+    for step in range(4):
+        _step(model, optimizer, pipeline, step)
+    pipeline.parts[0].sync_replicas()
+    for master, replica in zip(_masters(pipeline, optimizer), _in_groups(optimizer), strict=True):
+        assert torch.equal(master, replica)
+    assert_equal_on_all_ranks(([weights(model)], []))
+    _step(model, optimizer, pipeline, 4)
+    masters = _masters(pipeline, optimizer)
+    lag = _norm([a - b for a, b in zip(masters, _in_groups(optimizer), strict=True)])
+    assert 0 < lag <= 1e-2 * _norm(masters)

@@ -297,3 +297,18 @@ def test_hooks_see_the_mean_and_what_they_do_counts() -> None:
         for left, right in zip(before, recorder.seen[-1], strict=True):
             torch.testing.assert_close(left, right, rtol=0, atol=2e-3)
         assert_ranks_agree(recorder.seen)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_masters_that_another_strategy_carried_along_are_forgotten(
+    tmp_path: Path, is_ours: bool
+) -> None:
+    master = {"exp_avg": torch.ones(2), "master_weight": torch.ones(2)}
+    checkpoint: dict[str, Any] = {"optimizer_states": [{"state": {0: master}, "param_groups": []}]}
+    if is_ours:
+        checkpoint["lightning_dear"] = {"format": 1}
+    torch.save(checkpoint, tmp_path / "file.ckpt")
+    loaded = dear().load_checkpoint(tmp_path / "file.ckpt")
+    state = loaded["optimizer_states"][0]["state"][0]
+    assert ("master_weight" in state) is is_ours
+    assert "exp_avg" in state
