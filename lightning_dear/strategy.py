@@ -160,7 +160,7 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
     def setup_environment(self) -> None:
         super().setup_environment()
         module = self.lightning_module
-        if module is not None:
+        if module is not None and module._trainer is not None:
             # Before checkpoints are loaded: one may bring the plan that was found.
             self._append_callbacks(module.trainer)
 

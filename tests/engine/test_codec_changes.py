@@ -11,7 +11,7 @@ from tests.engine.linear import SOMETIMES, Run
 
 
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
-@distributed(world_sizes=(1, 3))
+@distributed(world_sizes=(3,))
 def test_a_dense_step_sends_all_that_was_left(gather: str) -> None:
     topk = TopK(density=0.5, allow_lag=gather == "parameters")
     for codec in (Int4(block_size=64), LoCo(rate=0.5), topk):

@@ -73,16 +73,18 @@ def test_what_is_lost_arrives_later() -> None:
         assert run.error(rate) <= 1e-5, codec
 
 
-@pytest.mark.parametrize(
-    ("half", "gather"), [("reduce", "gradients"), ("gather", "gradients"), ("reduce", "parameters")]
-)
 @distributed(world_sizes=(1, 3))
-def test_the_same_where_one_half_is_encoded(half: str, gather: str) -> None:
-    for codec in (Int4(block_size=64, halves=half), TopK(density=0.05, halves=half)):
-        run = Run(_coded(codec, gather))
-        for step in range(20):
-            run.step(leaves_out=step % 5 == 3)
-        assert run.error() <= 1e-5, codec
+def test_the_same_where_one_half_is_encoded() -> None:
+    for half, gather in (
+        ("reduce", "gradients"),
+        ("gather", "gradients"),
+        ("reduce", "parameters"),
+    ):
+        for codec in (Int4(block_size=64, halves=half), TopK(density=0.05, halves=half)):
+            run = Run(_coded(codec, gather))
+            for step in range(10):
+                run.step(leaves_out=step % 5 == 3)
+            assert run.error() <= 1e-5, codec
 
 
 @distributed(world_sizes=(2,))
@@ -253,7 +255,7 @@ def test_residuals_that_were_loaded_can_be_saved_before_a_step() -> None:
 # --- scale ----------------------------------------------------------------------------------------
 
 
-@distributed(world_sizes=(1, 2, 3))
+@distributed(world_sizes=(3,))
 def test_equal_gradients_arrive_as_they_are() -> None:
     for codec in ALMOST_EXACT:
         run = Run(_coded(codec), NoFusion())
@@ -271,7 +273,7 @@ def test_equal_gradients_arrive_as_they_are() -> None:
             )
 
 
-@distributed(world_sizes=(1, 2, 3))
+@distributed(world_sizes=(1, 3))
 def test_a_vote_is_that_of_the_majority() -> None:
     for halves in ("both", "reduce"):
         run = Run(_coded(SignSGD(halves=halves)))
@@ -316,7 +318,7 @@ def _padded(shape: tuple[int, ...]) -> int:
     return aligned(numel)
 
 
-@distributed(world_sizes=(1, 3))
+@distributed(world_sizes=(3,))
 def test_dgc_clips_each_tensor_of_each_rank() -> None:
     for scale in (1.0, 8.0):
         codec = DGC(density=1.0, selector="exact", momentum=0.0, clip_norm=0.5)

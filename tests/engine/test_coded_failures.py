@@ -49,10 +49,10 @@ def _kept(run: Run) -> dict[str, list[Tensor]]:
     }
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
 @distributed(world_sizes=(1, 3))
-def test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing(value: float) -> None:
-    for codec in CODECS:
+def test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing() -> None:
+    for number, codec in enumerate(CODECS):
+        value = math.inf if number % 2 else math.nan
         run = Run(ExchangeOptions("gradients", codec=codec))
         for _ in range(3):
             run.step()
