@@ -120,7 +120,7 @@ class Bucket:
             # Moved by as much, since the lag is still to be sent; by 0 where nothing was written.
             dtype = self.shard.dtype
             self.shard.add_(self.replica.to(dtype) - self.published.to(dtype))
-            self.published.copy_(self.replica)
+            self.note_published()
         elif self.is_staged and not self.has_master:
             self.shard.copy_(self.replica)
         elif self.has_master:

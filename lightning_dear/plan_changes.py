@@ -176,8 +176,10 @@ class PlanChanges:
             if bucket.lags and not self._active.gatherer.is_pending(bucket.number)
         ]
         if arrived:
-            behind = [torch.dist(bucket.shard, bucket.replica.float()) for bucket in arrived]
-            whole = [torch.linalg.vector_norm(bucket.shard) for bucket in arrived]
+            behind = [
+                torch.dist(bucket.shard.float(), bucket.replica.float()) for bucket in arrived
+            ]
+            whole = [torch.linalg.vector_norm(bucket.shard.float()) for bucket in arrived]
             figures["lag"] = torch.stack(behind).norm() / torch.stack(whole).norm()
         return figures
 

@@ -20,9 +20,8 @@ class CompressionSchedule(Callback):
 
     `DearStrategy(compressor=..., compression_schedule=...)` puts it among the trainer's callbacks.
     Steps are the trainer's `global_step`, which counts those of all optimizers, so that a resumed
-    fit goes on where it was. In a dense
-    step gradients travel as they are, with what was still to be sent; `gather="parameters"` sends
-    whole parameters then.
+    fit goes on where it was. In a dense step gradients travel as they are, with what was still to
+    be sent; `gather="parameters"` sends whole parameters then.
 
     Args:
         dense_steps: How many optimizer steps nothing is encoded.

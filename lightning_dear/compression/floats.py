@@ -13,13 +13,8 @@ from lightning_dear.compression.codec import Codec, Kind, Lag, field, padded_byt
 from lightning_dear.compression.tiling import Scratch, tiles
 
 
-class _HalfFloat(Codec):
-    """Round to a float of 16 bits, and to its largest finite number what lies beyond that.
-
-    Wire: [numel x 2 bytes | zeros to a multiple of 4].
-    """
-
-    _dtype: ClassVar[torch.dtype]
+class _Float(Codec):
+    """Each number for itself, as a float of some width."""
 
     @property
     @override
@@ -35,6 +30,15 @@ class _HalfFloat(Codec):
     @override
     def block_size(self) -> int:
         return 1
+
+
+class _HalfFloat(_Float):
+    """Round to a float of 16 bits, and to its largest finite number what lies beyond that.
+
+    Wire: [numel x 2 bytes | zeros to a multiple of 4].
+    """
+
+    _dtype: ClassVar[torch.dtype]
 
     @override
     def wire_bytes(self, numel: int) -> int:
@@ -60,28 +64,13 @@ class _HalfFloat(Codec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp32(Codec):
+class Fp32(_Float):
     """Numbers as they are: C(x) = x, for steps and tensors that a compressor leaves out.
 
     Wire: [numel x 4 bytes].
     """
 
     name: ClassVar[str] = "fp32"
-
-    @property
-    @override
-    def kind(self) -> Kind:
-        return "contractive"
-
-    @property
-    @override
-    def lag(self) -> Lag:
-        return "small"
-
-    @property
-    @override
-    def block_size(self) -> int:
-        return 1
 
     @override
     def wire_bytes(self, numel: int) -> int:
