@@ -215,3 +215,14 @@ def test_replicas_can_be_made_equal_to_masters() -> None:
     masters = _masters(pipeline, optimizer)
     lag = _norm([a - b for a, b in zip(masters, _in_groups(optimizer), strict=True)])
     assert 0 < lag <= 1e-2 * _norm(masters)
+
+
+@distributed(world_sizes=(2,))
+def test_the_lag_is_known_in_any_precision() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model, optimizer, pipeline = _start(Int8(), dtype=dtype)
+        for step in range(3):
+            _step(model, optimizer, pipeline, step, dtype)
+        pipeline.complete_parameters()
+        assert 0 < float(pipeline.parts[0].encoding_figures()["lag"]) <= 5e-3
+        pipeline.detach()
