@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import signal
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.optim import Optimizer
 
 from lightning_dear.checkpoint import folder as distributed_checkpoint
@@ -603,6 +605,27 @@ def test_loading_runs_no_code_from_the_folder(
     with pytest.raises((ValueError, pickle.UnpicklingError)):
         load(tmp_path / "saved")
     assert not (tmp_path / "was run").exists()
+
+
+class _Asking:
+    """Pickles as enums do in Python 3.11.0 to 3.11.3."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self._asked = of, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self._asked
+
+
+def test_names_in_metadata_are_those_of_enums_alone() -> None:
+    def read(asking: _Asking) -> Any:
+        return checkpoint_storage._MetadataUnpickler(io.BytesIO(pickle.dumps(asking))).load()
+
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert read(_Asking(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")) is member
+    for of, name in ((torch.float32, "to_complex"), (Metadata, "__init__"), (member, "name")):
+        with pytest.raises(ValueError, match=r"asks for .* do not trust this folder"):
+            read(_Asking(of, name))
 
 
 def test_converting_needs_leave_to_run_code(tmp_path: Path) -> None:
