@@ -162,7 +162,7 @@ def activate(
         keeps_gradients=uses_buckets,
         lags=options.encodes_differences,
     )
-    exchange = new_exchange(options, collectives, first_number, flat.buckets, loss_scale)
+    exchange = new_exchange(options, collectives, first_number, flat, loss_scale)
     depth = options.depth
     gatherer = ParameterGatherer(
         module,

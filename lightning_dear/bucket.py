@@ -162,6 +162,12 @@ def storage_strides(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
+def storage_shape(tensor: Tensor) -> torch.Size:
+    """The sizes of a tensor's dimensions in the order of its storage, the outermost first."""
+    dimensions = sorted(range(tensor.ndim), key=storage_strides(tensor).__getitem__, reverse=True)
+    return torch.Size(tensor.shape[dimension] for dimension in dimensions)
+
+
 def as_flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """`tensor` as 1-D in the order of `strides`; a view where its layout allows, else a copy."""
     if tensor.stride() != strides:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_dear.compression.codec import Codec
+from lightning_dear.compression import Compressor, PowerSGD
 from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.work import Collectives
 
@@ -30,7 +30,7 @@ class ExchangeOptions:
     gather: str = "parameters"
     depth: int | None = None
     decouple: bool = True
-    codec: Codec | None = None
+    codec: Compressor | None = None
 
     def __post_init__(self) -> None:
         if self.gather not in GATHERS:
@@ -54,7 +54,10 @@ class ExchangeOptions:
                 " gathered; leave it out."
             )
 
-    def _check_codec(self, codec: Codec) -> None:
+    def _check_codec(self, codec: Compressor) -> None:
+        if isinstance(codec, PowerSGD):
+            self._check_low_rank(codec)
+            return
         if not self.decouple:
             raise ValueError(
                 f"decouple=False all-reduces gradients, which {codec.name} cannot encode: a sum of"
@@ -93,6 +96,23 @@ class ExchangeOptions:
                 f" step: {instead}, or allow_lag=True in it."
             )
 
+    def _check_low_rank(self, codec: PowerSGD) -> None:
+        if not self.is_of_gradients:
+            raise ValueError(
+                f"{codec.name} gives every rank the whole mean gradient, which gather='parameters'"
+                " has no use for: set gather='gradients', or leave gather out."
+            )
+        if self.depth is not None:
+            raise ValueError(
+                f"gather_depth={self.depth} has no effect with {codec.name}, which gathers nothing;"
+                " leave it out."
+            )
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether every rank gets whole means during backward, and nothing is gathered."""
+        return not self.decouple or isinstance(self.codec, PowerSGD)
+
     @property
     def is_of_gradients(self) -> bool:
         """Whether each rank steps whole tensors, with a state of its own for all of them."""
@@ -122,19 +142,19 @@ class ExchangeOptions:
                 f"gather_depth={self.depth} works with gloo only: NCCL orders all-gathers on the"
                 " device by itself, and nobody on the host knows when one has ended. Leave it out."
             )
-        if not self.decouple and num_optimizers > 1:
+        if self.all_reduces and num_optimizers > 1:
+            what = "decouple=False" if self.codec is None else f"compressor={self.codec.name!r}"
             raise ValueError(
-                f"decouple=False works with one optimizer, and there are {num_optimizers}: two"
-                " optimizers' all-reduces could start in another order on other ranks. Leave it"
-                " out."
+                f"{what} works with one optimizer, and there are {num_optimizers}: two optimizers'"
+                " all-reduces could start in another order on other ranks. Leave it out."
             )
 
     def shards(self, collectives: Collectives) -> tuple[int, int]:
         """(number of this rank's shard, number of shards); one shard where each rank has all."""
-        return (collectives.rank, collectives.world_size) if self.decouple else (0, 1)
+        return (0, 1) if self.all_reduces else (collectives.rank, collectives.world_size)
 
 
-def default_gather(codec: Codec | None) -> str:
+def default_gather(codec: Compressor | None) -> str:
     """What travels back if nobody says: parameters, unless `codec` cannot send differences."""
     if codec is None or codec.halves == "reduce":
         return "parameters"
@@ -149,7 +169,7 @@ def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> s
         options: What travels, and how.
         is_one_optimizer: Whether nobody else all-reduces in the same process groups.
     """
-    if options.codec is not None:
+    if options.codec is not None and not options.all_reduces:
         return f"a sum of what {options.codec.name} encodes is none"
     if options.is_of_gradients:
         return (

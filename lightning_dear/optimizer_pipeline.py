@@ -74,7 +74,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         self.num_steps = 0
         self.early_refusal: str | None = None
         self.sharded: ShardedOptimizer = (
-            ReplicatedOptimizer(optimizer, self, decouple=options.decouple)
+            ReplicatedOptimizer(optimizer, self, decouple=not options.all_reduces)
             if options.is_of_gradients
             else ShardedOptimizer(optimizer, self)
         )

@@ -30,7 +30,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_dear.compression import Codec
+from lightning_dear.compression import Compressor
 from lightning_dear.exchange_options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import check_layout
@@ -164,11 +164,11 @@ class Pipeline:
             part.measure_next_step()
 
     @property
-    def codec(self) -> Codec | None:
+    def codec(self) -> Compressor | None:
         """What was configured to encode gradients; None for nothing."""
         return self._options.codec
 
-    def use_codec(self, codec: Codec) -> None:
+    def use_codec(self, codec: Compressor) -> None:
         """See `OptimizerPipeline`: another codec of the same kind, or none, from the next step."""
         for part in self.parts:
             part.use_codec(codec)

@@ -20,7 +20,7 @@ from lightning_dear.active_plan import (
     agree_on_recording,
 )
 from lightning_dear.checkpoint.whole_state import whole_state
-from lightning_dear.compression import Codec, check_replaces
+from lightning_dear.compression import Compressor, check_replaces
 from lightning_dear.exchange import LossScale
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.instruments import Instruments
@@ -56,7 +56,7 @@ class PlanChanges:
     _options: ExchangeOptions
     _instruments: Instruments
     _active: ActivePlan | None
-    _codec: Codec | None = None
+    _codec: Compressor | None = None
     _recording: Recording | None
     _trained: TrainedParameters
     _recorder: ForwardRecorder
@@ -145,7 +145,7 @@ class PlanChanges:
             all_reduced=plan.all_reduced if self.all_reduce_refusal is None else (),
         )
 
-    def use_codec(self, codec: Codec) -> None:
+    def use_codec(self, codec: Compressor) -> None:
         """Encodes with `codec` from the next step on. All ranks call, between two steps. Local.
 
         Raises:

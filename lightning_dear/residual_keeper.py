@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_dear.checkpoint import residuals
 from lightning_dear.checkpoint.residuals import KEY, Residuals
 from lightning_dear.checkpoint.sharded_state import ShardedState
-from lightning_dear.exchange import CodedBucket
+from lightning_dear.exchange import EncodedBucket
 from lightning_dear.work import Collectives
 
 
@@ -28,13 +28,13 @@ class ResidualKeeper:
     def __init__(self, optimizer: Optimizer, collectives: Collectives) -> None:
         self._optimizer = optimizer
         self._collectives = collectives
-        self._coded: Sequence[CodedBucket] = ()
+        self._coded: Sequence[EncodedBucket] = ()
         self._parameters: Sequence[Parameter] = ()
         self._held: Residuals | None = None
         self._is_detached = False
         self._hook = optimizer.register_load_state_dict_pre_hook(self._on_loading)
 
-    def attach(self, coded: Sequence[CodedBucket], parameters: Sequence[Parameter]) -> None:
+    def attach(self, coded: Sequence[EncodedBucket], parameters: Sequence[Parameter]) -> None:
         """Gives what is held to the buckets of a new plan."""
         self._coded, self._parameters = coded, parameters
         held, self._held = self._held, None
@@ -86,9 +86,16 @@ class ResidualKeeper:
             if self._coded
             else residuals.parts_held(self._held or Residuals())
         )
-        own, chunks = residuals.sharded(parts, self._counts(), self._numbers(), rank, world_size)
+        what = parts, self._factors(), self._counts(), self._numbers()
+        own, chunks = residuals.sharded(*what, rank, world_size)
         before = state if isinstance(state, ShardedState) else ShardedState(state, (), ())
         return ShardedState({**before, KEY: own}, (*before.chunks, *chunks), before.parameters)
+
+    def _factors(self) -> dict[Tensor, Tensor]:
+        if self._coded:
+            pairs = [pair for one in self._coded for pair in one.factors.items()]
+            return {self._parameters[number]: factor for number, factor in pairs}
+        return {} if self._held is None else self._held.factors
 
     def _counts(self) -> dict[str, int]:
         if self._coded:

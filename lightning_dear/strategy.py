@@ -25,7 +25,7 @@ from lightning_dear.callbacks.own import OwnCallbacks
 from lightning_dear.checkpoint_access import CheckpointAccess
 from lightning_dear.checkpoint_io import AtomicCheckpointIO
 from lightning_dear.collectives import new_collectives
-from lightning_dear.compression import Codec, NoCompression, resolve_compressor
+from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
 from lightning_dear.exchange_options import ExchangeOptions, default_gather
 from lightning_dear.failures.handling import FailureHandling
 from lightning_dear.gradient_access import GradientAccess
@@ -106,7 +106,7 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         *,
-        compressor: str | Codec | NoCompression = "none",
+        compressor: str | Compressor | NoCompression = "none",
         compression_schedule: CompressionSchedule | None = None,
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,

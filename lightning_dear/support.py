@@ -81,8 +81,8 @@ def say_what_is_gathered(gather: str | None, options: ExchangeOptions) -> None:
     """Tells people that a compressor has chosen for them what costs memory."""
     if gather is None and options.is_of_gradients and options.codec is not None:
         rank_zero_info(
-            f"compressor={options.codec.name!r} gathers gradients, not parameters: every rank has"
-            " the whole optimizer state."
+            f"With compressor={options.codec.name!r} every rank gets whole gradients instead of"
+            " parameters, and has the whole optimizer state."
         )
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_dear.compression import DGC, Codec, Fp32
+from lightning_dear.compression import DGC, Compressor, Fp32
 from lightning_dear.compression.sparse import Sparse
 from lightning_dear.pipeline import Pipeline
 
@@ -45,7 +45,7 @@ class CompressionSchedule(Callback):
                 raise ValueError(f"density must be in (0, 1], got {density}.")
         self._get_pipeline: Callable[[], Pipeline | None] | None = None
 
-    def check(self, codec: Codec | None) -> None:
+    def check(self, codec: Compressor | None) -> None:
         """Refuses a codec that the schedule cannot change.
 
         Raises:
@@ -64,7 +64,7 @@ class CompressionSchedule(Callback):
         """Says where the pipeline of the fit is; None outside a fit."""
         self._get_pipeline = get_pipeline
 
-    def codec_at(self, codec: Codec, step: int) -> Codec:
+    def codec_at(self, codec: Compressor, step: int) -> Compressor:
         """What encodes optimizer step `step`, counted from 0.
 
         DGC's own warm-up begins when the dense steps are over.
@@ -89,7 +89,7 @@ class CompressionSchedule(Callback):
 
 
 def schedule_of(
-    codec: Codec | None, schedule: CompressionSchedule | None
+    codec: Compressor | None, schedule: CompressionSchedule | None
 ) -> CompressionSchedule | None:
     """The schedule that a fit needs: the given one, or one for a codec with a warm-up of its own.
 

@@ -3,9 +3,10 @@
 Each rank keeps something of its own for every element of every parameter, and owners keep
 something besides for their shards. In a state dict both stand beside the optimizer's state:
 
-    residuals: worker: name -> parameter number -> [number of ranks, *shape]
-               owner:  name -> parameter number -> [*shape]
-               counts: half -> how often a bucket was encoded
+    residuals: worker:  name -> parameter number -> [number of ranks, *shape]
+               owner:   name -> parameter number -> [*shape]
+               factors: parameter number -> the low-rank factor that all ranks have
+               counts:  half -> how often a bucket was encoded
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn import Parameter
 
 from lightning_dear.bucket import as_flat, storage_strides
 from lightning_dear.checkpoint.sharded_state import Chunk
-from lightning_dear.exchange import CodedBucket
+from lightning_dear.exchange import EncodedBucket
 from lightning_dear.planning.plan import Slice
 from lightning_dear.work import STATE_NUMBERS, Collectives
 
@@ -38,22 +39,25 @@ class Residuals:
     Attributes:
         worker: Name -> parameter -> this rank's own numbers, flat, in the order of its storage.
         owner: Name -> parameter -> what owners keep, likewise, the same on all ranks.
+        factors: Parameter -> its low-rank factor, the same on all ranks.
         counts: Half -> how often it was encoded.
     """
 
     worker: dict[str, ByParameter] = field(default_factory=dict)
     owner: dict[str, ByParameter] = field(default_factory=dict)
+    factors: ByParameter = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
 
 @torch.no_grad()
 def take_out(
-    coded: Sequence[CodedBucket], parameters: Sequence[Parameter], collectives: Collectives
+    coded: Sequence[EncodedBucket], parameters: Sequence[Parameter], collectives: Collectives
 ) -> Residuals:
     """Copies what is kept in `coded`, none of which may be pending. Collective, blocks."""
     taken = Residuals()
     for one in coded:
         taken.counts = dict(one.counts)
+        taken.factors.update({parameters[at]: own.clone() for at, own in one.factors.items()})
         for name, flat in one.worker.kept.items():
             _spread(one, flat, taken.worker.setdefault(name, {}), parameters)
         for name, shard in one.owner.kept.items():
@@ -67,11 +71,18 @@ def take_out(
 
 @torch.no_grad()
 def put_in(
-    coded: Sequence[CodedBucket], residuals: Residuals, parameters: Sequence[Parameter]
+    coded: Sequence[EncodedBucket], residuals: Residuals, parameters: Sequence[Parameter]
 ) -> None:
-    """Overwrites what is kept in `coded`; what `residuals` do not know becomes 0. Local."""
+    """Overwrites what is kept in `coded`; what `residuals` do not know becomes 0. Local.
+
+    A factor that they do not know, or of another rank, stays what it is.
+    """
     for one in coded:
         one.counts.update(residuals.counts)
+        for number, own in one.factors.items():
+            factor = residuals.factors.get(parameters[number], own)
+            if factor.shape == own.shape:
+                own.copy_(factor)
         for name, flat in one.worker.kept.items():
             _collect(one, flat, residuals.worker.get(name, {}), parameters)
         for name, shard in one.owner.kept.items():
@@ -81,7 +92,7 @@ def put_in(
 
 
 def _spread(
-    one: CodedBucket, flat: Tensor, target: ByParameter, parameters: Sequence[Parameter]
+    one: EncodedBucket, flat: Tensor, target: ByParameter, parameters: Sequence[Parameter]
 ) -> None:
     for part in one.spec.slices:
         parameter = parameters[part.tensor]
@@ -92,7 +103,7 @@ def _spread(
 
 
 def _collect(
-    one: CodedBucket, flat: Tensor, source: ByParameter, parameters: Sequence[Parameter]
+    one: EncodedBucket, flat: Tensor, source: ByParameter, parameters: Sequence[Parameter]
 ) -> None:
     flat.zero_()
     for part in one.spec.slices:
@@ -102,7 +113,7 @@ def _collect(
             own.copy_(numbers[part.start : part.start + part.numel])
 
 
-def unknown_names(coded: Sequence[CodedBucket], residuals: Residuals) -> list[str]:
+def unknown_names(coded: Sequence[EncodedBucket], residuals: Residuals) -> list[str]:
     """Names of what `residuals` have, not zero, and nobody in `coded` keeps."""
     worker = {name for one in coded for name in one.worker.kept}
     owner = {name for one in coded for name in one.owner.kept}
@@ -140,6 +151,7 @@ def packed(
     return {
         "worker": _numbered(residuals.worker, number_of, of_all_ranks),
         "owner": _numbered(residuals.owner, number_of, of_owners),
+        "factors": {number_of[one]: factor for one, factor in residuals.factors.items()},
         "counts": residuals.counts,
     }
 
@@ -188,6 +200,7 @@ def unpacked(
     return Residuals(
         by_parameter(state["worker"], own),
         by_parameter(state["owner"], Tensor.clone),
+        {parameter_of[number]: factor.clone() for number, factor in state["factors"].items()},
         dict(state["counts"]),
     )
 
@@ -196,7 +209,7 @@ Part = tuple[str, str, Tensor, "Chunk | None"]
 """("worker" or "owner", name, parameter, what lies here of it), in the order of its storage."""
 
 
-def parts_of(coded: Sequence[CodedBucket], parameters: Sequence[Parameter]) -> Iterator[Part]:
+def parts_of(coded: Sequence[EncodedBucket], parameters: Sequence[Parameter]) -> Iterator[Part]:
     """What lies in the buckets; every rank names the same, whatever it has of it."""
     for one in coded:
         for part in one.spec.slices:
@@ -216,7 +229,7 @@ def parts_held(residuals: Residuals) -> Iterator[Part]:
                 yield kind, name, parameter, Chunk(0, numbers)
 
 
-def _owned(one: CodedBucket, part: Slice, shard: Tensor) -> Chunk | None:
+def _owned(one: EncodedBucket, part: Slice, shard: Tensor) -> Chunk | None:
     own = one.own
     begin, end = max(part.offset, own.start), min(part.offset + part.numel, own.stop)
     if begin >= end:
@@ -227,6 +240,7 @@ def _owned(one: CodedBucket, part: Slice, shard: Tensor) -> Chunk | None:
 
 def sharded(
     parts: Iterable[Part],
+    factors: Mapping[Tensor, Tensor],
     counts: Mapping[str, int],
     number_of: Mapping[Tensor, int],
     rank: int,
@@ -239,11 +253,14 @@ def sharded(
         if chunk is not None:
             before = rank * parameter.numel() if kind == "worker" else 0
             own.append(Chunk(before + chunk.start, chunk.values))
-    state: dict[str, Any] = {"worker": {}, "owner": {}, "counts": dict(counts)}
+    state: dict[str, Any] = {"worker": {}, "owner": {}, "factors": {}, "counts": dict(counts)}
     stand_ins: list[tuple[Tensor, Sequence[Chunk]]] = []
     for (kind, name, parameter), own in chunks.items():
         rows = (world_size,) if kind == "worker" else ()
         stand_in = torch.empty_strided(*_shape(parameter, *rows), device="meta")
         state[kind].setdefault(name, {})[number_of[parameter]] = stand_in
         stand_ins.append((stand_in, own))
+    for parameter, factor in factors.items():
+        stand_in = state["factors"][number_of[parameter]] = factor.to("meta")
+        stand_ins.append((stand_in, [Chunk(0, factor.view(-1))] if rank == 0 else []))
     return state, stand_ins

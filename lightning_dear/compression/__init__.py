@@ -5,8 +5,10 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from lightning_dear.compression.codec import Codec
+from lightning_dear.compression.compressor import Compressor
 from lightning_dear.compression.floats import Bf16, Fp16, Fp32
 from lightning_dear.compression.integers import Int4, Int8, LoCo
+from lightning_dear.compression.low_rank import PowerSGD
 from lightning_dear.compression.signs import EFSignSGD, OneBit, SignSGD, Signum
 from lightning_dear.compression.sparse import DGC, RandomK, Sparse, TopK
 from lightning_dear.compression.stochastic import QSGD, Natural, TernGrad
@@ -33,6 +35,8 @@ _CODECS = (
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _CODECS}
 """All codecs by name."""
 
+_COMPRESSORS: dict[str, type[Compressor]] = {**CODECS, PowerSGD.name: PowerSGD}
+
 
 class NoCompression:
     """The identity: gradients and parameters travel as they are."""
@@ -40,14 +44,14 @@ class NoCompression:
     name = "none"
 
 
-COMPRESSORS = ("none", *CODECS)
+COMPRESSORS = ("none", *_COMPRESSORS)
 """Names of all compressors of ours."""
 
 ENTRY_POINTS = "lightning_dear.compressors"
 """Group of entry points under which other packages name codecs of theirs."""
 
 
-def resolve_compressor(compressor: str | Codec | NoCompression) -> Codec | None:
+def resolve_compressor(compressor: str | Compressor | NoCompression) -> Compressor | None:
     """What a name or an instance means; None for no compression.
 
     Names that other packages have registered (`ENTRY_POINTS`) count, after ours.
@@ -56,7 +60,7 @@ def resolve_compressor(compressor: str | Codec | NoCompression) -> Codec | None:
         ValueError: For an unknown name, with a list of the valid ones.
         TypeError: If it is neither a name nor a compressor.
     """
-    if isinstance(compressor, Codec):
+    if isinstance(compressor, Compressor):
         return compressor
     if compressor == "none" or type(compressor) is NoCompression:
         return None
@@ -65,8 +69,8 @@ def resolve_compressor(compressor: str | Codec | NoCompression) -> Codec | None:
             f"compressor must be one of {', '.join(COMPRESSORS)} or an instance from"
             f" lightning_dear.compression, got {type(compressor).__name__}."
         )
-    if compressor in CODECS:
-        return CODECS[compressor]()
+    if compressor in _COMPRESSORS:
+        return _COMPRESSORS[compressor]()
     others = {one.name: one for one in entry_points(group=ENTRY_POINTS)}
     if compressor not in others:
         names = ", ".join((*COMPRESSORS, *others))
@@ -79,7 +83,7 @@ def resolve_compressor(compressor: str | Codec | NoCompression) -> Codec | None:
     return codec
 
 
-def check_replaces(codec: Codec, configured: Codec | None) -> None:
+def check_replaces(codec: Compressor, configured: Compressor | None) -> None:
     """Refuses a codec that cannot be used in mid-run instead of the configured one.
 
     Raises:
@@ -103,6 +107,7 @@ __all__ = [
     "QSGD",
     "Bf16",
     "Codec",
+    "Compressor",
     "EFSignSGD",
     "Fp16",
     "Fp32",
@@ -112,6 +117,7 @@ __all__ = [
     "Natural",
     "NoCompression",
     "OneBit",
+    "PowerSGD",
     "RandomK",
     "SignSGD",
     "Signum",

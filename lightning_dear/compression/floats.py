@@ -9,7 +9,8 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.codec import Codec, Kind, Lag, field, padded_bytes
+from lightning_dear.compression.codec import Codec, field, padded_bytes
+from lightning_dear.compression.compressor import Kind, Lag
 from lightning_dear.compression.tiling import Scratch, tiles
 
 

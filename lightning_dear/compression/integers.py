@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.blocks import BlockCodec
-from lightning_dear.compression.codec import Kind, Lag
+from lightning_dear.compression.compressor import Kind, Lag
 from lightning_dear.compression.tiling import Scratch
 
 _FP32 = torch.finfo(torch.float32)

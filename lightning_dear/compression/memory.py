@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.codec import Codec
+from lightning_dear.compression.compressor import Compressor
 from lightning_dear.compression.integers import LoCo
 from lightning_dear.compression.signs import Signum
 from lightning_dear.compression.sparse import DGC
@@ -65,6 +66,14 @@ class Memory:
             codec: That has encoded them.
             wire: Its bytes.
             generator: In the state in which `encode` got it, for codecs that share one.
+            scale: As before.
+        """
+
+    def note_lost(self, lost: Tensor, scale: Tensor | None) -> None:
+        """Notes what has not been sent, as a whole; for what is not encoded row by row.
+
+        Args:
+            lost: In the layout of `compensate`'s rows; not mutated.
             scale: As before.
         """
 
@@ -145,15 +154,24 @@ class Residual(Memory):
         generator: Generator | None,
         scale: Tensor | None,
     ) -> None:
-        before, after = self._latest("residual", rows), self._next("residual", rows)
-        if self._rate < 1:
-            before = before * (1 - self._rate)
+        before, after = self._decayed(rows), self._next("residual", rows)
         codec.decode(wire, after, generator)
-        torch.sub(rows, after, out=after)
+        self._keep(torch.sub(rows, after, out=after), before, scale)
+
+    @override
+    def note_lost(self, lost: Tensor, scale: Tensor | None) -> None:
+        before = self._decayed(lost)
+        self._keep(self._next("residual", lost).copy_(lost), before, scale)
+
+    def _decayed(self, like: Tensor) -> Tensor | None:
+        """What a moving average keeps of what was kept before."""
+        return self._latest("residual", like) * (1 - self._rate) if self._rate < 1 else None
+
+    def _keep(self, lost: Tensor, before: Tensor | None, scale: Tensor | None) -> None:
         if scale is not None:
-            after.div_(scale)
-        if self._rate < 1:
-            after.mul_(self._rate).add_(before)
+            lost.div_(scale)
+        if before is not None:
+            lost.mul_(self._rate).add_(before)
         self._has_pending = True
 
 
@@ -230,7 +248,7 @@ class Velocity(Memory):
             self._next(name, rows).masked_fill_(sent, 0.0)
 
 
-def worker_memory(codec: Codec, numel: int, device: torch.device) -> Memory:
+def worker_memory(codec: Compressor, numel: int, device: torch.device) -> Memory:
     """What a rank keeps of its own gradients, which it encodes for their owners."""
     if isinstance(codec, DGC):
         return Velocity(numel, device, codec.momentum)
@@ -239,7 +257,7 @@ def worker_memory(codec: Codec, numel: int, device: torch.device) -> Memory:
     return owner_memory(codec, numel, device)
 
 
-def owner_memory(codec: Codec, numel: int, device: torch.device) -> Memory:
+def owner_memory(codec: Compressor, numel: int, device: torch.device) -> Memory:
     """What an owner keeps of the mean, which it encodes for everybody."""
     if not codec.has_feedback:
         return Memory(numel, device)

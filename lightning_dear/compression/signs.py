@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from lightning_dear.compression.bits import pack_bits, unpack_bits
 from lightning_dear.compression.blocks import BlockCodec
-from lightning_dear.compression.codec import Codec, Kind, Lag, padded_bytes
+from lightning_dear.compression.codec import Codec, padded_bytes
+from lightning_dear.compression.compressor import Kind, Lag
 from lightning_dear.compression.tiling import BLOCK_SIZES, Scratch, block_tiles
 
 _LARGEST = torch.finfo(torch.float32).max

@@ -10,7 +10,8 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import Self, override
 
-from lightning_dear.compression.codec import Codec, Kind, Lag, Randomness, field
+from lightning_dear.compression.codec import Codec, Randomness, field
+from lightning_dear.compression.compressor import Kind, Lag
 from lightning_dear.compression.selectors import SELECTORS, select
 
 RAMP = (0.25, 0.0625, 0.015, 0.004)

@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from lightning_dear.compression.bits import pack_pairs, unpack_pairs
 from lightning_dear.compression.blocks import BlockCodec
-from lightning_dear.compression.codec import Codec, Kind, Randomness, padded_bytes
+from lightning_dear.compression.codec import Codec, Randomness, padded_bytes
+from lightning_dear.compression.compressor import Kind
 from lightning_dear.compression.tiling import Scratch, tiles
 
 _FP32 = torch.finfo(torch.float32)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from lightning_dear.bucket import Bucket
-from lightning_dear.exchange.coded import CodedExchange, LossScale
-from lightning_dear.exchange.coded_bucket import CodedBucket
+from lightning_dear.bucket import FlatBuffers
+from lightning_dear.compression import PowerSGD
+from lightning_dear.exchange.coded import CodedExchange
 from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.exchange.encoded_bucket import EncodedBucket
+from lightning_dear.exchange.encoding import LossScale
 from lightning_dear.exchange.gradients import GradientExchange
 from lightning_dear.exchange.limited import LimitedGathers
+from lightning_dear.exchange.low_rank import LowRankExchange
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.work import Collectives
 
@@ -18,21 +19,24 @@ def new_exchange(
     options: ExchangeOptions,
     collectives: Collectives,
     first_number: int,
-    buckets: Iterable[Bucket],
+    flat: FlatBuffers,
     loss_scale: LossScale,
 ) -> DenseExchange:
-    """The exchange that `options` ask for; see `CodedExchange` for the rest."""
+    """The exchange that `options` ask for, of the buckets in `flat`; see `CodedExchange`."""
     kind = GradientExchange if options.is_of_gradients else DenseExchange
     dense = kind(collectives, first_number)
     if options.codec is None:
         return dense
-    return CodedExchange(dense, options, collectives, first_number, buckets, loss_scale)
+    place = collectives, first_number
+    if isinstance(options.codec, PowerSGD):
+        return LowRankExchange(dense, options.codec, *place, flat, loss_scale)
+    return CodedExchange(dense, options, *place, flat.buckets, loss_scale)
 
 
 __all__ = [
-    "CodedBucket",
     "CodedExchange",
     "DenseExchange",
+    "EncodedBucket",
     "GradientExchange",
     "LimitedGathers",
     "LossScale",

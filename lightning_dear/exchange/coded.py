@@ -18,20 +18,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.compression.codec import Codec
-from lightning_dear.compression.floats import Fp32
-from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded, zero_or_nan
+from lightning_dear.compression import Codec, Compressor, Fp32
+from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded
 from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.exchange.encoding import EncodingExchange, LossScale
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.plain_mode import plain_mode
 from lightning_dear.summing import sum_in_source_order
 from lightning_dear.work import Collectives, Work
 
-LossScale = Callable[[], "Tensor | None"]
-"""What gradients are multiplied by at present, as a tensor of one element; None: by nothing."""
 
-
-class CodedExchange(DenseExchange):
+class CodedExchange(EncodingExchange):
     """Encodes the halves that the codec names; the other one, if any, travels as it is.
 
     Encoding happens where a half is launched, decoding where it is waited for, in the bucket's
@@ -56,19 +53,14 @@ class CodedExchange(DenseExchange):
         buckets: Iterable[Bucket],
         loss_scale: LossScale,
     ) -> None:
-        super().__init__(collectives, first_number)
-        assert options.codec is not None
+        assert isinstance(options.codec, Codec)
+        super().__init__(collectives, first_number, options.codec, loss_scale)
         self._dense = dense
-        self._codec = options.codec
-        self._loss_scale = loss_scale
         self._encodes_reduce, self._encodes_gather = map(options.encodes, ("reduce", "gather"))
-        self.coded = [
+        self.coded: Sequence[CodedBucket] = [
             CodedBucket(bucket, options, collectives.rank, collectives.world_size)
             for bucket in buckets
         ]
-        self._found_inf: Tensor | None = None
-        self._is_broken = False
-        self._is_nan: Tensor | None = None
 
     # --- the reduce half ----------------------------------------------------------------------
 
@@ -106,43 +98,6 @@ class CodedExchange(DenseExchange):
             mean.mul_(1 / len(rows))
             if scale is not None:
                 mean.mul_(scale)
-
-    # --- gradients that are not finite --------------------------------------------------------
-
-    def _look_for_inf(self, rows: Tensor) -> None:
-        is_inf = zero_or_nan(rows) != 0
-        self._found_inf = is_inf if self._found_inf is None else self._found_inf | is_inf
-
-    @override
-    def take_found_inf(self) -> Tensor | bool:
-        found, self._found_inf = self._found_inf, None
-        return False if found is None else found
-
-    @override
-    def hear_found_inf(self, found: Tensor) -> None:
-        """Makes all means nan, so that a loss scale backs off; `check` refuses the step without.
-
-        Where the host would have to wait for that, what is decoded becomes nan instead.
-        """
-        if self._collectives.reads_flags_freely:
-            if not found:
-                return
-            self._is_broken = True
-        else:
-            is_nan = found.bool()
-            self._is_nan = is_nan if self._is_nan is None else self._is_nan | is_nan
-        for coded in self.coded:
-            coded.bucket.mean.masked_fill_(found.bool(), math.nan)
-
-    @override
-    def check(self) -> None:
-        if self._is_broken:
-            raise RuntimeError(
-                "A rank's gradients have nan or inf in them, which compressor="
-                f"{self._codec.name!r} cannot send. No weight has changed, and no residual. Find"
-                " the operation with Trainer(detect_anomaly=True), lower the learning rate or clip"
-                " gradients, or use precision='16-mixed', which leaves such steps out."
-            )
 
     # --- the gather half ----------------------------------------------------------------------
 
@@ -204,32 +159,13 @@ class CodedExchange(DenseExchange):
         return 2 * sum(dense) / sum(sum(encoded if half else dense) for half in halves)
 
     @override
-    def use(self, codec: Codec) -> None:
+    def use(self, codec: Compressor) -> None:
         """Encodes with another codec, from the next reduction on. All ranks, between two steps.
 
         It must need of what is kept between steps what the first codec has, or `Fp32`.
         """
+        assert isinstance(codec, Codec)
         if codec != self._codec:
             self._codec = codec
             for coded in self.coded:
                 coded.use(codec)
-
-    # --- around a step --------------------------------------------------------------------------
-
-    @override
-    def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
-        scale = None if all(used) else self._loss_scale()
-        for coded in self.coded:
-            coded.note_used(used, scale, keeps=keeps)
-
-    @override
-    def commit(self) -> None:
-        self._is_broken, self._is_nan = False, None
-        for coded in self.coded:
-            coded.worker.commit()
-
-    @override
-    def discard(self) -> None:
-        self._is_broken, self._is_nan = False, None
-        for coded in self.coded:
-            coded.worker.discard()

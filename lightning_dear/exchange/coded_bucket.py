@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
+from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
 from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.memory import Memory, owner_memory, worker_memory
+from lightning_dear.exchange.encoded_bucket import EncodedBucket, zero_or_nan
 from lightning_dear.exchange_options import ExchangeOptions
 
 
@@ -28,8 +29,8 @@ class Encoded:
     key: str
 
 
-class CodedBucket:
-    """What encoding and decoding one bucket needs, and leaves.
+class CodedBucket(EncodedBucket):
+    """What encoding and decoding one bucket row by row needs, and leaves.
 
     Args:
         bucket: Its gradients, and its mean, are read and written.
@@ -38,40 +39,29 @@ class CodedBucket:
         world_size: How many there are.
 
     Attributes:
-        bucket: See above.
-        number: The bucket's.
-        spec: What lies where in it.
-        own: Where this rank's shard lies in it.
         outgoing: [world_size, bytes of a shard] uint8, what this rank sends to each.
         incoming: As long, what each sends to this rank.
         gathered: As long, what each has encoded of its shard: `outgoing` itself, whose sends have
             ended by then.
-        worker: What is kept of this rank's own gradients, for the whole bucket.
-        owner: What is kept of the mean, for this rank's shard; nothing where differences are
-            gathered, since what they have not brought is in the next difference.
-        counts: How often each half has been encoded; equal on all ranks.
     """
 
     def __init__(
         self, bucket: Bucket, options: ExchangeOptions, rank: int, world_size: int
     ) -> None:
-        assert options.codec is not None
-        self.bucket = bucket
-        self.number, self.spec, self.own = bucket.number, bucket.spec, bucket.own
+        assert isinstance(options.codec, Codec)
+        device, numel = bucket.gradients.device, bucket.gradients.numel()
+        worker = owner = Memory(0, device)
+        if options.encodes("reduce"):
+            worker = worker_memory(options.codec, numel, device)
+        if options.encodes("gather") and not bucket.lags:
+            # What differences of parameters have not brought is in the next ones.
+            owner = owner_memory(options.codec, numel // world_size, device)
+        super().__init__(bucket, worker, owner, world_size)
         self._rank = rank
         self._world_size = world_size
         self._has_incoming = options.encodes("reduce")
         self._clip_norm = getattr(options.codec, "clip_norm", None)
-        device, numel = bucket.gradients.device, bucket.gradients.numel()
-        size = numel // world_size
-        self.worker, self.owner = Memory(0, device), Memory(0, device)
-        if options.encodes("reduce"):
-            self.worker = worker_memory(options.codec, numel, device)
-        if options.encodes("gather") and not bucket.lags:
-            self.owner = owner_memory(options.codec, size, device)
         self.use(options.codec)
-        self.counts = {"reduce": 0, "gather": 0}
-        self._unused: list[slice] = []
         self._padding, self._own_padding = self._find_padding(device)
 
     def _find_padding(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -98,15 +88,10 @@ class CodedBucket:
         """See the class."""
         return self.outgoing
 
-    @property
-    def residual_norms(self) -> list[Tensor]:
-        """2-norms of what is still to be sent, of this rank's gradients and of its shard's mean."""
-        kept = (memory.kept.get("residual") for memory in (self.worker, self.owner))
-        return [torch.linalg.vector_norm(one) for one in kept if one is not None]
-
+    @override
     def detach(self) -> None:
-        """Lets go of the bucket's buffers; what is kept between steps stays."""
-        del self.bucket, self.outgoing, self.incoming, self._padding
+        super().detach()
+        del self.outgoing, self.incoming, self._padding
 
     # --- fp32 rows of what may be in another dtype ----------------------------------------------
 
@@ -211,36 +196,3 @@ class CodedBucket:
             key = f"{key} {self._rank}"
         digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
         return Generator(self.bucket.gradients.device).manual_seed(int.from_bytes(digest, "big"))
-
-    # --- parameters without gradients -----------------------------------------------------------
-
-    def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
-        """Parameters that no rank has used will not be stepped: no gradient of theirs is sent.
-
-        Args:
-            used: By tensor number.
-            scale: What the mean is multiplied by.
-            keeps: Whether residuals that have come from other ranks are kept, rather than lost.
-        """
-        self._unused = []
-        if all(used):
-            return
-        own = self.own
-        for piece in self.spec.slices:
-            begin, end = max(piece.offset, own.start), min(piece.offset + piece.numel, own.stop)
-            if used[piece.tensor] or begin >= end:
-                continue
-            part = slice(begin - own.start, end - own.start)
-            self._unused.append(part)
-            if keeps:
-                mean = self.bucket.mean[part]
-                self.worker.add(slice(begin, end), mean if scale is None else mean / scale)
-                mean.zero_()
-
-
-def zero_or_nan(numbers: Tensor) -> Tensor:
-    """0 if all numbers are finite, else nan; a tensor, since a device need not be waited for.
-
-    From the largest and the smallest: sums of finite numbers may overflow.
-    """
-    return numbers.amax() * 0 + numbers.amin() * 0

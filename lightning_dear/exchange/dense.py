@@ -12,8 +12,8 @@ from functools import partial
 from torch import Tensor
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.compression.codec import Codec
-from lightning_dear.exchange.coded_bucket import CodedBucket
+from lightning_dear.compression import Compressor
+from lightning_dear.exchange.encoded_bucket import EncodedBucket
 from lightning_dear.work import GRADIENT_NUMBERS, Collectives, Work
 
 
@@ -30,7 +30,7 @@ class DenseExchange:
     """
 
     def __init__(self, collectives: Collectives, first_number: int = 0) -> None:
-        self.coded: Sequence[CodedBucket] = ()
+        self.coded: Sequence[EncodedBucket] = ()
         self._collectives = collectives
         self._first_number = first_number
 
@@ -98,14 +98,14 @@ class DenseExchange:
         """Told whether any rank found one. Here they travel as they are, and show in the mean."""
 
     def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
-        """Told which parameters will be stepped; `keeps`: see `CodedBucket`."""
+        """Told which parameters will be stepped; `keeps`: see `EncodedBucket`."""
 
     @property
     def compression_ratio(self) -> float:
         """Bytes of both halves as they are, over those that travel."""
         return 1.0
 
-    def use(self, codec: Codec) -> None:
+    def use(self, codec: Compressor) -> None:
         """Encodes with another codec from now on.
 
         Raises:

@@ -14,7 +14,7 @@ from lightning.fabric.plugins.precision import (
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_dear.compression import Codec
+from lightning_dear.compression import Compressor
 from lightning_dear.fabric.module import DearModule
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 
@@ -36,7 +36,7 @@ def check_fabric_precision(precision: Precision) -> None:
         )
 
 
-def check_no_schedule(codec: Codec | None) -> None:
+def check_no_schedule(codec: Compressor | None) -> None:
     """Refuses a codec that changes with the steps, which Fabric does not count.
 
     Raises:

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_dear.checkpoint_io import AtomicCheckpointIO
 from lightning_dear.collectives import new_collectives
-from lightning_dear.compression import Codec, NoCompression, resolve_compressor
+from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
 from lightning_dear.exchange_options import ExchangeOptions, default_gather
 from lightning_dear.fabric.access import FabricAccess
 from lightning_dear.fabric.checkpoints import FabricCheckpoints
@@ -101,7 +101,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
         *,
-        compressor: str | Codec | NoCompression = "none",
+        compressor: str | Compressor | NoCompression = "none",
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,

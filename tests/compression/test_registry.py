@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from lightning_dear import DearStrategy, compression
-from lightning_dear.compression import CODECS, Codec, Int8, NoCompression, resolve_compressor
+from lightning_dear.compression import (
+    CODECS,
+    COMPRESSORS,
+    Codec,
+    Int8,
+    NoCompression,
+    PowerSGD,
+    resolve_compressor,
+)
 from lightning_dear.compression.sparse import Sparse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +47,7 @@ def test_every_codec_is_in_the_table() -> None:
 
 
 def test_every_codec_has_a_row_and_every_row_a_codec() -> None:
-    assert list(ROWS) == list(CODECS)
+    assert ["none", *ROWS] == list(COMPRESSORS)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -51,6 +59,16 @@ def test_the_row_is_true(name: str) -> None:
     assert gathers == GATHERS[largest.lag]
     assert DearStrategy(compressor=name)._options.gather == gathers.split(",")[0]
     assert ratio == f"{4 * numel / codec.wire_bytes(numel):.2f}"
+    assert set(re.findall(r"`(\w+)`", options)) == vars(codec).keys() - COMMON
+
+
+def test_the_row_of_the_low_rank_one_is_true() -> None:
+    codec, (num_rows, num_columns) = PowerSGD(), (1024, 1024)
+    _, _, kind, gathers, ratio, options, _ = ROWS["powersgd"]
+    assert (kind, gathers) == (codec.kind, "nothing")
+    assert DearStrategy(compressor="powersgd")._options.all_reduces
+    sent = (num_rows + num_columns) * codec.rank_of(num_rows, num_columns)
+    assert ratio == f"{num_rows * num_columns / sent:.2f}"
     assert set(re.findall(r"`(\w+)`", options)) == vars(codec).keys() - COMMON
 
 

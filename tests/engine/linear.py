@@ -112,3 +112,15 @@ def summed(own: Tensor) -> Tensor:
     """Sum over all ranks."""
     dist.all_reduce(own)
     return own
+
+
+def unscale(run: Run, scale: float) -> None:
+    """Divides gradients by a loss scale, between backward and step."""
+
+    def divide(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= scale
+
+    run.part.unscale(divide)

@@ -17,12 +17,14 @@ from lightning_dear.compression import (
     DGC,
     Bf16,
     Codec,
+    Compressor,
     EFSignSGD,
     Fp16,
     Int4,
     Int8,
     LoCo,
     OneBit,
+    PowerSGD,
     RandomK,
     SignSGD,
     TopK,
@@ -31,7 +33,7 @@ from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from lightning_dear.planning.plan import aligned
 from tests.distributed.harness import distributed
-from tests.engine.linear import SHAPES, Run, gradients_of
+from tests.engine.linear import SHAPES, Run, gradients_of, unscale
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 from tests.engine.test_parity import assert_equal_on_all_ranks
 from tests.engine.training import new_pipeline, train_dear
@@ -48,13 +50,16 @@ CONTRACTIVE = (
     TopK(density=0.05, selector="sampled"),
     RandomK(density=0.1),
 )
+ALL = (*(codec() for codec in CODECS.values()), PowerSGD(rank=1, min_saving=1.0))
 ALMOST_EXACT = (Fp16(), Bf16(), Int8())
 
 
 def _coded(
-    codec: Codec, gather: str = "gradients", halves: str = "both", **options: Any
+    codec: Compressor, gather: str = "gradients", halves: str = "both", **options: Any
 ) -> ExchangeOptions:
-    codec = replace(codec, halves=halves) if halves != "both" else codec
+    if halves != "both":
+        assert isinstance(codec, Codec)
+        codec = replace(codec, halves=halves)
     return ExchangeOptions(gather, codec=codec, **options)
 
 
@@ -139,16 +144,6 @@ def test_gradients_that_are_dropped_leave_residuals_alone() -> None:
     assert run.error() <= 1e-5
 
 
-def _unscale(run: Run, scale: float) -> None:
-    def divide(optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad /= scale
-
-    run.part.unscale(divide)
-
-
 @distributed(world_sizes=(2,))
 def test_a_loss_scale_that_changes_changes_nothing() -> None:
     """Powers of two: the same bits."""
@@ -159,7 +154,7 @@ def test_a_loss_scale_that_changes_changes_nothing() -> None:
             scaled.part.loss_scale = lambda scale=scale: torch.full((1,), scale)
 
             plain.step()
-            scaled.step(before=partial(_unscale, scaled, scale), scale=scale)
+            scaled.step(before=partial(unscale, scaled, scale), scale=scale)
         for one, other in zip(weights(plain.model), weights(scaled.model), strict=True):
             assert torch.equal(one, other), codec
 
@@ -169,12 +164,12 @@ def test_a_loss_scale_that_changes_changes_nothing() -> None:
 
 @distributed(world_sizes=(1, 3))
 def test_every_codec_leaves_the_same_bits_on_all_ranks() -> None:
-    for name, codec in CODECS.items():
-        trace = train_dear("mlp", "maximize", 4, options=_coded(codec()))
+    for codec in ALL:
+        trace = train_dear("mlp", "maximize", 4, options=_coded(codec))
         assert_equal_on_all_ranks(trace)
-        again = train_dear("mlp", "maximize", 4, options=_coded(codec()))
+        again = train_dear("mlp", "maximize", 4, options=_coded(codec))
         for one, other in zip(trace[0][-1], again[0][-1], strict=True):
-            assert torch.equal(one, other), name
+            assert torch.equal(one, other), codec
     build("mlp")
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
@@ -196,12 +191,11 @@ def _steps(model: nn.Module, optimizer: Any, pipeline: Any, steps: range) -> Non
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
 @distributed(world_sizes=(1, 2))
 def test_a_resumed_run_has_the_same_bits(gather: str) -> None:
-    names = ("int4", "bf16") if gather == "parameters" else CODECS
-    for name in names:
-        options = _coded(CODECS[name](), gather)
+    for codec in (Int4(), Bf16()) if gather == "parameters" else ALL:
+        options = _coded(codec, gather)
         model = build("mlp")
         # DGC and signum bring momentum.
-        kind = "adagrad" if CODECS[name].brings_momentum else "adamw"
+        kind = "adagrad" if codec.brings_momentum else "adamw"
         optimizer = optimizer_for(kind, model)
         pipeline = new_pipeline(model, optimizer, options=options)
         _steps(model, optimizer, pipeline, range(4))
@@ -218,7 +212,7 @@ def test_a_resumed_run_has_the_same_bits(gather: str) -> None:
         _steps(other, other_optimizer, resumed, range(4, 8))
         resumed.detach()
         for left, right in zip(weights(model), weights(other), strict=True):
-            assert torch.equal(left, right), name
+            assert torch.equal(left, right), codec
 
 
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
@@ -333,7 +327,7 @@ def test_dgc_clips_each_tensor_of_each_rank() -> None:
         codec = DGC(density=1.0, selector="exact", momentum=0.0, clip_norm=0.5)
         run = Run(_coded(codec, halves="reduce"))
         run.part.loss_scale = lambda scale=scale: torch.full((1,), scale)
-        run.step(before=partial(_unscale, run, scale), scale=scale)
+        run.step(before=partial(unscale, run, scale), scale=scale)
         run.pipeline.complete_parameters()
         ranks = range(dist.get_world_size())
         for number, weight in enumerate(run.model.weights):

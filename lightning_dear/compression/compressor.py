@@ -1,0 +1,85 @@
+"""What all compressors have in common, whatever they send."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+Kind = Literal["contractive", "unbiased", "vote"]
+"""What is true of what comes back, C(x), of an x that is sent.
+
+contractive: |C(x) - x|^2 <= (1 - d) |x|^2 for a d > 0. What is lost is kept and added to the next
+gradient (error feedback), so that nothing is lost for good.
+unbiased: E[C(x)] = x. Nothing is kept: with feedback it would diverge.
+vote: only the sign of each number travels, and the majority's sign comes back.
+"""
+
+Lag = Literal["small", "large", "unbounded"]
+"""How far replicas stay behind the owner's parameters if differences are encoded, which is what
+gather="parameters" does: about 1 % of the weights' norm or less, more, or ever more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressor(ABC):
+    """What is sent instead of gradients. A frozen dataclass, whose fields are its options.
+
+    Args:
+        error_feedback: Whether what is lost is added to the next gradient; None: as `kind` asks
+            for, which is True for contractive compressors only.
+        allow_biased: Lets a contractive one go without feedback, so that what is lost is lost.
+
+    Attributes:
+        name: In the table of compressors.
+        brings_momentum: Whether momentum is kept for it, so that the optimizer must have none.
+        halves: What is compressed: "both" halves of an exchange, or one of them.
+        lag: See `Lag`; what is true where nothing else is known.
+        allow_lag: Whether a large lag is meant.
+
+    Raises:
+        ValueError: For options outside their range, or that exclude each other.
+    """
+
+    name: ClassVar[str]
+    brings_momentum: ClassVar[bool] = False
+
+    error_feedback: bool | None = None
+    allow_biased: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what all have in common; subclasses call it first."""
+        if self.error_feedback and self.kind != "contractive":
+            raise ValueError(
+                f"{self.name} is {self.kind}: error feedback diverges with such a codec. Leave"
+                " error_feedback out."
+            )
+        if self.error_feedback is False and self.kind == "contractive" and not self.allow_biased:
+            raise ValueError(
+                f"{self.name} without error feedback loses a part of every gradient for good."
+                " Leave error_feedback out, or set allow_biased=True if that is meant."
+            )
+
+    @property
+    @abstractmethod
+    def kind(self) -> Kind:
+        """What is true of what comes back: see `Kind`."""
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether what is lost is kept."""
+        return self.kind == "contractive" if self.error_feedback is None else self.error_feedback
+
+    @property
+    def halves(self) -> str:
+        """See the class."""
+        return "both"
+
+    @property
+    def lag(self) -> Lag:
+        """See the class."""
+        return "unbounded"
+
+    @property
+    def allow_lag(self) -> bool:
+        """See the class."""
+        return False

@@ -1,0 +1,76 @@
+"""Low rank: two thin matrices travel instead of each weight's gradient (PowerSGD)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Generator, Tensor
+from typing_extensions import override
+
+from lightning_dear.compression.compressor import Compressor, Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(Compressor):
+    """The mean gradient M [n, m] of each weight as P Q^T, P [n, r] and Q [m, r].
+
+    One step of power iteration from the last step's Q, on the mean of all ranks (Vogels et al.
+    2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+    algorithm 1):
+
+        P = mean of M Q,  P orthonormal,  Q = mean of M^T P,  C(M) = P Q^T
+
+    Both means are all-reduces in backward, so that every rank has the whole mean gradient and all
+    optimizer state; nothing is gathered. A tensor of more than two dimensions is a matrix of its
+    first one and all others. Vectors, and matrices of which it would save too little, travel as
+    they are, among the numbers of P.
+
+    Args:
+        rank: r, at least 1; at most the smaller dimension of a matrix counts.
+        min_saving: A matrix goes as it is unless n m >= min_saving (n + m) r; at least 1.
+        error_feedback: See `Compressor`.
+        allow_biased: See `Compressor`.
+    """
+
+    name: ClassVar[str] = "powersgd"
+
+    rank: int = 4
+    min_saving: float = 2.0
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank < 1:
+            raise ValueError(f"rank of powersgd must be at least 1, got {self.rank!r}.")
+        if not self.min_saving >= 1:
+            raise ValueError(
+                f"min_saving of powersgd must be at least 1, got {self.min_saving!r}: below, more"
+                " would travel than without it."
+            )
+
+    @property
+    @override
+    def kind(self) -> Kind:
+        return "contractive"
+
+    def rank_of(self, num_rows: int, num_columns: int) -> int:
+        """R of a matrix of this shape; 0 if it goes as it is."""
+        rank = min(self.rank, num_rows, num_columns)
+        saves = num_rows * num_columns >= self.min_saving * (num_rows + num_columns) * rank
+        return rank if saves else 0
+
+
+def starting_factor(num_columns: int, rank: int, name: str) -> Tensor:
+    """A random orthonormal Q [m, r], the same for the same tensor on all ranks."""
+    digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+    generator = Generator().manual_seed(int.from_bytes(digest, "big"))
+    return orthonormal(torch.randn(num_columns, rank, generator=generator))
+
+
+def orthonormal(factor: Tensor) -> Tensor:
+    """An orthonormal basis that spans the columns of `factor` [n, r], r <= n; finite for zeros."""
+    basis: Tensor = torch.linalg.qr(factor)[0]
+    return basis.contiguous()

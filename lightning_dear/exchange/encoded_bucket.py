@@ -1,0 +1,95 @@
+"""A bucket that is encoded, and what this rank keeps of it between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_dear.bucket import Bucket
+from lightning_dear.compression.memory import Memory
+
+
+class EncodedBucket:
+    """What has to be kept, and given back, of one bucket, whatever it is encoded to.
+
+    Args:
+        bucket: Its mean is read and written.
+        worker: What is kept of this rank's own gradients, for the whole bucket.
+        owner: What is kept of the mean, for this rank's shard.
+        world_size: Number of ranks.
+
+    Attributes:
+        bucket: See above.
+        number: The bucket's.
+        spec: What lies where in it.
+        own: Where this rank's shard lies in it.
+        worker: See above.
+        owner: See above.
+        counts: Half -> how often it has been encoded; equal on all ranks.
+        factors: Tensor number -> what all ranks alike keep of it besides.
+    """
+
+    def __init__(self, bucket: Bucket, worker: Memory, owner: Memory, world_size: int) -> None:
+        self.bucket = bucket
+        self.number, self.spec, self.own = bucket.number, bucket.spec, bucket.own
+        self.worker, self.owner = worker, owner
+        self.counts = {"reduce": 0, "gather": 0}
+        self._num_owners = world_size if bucket.is_all_reduced else 1
+        self._unused: list[slice] = []
+
+    @property
+    def factors(self) -> Mapping[int, Tensor]:
+        """See the class; to be read or overwritten between steps."""
+        return {}
+
+    @property
+    def residual_norms(self) -> list[Tensor]:
+        """2-norms of what is still to be sent, of this rank's gradients and of its shard's mean."""
+        kept = (memory.kept.get("residual") for memory in (self.worker, self.owner))
+        return [torch.linalg.vector_norm(one) for one in kept if one is not None]
+
+    def commit(self) -> None:
+        """Keeps what encoding has left over: the step was made."""
+        self.worker.commit()
+
+    def discard(self) -> None:
+        """Forgets it: the gradients are void."""
+        self.worker.discard()
+
+    def detach(self) -> None:
+        """Lets go of the bucket's buffers; what is kept between steps stays."""
+        del self.bucket
+
+    def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
+        """Parameters that no rank has used will not be stepped: no gradient of theirs is sent.
+
+        Args:
+            used: By tensor number.
+            scale: What the mean is multiplied by.
+            keeps: Whether residuals that have come from other ranks are kept, rather than lost.
+        """
+        self._unused = []
+        if all(used):
+            return
+        own = self.own
+        for piece in self.spec.slices:
+            begin, end = max(piece.offset, own.start), min(piece.offset + piece.numel, own.stop)
+            if used[piece.tensor] or begin >= end:
+                continue
+            part = slice(begin - own.start, end - own.start)
+            self._unused.append(part)
+            if keeps:
+                mean = self.bucket.mean[part]
+                share = mean / self._num_owners
+                self.worker.add(slice(begin, end), share if scale is None else share / scale)
+                mean.zero_()
+
+
+def zero_or_nan(numbers: Tensor) -> Tensor:
+    """0 if all numbers are finite, else nan; a tensor, since a device need not be waited for.
+
+    From the largest and the smallest: sums of finite numbers may overflow.
+    """
+    return numbers.amax() * 0 + numbers.amin() * 0

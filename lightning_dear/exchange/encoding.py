@@ -1,0 +1,99 @@
+"""What all exchanges that encode have in common: what must be known before a step may count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dear.compression import Compressor
+from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.exchange.encoded_bucket import EncodedBucket, zero_or_nan
+from lightning_dear.work import Collectives
+
+LossScale = Callable[[], "Tensor | None"]
+"""What gradients are multiplied by at present, as a tensor of one element; None: by nothing."""
+
+
+class EncodingExchange(DenseExchange):
+    """Looks at gradients before they are encoded, and keeps residuals only if a step was made.
+
+    Args:
+        collectives: What moves the bytes.
+        first_number: See `DenseExchange`.
+        codec: What encodes.
+        loss_scale: Asked at each encoding.
+    """
+
+    coded: Sequence[EncodedBucket]
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        first_number: int,
+        codec: Compressor,
+        loss_scale: LossScale,
+    ) -> None:
+        super().__init__(collectives, first_number)
+        self._codec = codec
+        self._loss_scale = loss_scale
+        self._found_inf: Tensor | None = None
+        self._is_broken = False
+        self._is_nan: Tensor | None = None
+
+    def _look_for_inf(self, rows: Tensor) -> None:
+        is_inf = zero_or_nan(rows) != 0
+        self._found_inf = is_inf if self._found_inf is None else self._found_inf | is_inf
+
+    @override
+    def take_found_inf(self) -> Tensor | bool:
+        found, self._found_inf = self._found_inf, None
+        return False if found is None else found
+
+    @override
+    def hear_found_inf(self, found: Tensor) -> None:
+        """Makes all means nan, so that a loss scale backs off; `check` refuses the step without.
+
+        Where the host would have to wait for that, what is decoded becomes nan instead.
+        """
+        if self._collectives.reads_flags_freely:
+            if not found:
+                return
+            self._is_broken = True
+        else:
+            is_nan = found.bool()
+            self._is_nan = is_nan if self._is_nan is None else self._is_nan | is_nan
+        for coded in self.coded:
+            coded.bucket.mean.masked_fill_(found.bool(), math.nan)
+
+    @override
+    def check(self) -> None:
+        if self._is_broken:
+            raise RuntimeError(
+                "A rank's gradients have nan or inf in them, which compressor="
+                f"{self._codec.name!r} cannot send. No weight has changed, and no residual. Find"
+                " the operation with Trainer(detect_anomaly=True), lower the learning rate or clip"
+                " gradients, or use precision='16-mixed', which leaves such steps out."
+            )
+
+    # --- around a step --------------------------------------------------------------------------
+
+    @override
+    def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
+        scale = None if all(used) else self._loss_scale()
+        for coded in self.coded:
+            coded.note_used(used, scale, keeps=keeps)
+
+    @override
+    def commit(self) -> None:
+        self._is_broken, self._is_nan = False, None
+        for coded in self.coded:
+            coded.commit()
+
+    @override
+    def discard(self) -> None:
+        self._is_broken, self._is_nan = False, None
+        for coded in self.coded:
+            coded.discard()

@@ -1,0 +1,106 @@
+"""The low-rank exchange: two all-reduces of thin factors make the mean gradient (PowerSGD).
+
+    gradients + residual M -> P = M Q -> all-reduce -> orthonormal P -> Q = M^T P -> all-reduce
+    mean = P Q^T, on every rank; residual = M - P Q^T of this rank's own Q
+
+All in backward, in one order on all ranks: P of bucket k, then Q of bucket k - 1, whose P has had
+the time between to arrive. The last bucket's Q is sent where buckets are waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dear.bucket import Bucket, FlatBuffers, storage_shape
+from lightning_dear.compression import Compressor, PowerSGD
+from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.exchange.encoding import EncodingExchange, LossScale
+from lightning_dear.exchange.low_rank_bucket import LowRankBucket
+from lightning_dear.work import Collectives, Work
+
+
+class LowRankExchange(EncodingExchange):
+    """All-reduces the factors of every matrix, and what is no matrix as it is.
+
+    Args:
+        dense: Does what remains to be done for the gather half.
+        codec: Says what is factored.
+        collectives: What moves the bytes.
+        first_number: See `DenseExchange`.
+        flat: All buckets, and the shapes of what lies in them.
+        loss_scale: Asked at each encoding.
+    """
+
+    def __init__(
+        self,
+        dense: DenseExchange,
+        codec: PowerSGD,
+        collectives: Collectives,
+        first_number: int,
+        flat: FlatBuffers,
+        loss_scale: LossScale,
+    ) -> None:
+        super().__init__(collectives, first_number, codec, loss_scale)
+        self._dense = dense
+        shapes = [storage_shape(placement.parameter) for placement in flat.placements]
+        self.coded: Sequence[LowRankBucket] = [
+            LowRankBucket(bucket, codec, shapes, collectives.world_size) for bucket in flat.buckets
+        ]
+        self._send_second: Callable[[], None] | None = None
+        self._seconds: dict[int, Work] = {}
+
+    @override
+    def expect_reduce(self, bucket: Bucket) -> None:
+        """An all-reduce has receives of its own."""
+
+    @override
+    def launch_reduce(self, bucket: Bucket) -> Work:
+        """Starts summing the bucket's first message, and then sends the one before its second."""
+        low, scale = self.coded[bucket.number], self._loss_scale()
+        self._look_for_inf(low.compensated(scale))
+        first = self._all_reduce(bucket, low.encode_first())
+        self._send_waiting()
+        self._send_second = partial(self._launch_second, low, first, scale)
+        return Work(partial(self._arrive, low), low.decode)
+
+    def _launch_second(self, low: LowRankBucket, first: Work, scale: Tensor | None) -> None:
+        first.wait()
+        self._seconds[low.number] = self._all_reduce(low.bucket, low.encode_second(scale))
+
+    def _send_waiting(self) -> None:
+        waiting, self._send_second = self._send_second, None
+        if waiting is not None:
+            waiting()
+
+    def _arrive(self, low: LowRankBucket) -> None:
+        self._send_waiting()
+        self._seconds.pop(low.number).wait()
+
+    def _all_reduce(self, bucket: Bucket, message: Tensor) -> Work:
+        if not message.numel():
+            return Work.done()
+        return self._collectives.launch_all_reduce(message, self._first_number + bucket.number)
+
+    @override
+    def expect_gather(self, bucket: Bucket) -> None:
+        """Nothing is gathered."""
+
+    @override
+    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
+        return self._dense.prepare_gather(bucket)
+
+    @property
+    @override
+    def compression_ratio(self) -> float:
+        dense = sum(low.bucket.mean.nbytes for low in self.coded)
+        return dense / sum(low.first.nbytes + low.second.nbytes for low in self.coded)
+
+    @override
+    def use(self, codec: Compressor) -> None:
+        """Factors matrices with `PowerSGD`, nothing with another. All ranks, between two steps."""
+        for low in self.coded:
+            low.use(codec)
