@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from lightning_dear.bucket import FlatBuffers, allocate
+from lightning_dear.compression import Codec
 from lightning_dear.exchange import DenseExchange, LimitedGathers, LossScale, new_exchange
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.gatherer import ParameterGatherer
@@ -75,11 +76,13 @@ class Recording:
         tensors: What a planner needs to know.
         expected: How often each parameter's gradient is accumulated in one backward.
         ungated: See `ForwardRecorder`; this rank's own.
+        codecs: What encodes each tensor row by row; tensors of several never share a bucket.
     """
 
     tensors: list[TensorSpec]
     expected: list[int]
     ungated: Mapping[int, Module | None]
+    codecs: list[Codec | None]
 
 
 def agree_on_recording(
@@ -87,14 +90,20 @@ def agree_on_recording(
     parameters: Sequence[Parameter],
     recorder: ForwardRecorder,
     collectives: Collectives,
+    options: ExchangeOptions,
 ) -> Recording:
     """Takes rank 0's order of reads and gradients for everybody's. Collective, blocks."""
     recorded = collectives.all_gather_object((recorder.first_use, recorder.gradients))
     first_use, gradients = recorded[0]
+    codecs = [
+        options.codec_of(name, parameter.ndim)
+        for name, parameter in zip(names, parameters, strict=True)
+    ]
     return Recording(
-        tensor_specs(names, parameters, first_use, list(gradients)),
+        tensor_specs(names, parameters, first_use, list(gradients), codecs),
         [gradients.get(index, 1) for index in range(len(parameters))],
         recorder.ungated,
+        codecs,
     )
 
 
@@ -162,7 +171,8 @@ def activate(
         keeps_gradients=uses_buckets,
         lags=options.encodes_differences,
     )
-    exchange = new_exchange(options, collectives, first_number, flat, loss_scale)
+    codecs = [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
+    exchange = new_exchange(options, codecs, collectives, first_number, flat, loss_scale)
     depth = options.depth
     gatherer = ParameterGatherer(
         module,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_dear.compression import Compressor, PowerSGD
+from lightning_dear.compression import Codec, Compressor, PowerSGD
+from lightning_dear.compression.groups import Groups, check_groups, codec_for
 from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.work import Collectives
 
@@ -22,6 +23,7 @@ class ExchangeOptions:
         depth: Most all-gathers in flight at once; None: all of a step.
         decouple: False: no bucket is gathered, all are all-reduced during backward instead.
         codec: What encodes the halves that it names; None: both travel as they are.
+        groups: Other codecs for some tensors.
 
     Raises:
         ValueError: For unknown names, a depth below 1, and options that exclude each other.
@@ -31,6 +33,7 @@ class ExchangeOptions:
     depth: int | None = None
     decouple: bool = True
     codec: Compressor | None = None
+    groups: Groups = ()
 
     def __post_init__(self) -> None:
         if self.gather not in GATHERS:
@@ -39,8 +42,10 @@ class ExchangeOptions:
             raise ValueError(
                 f"gather_depth must be an integer >= 1, or None for no limit; got {self.depth!r}."
             )
-        if self.codec is not None:
-            self._check_codec(self.codec)
+        check_groups(self.groups, self.codec)
+        for codec in (self.codec, *(codec for _, codec in self.groups)):
+            if codec is not None:
+                self._check_codec(codec)
         if self.decouple:
             return
         if not self.is_of_gradients:
@@ -126,6 +131,12 @@ class ExchangeOptions:
     def encodes_differences(self) -> bool:
         """Whether what is gathered is how far replicas are behind their owners, encoded."""
         return not self.is_of_gradients and self.encodes("gather")
+
+    def codec_of(self, name: str, num_dimensions: int) -> Codec | None:
+        """What encodes the tensor of this name, row by row; None: nothing does."""
+        if not isinstance(self.codec, Codec):
+            return None
+        return codec_for(self.groups, self.codec, name, num_dimensions)
 
     def uses_buckets(self, collectives: Collectives) -> bool:
         """Whether gradients pass through buckets: they travel, or are encoded and decoded."""

@@ -9,6 +9,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import storage_strides
+from lightning_dear.compression import Codec
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.gate import plain_parameters
 from lightning_dear.planning import TensorSpec
@@ -115,6 +116,7 @@ def tensor_specs(
     parameters: Sequence[Parameter],
     first_use: Mapping[int, int],
     ready: Sequence[int],
+    codecs: Sequence[Codec | None],
 ) -> list[TensorSpec]:
     """What the planner needs to know of each parameter.
 
@@ -123,6 +125,7 @@ def tensor_specs(
         parameters: The engine's list.
         first_use: Parameter index -> position of its first read in the recorded forward.
         ready: Parameter indices in the order of their gradients; empty if nothing was recorded.
+        codecs: What encodes each.
     """
     order = ready or range(len(parameters) - 1, -1, -1)
     position = {index: place for place, index in enumerate(order)}
@@ -132,7 +135,7 @@ def tensor_specs(
             name=name,
             numel=parameter.numel(),
             itemsize=parameter.element_size(),
-            family=f"{parameter.dtype}/{parameter.device.type}",
+            family=f"{parameter.dtype}/{parameter.device.type}/{codecs[index]}",
             first_use=first_use.get(index),
             ready=position.get(index),
         )

@@ -89,7 +89,11 @@ class PlanChanges:
     def _start(self) -> ActivePlan:
         """Makes the plan that the recorded step asks for, and puts it to work. Collective."""
         self._recording = agree_on_recording(
-            self._trained.names, self.parameters, self._recorder, self._collectives
+            self._trained.names,
+            self.parameters,
+            self._recorder,
+            self._collectives,
+            self._options,
         )
         plan = self._fusion.plan(self._recording.tensors, self._collectives.world_size)
         agree_on_plan(plan, self._recording.tensors, self._collectives)

@@ -66,7 +66,8 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
             16-bit parameters are stepped as fp32 masters, which DDP does not do.
         compressor: "none", or what encodes gradients: a name ("bf16", "int8", "topk", ...) or an
             instance from `lightning_dear.compression`; see docs/compressors.md.
-        compression_schedule: Dense steps first, and densities by step.
+        compression_schedule: Dense steps first, densities by step, and other compressors for some
+            parameters.
         fusion: "threshold", "none", "single", or one that plans from measurements: "mgwfbp",
             "bayesian", "mergecomp", "auto"; or a planner from `lightning_dear.planning`.
         bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
@@ -127,10 +128,11 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         codec = resolve_compressor(compressor)
         self._gather = gather
         chosen = gather or default_gather(codec)
-        self._options = ExchangeOptions(chosen, gather_depth, decouple, codec)
+        self._schedule = schedule_of(codec, compression_schedule)
+        groups = () if self._schedule is None else self._schedule.groups
+        self._options = ExchangeOptions(chosen, gather_depth, decouple, codec, groups)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
         check_planner(self._fusion, self._options)
-        self._schedule = schedule_of(codec, compression_schedule)
         self._broadcast_buffers = broadcast_buffers
         self._gradients_in_hooks = gradients_in_hooks
         self._audit = audit

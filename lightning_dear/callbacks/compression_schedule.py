@@ -10,13 +10,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_dear.compression import DGC, Compressor, Fp32
+from lightning_dear.compression import DGC, Compressor, Fp32, resolve_compressor
+from lightning_dear.compression.groups import groups_of
 from lightning_dear.compression.sparse import Sparse
 from lightning_dear.pipeline import Pipeline
 
 
 class CompressionSchedule(Callback):
-    """Dense steps first, and densities by step.
+    """Dense steps first, densities by step, and other compressors for some parameters.
 
     `DearStrategy(compressor=..., compression_schedule=...)` puts it among the trainer's callbacks.
     Steps are the trainer's `global_step`, which counts those of all optimizers, so that a resumed
@@ -27,12 +28,25 @@ class CompressionSchedule(Callback):
         dense_steps: How many optimizer steps nothing is encoded.
         densities: Step -> density from that step on, for sparse codecs, instead of the codec's own;
             before the first of them the codec's own counts.
+        compressors: Pattern of parameter names, such as "*.bias" or "*norm*", or "vectors" for all
+            parameters of fewer than two dimensions -> what encodes them instead ("none": nothing).
+            The first match counts. They are put into buckets of their own.
+
+    Attributes:
+        groups: What `compressors` means, for `ExchangeOptions`.
 
     Raises:
-        ValueError: For negative steps, and densities outside (0, 1].
+        ValueError: For negative steps, densities outside (0, 1], and unknown compressors.
     """
 
-    def __init__(self, dense_steps: int = 0, densities: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        dense_steps: int = 0,
+        densities: Mapping[int, float] | None = None,
+        compressors: Mapping[str, str | Compressor] | None = None,
+    ) -> None:
+        resolved = {name: resolve_compressor(one) for name, one in (compressors or {}).items()}
+        self.groups = groups_of(resolved)
         self._dense_steps = dense_steps
         self._densities = dict(sorted((densities or {}).items()))
         if dense_steps < 0 or any(step < 0 for step in self._densities):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_dear.bucket import FlatBuffers
-from lightning_dear.compression import PowerSGD
+from lightning_dear.compression import Codec, PowerSGD
 from lightning_dear.exchange.coded import CodedExchange
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.encoded_bucket import EncodedBucket
@@ -17,12 +19,16 @@ from lightning_dear.work import Collectives
 
 def new_exchange(
     options: ExchangeOptions,
+    codecs: Sequence[Codec | None],
     collectives: Collectives,
     first_number: int,
     flat: FlatBuffers,
     loss_scale: LossScale,
 ) -> DenseExchange:
-    """The exchange that `options` ask for, of the buckets in `flat`; see `CodedExchange`."""
+    """The exchange that `options` ask for, of the buckets in `flat`.
+
+    `codecs`: what encodes each bucket row by row; see `CodedExchange` for the rest.
+    """
     kind = GradientExchange if options.is_of_gradients else DenseExchange
     dense = kind(collectives, first_number)
     if options.codec is None:
@@ -30,7 +36,7 @@ def new_exchange(
     place = collectives, first_number
     if isinstance(options.codec, PowerSGD):
         return LowRankExchange(dense, options.codec, *place, flat, loss_scale)
-    return CodedExchange(dense, options, *place, flat.buckets, loss_scale)
+    return CodedExchange(dense, options, codecs, *place, flat.buckets, loss_scale)
 
 
 __all__ = [

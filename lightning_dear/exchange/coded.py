@@ -38,6 +38,7 @@ class CodedExchange(EncodingExchange):
     Args:
         dense: Moves the half that is not encoded.
         options: With a codec.
+        codecs: What encodes each bucket: that codec, or another one.
         collectives: What moves the bytes.
         first_number: See `DenseExchange`.
         buckets: All of the plan's.
@@ -48,6 +49,7 @@ class CodedExchange(EncodingExchange):
         self,
         dense: DenseExchange,
         options: ExchangeOptions,
+        codecs: Iterable[Codec | None],
         collectives: Collectives,
         first_number: int,
         buckets: Iterable[Bucket],
@@ -57,9 +59,10 @@ class CodedExchange(EncodingExchange):
         super().__init__(collectives, first_number, options.codec, loss_scale)
         self._dense = dense
         self._encodes_reduce, self._encodes_gather = map(options.encodes, ("reduce", "gather"))
+        place = collectives.rank, collectives.world_size
         self.coded: Sequence[CodedBucket] = [
-            CodedBucket(bucket, options, collectives.rank, collectives.world_size)
-            for bucket in buckets
+            CodedBucket(bucket, options, codec or options.codec, *place)
+            for bucket, codec in zip(buckets, codecs, strict=True)
         ]
 
     # --- the reduce half ----------------------------------------------------------------------
@@ -103,7 +106,7 @@ class CodedExchange(EncodingExchange):
 
     @override
     def expect_gather(self, bucket: Bucket) -> None:
-        if self._sends_bytes_back:
+        if self._sends_bytes_back(self.coded[bucket.number]):
             wire, number = self.coded[bucket.number].gathered, self._first_number + bucket.number
             self._collectives.expect_all_gather(wire.view(-1), number)
         else:
@@ -113,7 +116,7 @@ class CodedExchange(EncodingExchange):
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
         """Encodes this rank's shard, of the mean or the lag; what is returned sends it to all."""
         coded = self.coded[bucket.number]
-        if self._sends_bytes_back:
+        if self._sends_bytes_back(coded):
             encoded = coded.encode_gather()
             return partial(self._send, coded, coded.gathered, encoded, self._is_nan)
         coded.flush()
@@ -146,26 +149,28 @@ class CodedExchange(EncodingExchange):
         """Starts gathering the stepped shards of `bucket`, not encoded. All ranks call."""
         return self._send_dense(self.coded[bucket.number], self._dense.prepare_gather(bucket))
 
-    @property
-    def _sends_bytes_back(self) -> bool:
-        return self._encodes_gather and not isinstance(self._codec, Fp32)
+    def _sends_bytes_back(self, coded: CodedBucket) -> bool:
+        return self._encodes_gather and not isinstance(coded.codec, Fp32)
 
     @property
     @override
     def compression_ratio(self) -> float:
-        dense = [coded.bucket.parameters.nbytes for coded in self.coded]
-        encoded = [coded.outgoing.nbytes for coded in self.coded]
-        halves = self._encodes_reduce, self._sends_bytes_back
-        return 2 * sum(dense) / sum(sum(encoded if half else dense) for half in halves)
+        dense = sent = 0
+        for coded in self.coded:
+            nbytes = coded.bucket.parameters.nbytes
+            dense += 2 * nbytes
+            for is_encoded in (self._encodes_reduce, self._sends_bytes_back(coded)):
+                sent += coded.outgoing.nbytes if is_encoded else nbytes
+        return dense / sent
 
     @override
     def use(self, codec: Compressor) -> None:
         """Encodes with another codec, from the next reduction on. All ranks, between two steps.
 
-        It must need of what is kept between steps what the first codec has, or `Fp32`.
+        It must need of what is kept between steps what the first codec has, or be `Fp32`. Buckets
+        with another codec than the first keep theirs, but for `Fp32`.
         """
         assert isinstance(codec, Codec)
-        if codec != self._codec:
-            self._codec = codec
-            for coded in self.coded:
-                coded.use(codec)
+        for coded in self.coded:
+            follows = coded.configured == self._codec or isinstance(codec, Fp32)
+            coded.use(codec if follows else coded.configured)

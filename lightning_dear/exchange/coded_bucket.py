@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.compression.codec import Codec
+from lightning_dear.compression import Codec, Fp32
 from lightning_dear.compression.memory import Memory, owner_memory, worker_memory
 from lightning_dear.exchange.encoded_bucket import EncodedBucket, zero_or_nan
 from lightning_dear.exchange_options import ExchangeOptions
@@ -35,10 +35,13 @@ class CodedBucket(EncodedBucket):
     Args:
         bucket: Its gradients, and its mean, are read and written.
         options: With a codec.
+        codec: What encodes this bucket: that one, or another.
         rank: This rank.
         world_size: How many there are.
 
     Attributes:
+        codec: In use at present.
+        configured: Of this bucket, unless a schedule says otherwise.
         outgoing: [world_size, bytes of a shard] uint8, what this rank sends to each.
         incoming: As long, what each sends to this rank.
         gathered: As long, what each has encoded of its shard: `outgoing` itself, whose sends have
@@ -46,22 +49,25 @@ class CodedBucket(EncodedBucket):
     """
 
     def __init__(
-        self, bucket: Bucket, options: ExchangeOptions, rank: int, world_size: int
+        self, bucket: Bucket, options: ExchangeOptions, codec: Codec, rank: int, world_size: int
     ) -> None:
         assert isinstance(options.codec, Codec)
+        # What is not encoded here has momentum and feedback all the same, as in a dense step.
+        keeps = options.codec if isinstance(codec, Fp32) else codec
         device, numel = bucket.gradients.device, bucket.gradients.numel()
         worker = owner = Memory(0, device)
         if options.encodes("reduce"):
-            worker = worker_memory(options.codec, numel, device)
+            worker = worker_memory(keeps, numel, device)
         if options.encodes("gather") and not bucket.lags:
             # What differences of parameters have not brought is in the next ones.
-            owner = owner_memory(options.codec, numel // world_size, device)
+            owner = owner_memory(keeps, numel // world_size, device)
         super().__init__(bucket, worker, owner, world_size)
         self._rank = rank
         self._world_size = world_size
         self._has_incoming = options.encodes("reduce")
-        self._clip_norm = getattr(options.codec, "clip_norm", None)
-        self.use(options.codec)
+        self._clip_norm = getattr(keeps, "clip_norm", None)
+        self.configured = self.codec = codec
+        self._make_room()
         self._padding, self._own_padding = self._find_padding(device)
 
     def _find_padding(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -77,8 +83,12 @@ class CodedBucket(EncodedBucket):
 
     def use(self, codec: Codec) -> None:
         """Encodes with `codec` from the next reduction on. What is on its way keeps its bytes."""
-        self._codec = codec
-        num_bytes = codec.wire_bytes(self.spec.padded_numel // self._world_size)
+        if codec != self.codec:
+            self.codec = codec
+            self._make_room()
+
+    def _make_room(self) -> None:
+        num_bytes = self.codec.wire_bytes(self.spec.padded_numel // self._world_size)
         shape = self._world_size, num_bytes
         self.outgoing = self.bucket.gradients.new_empty(shape, dtype=torch.uint8)
         self.incoming = torch.empty_like(self.outgoing) if self._has_incoming else self.outgoing
@@ -139,8 +149,8 @@ class CodedBucket(EncodedBucket):
     def encode_reduce(self, rows: Tensor, scale: Tensor | None) -> Encoded:
         """Encodes what `compensated` has returned into `outgoing`."""
         encoded = self._next("reduce")
-        self._codec.encode(rows, self.outgoing, self._generator(encoded))
-        self.worker.note_sent(rows, self._codec, self.outgoing, self._generator(encoded), scale)
+        self.codec.encode(rows, self.outgoing, self._generator(encoded))
+        self.worker.note_sent(rows, self.codec, self.outgoing, self._generator(encoded), scale)
         return encoded
 
     def encode_gather(self) -> Encoded:
@@ -149,8 +159,8 @@ class CodedBucket(EncodedBucket):
         # Once the shard has been stepped, nobody needs the mean.
         row = self._lag() if self.bucket.lags else self._compensated_mean()
         own = self.gathered[self._rank : self._rank + 1]
-        self._codec.encode(row, own, self._generator(encoded))
-        self.owner.note_sent(row, self._codec, own, self._generator(encoded), None)
+        self.codec.encode(row, own, self._generator(encoded))
+        self.owner.note_sent(row, self.codec, own, self._generator(encoded), None)
         self.owner.keep(self._unused)
         # The step is being made, and nothing can take it back.
         self.owner.commit()
@@ -185,7 +195,7 @@ class CodedBucket(EncodedBucket):
 
     def _next(self, half: str) -> Encoded:
         self.counts[half] += 1
-        return Encoded(self._codec, f"{half} {self.number} {self.counts[half]}")
+        return Encoded(self.codec, f"{half} {self.number} {self.counts[half]}")
 
     def _generator(self, encoded: Encoded) -> Generator | None:
         """A generator in a state that depends on the key alone, so that a resumed run goes on."""

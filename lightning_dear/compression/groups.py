@@ -1,0 +1,74 @@
+"""Other codecs for some tensors, such as none for norms and biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from lightning_dear.compression.codec import Codec
+from lightning_dear.compression.compressor import Compressor
+from lightning_dear.compression.floats import Fp32
+
+VECTORS = "vectors"
+"""Instead of a pattern: all tensors of fewer than two dimensions."""
+
+Groups = tuple[tuple[str, Codec], ...]
+"""(pattern of parameter names, codec of those tensors), the first match counts."""
+
+
+def groups_of(compressors: Mapping[str, Compressor | None]) -> Groups:
+    """What a user's mapping means; None is no compression.
+
+    Raises:
+        ValueError: For a compressor that is no codec of rows.
+    """
+    groups = []
+    for pattern, compressor in compressors.items():
+        if compressor is not None and not isinstance(compressor, Codec):
+            raise ValueError(
+                f"compressors={{{pattern!r}: {compressor.name}}}: only codecs of rows can be used"
+                f" for some tensors, and {compressor.name} is none. Set it as the compressor."
+            )
+        groups.append((pattern, compressor or Fp32()))
+    return tuple(groups)
+
+
+def codec_for(groups: Groups, codec: Codec, name: str, num_dimensions: int) -> Codec:
+    """What encodes the tensor of this name; `codec` where no group has it."""
+    for pattern, other in groups:
+        if fnmatchcase(name, pattern) or (pattern == VECTORS and num_dimensions < 2):
+            return other
+    return codec
+
+
+def check_groups(groups: Groups, codec: Compressor | None) -> None:
+    """Refuses codecs of groups that cannot stand beside `codec`.
+
+    Raises:
+        ValueError: Saying why.
+    """
+    for pattern, other in groups:
+        what = f"compressors={{{pattern!r}: {other.name}}}"
+        if not isinstance(codec, Codec):
+            name = "none" if codec is None else codec.name
+            raise ValueError(
+                f"{what} belongs to a compressor that is a codec of rows, and compressor={name!r}"
+                " is none."
+            )
+        if type(other) is Fp32 and codec.kind == "vote":
+            raise ValueError(
+                f"{what} cannot stand beside {codec.name}: signs would be stepped with the same"
+                " learning rate as gradients."
+            )
+        if type(other) is Fp32:
+            continue
+        if other.halves != codec.halves:
+            raise ValueError(
+                f"{what} encodes halves={other.halves!r}, and {codec.name} {codec.halves!r}. Set"
+                " the same in both."
+            )
+        if other.brings_momentum or codec.brings_momentum or "vote" in (other.kind, codec.kind):
+            raise ValueError(
+                f"{what} cannot stand beside {codec.name}: codecs that vote or keep momentum need"
+                " an optimizer of their own."
+            )
