@@ -1,0 +1,139 @@
+"""Other codecs for some tensors: in buckets of their own, and under the same laws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dear.compression import (
+    DGC,
+    Bf16,
+    Codec,
+    Fp32,
+    Int4,
+    Int8,
+    PowerSGD,
+    SignSGD,
+    TopK,
+    resolve_compressor,
+)
+from lightning_dear.compression.groups import VECTORS, check_groups, codec_for, groups_of
+from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.planning import NoFusion, SingleFusion
+from tests.distributed.harness import distributed
+from tests.engine.linear import SHAPES, Run, gradients_of
+from tests.engine.models import weights
+
+NONE_FOR_VECTORS = groups_of({VECTORS: None})
+
+
+def _options(codec: Codec, gather: str = "gradients") -> ExchangeOptions:
+    return ExchangeOptions(gather, codec=codec, groups=NONE_FOR_VECTORS)
+
+
+def _buckets(run: Run) -> dict[str, set[int]]:
+    """Codec -> numbers of the tensors that it encodes."""
+    found: dict[str, set[int]] = {}
+    for coded in run.part._active.exchange.coded:  # type: ignore[union-attr]
+        tensors = {piece.tensor for piece in coded.spec.slices}
+        found.setdefault(coded.codec.name, set()).update(tensors)  # type: ignore[attr-defined]
+    return found
+
+
+@distributed(world_sizes=(1, 2))
+def test_vectors_travel_as_they_are_and_nothing_is_lost() -> None:
+    for codec in (TopK(density=0.05), Int4(block_size=64)):
+        run = Run(_options(codec), SingleFusion())
+        for step in range(6):
+            run.step(leaves_out=step == 3)
+        assert run.error() <= 1e-5
+        assert _buckets(run) == {codec.name: {0, 2}, "fp32": {1, 3, 4}}
+        for number in (1, 3, 4):
+            _assert_all_arrived(run, number, range(6))
+
+
+def _assert_all_arrived(run: Run, number: int, steps: range) -> None:
+    total = torch.zeros(SHAPES[number])
+    for step in steps:
+        for rank in range(dist.get_world_size()):
+            own = gradients_of(step, rank)[number]
+            assert isinstance(own, Tensor)
+            total += own / dist.get_world_size()
+    torch.testing.assert_close(-run.model.weights[number].detach(), total, rtol=1e-4, atol=1e-3)
+
+
+@distributed(world_sizes=(2,))
+def test_a_schedule_and_another_plan_keep_the_groups() -> None:
+    groups = (("weights.2", Int8(block_size=64)), *NONE_FOR_VECTORS)
+    run = Run(ExchangeOptions("gradients", codec=TopK(density=0.05), groups=groups))
+    run.step()
+    run.pipeline.use_codec(Fp32())
+    assert _buckets(run) == {"fp32": {0, 1, 2, 3, 4}}
+    run.step()
+    run.pipeline.use_codec(TopK(density=0.1))
+    run.step()
+    run.part.replan(NoFusion().plan(run.part.tensors, dist.get_world_size()))
+    run.step()
+    assert _buckets(run) == {"topk": {0}, "int8": {2}, "fp32": {1, 3, 4}}
+    (sparse,) = (
+        coded.codec
+        for coded in run.part._active.exchange.coded  # type: ignore[union-attr]
+        if isinstance(coded.codec, TopK)  # type: ignore[attr-defined]
+    )
+    assert sparse.density == 0.1
+    assert run.error() <= 1e-5
+
+
+@distributed(world_sizes=(2,))
+def test_with_parameters_gathered_only_the_others_lag() -> None:
+    run = Run(_options(Bf16(), "parameters"), SingleFusion(), momentum=0.5)
+    for _ in range(4):
+        run.step()
+    run.pipeline.complete_parameters()
+    lags = {
+        bucket.spec.slices[0].tensor: float((bucket.shard - bucket.replica).abs().max())
+        for bucket in run.part._active.flat.buckets  # type: ignore[union-attr]
+    }
+    assert lags.pop(0) > 0
+    assert set(lags.values()) == {0.0}
+
+
+@distributed(world_sizes=(2,))
+def test_what_dgc_leaves_out_has_its_momentum() -> None:
+    codec = DGC(density=1.0, selector="exact", momentum=0.5)
+    mixed, alike = Run(_options(codec)), Run(ExchangeOptions("gradients", codec=codec))
+    alike.pipeline.use_codec(Fp32())
+    for _ in range(4):
+        mixed.step()
+        alike.step()
+    mixed.pipeline.complete_parameters()
+    alike.pipeline.complete_parameters()
+    for one, other in zip(weights(mixed.model)[1:2], weights(alike.model)[1:2], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_first_match_counts() -> None:
+    groups = groups_of({"head.*": Int8(), "*.bias": None, VECTORS: Bf16()})
+    assert codec_for(groups, Int4(), "head.bias", 1) == Int8()
+    assert codec_for(groups, Int4(), "body.bias", 1) == Fp32()
+    assert codec_for(groups, Int4(), "body.norm", 1) == Bf16()
+    assert codec_for(groups, Int4(), "body.weight", 2) == Int4()
+
+
+def test_what_cannot_stand_beside_another_is_refused() -> None:
+    for codec, other, message in (
+        (None, None, "and compressor='none' is none"),
+        (PowerSGD(), None, "and compressor='powersgd' is none"),
+        (SignSGD(), None, "same learning rate as gradients"),
+        (Int8(), SignSGD(), "need an optimizer of their own"),
+        (DGC(), Int8(), "need an optimizer of their own"),
+        (Int8(), Int4(halves="reduce"), "Set the same in both"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_groups(groups_of({"*": other}), codec)
+    with pytest.raises(ValueError, match="only codecs of rows can be used for some tensors"):
+        groups_of({"*": resolve_compressor("powersgd")})
+    with pytest.raises(ValueError, match="set gather='gradients'"):
+        ExchangeOptions("parameters", codec=Bf16(), groups=groups_of({"*.bias": TopK()}))
