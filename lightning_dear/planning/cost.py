@@ -42,20 +42,31 @@ class LinkCost:
 
         The rate is that of the two halves; a backend's all-reduce may have another.
 
-        `nbytes` is the size of all parameters; bytes, what a rank sends of them in both halves.
+        `nbytes` is the size of all parameters, or of what travels of them on the average of both
+        halves; bytes, what a rank sends of them in both.
         """
         half_s = self.beta_s * sent_bytes(nbytes, world_size)
         return max(forward_s + backward_s, 2 * half_s)
 
     def dear_bound_s(
-        self, nbytes: float, world_size: int, forward_s: float, backward_s: float
+        self,
+        nbytes: float,
+        world_size: int,
+        forward_s: float,
+        backward_s: float,
+        *,
+        gather_bytes: float | None = None,
     ) -> float:
         """No step is shorter whose halves stay apart, seconds (DeAR, arXiv 2302.12445).
 
-        max(forward, all-gather) + max(backward, reduce-scatter).
+        max(forward, all-gather) + max(backward, reduce-scatter). `gather_bytes`: the size of what
+        is gathered, where it differs from what is reduced, `nbytes`.
         """
-        half_s = self.beta_s * sent_bytes(nbytes, world_size)
-        return max(forward_s, half_s) + max(backward_s, half_s)
+        gather_bytes = nbytes if gather_bytes is None else gather_bytes
+        gather_s, reduce_s = (
+            self.beta_s * sent_bytes(one, world_size) for one in (gather_bytes, nbytes)
+        )
+        return max(forward_s, gather_s) + max(backward_s, reduce_s)
 
 
 def sent_bytes(nbytes: float, world_size: int) -> float:

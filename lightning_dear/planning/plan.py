@@ -103,6 +103,8 @@ class BucketPlan:
             the order in which they are to be gathered.
         all_reduced: Numbers of the buckets that are all-reduced during backward, stepped whole by
             every rank and never gathered; rising, none of them early. At one rank it means nothing.
+        uncompressed: Numbers of the buckets that travel as they are although there is a compressor;
+            rising.
     """
 
     name: str
@@ -111,6 +113,7 @@ class BucketPlan:
     reduce_order: tuple[int, ...]
     early: tuple[int, ...] = ()
     all_reduced: tuple[int, ...] = ()
+    uncompressed: tuple[int, ...] = ()
 
     @property
     def gather_order(self) -> tuple[int, ...]:
@@ -148,6 +151,7 @@ class BucketPlan:
             "reduce_order": list(self.reduce_order),
             "early": list(self.early),
             "all_reduced": list(self.all_reduced),
+            "uncompressed": list(self.uncompressed),
         }
 
     @classmethod
@@ -178,8 +182,8 @@ class BucketPlan:
         )
         orders = tuple(data["reduce_order"]), tuple(data["early"])
         # Plans of before there were such buckets have none.
-        all_reduced = tuple(data.get("all_reduced", ()))
-        plan = cls(data["name"], world_size, buckets, *orders, all_reduced)
+        kinds = (tuple(data.get(kind, ())) for kind in ("all_reduced", "uncompressed"))
+        plan = cls(data["name"], world_size, buckets, *orders, *kinds)
         check_plan(plan, tensors)
         return plan
 
@@ -214,10 +218,11 @@ def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
         raise ValueError("The plan's reduce_order does not name every bucket once.")
     if len(set(plan.early)) < len(plan.early) or not set(plan.early) <= set(plan.reduce_order[:-1]):
         raise ValueError("The plan's early buckets must differ and not be reduced last.")
-    all_reduced = set(plan.all_reduced)
-    if list(plan.all_reduced) != sorted(all_reduced) or not all_reduced <= set(numbers):
-        raise ValueError("The plan's all_reduced must name some of its buckets, once and in order.")
-    if not all_reduced.isdisjoint(plan.early):
+    for kind in ("all_reduced", "uncompressed"):
+        named = getattr(plan, kind)
+        if list(named) != sorted(set(named)) or not set(named) <= set(numbers):
+            raise ValueError(f"The plan's {kind} must name some of its buckets, once and in order.")
+    if not set(plan.all_reduced).isdisjoint(plan.early):
         raise ValueError("The plan's all-reduced buckets cannot be early: nothing is gathered.")
 
 

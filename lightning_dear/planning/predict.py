@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_dear.planning.codec_cost import NO_CODEC, BucketCost, CodecCosts
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
 from lightning_dear.planning.times import ModelTimes
@@ -32,6 +33,7 @@ class Prediction:
         step_s: From one backward to the next.
         exposed_reduce_scatter_s: For which the optimizer step waits after backward.
         exposed_all_gather_s: For which the next forward stands still.
+        coding_s: For which gradients are encoded and decoded; no wait is in it.
         bound_s: See `LinkCost.bound_s`.
         dear_bound_s: See `LinkCost.dear_bound_s`.
         spans: The link's timeline.
@@ -40,6 +42,7 @@ class Prediction:
     step_s: float
     exposed_reduce_scatter_s: float
     exposed_all_gather_s: float
+    coding_s: float
     bound_s: float
     dear_bound_s: float
     spans: tuple[PredictedSpan, ...]
@@ -68,7 +71,11 @@ class Link:
 
 
 def predict(
-    plan: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
+    plan: BucketPlan,
+    tensors: Sequence[TensorSpec],
+    times: ModelTimes,
+    link: LinkCost,
+    codecs: CodecCosts = NO_CODEC,
 ) -> Prediction:
     """The steady-state step of `plan`.
 
@@ -78,78 +85,142 @@ def predict(
     bucket is stepped (the steps of early buckets are counted here too); last those buckets that are
     all-reduced, of which a rank steps all instead of its share. Then forward, which stands still at
     a bucket's first read until it is there.
+
+    A codec takes turns with what else is computed: buckets are encoded before their launch, which
+    delays all later gradients; after backward they are decoded and summed one after the other, in
+    plan order; a stepped shard is encoded before its gather, and what was gathered is decoded at
+    the first read, which delays all later ones. It is not for plans with early or all-reduced
+    buckets.
     """
     nbytes = bucket_bytes(plan, tensors)
-    timeline = reduced_timeline(plan, tensors, times, link)
-    reduced_s = max(times.backward_s, timeline.free_s)
+    costs = bucket_costs(plan, tensors, codecs)
+    timeline = reduced_timeline(plan, tensors, times, link, codecs)
+    encode_s = sum(costs[number].encode_s for number in plan.reduce_order)
+    reduced_s = times.backward_s + encode_s
+    for number in plan.reduce_order:
+        arrived_s = timeline.ends["reduce_scatter", number]
+        reduced_s = max(reduced_s, arrived_s) + costs[number].sum_s
     stepped_s = reduced_s
     per_byte_s = times.step_s / max(sum(nbytes), 1)
     for number, size in enumerate(nbytes):
         if number in plan.all_reduced:
             continue
-        stepped_s += per_byte_s * size
+        stepped_s += per_byte_s * size + costs[number].publish_s
         if ("all_gather", number) not in timeline.ends:
-            gather_s = link.all_gather_s(size, plan.world_size)
+            gather_s = link.all_gather_s(costs[number].gather_bytes, plan.world_size)
             timeline.send("all_gather", number, stepped_s, gather_s)
     whole_bytes = sum(nbytes[number] for number in plan.all_reduced)
     stepped_s += per_byte_s * whole_bytes * plan.world_size
-    exposed_gather_s = _exposed_in_forward(plan, times, timeline, stepped_s)
-    exposed_reduce_s = reduced_s - times.backward_s
-    total = sum(tensor.numel * tensor.itemsize for tensor in tensors)
-    lengths = times.forward_s, times.backward_s
+    delay_s = _delay_in_forward(plan, times, timeline, stepped_s, costs)
+    sum_s, publish_s, decode_s = (
+        sum(getattr(one, kind) for one in costs) for kind in ("sum_s", "publish_s", "decode_s")
+    )
+    bound_s, dear_bound_s = _bounds_s(plan, tensors, times, link, codecs)
     return Prediction(
-        step_s=stepped_s + times.forward_s + exposed_gather_s,
-        exposed_reduce_scatter_s=exposed_reduce_s,
-        exposed_all_gather_s=exposed_gather_s,
-        bound_s=link.bound_s(total, plan.world_size, *lengths),
-        dear_bound_s=link.dear_bound_s(total, plan.world_size, *lengths),
+        step_s=stepped_s + times.forward_s + delay_s,
+        exposed_reduce_scatter_s=reduced_s - times.backward_s - encode_s - sum_s,
+        exposed_all_gather_s=delay_s - decode_s,
+        coding_s=encode_s + sum_s + publish_s + decode_s,
+        bound_s=bound_s,
+        dear_bound_s=dear_bound_s,
         spans=tuple(timeline.spans),
+    )
+
+
+def bucket_costs(
+    plan: BucketPlan, tensors: Sequence[TensorSpec], codecs: CodecCosts
+) -> list[BucketCost]:
+    """What each bucket costs, padding included."""
+    itemsize = _itemsizes(plan, tensors)
+    return [
+        codecs.of(plan, number).of(bucket.padded_numel, itemsize[number], plan.world_size)
+        for number, bucket in enumerate(plan.buckets)
+    ]
+
+
+def _itemsizes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
+    itemsize = {tensor.index: tensor.itemsize for tensor in tensors}
+    return [itemsize[bucket.slices[0].tensor] for bucket in plan.buckets]
+
+
+def _bounds_s(
+    plan: BucketPlan,
+    tensors: Sequence[TensorSpec],
+    times: ModelTimes,
+    link: LinkCost,
+    codecs: CodecCosts,
+) -> tuple[float, float]:
+    """See `LinkCost`: both bounds, of what travels, encoding and decoding left out."""
+    itemsize = _itemsizes(plan, tensors)
+    least = [
+        codecs.of(plan, number).of(bucket.numel, itemsize[number], plan.world_size)
+        for number, bucket in enumerate(plan.buckets)
+    ]
+    halves = sum(one.reduce_bytes for one in least), sum(one.gather_bytes for one in least)
+    lengths = times.forward_s, times.backward_s
+    return (
+        link.bound_s(sum(halves) / 2, plan.world_size, *lengths),
+        link.dear_bound_s(halves[0], plan.world_size, *lengths, gather_bytes=halves[1]),
     )
 
 
 def bucket_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
     """Size of each bucket, padding included."""
-    itemsize = {tensor.index: tensor.itemsize for tensor in tensors}
-    return [bucket.padded_numel * itemsize[bucket.slices[0].tensor] for bucket in plan.buckets]
+    itemsize = _itemsizes(plan, tensors)
+    return [
+        bucket.padded_numel * size for bucket, size in zip(plan.buckets, itemsize, strict=True)
+    ]
 
 
 def reduced_timeline(
-    plan: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
+    plan: BucketPlan,
+    tensors: Sequence[TensorSpec],
+    times: ModelTimes,
+    link: LinkCost,
+    codecs: CodecCosts = NO_CODEC,
 ) -> Link:
     """The link until the last reduce-scatter has ended, with the early gathers among them.
 
     All-reduces are among the reduce-scatters, whose place they take.
     """
-    nbytes = bucket_bytes(plan, tensors)
-    itemsize = {tensor.index: tensor.itemsize for tensor in tensors}
+    nbytes, itemsize = bucket_bytes(plan, tensors), _itemsizes(plan, tensors)
+    costs = bucket_costs(plan, tensors, codecs)
     timeline, waiting = Link(), list(plan.early)
-    launched_s = gathered_s = 0.0
+    ready_s = encoded_s = gathered_s = 0.0
     for number in plan.reduce_order:
-        launched_s = max(launched_s, times.ready_of(plan.buckets[number]))
+        ready_s = max(ready_s, times.ready_of(plan.buckets[number]))
+        encoded_s += costs[number].encode_s
+        launched_s = ready_s + encoded_s
         while waiting and ("reduce_scatter", waiting[0]) in timeline.ends:
             gathered_s = max(gathered_s, timeline.ends["reduce_scatter", waiting[0]])
             if gathered_s >= launched_s:
                 break
             duration_s = link.all_gather_s(nbytes[waiting[0]], plan.world_size)
             timeline.send("all_gather", waiting.pop(0), gathered_s, duration_s)
-        duration_s = link.reduce_scatter_s(nbytes[number], plan.world_size)
+        duration_s = link.reduce_scatter_s(costs[number].reduce_bytes, plan.world_size)
         if number in plan.all_reduced:
             # 16-bit gradients are all-reduced in fp32.
-            widening = max(4 / itemsize[plan.buckets[number].slices[0].tensor], 1)
+            widening = max(4 / itemsize[number], 1)
             duration_s = link.all_reduce_s(widening * nbytes[number], plan.world_size)
         timeline.send("reduce_scatter", number, launched_s, duration_s)
     return timeline
 
 
-def _exposed_in_forward(
-    plan: BucketPlan, times: ModelTimes, timeline: Link, begin_s: float
+def _delay_in_forward(
+    plan: BucketPlan,
+    times: ModelTimes,
+    timeline: Link,
+    begin_s: float,
+    costs: Sequence[BucketCost],
 ) -> float:
+    """How much longer forward takes: for what it waits for, and what it decodes."""
     needs = sorted(
-        (times.first_use_of(bucket), timeline.ends["all_gather", number])
+        (times.first_use_of(bucket), number)
         for number, bucket in enumerate(plan.buckets)
         if number not in plan.all_reduced
     )
-    exposed_s = 0.0
-    for first_use_s, end_s in needs:
-        exposed_s = max(exposed_s, end_s - (begin_s + first_use_s))
-    return exposed_s
+    delay_s = 0.0
+    for first_use_s, number in needs:
+        late_s = timeline.ends["all_gather", number] - (begin_s + first_use_s)
+        delay_s = max(delay_s, late_s) + costs[number].decode_s
+    return delay_s

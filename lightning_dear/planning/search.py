@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from lightning_dear.planning.codec_cost import CodecCosts
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.fusion import FusionPlanner, ThresholdFusion
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
@@ -52,7 +53,11 @@ class PlanSearch(Protocol):
 
 @runtime_checkable
 class SearchingPlanner(FusionPlanner, Protocol):
-    """A planner whose `plan` is only where it starts from."""
+    """A planner whose `plan` is only where it starts from.
+
+    One whose class says `plans_for_codecs = True` may be used with a compressor, and its `search`
+    is then given the `CodecCosts` as a fifth argument.
+    """
 
     def search(
         self,
@@ -62,6 +67,22 @@ class SearchingPlanner(FusionPlanner, Protocol):
         link: LinkCost,
     ) -> PlanSearch:
         """Begins a search with what was measured."""
+
+
+class CodecPlanner(SearchingPlanner, Protocol):
+    """One that may be used with a compressor."""
+
+    plans_for_codecs: bool
+
+    def search(
+        self,
+        tensors: Sequence[TensorSpec],
+        world_size: int,
+        times: ModelTimes,
+        link: LinkCost,
+        codecs: CodecCosts = ...,
+    ) -> PlanSearch:
+        """Begins a search with what was measured, the costs of encoding among it."""
 
 
 class NoContest:
@@ -91,10 +112,11 @@ def described(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> str:
         bucket.numel * itemsize[bucket.slices[0].tensor] / (1 << 20) for bucket in plan.buckets
     ]
     sizes = f"{min(sizes_mb):.2g}-{max(sizes_mb):.2g} MiB"
-    count = len(plan.all_reduced)
-    what = "all" if count == len(plan.buckets) else f"{count} of them"
-    all_reduced = f", {what} all-reduced" if count else ""
+    rest = ""
+    for named, what in (plan.all_reduced, "all-reduced"), (plan.uncompressed, "uncompressed"):
+        count = "all" if len(named) == len(plan.buckets) else f"{len(named)} of them"
+        rest += f", {count} {what}" if named else ""
     if len(sizes_mb) == 1:
-        return f"1 bucket of {max(sizes_mb):.3g} MiB{all_reduced}"
+        return f"1 bucket of {max(sizes_mb):.3g} MiB{rest}"
     early = f", {len(plan.early)} of them gathered in backward" if plan.early else ""
-    return f"{len(sizes_mb)} buckets of {sizes}{early}{all_reduced}"
+    return f"{len(sizes_mb)} buckets of {sizes}{early}{rest}"

@@ -22,7 +22,7 @@ def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> Bucke
     """`plan`, but every tensor that it cuts has a bucket of its own. Pure.
 
     What else was in its buckets stays together, before it or after it; no bucket is early, or
-    all-reduced.
+    all-reduced. A bucket is uncompressed if the one was that all it holds began in.
 
     Args:
         plan: Over `tensors`.
@@ -34,16 +34,25 @@ def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> Bucke
     numel = {tensor.index: tensor.numel for tensor in tensors}
     unit = ALIGNMENT * plan.world_size
     buckets: list[BucketSpec] = []
+    uncompressed: list[int] = []
     placed: set[int] = set()
-    for bucket in plan.buckets:
+    for number, bucket in enumerate(plan.buckets):
         # A run of tensors that lie in one bucket alone, or one that is cut.
         for is_cut, run in groupby(bucket.slices, lambda piece: num_parts[piece.tensor] > 1):
             members = [piece.tensor for piece in run if piece.tensor not in placed]
             placed.update(members)
             for own in [[member] for member in members] if is_cut else [members]:
+                if number in plan.uncompressed:
+                    uncompressed.append(len(buckets))
                 buckets.append(_bucket(bucket.family, own, numel, unit))
     order = reduce_order(buckets, tensors)
-    return BucketPlan(f"{plan.name}, no tensor cut", plan.world_size, tuple(buckets), order)
+    return BucketPlan(
+        f"{plan.name}, no tensor cut",
+        plan.world_size,
+        tuple(buckets),
+        order,
+        uncompressed=tuple(uncompressed),
+    )
 
 
 def _bucket(family: str, members: Sequence[int], numel: dict[int, int], unit: int) -> BucketSpec:

@@ -1,0 +1,116 @@
+"""What encoding costs: time of whoever computes, and bytes on the link, linear in the elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_dear.planning.plan import BucketPlan
+from lightning_dear.planning.times import ModelTimes
+
+
+@dataclass(frozen=True)
+class Linear:
+    """alpha + beta x elements."""
+
+    alpha: float = 0.0
+    beta: float = 0.0
+
+    def of(self, numel: float) -> float:
+        """Its value for so many elements."""
+        return self.alpha + self.beta * numel
+
+
+@dataclass(frozen=True)
+class BucketCost:
+    """What one bucket costs in a step, beside its turns on the link.
+
+    Attributes:
+        encode_s: In backward, when its last gradient is there.
+        sum_s: After backward, when all ranks' bytes are there: decoding and summing them.
+        publish_s: In the step, after this rank's shard is stepped: encoding it.
+        decode_s: In forward, at the first read.
+        reduce_bytes: Size of what travels in the reduce half, as if all of it were sent.
+        gather_bytes: The same of the gather half.
+    """
+
+    encode_s: float
+    sum_s: float
+    publish_s: float
+    decode_s: float
+    reduce_bytes: float
+    gather_bytes: float
+
+
+@dataclass(frozen=True)
+class CodecCost:
+    """What a codec costs; without arguments: nothing, and numbers travel as they are.
+
+    A half that is not encoded has no size here and no costs.
+
+    Attributes:
+        encode: Seconds to encode a bucket, what is kept of it included; of its elements.
+        decode_sum: Seconds to decode all ranks' parts of this rank's shard and to sum them; of the
+            bucket's elements.
+        encode_shard: Seconds to encode the owner's shard; of the shard's elements.
+        decode: Seconds to decode what was gathered; of the bucket's elements.
+        reduce_bytes: Of a shard that is encoded for its owner; of the shard's elements. None: as
+            many as it has.
+        gather_bytes: Of a shard that its owner has encoded; the same.
+    """
+
+    encode: Linear = Linear()
+    decode_sum: Linear = Linear()
+    encode_shard: Linear = Linear()
+    decode: Linear = Linear()
+    reduce_bytes: Linear | None = None
+    gather_bytes: Linear | None = None
+
+    def of(self, numel: float, itemsize: int, world_size: int) -> BucketCost:
+        """Of a bucket of `numel` elements, padding included, of `itemsize` bytes each."""
+        shard = numel / world_size
+
+        def size(wire: Linear | None) -> float:
+            return numel * itemsize if wire is None else world_size * wire.of(shard)
+
+        return BucketCost(
+            encode_s=self.encode.of(numel),
+            sum_s=self.decode_sum.of(numel),
+            publish_s=self.encode_shard.of(shard),
+            decode_s=self.decode.of(numel),
+            reduce_bytes=size(self.reduce_bytes),
+            gather_bytes=size(self.gather_bytes),
+        )
+
+
+@dataclass(frozen=True)
+class CodecCosts:
+    """Costs of the buckets that are compressed, and of those that a plan leaves uncompressed.
+
+    Attributes:
+        compressed: By the training's codec; without one, nothing.
+        uncompressed: What travelling as they are costs among buckets that are compressed.
+        may_mix: Whether a plan may leave buckets uncompressed. Not where there is no codec, nor
+            where what comes back is no gradient, such as a vote.
+    """
+
+    compressed: CodecCost = CodecCost()
+    uncompressed: CodecCost = CodecCost()
+    may_mix: bool = False
+
+    @property
+    def are_none(self) -> bool:
+        """Whether there is no codec."""
+        return self.compressed == CodecCost()
+
+    def of(self, plan: BucketPlan, number: int) -> CodecCost:
+        """Of bucket `number` of `plan`."""
+        return self.uncompressed if number in plan.uncompressed else self.compressed
+
+    def restricted(self, times: ModelTimes) -> ModelTimes:
+        """`times` that allow what can be done: with a codec nothing is early, or all-reduced."""
+        if self.are_none:
+            return times
+        return replace(times, allows_early=False, allows_all_reduce=False)
+
+
+NO_CODEC = CodecCosts()
