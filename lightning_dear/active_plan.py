@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from lightning_dear.bucket import FlatBuffers, allocate
-from lightning_dear.compression import Codec
+from lightning_dear.compression import Codec, Fp32
 from lightning_dear.exchange import DenseExchange, LimitedGathers, LossScale, new_exchange
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.gatherer import ParameterGatherer
@@ -107,10 +107,8 @@ def agree_on_recording(
     )
 
 
-def agree_on_plan(
-    plan: BucketPlan, tensors: Sequence[TensorSpec], collectives: Collectives
-) -> None:
-    """Refuses a plan that ranks do not share, that is not over `tensors`, or that is too fine.
+def agree_on_plan(plan: BucketPlan, recording: Recording, collectives: Collectives) -> None:
+    """Refuses a plan that ranks do not share, that is not over what was recorded, or too fine.
 
     Collective, blocks.
 
@@ -129,15 +127,31 @@ def agree_on_plan(
             f"The plan '{plan.name}' has {len(plan.buckets)} buckets, and at most {MAX_BUCKETS}"
             " are possible; fuse more, such as with fusion='threshold'."
         )
-    known = {tensor.index for tensor in tensors}
+    known = {tensor.index for tensor in recording.tensors}
     if any(piece.tensor not in known for bucket in plan.buckets for piece in bucket.slices):
         raise ValueError(f"The plan '{plan.name}' is for another model; plan anew.")
     try:
-        check_plan(plan, tensors)
+        check_plan(plan, recording.tensors)
     except ValueError as error:
         raise ValueError(
             f"The plan '{plan.name}' is broken, or for another model: {error}"
         ) from None
+    for number in plan.uncompressed:
+        codec = recording.codecs[plan.buckets[number].slices[0].tensor]
+        if codec is not None and codec.kind == "vote":
+            raise ValueError(
+                f"The plan '{plan.name}' leaves buckets uncompressed, and {codec.name} makes votes"
+                " of the others: signs would be stepped with the same learning rate as gradients."
+                " Plan anew, such as with fusion='threshold'."
+            )
+
+
+def _codecs_of_buckets(plan: BucketPlan, codecs: Sequence[Codec | None]) -> list[Codec | None]:
+    """What encodes each bucket row by row; None: nothing does."""
+    chosen = [codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
+    for number in plan.uncompressed:
+        chosen[number] = chosen[number] and Fp32()
+    return chosen
 
 
 @torch.no_grad()
@@ -171,7 +185,7 @@ def activate(
         keeps_gradients=uses_buckets,
         lags=options.encodes_differences,
     )
-    codecs = [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
+    codecs = _codecs_of_buckets(plan, recording.codecs)
     exchange = new_exchange(options, codecs, collectives, first_number, flat, loss_scale)
     depth = options.depth
     gatherer = ParameterGatherer(

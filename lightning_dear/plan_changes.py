@@ -96,7 +96,7 @@ class PlanChanges:
             self._options,
         )
         plan = self._fusion.plan(self._recording.tensors, self._collectives.world_size)
-        agree_on_plan(plan, self._recording.tensors, self._collectives)
+        agree_on_plan(plan, self._recording, self._collectives)
         return self._activate(plan)
 
     def _activate(self, plan: BucketPlan) -> ActivePlan:
@@ -204,7 +204,8 @@ class PlanChanges:
                 "replan() belongs between an optimizer step and the next forward, from the first"
                 " step on: there are gradients that no step has used yet, or there is no plan."
             )
-        agree_on_plan(plan, self.tensors, self._collectives)
+        assert self._recording is not None
+        agree_on_plan(plan, self._recording, self._collectives)
         self._put_state_together()
         self._active.release()
         # Its buffers are not needed any more, and the new ones are as large.

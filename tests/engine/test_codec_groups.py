@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,6 +86,28 @@ def test_a_schedule_and_another_plan_keep_the_groups() -> None:
     )
     assert sparse.density == 0.1
     assert run.error() <= 1e-5
+
+
+@distributed(world_sizes=(2,))
+def test_a_plan_leaves_buckets_as_they_are() -> None:
+    run = Run(ExchangeOptions("gradients", codec=Int4(block_size=64)))
+    run.step()
+    assert _buckets(run) == {"int4": {0, 1, 2, 3, 4}}
+    plan = NoFusion().plan(run.part.tensors, dist.get_world_size())
+    run.part.replan(replace(plan, uncompressed=(0,)))
+    for _ in range(3):
+        run.step()
+    (left,) = plan.buckets[0].slices
+    others = set(range(len(SHAPES))) - {left.tensor}
+    assert _buckets(run) == {"fp32": {left.tensor}, "int4": others}
+    assert run.error() <= 1e-5
+    _assert_all_arrived(run, left.tensor, range(4))
+
+    voting = Run(ExchangeOptions("gradients", codec=SignSGD()))
+    voting.step()
+    with pytest.raises(ValueError, match="signsgd makes votes of the others"):
+        voting.part.replan(replace(plan, uncompressed=(0,)))
+    voting.step()
 
 
 @distributed(world_sizes=(2,))
