@@ -83,12 +83,11 @@ def put_in(
             factor = residuals.factors.get(parameters[number], own)
             if factor.shape == own.shape:
                 own.copy_(factor)
-        for name, flat in one.worker.kept.items():
-            _collect(one, flat, residuals.worker.get(name, {}), parameters)
-        for name, shard in one.owner.kept.items():
-            flat = shard.new_zeros(one.spec.padded_numel)
-            _collect(one, flat, residuals.owner.get(name, {}), parameters)
-            shard.copy_(flat[one.own])
+        for name in one.worker.names:
+            one.worker.load(name, _collected(one, residuals.worker.get(name, {}), parameters))
+        for name in one.owner.names:
+            flat = _collected(one, residuals.owner.get(name, {}), parameters)
+            one.owner.load(name, flat[one.own])
 
 
 def _spread(
@@ -102,21 +101,21 @@ def _spread(
         own.copy_(flat[part.offset : part.offset + part.numel])
 
 
-def _collect(
-    one: EncodedBucket, flat: Tensor, source: ByParameter, parameters: Sequence[Parameter]
-) -> None:
-    flat.zero_()
+def _collected(one: EncodedBucket, source: ByParameter, parameters: Sequence[Parameter]) -> Tensor:
+    """Flat, as the bucket is; 0 where `source` has nothing."""
+    flat = torch.zeros(one.spec.padded_numel, device=parameters[0].device)
     for part in one.spec.slices:
         numbers = source.get(parameters[part.tensor])
         if numbers is not None:
             own = flat[part.offset : part.offset + part.numel]
             own.copy_(numbers[part.start : part.start + part.numel])
+    return flat
 
 
 def unknown_names(coded: Sequence[EncodedBucket], residuals: Residuals) -> list[str]:
     """Names of what `residuals` have, not zero, and nobody in `coded` keeps."""
-    worker = {name for one in coded for name in one.worker.kept}
-    owner = {name for one in coded for name in one.owner.kept}
+    worker = {name for one in coded for name in one.worker.names}
+    owner = {name for one in coded for name in one.owner.names}
     pairs = ((residuals.worker, worker, ""), (residuals.owner, owner, "owner's "))
     return [
         whose + name

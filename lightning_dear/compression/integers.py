@@ -147,14 +147,19 @@ class LoCo(Int4):
 
     Args:
         rate: b, in (0, 1]; 1 is plain feedback.
+        residual_bits: Of what is kept for each element, 32 or 8. 8 takes a quarter of the memory
+            and more time, and loses what it rounds: nothing is made good of that.
     """
 
     name: ClassVar[str] = "loco"
 
     rate: float = 0.2
+    residual_bits: int = 32
 
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.rate <= 1:
             raise ValueError(f"rate of loco must be in (0, 1], got {self.rate!r}.")
+        if self.residual_bits not in (8, 32):
+            raise ValueError(f"residual_bits of loco must be 8 or 32, got {self.residual_bits!r}.")

@@ -10,7 +10,6 @@ Gradients may come multiplied by a loss scale; what is kept is not, so that a sc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from typing_extensions import override
 
 from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.compressor import Compressor
-from lightning_dear.compression.integers import LoCo
+from lightning_dear.compression.integers import Int8, LoCo
 from lightning_dear.compression.signs import Signum
 from lightning_dear.compression.sparse import DGC
 
@@ -38,8 +37,8 @@ class Memory:
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        self._kept = {name: torch.zeros(numel, device=device) for name in self.names}
-        self._pending = {name: torch.zeros(numel, device=device) for name in self.names}
+        self._kept = {name: self._zeros(numel, device) for name in self.names}
+        self._pending = {name: self._zeros(numel, device) for name in self.names}
         self._has_pending = False
         self._rate = 1.0
 
@@ -90,13 +89,16 @@ class Memory:
     def keep(self, parts: Sequence[slice]) -> None:
         """Lets what was kept of `parts` stay as it was, whatever is pending."""
         if self._has_pending:
-            for name, part in product(self.names, parts):
-                self._pending[name][part] = self._kept[name][part]
+            for name in self.names:
+                kept, pending = self._read(self._kept[name]), self._read(self._pending[name])
+                for part in parts:
+                    pending[part] = kept[part]
+                self._write(self._pending[name], pending)
 
     def note_all_sent(self, but: Sequence[slice]) -> None:
         """Notes that numbers were sent as `compensate` has left them, but for some parts."""
-        for name, kept in self._kept.items():
-            torch.mul(kept, 1 - self._rate, out=self._pending[name])
+        for name, kept in self.kept.items():
+            self._write(self._pending[name], kept * (1 - self._rate))
         self._has_pending = True
         self.keep(but)
         self.commit()
@@ -104,17 +106,37 @@ class Memory:
     def add(self, part: slice, numbers: Tensor) -> None:
         """Adds `numbers` to what is still to be sent of `part`, where anything is kept for that."""
         if "residual" in self.names:
-            latest = self._pending if self._has_pending else self._kept
-            latest["residual"][part].add_(numbers, alpha=self._rate)
+            latest = (self._pending if self._has_pending else self._kept)["residual"]
+            residual = self._read(latest)
+            residual[part].add_(numbers, alpha=self._rate)
+            self._write(latest, residual)
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """Name -> what is kept, flat; views, to be read or overwritten between steps."""
-        return self._kept
+        """Name -> what is kept, flat fp32; to be read between steps."""
+        return {name: self._read(stored) for name, stored in self._kept.items()}
+
+    def load(self, name: str, flat: Tensor) -> None:
+        """Overwrites what is kept, between steps."""
+        self._write(self._kept[name], flat)
+
+    # --- how it is stored -----------------------------------------------------------------------
+
+    def _zeros(self, numel: int, device: torch.device) -> Tensor:
+        return torch.zeros(numel, device=device)
+
+    def _read(self, stored: Tensor) -> Tensor:
+        """Flat fp32: a view, or a copy that counts once it is written back."""
+        return stored
+
+    def _write(self, stored: Tensor, flat: Tensor) -> None:
+        if stored.data_ptr() != flat.data_ptr():
+            stored.copy_(flat)
 
     def _latest(self, name: str, like: Tensor) -> Tensor:
         """What was kept, or what an earlier encoding of the same step has left of it."""
-        return (self._pending if self._has_pending else self._kept)[name].view_as(like)
+        latest = (self._pending if self._has_pending else self._kept)[name]
+        return self._read(latest).view_as(like)
 
     def _next(self, name: str, like: Tensor) -> Tensor:
         return self._pending[name].view_as(like)
@@ -172,7 +194,34 @@ class Residual(Memory):
             lost.div_(scale)
         if before is not None:
             lost.mul_(self._rate).add_(before)
+        self._write(self._pending["residual"], lost.view(-1))
         self._has_pending = True
+
+
+class ShortResidual(Residual):
+    """The same in 8 bits: what is kept is rounded once more, and that error is lost for good."""
+
+    _codec: ClassVar[Int8] = Int8()
+
+    @override
+    def _zeros(self, numel: int, device: torch.device) -> Tensor:
+        self._numel = numel
+        num_bytes = self._codec.wire_bytes(numel)
+        return torch.zeros((1, num_bytes), dtype=torch.uint8, device=device)
+
+    @override
+    def _read(self, stored: Tensor) -> Tensor:
+        rows = torch.empty((1, self._numel), device=stored.device)
+        self._codec.decode(stored, rows)
+        return rows[0]
+
+    @override
+    def _write(self, stored: Tensor, flat: Tensor) -> None:
+        self._codec.encode(flat.reshape(1, -1), stored)
+
+    @override
+    def _next(self, name: str, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
 
 
 class RunningMean(Memory):
@@ -261,4 +310,7 @@ def owner_memory(codec: Compressor, numel: int, device: torch.device) -> Memory:
     """What an owner keeps of the mean, which it encodes for everybody."""
     if not codec.has_feedback:
         return Memory(numel, device)
-    return Residual(numel, device, codec.rate if isinstance(codec, LoCo) else 1.0)
+    if isinstance(codec, LoCo):
+        kind = ShortResidual if codec.residual_bits == 8 else Residual
+        return kind(numel, device, codec.rate)
+    return Residual(numel, device)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dear.apps import train
-from lightning_dear.compression import CODECS, COMPRESSORS
+from lightning_dear.compression import COMPRESSORS, resolve_compressor
 from lightning_dear.paths import conf_dir
 from tests.conf.composing import composed, options_of
 
@@ -102,7 +102,7 @@ def test_every_fusion_reaches_the_strategy(option, tmp_path):
 def test_every_compressor_reaches_the_strategy(option, tmp_path):
     with composed(tmp_path, f"compressor={option}") as config:
         strategy = instantiate(config.strategy, _convert_="all")
-    assert strategy._options.codec == (None if option == "none" else CODECS[option]())
+    assert strategy._options.codec == resolve_compressor(option)
 
 
 def test_every_compressor_has_a_config():
