@@ -73,6 +73,18 @@ def test_an_optimizer_alone_is_refused() -> None:
 
 
 @distributed([2])
+def test_two_optimizers_with_all_reduces_are_refused() -> None:
+    fabric = new_fabric(dear(compressor="powersgd"))
+    for is_second in (False, True):
+        raw = build("mlp")
+        if is_second:
+            with pytest.raises(ValueError, match="compressor='powersgd' works with one optimizer"):
+                fabric.setup(raw, optimizer_for("sgd", raw))
+        else:
+            fabric.setup(raw, optimizer_for("sgd", raw))
+
+
+@distributed([2])
 def test_gradients_without_an_optimizer_are_refused() -> None:
     fabric = new_fabric(dear())
     raw = build("mlp")

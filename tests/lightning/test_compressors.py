@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_dear.callbacks import CompressionSchedule, DearMonitor
 from lightning_dear.callbacks.completion_guard import CompletionGuard
-from lightning_dear.compression import DGC, Fp32, Int4, Int8, TopK
+from lightning_dear.compression import DGC, Fp32, Int4, Int8, PowerSGD, TopK
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed, run_ranks
 from tests.engine.models import batch, build, loss_of, optimizer_for
@@ -34,6 +34,7 @@ COMPRESSORS: dict[str, dict[str, Any]] = {
     "topk": {"compressor": TopK(density=0.05)},
     "qsgd": {"compressor": "qsgd"},
     "int4 one way": {"compressor": Int4(halves="reduce")},
+    "powersgd": {"compressor": PowerSGD(rank=1)},
 }
 
 
@@ -83,7 +84,7 @@ def _save_anywhere(folder: Path, name: str) -> None:
 @distributed(world_sizes=(2,))
 def test_steps_that_a_loss_scale_leaves_out_leave_no_trace() -> None:
     """A scale that is too large at first: the weights are those of the fit without its steps."""
-    for name in ("int8", "topk"):
+    for name in ("int8", "topk", "powersgd"):
         seen = {}
         for scale in (2.0**10, 2.0**30):
             scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
@@ -108,7 +109,7 @@ def _are_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("name", ["int8", "topk"])
+@pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
 @distributed(world_sizes=(2,))
 def test_dense_steps_are_those_without_a_compressor(name: str) -> None:
     seen = {}
@@ -149,6 +150,17 @@ def test_densities_change_what_is_sent() -> None:
 
 
 @distributed(world_sizes=(2,))
+def test_some_parameters_are_left_out() -> None:
+    schedule = CompressionSchedule(dense_steps=2, compressors={"vectors": "none"})
+    recorder, strategy = WeightRecorder(), _ours("int8", compression_schedule=schedule)
+    fit(strategy, Net("mlp", "sgd"), recorder)
+    assert_ranks_agree(recorder.seen)
+    assert strategy.plan is not None
+    families = {bucket.family.rpartition("/")[2] for bucket in strategy.plan.buckets}
+    assert {family.partition("(")[0] for family in families} == {"Int8", "Fp32"}
+
+
+@distributed(world_sizes=(2,))
 def test_dgc_warms_up_by_itself() -> None:
     strategy = dear(
         fusion=ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005),
@@ -184,6 +196,7 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
         ("int8", {"compression_ratio", "residual_norm", "lag"}),
         ("topk", {"compression_ratio", "residual_norm"}),
         ("qsgd", {"compression_ratio"}),
+        ("powersgd", {"compression_ratio", "residual_norm"}),
     ):
         trainer = fit(_ours(name), Net("mlp", "sgd"), DearMonitor(), log_every_n_steps=2)
         logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
@@ -204,6 +217,14 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
         ),
         ({"compressor": "int8", "fusion": "auto"}, "int8 encodes"),
         ({"compressor": "topk", "gather": "parameters"}, "ever further behind"),
+        ({"compressor": "powersgd", "gather": "parameters"}, "whole mean gradient"),
+        (
+            {
+                "compressor": "signsgd",
+                "compression_schedule": CompressionSchedule(compressors={"*": "none"}),
+            },
+            "same learning rate",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:

@@ -74,7 +74,7 @@ CODED = [
     Mutation(
         "taking the loss scale out of what is kept",
         "compression/memory.py",
-        "            after.div_(scale)\n",
+        "            lost.div_(scale)\n",
         "            pass\n",
         (f"{ENGINE}::test_a_loss_scale_that_changes_changes_nothing",),
     ),
@@ -101,7 +101,7 @@ CODED = [
     ),
     Mutation(
         "showing a loss scale that there was inf",
-        "exchange/coded.py",
+        "exchange/encoding.py",
         "            coded.bucket.mean.masked_fill_(found.bool(), math.nan)\n",
         "            pass\n",
         (f"{FAILURES}::test_a_loss_scale_hears_of_inf_on_another_rank",),
@@ -116,8 +116,8 @@ CODED = [
     Mutation(
         "an owner's residual in checkpoints",
         "checkpoint/residuals.py",
-        "            shard.copy_(flat[one.own])\n",
-        "",
+        "            one.owner.load(name, flat[one.own])\n",
+        "            pass\n",
         (RESUMED,),
     ),
     Mutation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.all_reduced import ALL_REDUCED
 from tests.mutations.coded import CODED
 from tests.mutations.gathering import GATHERING
+from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation
 from tests.mutations.speed import SPEED
 
@@ -214,8 +215,8 @@ GUARDS = [
     Mutation(
         "numbers of their own for a second optimizer's buckets",
         "active_plan.py",
-        "new_exchange(options, collectives, first_number, flat.buckets, loss_scale)",
-        "new_exchange(options, collectives, 0, flat.buckets, loss_scale)",
+        "new_exchange(options, codecs, collectives, first_number, flat, loss_scale)",
+        "new_exchange(options, codecs, collectives, 0, flat, loss_scale)",
         (f"{GRADIENTS}::test_two_optimizers_number_their_buckets_apart",),
     ),
 ]
@@ -395,4 +396,5 @@ MUTATIONS = [
     *GATHERING,
     *ALL_REDUCED,
     *CODED,
+    *LOW_RANK,
 ]

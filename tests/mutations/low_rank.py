@@ -1,0 +1,105 @@
+"""What the low-rank exchange, and codecs of some tensors alone, must not do without."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+LOW_RANK_TESTS = "tests/engine/test_low_rank.py"
+GROUPS = "tests/engine/test_codec_groups.py"
+
+LAW = f"{LOW_RANK_TESTS}::test_what_is_lost_arrives_later"
+BETWEEN = f"{LOW_RANK_TESTS}::test_the_same_whatever_happens_in_between"
+
+LOW_RANK = [
+    Mutation(
+        "sending the last bucket's second message",
+        "exchange/low_rank.py",
+        "        self._send_waiting()\n        self._seconds",
+        "        self._seconds",
+        (LAW,),
+    ),
+    Mutation(
+        "waiting for the first message",
+        "exchange/low_rank.py",
+        "        first.wait()\n",
+        "",
+        (LAW,),
+    ),
+    Mutation(
+        "waiting for the second message",
+        "exchange/low_rank.py",
+        "        self._seconds.pop(low.number).wait()\n",
+        "        self._seconds.pop(low.number)\n",
+        (f"{LOW_RANK_TESTS}::test_it_is_as_near_as_torchs_own",),
+    ),
+    Mutation(
+        "keeping what the factors do not bring",
+        "exchange/low_rank_bucket.py",
+        "        self.worker.note_lost(self._flat, scale)\n",
+        "",
+        (LAW,),
+    ),
+    Mutation(
+        "this rank's own factors in its residual",
+        "exchange/low_rank_bucket.py",
+        "            own.addmm_(left, right.t(), alpha=-1)\n",
+        "            own.addmm_(left, right.t(), alpha=-0.5)\n",
+        (LAW,),
+    ),
+    Mutation(
+        "starting from the last step's factor",
+        "exchange/low_rank_bucket.py",
+        "        self._factors.update(self._pending)\n",
+        "",
+        (f"{LOW_RANK_TESTS}::test_it_is_as_near_as_torchs_own",),
+    ),
+    Mutation(
+        "an orthonormal factor",
+        "exchange/low_rank_bucket.py",
+        "            left.copy_(orthonormal(left))\n",
+        "",
+        (f"{LOW_RANK_TESTS}::test_what_has_no_more_rank_arrives_as_it_is",),
+    ),
+    Mutation(
+        "a share of what nobody will step, for each rank",
+        "exchange/encoded_bucket.py",
+        "                share = mean / self._num_owners\n",
+        "                share = mean\n",
+        (LAW,),
+    ),
+    Mutation(
+        "factors that move to the next plan",
+        "checkpoint/residuals.py",
+        "                own.copy_(factor)\n",
+        "                pass\n",
+        (f"{LOW_RANK_TESTS}::test_factors_go_into_checkpoints_and_survive_another_plan",),
+    ),
+    Mutation(
+        "buckets of their own for tensors with another codec",
+        "layout.py",
+        '            family=f"{parameter.dtype}/{parameter.device.type}/{codecs[index]}",\n',
+        '            family=f"{parameter.dtype}/{parameter.device.type}",\n',
+        (f"{GROUPS}::test_vectors_travel_as_they_are_and_nothing_is_lost",),
+    ),
+    Mutation(
+        "a schedule that leaves other codecs as they are",
+        "exchange/coded.py",
+        "            coded.use(codec if follows else coded.configured)\n",
+        "            coded.use(codec)\n",
+        (f"{GROUPS}::test_a_schedule_and_another_plan_keep_the_groups",),
+    ),
+    Mutation(
+        "momentum of what a codec leaves out",
+        "exchange/coded_bucket.py",
+        "        keeps = options.codec if isinstance(codec, Fp32) else codec\n",
+        "        keeps = codec\n",
+        (f"{GROUPS}::test_what_dgc_leaves_out_has_its_momentum",),
+    ),
+    Mutation(
+        "leaving a plan's buckets as they are",
+        "active_plan.py",
+        "        chosen[number] = chosen[number] and Fp32()\n",
+        "        pass\n",
+        (f"{GROUPS}::test_a_plan_leaves_buckets_as_they_are",),
+    ),
+]
