@@ -167,9 +167,7 @@ def _bounds_s(
 def bucket_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
     """Size of each bucket, padding included."""
     itemsize = _itemsizes(plan, tensors)
-    return [
-        bucket.padded_numel * size for bucket, size in zip(plan.buckets, itemsize, strict=True)
-    ]
+    return [bucket.padded_numel * size for bucket, size in zip(plan.buckets, itemsize, strict=True)]
 
 
 def reduced_timeline(

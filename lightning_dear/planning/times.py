@@ -23,6 +23,7 @@ class ModelTimes:
         step_s: Optimizer step on this rank's shards, all buckets together.
         allows_early: Whether buckets may be stepped and gathered before backward has ended.
         allows_all_reduce: Whether buckets may be all-reduced.
+        allows_cuts: Whether a tensor may be cut between two buckets.
     """
 
     forward_s: float
@@ -32,6 +33,7 @@ class ModelTimes:
     step_s: float = 0.0
     allows_early: bool = True
     allows_all_reduce: bool = True
+    allows_cuts: bool = True
 
     def ready_of(self, bucket: BucketSpec) -> float:
         """When the last gradient of `bucket` is there, seconds since backward began."""
@@ -67,4 +69,5 @@ def _combined(
         step_s=combine([one.step_s for one in times]),
         allows_early=all(one.allows_early for one in times),
         allows_all_reduce=all(one.allows_all_reduce for one in times),
+        allows_cuts=all(one.allows_cuts for one in times),
     )
