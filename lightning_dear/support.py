@@ -116,11 +116,13 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
             " all-gathers, and decouple=False makes all-reduces instead. Use fusion='threshold',"
             " 'none' or 'single' with it."
         )
-    if isinstance(fusion, SearchingPlanner) and options.codec is not None:
+    plans_for_codecs = getattr(fusion, "plans_for_codecs", False)
+    if isinstance(fusion, SearchingPlanner) and options.codec is not None and not plans_for_codecs:
         raise ValueError(
             f"fusion={getattr(fusion, 'name', type(fusion).__name__)!r} plans from the time that"
             f" gradients take as they are, and {options.codec.name} encodes them. Use"
-            " fusion='threshold', 'none' or 'single' with it."
+            " fusion='mergecomp', which knows what that costs, 'bayesian', which measures, or"
+            " 'threshold', 'none' or 'single' with it."
         )
 
 

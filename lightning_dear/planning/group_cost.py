@@ -2,7 +2,8 @@
 
 Group y holds what lies between two places of that order. Its gradients are complete at ready_y,
 and forward first reads one of them at use_y. Encoding it takes e, its reduce-scatter r, decoding
-and summing it s, stepping it and encoding the shard p, its all-gather g, decoding it d. Then
+and summing it s, stepping it and encoding the shard p, its all-gather g, decoding it (and stepping
+it, where it is stepped whole) d. Then
 
     E_y = E_(y-1) + e                              encodings so far, which delay gradients
     f_y = max(f_(y-1), ready_y + E_y) + r          the link is free after its reduce-scatter
@@ -55,9 +56,17 @@ class GroupCost:
 
 
 def group_cost(
-    codec: CodecCost, itemsize: int, world_size: int, link: LinkCost, step_s_per_byte: float
+    codec: CodecCost,
+    itemsize: int,
+    world_size: int,
+    link: LinkCost,
+    step_s: float,
+    late_step_s: float,
 ) -> GroupCost:
-    """What `codec`, `link` and the optimizer's step cost, as lines over a group's bytes."""
+    """What `codec`, `link` and the optimizer's steps cost, as lines over a group's bytes.
+
+    The steps in seconds for a byte: of shards, and of whole buckets in forward.
+    """
 
     def line(linear: Linear, num_shards: int = 1) -> Linear:
         return Linear(linear.alpha, linear.beta / (num_shards * itemsize))
@@ -69,14 +78,14 @@ def group_cost(
         alpha_s = link.reduce_scatter_s(size.alpha, world_size)
         return Linear(alpha_s, link.beta_s * sent_bytes(size.beta, world_size) / itemsize)
 
-    publish = line(codec.encode_shard, world_size)
+    publish, decode = line(codec.encode_shard, world_size), line(codec.decode)
     return GroupCost(
         encode=line(codec.encode),
         reduce=sent(codec.reduce_bytes),
         sum=line(codec.decode_sum),
-        publish=Linear(publish.alpha, publish.beta + step_s_per_byte),
+        publish=Linear(publish.alpha, publish.beta + step_s),
         gather=sent(codec.gather_bytes),
-        decode=line(codec.decode),
+        decode=Linear(decode.alpha, decode.beta + late_step_s),
     )
 
 
@@ -180,7 +189,8 @@ def course_of(
     codecs: CodecCosts,
 ) -> Course:
     """The `Course` of one family, which has the link and the step to itself."""
-    step_s_per_byte = times.step_s / max(sum(piece.nbytes for piece in pieces), 1)
+    nbytes = max(sum(piece.nbytes for piece in pieces), 1)
+    steps_s = times.step_s / nbytes, times.late_step_s / nbytes
     kinds = (codecs.compressed, codecs.uncompressed) if codecs.may_mix else (codecs.compressed,)
-    costs = [group_cost(kind, itemsize, world_size, link, step_s_per_byte) for kind in kinds]
+    costs = [group_cost(kind, itemsize, world_size, link, *steps_s) for kind in kinds]
     return Course(pieces, costs, times)
