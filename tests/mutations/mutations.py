@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.all_reduced import ALL_REDUCED
+from tests.mutations.codec_plans import CODEC_PLANS
 from tests.mutations.coded import CODED
 from tests.mutations.gathering import GATHERING
 from tests.mutations.mutation import Mutation
@@ -395,4 +396,5 @@ MUTATIONS = [
     *GATHERING,
     *ALL_REDUCED,
     *CODED,
+    *CODEC_PLANS,
 ]
