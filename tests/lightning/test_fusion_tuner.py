@@ -68,7 +68,7 @@ class _Small:
 
 
 def _tuned(
-    planner: Any, net: Net, *callbacks: Any, compressor: Any = None, **options: Any
+    planner: Any, net: Net, *callbacks: Any, compressor: Any = "none", **options: Any
 ) -> tuple[FusionTuner, Any]:
     strategy = dear(fusion=planner, compressor=compressor)
     tuner = FusionTuner(planner, lambda: strategy._pipeline)
@@ -135,7 +135,7 @@ def test_a_plan_is_found_with_a_compressor(planner: Any, compressor: Any) -> Non
         assert codecs.compressed.reduce_bytes.beta < 1.5
         assert codecs.compressed.encode.of(1 << 16) > 0
         predicted = predict(tuner.plan, tensors, times, link, codecs)
-        assert times.forward_s + times.backward_s < predicted.step_s < 1.0
+        assert times.forward_s + times.backward_s < predicted.step_s < 10.0
         assert predicted.coding_s > 0
 
 
