@@ -25,6 +25,10 @@ _SHARES = (1, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 _MIN_GAIN = 2e-3
 """Share of the step that more buckets must gain: each costs the host work, which no link shows."""
 
+_SLACK = 1.05
+"""How much longer than a known step one may be for the programme: `predict` knows other families,
+and in which order forward really reads."""
+
 
 @dataclass(frozen=True)
 class _Groups:
@@ -122,7 +126,7 @@ class _Task:
     def _groupings(self, pieces: Sequence[Piece], itemsize: int) -> list[Grouping]:
         course = course_of(pieces, itemsize, self.world_size, self.times, self.link, self.codecs)
         if not self.times.allows_early:
-            known_s = course.step_s(best_cuts(course))
+            known_s = _SLACK * course.step_s(best_cuts(course))
             return best_groupings(course, known_s=known_s)
         # Early gathers may make the best of what would take longer without them.
         most_bytes = [share * course.total[-1] for share in _SHARES]
