@@ -131,10 +131,10 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         self.times = None
         if self._recording is None:
             return
-        self.complete_parameters("measuring")
         self._times_recorder = TimesRecorder(
             self._module, self.parameters, self._recording.ungated, self._instruments.clock
         )
+        self.complete_parameters("measuring")
 
     def complete_entry(self, *, completes_all: bool) -> None:
         """Completes what is read outside any module; all, where no gate sees reads. May block."""
@@ -186,7 +186,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         if self._active is None:
             self._recorder.note_gradient(index)
         else:
-            self._active.reducer.on_gradient(index)
+            with self._leaving_out_codecs():
+                self._active.reducer.on_gradient(index)
         if self._early_steps is not None:
             self._early_steps.poll()
 
@@ -293,20 +294,27 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
 
     def stepped(self, number: int) -> None:
         """See `StepListener`: the bucket's all-gather starts before the next run is stepped."""
-        assert self._active is not None
         self._instruments.record_step(f"bucket {number}", self._step_began)
-        self._active.gatherer.launch(number)
+        self.launch(number)
         self._step_began = self._instruments.mark()
 
     def launch(self, number: int) -> None:
         """See `GatherListener`."""
         assert self._active is not None
-        self._active.gatherer.launch(number)
+        with self._leaving_out_codecs():
+            self._active.gatherer.launch(number)
+
+    def _leaving_out_codecs(self) -> AbstractContextManager[None]:
+        recorder, active = self._times_recorder, self._active
+        if recorder is None or active is None:
+            return nullcontext()
+        return recorder.leaving_out_codecs(active.exchange.coded)
 
     def _on_arrival(self, number: int) -> None:
         if isinstance(self.sharded, ReplicatedOptimizer):
-            began = self._instruments.mark()
-            self.sharded.step_bucket(number)
+            began, recorder = self._instruments.mark(), self._times_recorder
+            with nullcontext() if recorder is None else recorder.late_step():
+                self.sharded.step_bucket(number)
             self._instruments.record_step(f"bucket {number}", began)
 
     def after_step(self) -> None:

@@ -63,6 +63,7 @@ class Pipeline:
 
     Attributes:
         collectives: What moves the bytes.
+        options: What travels, and how.
         early_refusal: Why no bucket is gathered before backward has ended, whatever the plan says;
             None if it is.
         all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says; None if it is.
@@ -89,7 +90,7 @@ class Pipeline:
         options.check(collectives, first_number + len(optimizers))
         check_layout(module, optimizers, collectives, options)
         self.collectives = collectives
-        self._options = options
+        self.options = options
         self._instruments = Instruments(next(module.parameters()).device, collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
         self._has_compiled_region = has_compiled_region(module)
@@ -166,7 +167,7 @@ class Pipeline:
     @property
     def codec(self) -> Compressor | None:
         """What was configured to encode gradients; None for nothing."""
-        return self._options.codec
+        return self.options.codec
 
     def use_codec(self, codec: Compressor) -> None:
         """See `OptimizerPipeline`: another codec of the same kind, or none, from the next step."""

@@ -69,7 +69,8 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         compression_schedule: Dense steps first, densities by step, and other compressors for some
             parameters.
         fusion: "threshold", "none", "single", or one that plans from measurements: "mgwfbp",
-            "bayesian", "mergecomp", "auto"; or a planner from `lightning_dear.planning`.
+            "bayesian", "mergecomp", "mergecomp_heuristic", "auto"; or a planner from
+            `lightning_dear.planning`. With a compressor, of these, "bayesian" and the mergecomps.
         bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
         gather: What travels back: "parameters", or "gradients", for optimizers that need to see
             whole tensors (Adafactor, Muon, LARS): every rank then steps all of them, each bucket

@@ -110,17 +110,20 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
     Raises:
         ValueError: Naming what to use.
     """
-    if isinstance(fusion, SearchingPlanner) and not options.decouple:
+    if isinstance(fusion, SearchingPlanner) and options.all_reduces:
+        what = "decouple=False" if options.codec is None else options.codec.name
         raise ValueError(
             f"fusion={getattr(fusion, 'name', type(fusion).__name__)!r} plans reduce-scatters and"
-            " all-gathers, and decouple=False makes all-reduces instead. Use fusion='threshold',"
-            " 'none' or 'single' with it."
+            f" all-gathers, and {what} makes all-reduces instead. Use fusion='threshold', 'none' or"
+            " 'single' with it."
         )
-    if isinstance(fusion, SearchingPlanner) and options.codec is not None:
+    plans_for_codecs = getattr(fusion, "plans_for_codecs", False)
+    if isinstance(fusion, SearchingPlanner) and options.codec is not None and not plans_for_codecs:
         raise ValueError(
             f"fusion={getattr(fusion, 'name', type(fusion).__name__)!r} plans from the time that"
             f" gradients take as they are, and {options.codec.name} encodes them. Use"
-            " fusion='threshold', 'none' or 'single' with it."
+            " fusion='mergecomp', which knows what that costs, 'bayesian', which measures, or"
+            " 'threshold', 'none' or 'single' with it."
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn import Module, Parameter
 
 from lightning_dear.clock import Clock
+from lightning_dear.exchange import EncodedBucket
 from lightning_dear.gate import close_gate, plain_parameters, remove_gate
 from lightning_dear.planning.times import ModelTimes
 from lightning_dear.recorder import has_compiled_region
@@ -47,6 +48,8 @@ class TimesRecorder:
         self._forward: tuple[Any, Any] | None = None
         self._backward: tuple[Any, Any] | None = None
         self._step: tuple[Any, Any] = None, None
+        self._late_steps: list[tuple[Any, Any]] = []
+        self._left_out: list[tuple[Any, Any]] = []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -76,6 +79,21 @@ class TimesRecorder:
     def step_ends(self) -> None:
         """All buckets are stepped."""
         self._step = self._step[0], self._clock.mark()
+
+    @contextmanager
+    def late_step(self) -> Iterator[None]:
+        """Around the step of a bucket that is stepped where forward would read it."""
+        start = self._clock.mark()
+        yield
+        self._late_steps.append((start, self._clock.mark()))
+
+    @contextmanager
+    def leaving_out_codecs(self, coded: Sequence[EncodedBucket]) -> Iterator[None]:
+        """Around what may encode: where it does, its time is in none of the times."""
+        before, start = _num_encodings(coded), self._clock.mark()
+        yield
+        if _num_encodings(coded) > before:
+            self._left_out.append((start, self._clock.mark()))
 
     def note_gradient(self, index: int) -> None:
         """Parameter `index` has a new gradient."""
@@ -114,7 +132,7 @@ class TimesRecorder:
         """What was measured; None before a step's end. May block for a device."""
         if self._forward is None or self._backward is None or self._step[1] is None:
             return None
-        seconds = self._clock.seconds
+        seconds = self._seconds
         (forward, forward_end), (backward, backward_end) = self._forward, self._backward
         at_entry = {index: 0.0 for index, user in self._ungated.items() if user is None}
         return ModelTimes(
@@ -125,5 +143,16 @@ class TimesRecorder:
                 **at_entry,
             },
             step_s=seconds(self._step[1]) - seconds(self._step[0]),
+            late_step_s=sum(seconds(end) - seconds(begin) for begin, end in self._late_steps),
             ready_s={i: seconds(mark) - seconds(backward) for i, mark in self._gradients.items()},
         )
+
+    def _seconds(self, mark: Any) -> float:
+        """On a scale that stood still while something was encoded."""
+        at_s = self._clock.seconds(mark)
+        left_out = ([self._clock.seconds(one) for one in span] for span in self._left_out)
+        return at_s - sum(end_s - begin_s for begin_s, end_s in left_out if end_s <= at_s)
+
+
+def _num_encodings(coded: Sequence[EncodedBucket]) -> int:
+    return sum(sum(one.counts.values()) for one in coded)

@@ -1,4 +1,4 @@
-"""Finds a plan on real steps: measures compute, the link and candidate plans, and keeps the best.
+"""Finds a plan on real steps: measures compute, codecs, the link and plans, and keeps the best.
 
 Every measurement and every decision is shared: times are those of the slowest rank, plans are rank
 0's, so that ranks never part ways.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_dear.clock import clock_of
+from lightning_dear.codec_probe import measure_codecs
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, LinkCost, PlanSearch, SearchingPlanner, TensorSpec
 from lightning_dear.planning.cost import Train, fitted, sent_bytes
@@ -107,11 +108,13 @@ class Tuning:
         if self._collectives.world_size == 1 or self._takes_found_plan():
             return
         times = yield from self._profile()
-        link = measure_link(self._pipeline)
+        costs: list[Any] = [measure_link(self._pipeline)]
+        if self._pipeline.codec is not None:
+            costs.append(measure_codecs(self._pipeline))
         if self._collectives.rank == 0:
             # On rank 0 alone: a search may compute other bits on another kind of host.
             self._search = self._planner.search(
-                self._tensors, self._collectives.world_size, times, link
+                self._tensors, self._collectives.world_size, times, *costs
             )
         while (plan := self._rank_0s(self._search and self._search.next())) is not None:
             self._use(plan)
@@ -155,6 +158,7 @@ class Tuning:
             times,
             allows_early=self._pipeline.early_refusal is None,
             allows_all_reduce=self._pipeline.all_reduce_refusal is None,
+            allows_cuts=not self._pipeline.options.is_of_gradients,
         )
 
     def _measure_steps(self) -> Generator[None, None, float]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_dear import tuning
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import (
     AutoFusion,
     BayesianFusion,
@@ -98,6 +99,8 @@ class _Pipeline:
         self.num_measured = 0
         self.early_refusal: str | None = None
         self.all_reduce_refusal: str | None = None
+        self.options = ExchangeOptions()
+        self.codec = None
 
     def complete_parameters(self, reason: str) -> None:
         pass

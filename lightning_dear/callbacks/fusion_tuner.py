@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_dear.compression import Compressor
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, SearchingPlanner
 from lightning_dear.tuning import Tuning
@@ -20,9 +21,10 @@ class FusionTuner(Callback):
 
     Training goes on meanwhile: candidates are measured on its own steps, and weights do not depend
     on the plan (but from three ranks on all-reduced buckets are rounded in another order, and so is
-    the norm by which gradients are clipped). When it is
-    done it says in one line what was chosen and why. The plan goes into checkpoints, and is used at
-    once by a fit that resumes with as many ranks and the same planner with the same options.
+    the norm by which gradients are clipped; and what a compressor loses depends on the bucket).
+    When it is done it says in one line what was chosen and why. The plan goes into checkpoints, and
+    is used at once by a fit that resumes with as many ranks, the same planner with the same options
+    and the same compressor.
 
     Args:
         planner: Whose search it is.
@@ -72,13 +74,14 @@ class FusionTuner(Callback):
                 " fusion='threshold', with a bucket_cap_mb of your own."
             )
             return
-        if self._found is not None and self._found_by != description_of(self._planner):
+        finder = description_of(self._planner, pipeline.codec)
+        if self._found is not None and self._found_by != finder:
             rank_zero_info(
                 "The plan found before is not used, another one is searched for: it was found with"
-                f" {self._found_by}, and this is {description_of(self._planner)}"
+                f" {self._found_by}, and this is {finder}"
             )
             self._found = None
-        self._found_by = description_of(self._planner)
+        self._found_by = finder
         self._tuning = Tuning(pipeline, self._planner, rank_zero_info, self._found)
 
     @override
@@ -110,8 +113,9 @@ class FusionTuner(Callback):
         self._found_by = state_dict.get("planner", description_of(self._planner))
 
 
-def description_of(planner: SearchingPlanner) -> str:
-    """Return the planner's class and options, such as `AutoFusion(num_steps=60)`."""
+def description_of(planner: SearchingPlanner, codec: Compressor | None = None) -> str:
+    """Return classes and options, such as `AutoFusion(num_steps=60)`, or `... for Int8(...)`."""
     kinds = (bool, int, float, str, type(None))
     options = {name: value for name, value in vars(planner).items() if isinstance(value, kinds)}
-    return f"{type(planner).__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
+    planned = f"{type(planner).__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
+    return planned if codec is None else f"{planned} for {codec!r}"

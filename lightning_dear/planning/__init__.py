@@ -3,6 +3,7 @@
 from lightning_dear.planning.all_reduce import choose_all_reduce
 from lightning_dear.planning.auto import AutoFusion
 from lightning_dear.planning.bayesian import BayesianFusion
+from lightning_dear.planning.codec_cost import CodecCost, CodecCosts, Linear
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import (
@@ -11,10 +12,11 @@ from lightning_dear.planning.fusion import (
     SingleFusion,
     ThresholdFusion,
 )
+from lightning_dear.planning.mergecomp import MergeCompFusion
+from lightning_dear.planning.mergecomp_heuristic import MergeCompHeuristicFusion
 from lightning_dear.planning.mgwfbp import MGWFBPFusion
 from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice, TensorSpec
 from lightning_dear.planning.predict import Prediction, predict
-from lightning_dear.planning.programme import MergeCompFusion
 from lightning_dear.planning.registry import FUSIONS, resolve_fusion
 from lightning_dear.planning.saved import FixedPlan, save_plan
 from lightning_dear.planning.search import PlanSearch, SearchingPlanner
@@ -26,11 +28,15 @@ __all__ = [
     "BayesianFusion",
     "BucketPlan",
     "BucketSpec",
+    "CodecCost",
+    "CodecCosts",
     "FixedPlan",
     "FusionPlanner",
+    "Linear",
     "LinkCost",
     "MGWFBPFusion",
     "MergeCompFusion",
+    "MergeCompHeuristicFusion",
     "ModelTimes",
     "NoFusion",
     "PlanSearch",

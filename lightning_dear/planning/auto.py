@@ -9,9 +9,9 @@ from lightning_dear.planning.bayesian import cap_plans, same_buckets
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
+from lightning_dear.planning.mergecomp import MergeCompFusion
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
 from lightning_dear.planning.predict import predict
-from lightning_dear.planning.programme import MergeCompFusion
 from lightning_dear.planning.search import (
     STEPS_BEFORE_SEARCH,
     STEPS_PER_TRIAL,

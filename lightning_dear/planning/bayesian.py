@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist, mean, pstdev
 
+from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.fusion import ThresholdFusion
 from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec
@@ -41,6 +42,7 @@ class BayesianFusion:
     """
 
     name = "bayesian"
+    plans_for_codecs = True
 
     def __init__(
         self,
@@ -77,9 +79,14 @@ class BayesianFusion:
         return self._first().plan(tensors, world_size)
 
     def search(
-        self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
+        self,
+        tensors: Sequence[TensorSpec],
+        world_size: int,
+        times: ModelTimes,
+        link: LinkCost,
+        codecs: CodecCosts = NO_CODEC,
     ) -> PlanSearch:
-        """See `SearchingPlanner`; `times` and `link` are not looked at."""
+        """See `SearchingPlanner`; `times`, `link` and `codecs` are not looked at."""
         first = self._first()
         first_mb, cap_mb = first.caps_mb(world_size)
         plans = cap_plans(tensors, world_size, self.min_cap_mb, self.max_cap_mb, first_mb)

@@ -89,8 +89,8 @@ def predict(
     A codec takes turns with what else is computed: buckets are encoded before their launch, which
     delays all later gradients; after backward they are decoded and summed one after the other, in
     plan order; a stepped shard is encoded before its gather, and what was gathered is decoded at
-    the first read, which delays all later ones. It is not for plans with early or all-reduced
-    buckets.
+    the first read, which delays all later ones, as do steps that are made there. Codecs are not
+    for plans with early or all-reduced buckets.
     """
     nbytes = bucket_bytes(plan, tensors)
     costs = bucket_costs(plan, tensors, codecs)
@@ -111,7 +111,11 @@ def predict(
             timeline.send("all_gather", number, stepped_s, gather_s)
     whole_bytes = sum(nbytes[number] for number in plan.all_reduced)
     stepped_s += per_byte_s * whole_bytes * plan.world_size
-    delay_s = _delay_in_forward(plan, times, timeline, stepped_s, costs)
+    late_per_byte_s = times.late_step_s / max(sum(nbytes), 1)
+    used_s = [
+        cost.decode_s + late_per_byte_s * size for cost, size in zip(costs, nbytes, strict=True)
+    ]
+    delay_s = _delay_in_forward(plan, times, timeline, stepped_s, used_s)
     sum_s, publish_s, decode_s = (
         sum(getattr(one, kind) for one in costs) for kind in ("sum_s", "publish_s", "decode_s")
     )
@@ -119,7 +123,7 @@ def predict(
     return Prediction(
         step_s=stepped_s + times.forward_s + delay_s,
         exposed_reduce_scatter_s=reduced_s - times.backward_s - encode_s - sum_s,
-        exposed_all_gather_s=delay_s - decode_s,
+        exposed_all_gather_s=delay_s - sum(used_s),
         coding_s=encode_s + sum_s + publish_s + decode_s,
         bound_s=bound_s,
         dear_bound_s=dear_bound_s,
@@ -209,9 +213,9 @@ def _delay_in_forward(
     times: ModelTimes,
     timeline: Link,
     begin_s: float,
-    costs: Sequence[BucketCost],
+    used_s: Sequence[float],
 ) -> float:
-    """How much longer forward takes: for what it waits for, and what it decodes."""
+    """How much longer forward takes: for what it waits for, and what it decodes and steps."""
     needs = sorted(
         (times.first_use_of(bucket), number)
         for number, bucket in enumerate(plan.buckets)
@@ -220,5 +224,5 @@ def _delay_in_forward(
     delay_s = 0.0
     for first_use_s, number in needs:
         late_s = timeline.ends["all_gather", number] - (begin_s + first_use_s)
-        delay_s = max(delay_s, late_s) + costs[number].decode_s
+        delay_s = max(delay_s, late_s) + used_s[number]
     return delay_s

@@ -7,8 +7,9 @@ from typing import Any
 from lightning_dear.planning.auto import AutoFusion
 from lightning_dear.planning.bayesian import BayesianFusion
 from lightning_dear.planning.fusion import FusionPlanner, NoFusion, SingleFusion, ThresholdFusion
+from lightning_dear.planning.mergecomp import MergeCompFusion
+from lightning_dear.planning.mergecomp_heuristic import MergeCompHeuristicFusion
 from lightning_dear.planning.mgwfbp import MGWFBPFusion
-from lightning_dear.planning.programme import MergeCompFusion
 
 FUSIONS: dict[str, type[Any]] = {
     "threshold": ThresholdFusion,
@@ -17,6 +18,7 @@ FUSIONS: dict[str, type[Any]] = {
     "mgwfbp": MGWFBPFusion,
     "bayesian": BayesianFusion,
     "mergecomp": MergeCompFusion,
+    "mergecomp_heuristic": MergeCompHeuristicFusion,
     "auto": AutoFusion,
 }
 

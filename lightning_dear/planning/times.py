@@ -21,8 +21,11 @@ class ModelTimes:
         ready_s: Tensor index -> seconds from the backward's beginning to its gradient. A tensor
             that is missing got no gradient and is sent when backward has ended.
         step_s: Optimizer step on this rank's shards, all buckets together.
+        late_step_s: Optimizer step of whole buckets, all together, each where forward first reads
+            it; for gather="gradients".
         allows_early: Whether buckets may be stepped and gathered before backward has ended.
         allows_all_reduce: Whether buckets may be all-reduced.
+        allows_cuts: Whether a tensor may be cut between two buckets.
     """
 
     forward_s: float
@@ -30,8 +33,10 @@ class ModelTimes:
     first_use_s: Mapping[int, float]
     ready_s: Mapping[int, float]
     step_s: float = 0.0
+    late_step_s: float = 0.0
     allows_early: bool = True
     allows_all_reduce: bool = True
+    allows_cuts: bool = True
 
     def ready_of(self, bucket: BucketSpec) -> float:
         """When the last gradient of `bucket` is there, seconds since backward began."""
@@ -65,6 +70,8 @@ def _combined(
         first_use_s=of_each([one.first_use_s for one in times]),
         ready_s=of_each([one.ready_s for one in times]),
         step_s=combine([one.step_s for one in times]),
+        late_step_s=combine([one.late_step_s for one in times]),
         allows_early=all(one.allows_early for one in times),
         allows_all_reduce=all(one.allows_all_reduce for one in times),
+        allows_cuts=all(one.allows_cuts for one in times),
     )

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from lightning_dear.compression import DGC, QSGD, Bf16, EFSignSGD, Int4, Int8, SignSGD, Signum, TopK
 from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.planning import AutoFusion
+from lightning_dear.planning import (
+    AutoFusion,
+    BayesianFusion,
+    FusionPlanner,
+    MergeCompFusion,
+    MergeCompHeuristicFusion,
+    MGWFBPFusion,
+    NoFusion,
+)
 from lightning_dear.support import check_planner
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run, gradients_of
@@ -106,9 +114,13 @@ def test_huge_gradients_are_not_inf() -> None:
         torch.testing.assert_close(weight, torch.full_like(weight, -1e37), rtol=0.2, atol=0)
 
 
-def test_planners_that_measure_dense_messages_are_refused() -> None:
-    with pytest.raises(ValueError, match="int8 encodes"):
-        check_planner(AutoFusion(), ExchangeOptions(codec=Int8()))
+@pytest.mark.parametrize("planner", [AutoFusion(), MGWFBPFusion()], ids=lambda one: one.name)
+def test_planners_that_measure_dense_messages_are_refused(planner: FusionPlanner) -> None:
+    options = ExchangeOptions(codec=Int8())
+    with pytest.raises(ValueError, match="int8 encodes.*fusion='mergecomp'.*'bayesian'"):
+        check_planner(planner, options)
+    for other in (MergeCompFusion(), MergeCompHeuristicFusion(), BayesianFusion(), NoFusion()):
+        check_planner(other, options)
 
 
 @distributed(world_sizes=(2,))

@@ -5,20 +5,25 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD
 
 from lightning_dear.callbacks import fusion_tuner
-from lightning_dear.callbacks.fusion_tuner import FusionTuner
+from lightning_dear.callbacks.fusion_tuner import FusionTuner, description_of
+from lightning_dear.compression import TopK
 from lightning_dear.planning import (
     AutoFusion,
     BucketPlan,
     MergeCompFusion,
+    MergeCompHeuristicFusion,
     NoFusion,
     SingleFusion,
     ThresholdFusion,
+    predict,
 )
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import assert_ranks_agree, assert_same, dear, fit
@@ -62,8 +67,10 @@ class _Small:
         return f"small: {self.best.name}"
 
 
-def _tuned(planner: Any, net: Net, *callbacks: Any, **options: Any) -> tuple[FusionTuner, Any]:
-    strategy = dear(fusion=planner)
+def _tuned(
+    planner: Any, net: Net, *callbacks: Any, compressor: Any = "none", **options: Any
+) -> tuple[FusionTuner, Any]:
+    strategy = dear(fusion=planner, compressor=compressor)
     tuner = FusionTuner(planner, lambda: strategy._pipeline)
     options = {"num_samples": 4 * NUM_STEPS, "max_steps": NUM_STEPS, **options}
     fit(strategy, net, tuner, *callbacks, **options)
@@ -86,6 +93,57 @@ def test_weights_do_not_depend_on_the_search(accumulate: int) -> None:
     assert_same(copies(net), copies(plain), "weights")
     assert_ranks_agree([copies(net)])
     assert said == [f"small: {tuner.plan.name}"]
+
+
+@pytest.mark.parametrize(
+    ("planner", "compressor"),
+    [
+        (MergeCompFusion(), "int8"),
+        (MergeCompFusion(), TopK(density=0.05)),
+        (MergeCompHeuristicFusion(), "int8"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else one.name,
+)
+@distributed(world_sizes=[2])
+def test_a_plan_is_found_with_a_compressor(planner: Any, compressor: Any) -> None:
+    said: list[str] = []
+    fusion_tuner.rank_zero_info = said.append  # type: ignore[assignment]
+    found: list[tuple[Any, ...]] = []
+    best_plan = type(planner).best_plan
+
+    def noted(self: Any, *given: Any) -> BucketPlan:
+        found.append(given)
+        return best_plan(self, *given)
+
+    net = Net("mlp", "adamw")
+    with mock.patch.object(type(planner), "best_plan", noted):
+        tuner, strategy = _tuned(planner, net, compressor=compressor, max_steps=8)
+    assert tuner.plan is not None
+    assert strategy.plan == tuner.plan
+    assert_ranks_agree([copies(net)])
+    plans: list[Any] = [None, None]
+    dist.all_gather_object(plans, tuner.plan)
+    assert plans[0] == plans[1]
+    assert said[0].startswith(f"{planner.name}: ")
+    if dist.get_rank() == 0:
+        tensors, world_size, times, link, codecs = found[0]
+        assert (world_size, times.allows_early, times.allows_all_reduce) == (2, False, False)
+        assert times.allows_cuts is (compressor == "int8")
+        assert times.backward_s > 0
+        assert codecs.may_mix
+        # 4 + 4 bytes of one number in 20.
+        assert codecs.compressed.reduce_bytes.beta < 1.5
+        assert codecs.compressed.encode.of(1 << 16) > 0
+        predicted = predict(tuner.plan, tensors, times, link, codecs)
+        assert times.forward_s + times.backward_s < predicted.step_s < 10.0
+        assert predicted.coding_s > 0
+
+
+def test_a_plan_is_described_with_its_compressor() -> None:
+    assert description_of(MergeCompFusion()) == "MergeCompFusion(max_pieces=128)"
+    described = description_of(MergeCompFusion(), TopK(density=0.05))
+    assert described.startswith("MergeCompFusion(max_pieces=128) for TopK(")
+    assert "density=0.05" in described
 
 
 @distributed(world_sizes=[2])

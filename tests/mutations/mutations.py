@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.all_reduced import ALL_REDUCED
+from tests.mutations.codec_plans import CODEC_PLANS
 from tests.mutations.coded import CODED
 from tests.mutations.gathering import GATHERING
 from tests.mutations.low_rank import LOW_RANK
@@ -397,4 +398,5 @@ MUTATIONS = [
     *ALL_REDUCED,
     *CODED,
     *LOW_RANK,
+    *CODEC_PLANS,
 ]

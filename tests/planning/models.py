@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from lightning_dear.planning import LinkCost, ModelTimes, TensorSpec
+from lightning_dear.planning import (
+    CodecCost,
+    CodecCosts,
+    Linear,
+    LinkCost,
+    ModelTimes,
+    TensorSpec,
+)
 from lightning_dear.planning.plan import ALIGNMENT
 
 WORLD_SIZE = 2
@@ -57,3 +64,17 @@ links = st.builds(
     beta_s=st.integers(0, 4).map(lambda one: one / (UNIT * ITEMSIZE)),
 )
 """A unit takes 0, 0.5, 1, 1.5 or 2 seconds at two ranks."""
+
+
+def _linear(most: float, most_each: float) -> st.SearchStrategy[Linear]:
+    alphas = st.one_of(st.just(0.0), st.floats(0, most))
+    return st.builds(Linear, alphas, st.one_of(st.just(0.0), st.floats(0, most_each)))
+
+
+_seconds = _linear(2.0, 1 / UNIT)
+_wires = st.one_of(st.none(), _linear(UNIT, 1.5 * ITEMSIZE))
+codec_costs = st.builds(CodecCost, _seconds, _seconds, _seconds, _seconds, _wires, _wires)
+codecs = st.builds(CodecCosts, codec_costs, codec_costs, st.booleans()).filter(
+    lambda one: not one.are_none
+)
+"""Encoding a unit takes up to 3 seconds, and it travels as 1.75 of it at most."""

@@ -236,7 +236,7 @@ def test_every_name_makes_a_planner_that_can_begin_without_times(name: str) -> N
     planner = resolve_fusion(name, None)
     tensors = [TensorSpec(i, f"t{i}", 1 << 18, 4, "f", first_use=i, ready=9 - i) for i in range(9)]
     plan = planner.plan(tensors, 2)
-    searches = ("mgwfbp", "bayesian", "mergecomp", "auto")
+    searches = ("mgwfbp", "bayesian", "mergecomp", "mergecomp_heuristic", "auto")
     assert isinstance(planner, SearchingPlanner) is (name in searches)
     if name in searches:
         assert planner.name == name

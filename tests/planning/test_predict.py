@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from lightning_dear.planning import (
     BucketPlan,
+    CodecCost,
+    CodecCosts,
+    Linear,
     LinkCost,
     ModelTimes,
     NoFusion,
@@ -18,11 +21,12 @@ from lightning_dear.planning import (
     choose_early,
     predict,
 )
+from lightning_dear.planning.codec_cost import NO_CODEC
 from lightning_dear.planning.cost import Train, fitted
 from lightning_dear.planning.early import _fitting
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.times import median_times, slowest_times
-from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, chains, links
+from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, chains, codecs, links
 
 Model = tuple[list[TensorSpec], ModelTimes]
 
@@ -63,6 +67,71 @@ def test_a_step_by_hand() -> None:
     assert predicted.step_s == 13 + 6 + 7 + 2
     assert predicted.dear_bound_s == max(7, 6) + max(8, 6)
     assert predicted.bound_s == max(7 + 8, 12)
+
+
+# A bucket's encoding takes a second and one for each unit, and so on; a quarter of it travels.
+CODEC = CodecCost(
+    encode=Linear(1, 1 / UNIT),
+    decode_sum=Linear(2),
+    encode_shard=Linear(0, 2 / UNIT),
+    decode=Linear(0, 1 / UNIT),
+    reduce_bytes=Linear(0, 1),
+    gather_bytes=Linear(0, 1),
+)
+CODECS = CodecCosts(CODEC, CodecCost(encode=Linear(0.5)), may_mix=True)
+
+
+def test_a_step_that_encodes_by_hand() -> None:
+    tensors, times = chain([4, 8, 1], forward_s=[1, 4, 2], backward_s=[2, 4, 2])
+    plan = replace(NoFusion().plan(tensors, WORLD_SIZE), uncompressed=(2,))
+    predicted = predict(plan, tensors, replace(times, step_s=13), LINK, CODECS)
+    spans = [(span.lane, span.bucket, span.begin_s, span.end_s) for span in predicted.spans]
+    assert spans == [
+        # Gradients come at 2, 6 and 8 without encodings, which take 0.5, 9 and 5 seconds.
+        ("reduce_scatter", 2, 2.5, 4.5),
+        ("reduce_scatter", 1, 15.5, 18.5),
+        ("reduce_scatter", 0, 22.5, 24.5),
+        # Two of them are decoded until 24.5 and, the last one, 26.5. Then 4 and 4 seconds to step
+        # and encode, 8 and 8, and 1.
+        ("all_gather", 0, 34.5, 36.5),
+        ("all_gather", 1, 50.5, 53.5),
+        ("all_gather", 2, 53.5, 55.5),
+    ]
+    # Forward begins at 51.5 and decodes for 4 seconds at once; it would read at 56.5 and at 60.5,
+    # and decodes for 8 in between.
+    assert predicted.step_s == 51.5 + 7 + 4 + 8
+    assert predicted.coding_s == (0.5 + 9 + 5) + (2 + 2) + (4 + 8) + (4 + 8)
+    assert predicted.exposed_reduce_scatter_s == 26.5 - (8 + 14.5) - 4
+    assert predicted.exposed_all_gather_s == 0
+    # In each half 3 units of time travel compressed and 1 as it is.
+    assert predicted.dear_bound_s == max(7, 4) + max(8, 4)
+
+
+def test_a_wait_for_what_is_to_be_decoded_delays_forward() -> None:
+    tensors, times = chain([4, 8], forward_s=[1, 1], backward_s=[1, 1])
+    plan = NoFusion().plan(tensors, WORLD_SIZE)
+    codecs = CodecCosts(CodecCost(decode=Linear(0.25)))
+    predicted = predict(plan, tensors, times, LINK, codecs)
+    # Reduced at 1 + 9 + 5; gathered until 20 and 29, where forward would read at 15 and 16.
+    assert predicted.step_s == 29 + 0.25 + 1
+    assert predicted.exposed_all_gather_s == 13 - 0.25
+    assert predicted.coding_s == 0.5
+
+
+@settings(max_examples=40)
+@given(planned(), links, codecs)
+def test_free_codecs_change_nothing_and_others_keep_the_bounds(
+    planned: tuple, link: LinkCost, codecs: CodecCosts
+) -> None:
+    plan, tensors, times = planned
+    predicted = predict(plan, tensors, times, link, codecs)
+    assert predicted.step_s >= predicted.dear_bound_s * (1 - 1e-12)
+    lengths_s = times.forward_s + times.backward_s + times.step_s
+    assert predicted.step_s >= (lengths_s + predicted.coding_s) * (1 - 1e-12)
+    free = CodecCosts(CodecCost(reduce_bytes=Linear(0, ITEMSIZE), gather_bytes=Linear(0, ITEMSIZE)))
+    plain = predict(plan, tensors, times, link)
+    assert predict(plan, tensors, times, link, free) == plain
+    assert predict(plan, tensors, times, link, NO_CODEC) == plain
 
 
 def test_an_early_gather_fills_a_gap_of_backward() -> None:

@@ -33,7 +33,9 @@ def test_a_plan_comes_back_equal_whatever_the_tensors_are_numbered(
 ) -> None:
     plan = planner.plan(tensors, world_size)
     early, others = plan.reduce_order[:-1][:2], plan.reduce_order[:-1][2:]
-    plan = replace(plan, early=early, all_reduced=tuple(sorted(others[::2])))
+    uncompressed = tuple(sorted(plan.reduce_order[::2]))
+    all_reduced = tuple(sorted(others[::2]))
+    plan = replace(plan, early=early, all_reduced=all_reduced, uncompressed=uncompressed)
     data = json.loads(json.dumps(plan.to_dict(tensors)))
     assert BucketPlan.from_dict(data, tensors, world_size) == plan
     order = list(range(len(tensors)))
@@ -47,10 +49,11 @@ def test_a_plan_comes_back_equal_whatever_the_tensors_are_numbered(
     ]
 
 
-def test_plans_of_before_have_no_all_reduced_buckets() -> None:
-    data = replace(PLAN, all_reduced=(0,)).to_dict(TENSORS)
-    assert BucketPlan.from_dict(data, TENSORS, 2).all_reduced == (0,)
-    del data["all_reduced"]
+@pytest.mark.parametrize("kind", ["all_reduced", "uncompressed"])
+def test_plans_of_before_have_no_such_buckets(kind: str) -> None:
+    data = replace(PLAN, **{kind: (0,)}).to_dict(TENSORS)  # type: ignore[arg-type]
+    assert getattr(BucketPlan.from_dict(data, TENSORS, 2), kind) == (0,)
+    del data[kind]
     assert BucketPlan.from_dict(data, TENSORS, 2) == PLAN
 
 
@@ -85,6 +88,9 @@ def _broken(**changes: Any) -> dict[str, Any]:
         (_broken(early=[PLAN.reduce_order[-1]]), "not be reduced last"),
         (_broken(early=[PLAN.reduce_order[0]] * 2), "must differ"),
         (_broken(all_reduced=[99]), "all_reduced must name some of its buckets"),
+        (_broken(uncompressed=[99]), "uncompressed must name some of its buckets"),
+        (_broken(uncompressed=[1, 0]), "uncompressed must name .* once and in order"),
+        (_broken(uncompressed=[0, 0]), "uncompressed must name .* once and in order"),
     ],
 )
 def test_what_does_not_fit_is_refused(data: Any, message: str, tmp_path: Path) -> None:

@@ -51,6 +51,23 @@ def test_a_cut_tensor_has_a_bucket_of_its_own() -> None:
     assert whole.name.endswith("no tensor cut")
 
 
+def test_what_was_uncompressed_stays_so() -> None:
+    tensors = _tensors([100, 3000, 100, 100])
+    cut = ThresholdFusion(bucket_cap_mb=0.004, first_bucket_cap_mb=0.002).plan(tensors, 2)
+    numbers = range(len(cut.buckets))
+    holds_cut = [n for n in numbers if 1 in _members(cut)[n]]
+    for left, expected in (
+        (holds_cut[:1], {1} if _members(cut)[holds_cut[0]] == [1] else {0, 1}),
+        (holds_cut[1:2], set()),
+        (numbers[-1:], {2}),
+        (numbers, {0, 1, 2}),
+    ):
+        whole = with_whole_tensors(replace(cut, uncompressed=tuple(left)), tensors)
+        assert set(whole.uncompressed) == expected
+    whole = replace(NoFusion().plan(tensors, 2), uncompressed=(1, 2))
+    assert with_whole_tensors(whole, tensors) == whole
+
+
 def test_a_plan_that_cuts_nothing_stays_but_for_early_gathers() -> None:
     tensors = _tensors([100, 3000])
     plan = replace(NoFusion().plan(tensors, 2), early=(1,))

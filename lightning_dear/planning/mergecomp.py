@@ -1,0 +1,183 @@
+"""MergeComp's problem, which buckets make the shortest step, solved by an exact programme."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
+from lightning_dear.planning.cost import LinkCost
+from lightning_dear.planning.early import choose_early
+from lightning_dear.planning.fusion import NoFusion, SingleFusion, ThresholdFusion, fuse_groups
+from lightning_dear.planning.group_cost import course_of
+from lightning_dear.planning.mergecomp_heuristic import MergeCompHeuristicFusion, best_cuts
+from lightning_dear.planning.pieces import Piece, families_of_pieces, indices_of
+from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec
+from lightning_dear.planning.predict import predict
+from lightning_dear.planning.programme import Grouping, best_groupings
+from lightning_dear.planning.search import NoContest, PlanSearch, described, starting_plan
+from lightning_dear.planning.times import ModelTimes
+from lightning_dear.planning.whole import with_whole_tensors
+
+_SHARES = (1, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
+"""Of all bytes: what a bucket may hold."""
+
+_MIN_GAIN = 2e-3
+"""Share of the step that more buckets must gain: each costs the host work, which no link shows."""
+
+_SLACK = 1.05
+"""How much longer than a known step one may be for the programme: `predict` knows other families,
+and in which order forward really reads."""
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Tensors by bucket, and those of buckets that are left uncompressed."""
+
+    members: list[list[int]]
+    uncompressed: frozenset[int] = frozenset()
+
+
+class MergeCompFusion:
+    """The buckets with the shortest predicted step, by an exact dynamic programme.
+
+    What MergeComp (arXiv 2103.15195) searches for with measured steps. With a compressor it also
+    says which buckets travel as they are, from what encoding and decoding cost. Needs measured
+    times: until then it trains with `ThresholdFusion`'s buckets. Its plan is used without being
+    measured against others; no fixed rule, nor MergeComp's own search, is predicted to be faster.
+    The programme cuts no tensor. Tensors of different families are planned one after the other,
+    each beside the plans of the others.
+
+    Args:
+        max_pieces: Smallest neighbours are joined beforehand until there are at most so many
+            tensors; the time to plan grows with the square of it.
+
+    Raises:
+        ValueError: If `max_pieces` is below 1.
+    """
+
+    name = "mergecomp"
+    plans_for_codecs = True
+
+    def __init__(self, *, max_pieces: int = 128) -> None:
+        if max_pieces < 1:
+            raise ValueError(f"max_pieces must be >= 1, got {max_pieces}.")
+        self.max_pieces = max_pieces
+
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        """See `FusionPlanner`: what to start with."""
+        return starting_plan(tensors, world_size)
+
+    def search(
+        self,
+        tensors: Sequence[TensorSpec],
+        world_size: int,
+        times: ModelTimes,
+        link: LinkCost,
+        codecs: CodecCosts = NO_CODEC,
+    ) -> PlanSearch:
+        """See `SearchingPlanner`."""
+        plan = self.best_plan(tensors, world_size, times, link, codecs)
+        step_s = predict(plan, tensors, times, link, codecs).step_s
+        what = described(plan, tensors)
+        return NoContest(plan, f"mergecomp: {what}, predicted {1e3 * step_s:.3g} ms/step")
+
+    def best_plan(
+        self,
+        tensors: Sequence[TensorSpec],
+        world_size: int,
+        times: ModelTimes,
+        link: LinkCost,
+        codecs: CodecCosts = NO_CODEC,
+    ) -> BucketPlan:
+        """Of the unbeaten groupings, and of simpler plans, the one that `predict` finds fastest.
+
+        Of several as fast the one with the fewest buckets. Without a codec, early gathers are
+        chosen for each, and a plan counts as fast that is nearly so.
+
+        The programme knows nothing of early gathers, which small buckets suit better: so it is run
+        again with groups of at most 1/8 to 1/64 of all bytes. `times` are those without encoding.
+        """
+        task = _Task(tensors, world_size, codecs.restricted(times), link, codecs)
+        return replace(task.best_plan(self.max_pieces), name=self.name)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is to be planned, and with which costs."""
+
+    tensors: Sequence[TensorSpec]
+    world_size: int
+    times: ModelTimes
+    link: LinkCost
+    codecs: CodecCosts
+
+    def best_plan(self, max_pieces: int) -> BucketPlan:
+        families = families_of_pieces(self.tensors, self.times, max_pieces)
+        chosen = [_Groups([indices_of(pieces)]) for _, pieces in families]
+        for place, (itemsize, pieces) in enumerate(families):
+            plans: dict[BucketPlan, _Groups] = {}
+            for grouping in self._groupings(pieces, itemsize):
+                chosen[place] = _groups_of(pieces, grouping)
+                plans.setdefault(self._plan_of(chosen), chosen[place])
+            chosen[place] = plans[self._fastest(plans)]
+        return self._fastest([self._plan_of(chosen), *self._simple_plans()])
+
+    def _groupings(self, pieces: Sequence[Piece], itemsize: int) -> list[Grouping]:
+        course = course_of(pieces, itemsize, self.world_size, self.times, self.link, self.codecs)
+        if not self.times.allows_early:
+            known_s = _SLACK * course.step_s(best_cuts(course))
+            return best_groupings(course, known_s=known_s)
+        # Early gathers may make the best of what would take longer without them.
+        most_bytes = [share * course.total[-1] for share in _SHARES]
+        return [one for most in most_bytes for one in best_groupings(course, most)]
+
+    def _plan_of(self, chosen: Sequence[_Groups]) -> BucketPlan:
+        groups = [group for family in chosen for group in family.members]
+        plan = fuse_groups("", self.tensors, self.world_size, groups)
+        left = frozenset[int]().union(*(family.uncompressed for family in chosen))
+        uncompressed = (
+            number for number, one in enumerate(plan.buckets) if one.slices[0].tensor in left
+        )
+        return self._with_early(replace(plan, uncompressed=tuple(uncompressed)))
+
+    def _simple_plans(self) -> list[BucketPlan]:
+        """What fixed rules make, compressed and not, and what MergeComp's own search finds."""
+        rules = SingleFusion(), NoFusion(), ThresholdFusion()
+        plans = [rule.plan(self.tensors, self.world_size) for rule in rules]
+        if not self.times.allows_cuts:
+            plans = [with_whole_tensors(plan, self.tensors) for plan in plans]
+        if self.codecs.may_mix:
+            plans += [replace(plan, uncompressed=tuple(range(len(plan.buckets)))) for plan in plans]
+        costs = self.times, self.link, self.codecs
+        plans.append(MergeCompHeuristicFusion().best_plan(self.tensors, self.world_size, *costs))
+        return [self._with_early(plan) for plan in plans if len(plan.buckets) <= MAX_BUCKETS]
+
+    def _with_early(self, plan: BucketPlan) -> BucketPlan:
+        if not self.times.allows_early:
+            return plan
+        return choose_early(plan, self.tensors, self.times, self.link)
+
+    def _fastest(self, plans: Iterable[BucketPlan]) -> BucketPlan:
+        steps_s = {
+            plan: predict(plan, self.tensors, self.times, self.link, self.codecs).step_s
+            for plan in plans
+        }
+        # With a codec, what a bucket costs the host has been measured.
+        enough_s = (1 + _MIN_GAIN * self.codecs.are_none) * min(steps_s.values())
+        good = [plan for plan, step_s in steps_s.items() if step_s <= enough_s]
+        return min(good, key=lambda plan: (len(plan.buckets), steps_s[plan]))
+
+
+def _groups_of(pieces: Sequence[Piece], grouping: Grouping) -> _Groups:
+    begins = (0, *grouping.cuts)
+    members = [
+        indices_of(pieces[begin:end]) for begin, end in zip(begins, grouping.cuts, strict=False)
+    ]
+    left = [
+        index
+        for group, is_left in zip(members, grouping.uncompressed, strict=True)
+        if is_left
+        for index in group
+    ]
+    return _Groups(members, frozenset(left))

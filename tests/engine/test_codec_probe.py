@@ -1,0 +1,177 @@
+"""What encoding costs is measured through training's own operations, and agreed on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Generator, Tensor
+
+from lightning_dear import codec_probe
+from lightning_dear.codec_probe import fitted_line, measure_codecs
+from lightning_dear.compression import DGC, Codec, Fp32, Int8, SignSGD, Signum, TopK
+from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.planning import Linear, NoFusion
+from lightning_dear.planning.codec_cost import NO_CODEC
+from tests.distributed.harness import distributed
+from tests.engine.models import batch, build, loss_of, weights
+from tests.engine.training import new_pipeline
+
+BOTH = ("parameters", "gradients")
+
+
+class _Clock:
+    """Marks are moments, which codecs set."""
+
+    now_s = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+
+CLOCK = _Clock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Timed(Int8):
+    """Encoding takes 1 s and 2 us an element, decoding half of it."""
+
+    def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
+        CLOCK.now_s += 1 + 2e-6 * rows.numel()
+        super().encode(rows, wire, generator)
+
+    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
+        CLOCK.now_s += 0.5 + 1e-6 * rows.numel()
+        super().decode(wire, rows, generator)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slow(Int8):
+    """Encoding takes 50 ms."""
+
+    def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
+        time.sleep(0.05)
+        super().encode(rows, wire, generator)
+
+
+def _pipeline(codec: Codec | None, gather: str = "gradients") -> Any:
+    model = build("mlp")
+    options = ExchangeOptions(gather, codec=codec)
+    # Some codecs keep momentum themselves.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, new_pipeline(model, optimizer, NoFusion(), options=options)
+
+
+def _step(model: Any, pipeline: Any, step: int) -> None:
+    optimizer = pipeline.parts[0].optimizer
+    with pipeline.forward():
+        loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
+    optimizer.zero_grad()
+    with pipeline.backward():
+        loss.backward()
+    optimizer.step()
+
+
+def _line(alpha: float, beta: float) -> Any:
+    return pytest.approx((alpha, beta), rel=1e-6)
+
+
+@pytest.mark.parametrize("gather", BOTH)
+@distributed(world_sizes=(2,))
+def test_each_operation_is_timed_with_what_belongs_to_it(gather: str) -> None:
+    model, pipeline = _pipeline(_Timed(), gather)
+    _step(model, pipeline, 0)
+    with mock.patch.object(codec_probe, "clock_of", return_value=CLOCK):
+        costs = measure_codecs(pipeline)
+    found = {
+        name: (one.alpha, one.beta)
+        for name in ("encode", "decode_sum", "encode_shard", "decode")
+        for one in [getattr(costs.compressed, name)]
+    }
+    # What is not sent is found by decoding: of the whole bucket, and of the mean's shard.
+    assert found["encode"] == _line(1.5, 3e-6)
+    assert found["decode_sum"] == _line(0.5, 1e-6)
+    keeps = gather == "gradients"
+    assert found["encode_shard"] == (_line(1.5, 3e-6) if keeps else _line(1.0, 2e-6))
+    assert found["decode"] == _line(0.5, 1e-6)
+    assert costs.uncompressed.encode == costs.uncompressed.decode == Linear()
+    pipeline.detach()
+
+
+@pytest.mark.parametrize(
+    ("codec", "gather"),
+    [
+        (Int8(), "parameters"),
+        (Int8(halves="reduce"), "parameters"),
+        (Int8(halves="gather"), "gradients"),
+        (TopK(density=0.05), "gradients"),
+        (DGC(density=0.05), "gradients"),
+        (SignSGD(), "gradients"),
+        (Signum(), "gradients"),
+    ],
+    ids=lambda one: f"{one.name}-{one.halves}" if isinstance(one, Codec) else one,
+)
+@distributed(world_sizes=(2,))
+def test_ranks_agree_and_training_is_not_touched(codec: Codec, gather: str) -> None:
+    model, pipeline = _pipeline(codec, gather)
+    _step(model, pipeline, 0)
+    pipeline.complete_parameters()
+    before, state = weights(model), torch.get_rng_state()
+    costs = measure_codecs(pipeline)
+    assert all(one == costs for one in pipeline.collectives.all_gather_object(costs))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, weights(model), before))
+    assert costs.may_mix is (codec.kind != "vote")
+    one = costs.compressed
+    assert one.encode.alpha + one.encode.beta > 0
+    assert (one.reduce_bytes is None) is (codec.halves == "gather")
+    assert (one.gather_bytes is None) is (codec.halves == "reduce")
+    numel = 1 << 11
+    for wire in (one.reduce_bytes, one.gather_bytes):
+        assert wire is None or wire.of(numel) == pytest.approx(codec.wire_bytes(numel), rel=0.1)
+    plain = costs.uncompressed
+    assert plain.gather_bytes is None
+    assert plain.reduce_bytes == (None if codec.halves == "gather" else Linear(0.0, 4.0))
+    pipeline.detach()
+
+
+@distributed(world_sizes=(2,))
+def test_without_a_codec_nothing_is_measured() -> None:
+    _, pipeline = _pipeline(None, "parameters")
+    assert measure_codecs(pipeline) is NO_CODEC
+    pipeline.detach()
+    model, pipeline = _pipeline(Fp32(), "parameters")
+    _step(model, pipeline, 0)
+    assert not measure_codecs(pipeline).may_mix
+    pipeline.detach()
+
+
+@pytest.mark.parametrize("gather", BOTH)
+@distributed(world_sizes=(2,))
+def test_a_measured_step_is_without_encoding(gather: str) -> None:
+    model, pipeline = _pipeline(_Slow(), gather)
+    part = pipeline.parts[0]
+    _step(model, pipeline, 0)
+    for step in (1, 2):
+        pipeline.measure_next_step()
+        _step(model, pipeline, step)
+    assert len(part.plan.buckets) > 2
+    times = part.times
+    for seconds in (times.backward_s, times.step_s, times.forward_s, *times.ready_s.values()):
+        assert 0 <= seconds < 0.05
+    assert (times.late_step_s > 0) is (gather == "gradients")
+    pipeline.detach()
+
+
+def test_lines_do_not_fall_and_begin_at_zero_or_above() -> None:
+    assert fitted_line((10, 30), (3.0, 7.0)) == Linear(1.0, 0.2)
+    assert fitted_line((10, 30), (1.0, 6.0)) == Linear(0.0, 0.2)
+    assert fitted_line((10, 30), (4.0, 3.0)) == Linear(4.0, 0.0)

@@ -1,0 +1,71 @@
+"""What plans with a compressor must not do without."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+PREDICT = "tests/planning/test_predict.py"
+PROGRAMME = "tests/planning/test_programme.py"
+PROBE = "tests/engine/test_codec_probe.py"
+
+BY_HAND = f"{PREDICT}::test_a_step_that_encodes_by_hand"
+EXACT = f"{PROGRAMME}::test_exact_with_a_codec"
+
+CODEC_PLANS = [
+    Mutation(
+        "encodings that delay later gradients",
+        "planning/predict.py",
+        "        encoded_s += costs[number].encode_s\n",
+        "        encoded_s = costs[number].encode_s\n",
+        (BY_HAND,),
+    ),
+    Mutation(
+        "decoding that delays what forward reads later",
+        "planning/predict.py",
+        "        delay_s = max(delay_s, late_s) + used_s[number]\n",
+        "        delay_s = max(delay_s, late_s + used_s[number])\n",
+        (BY_HAND,),
+    ),
+    Mutation(
+        "how long what is ahead in forward decodes",
+        "planning/group_cost.py",
+        "        read_s = after[:, DECODED] - first_use_s\n",
+        "        read_s = decode_s - first_use_s\n",
+        (EXACT,),
+    ),
+    Mutation(
+        "comparing ways by the encodings so far",
+        "planning/programme.py",
+        "        is_beaten = np.all(rows >= rows[0], axis=1)\n",
+        "        is_beaten = np.all(rows[:, :2] >= rows[0, :2], axis=1)\n",
+        (EXACT,),
+    ),
+    Mutation(
+        "planning uncompressed buckets",
+        "planning/mergecomp.py",
+        "        return self._with_early(replace(plan, uncompressed=tuple(uncompressed)))\n",
+        "        return self._with_early(plan)\n",
+        (f"{PROGRAMME}::test_what_is_cheap_to_send_and_dear_to_encode_stays_uncompressed",),
+    ),
+    Mutation(
+        "leaving encoding out of the times",
+        "times_recorder.py",
+        "        if _num_encodings(coded) > before:\n",
+        "        if _num_encodings(coded) < before:\n",
+        (f"{PROBE}::test_a_measured_step_is_without_encoding",),
+    ),
+    Mutation(
+        "keeping votes compressed",
+        "codec_probe.py",
+        '    may_mix = codec.kind != "vote" and not isinstance(codec, Fp32)\n',
+        "    may_mix = not isinstance(codec, Fp32)\n",
+        (f"{PROBE}::test_ranks_agree_and_training_is_not_touched",),
+    ),
+    Mutation(
+        "renumbering uncompressed buckets with tensors that are not cut",
+        "planning/whole.py",
+        "                    uncompressed.append(len(buckets))\n",
+        "                    uncompressed.append(number)\n",
+        ("tests/planning/test_whole.py::test_what_was_uncompressed_stays_so",),
+    ),
+]
