@@ -146,11 +146,13 @@ def agree_on_plan(plan: BucketPlan, recording: Recording, collectives: Collectiv
             )
 
 
-def _codecs_of_buckets(plan: BucketPlan, codecs: Sequence[Codec | None]) -> list[Codec | None]:
-    """What encodes each bucket row by row; None: nothing does."""
+def _codecs_of_buckets(
+    plan: BucketPlan, codecs: Sequence[Codec | None], options: ExchangeOptions
+) -> list[Codec | None]:
+    """What encodes each bucket row by row; None: nothing does, or a compressor of another kind."""
     chosen = [codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
-    for number in plan.uncompressed:
-        chosen[number] = chosen[number] and Fp32()
+    for number in plan.uncompressed if options.codec is not None else ():
+        chosen[number] = Fp32()
     return chosen
 
 
@@ -185,8 +187,10 @@ def activate(
         keeps_gradients=uses_buckets,
         lags=options.encodes_differences,
     )
-    codecs = _codecs_of_buckets(plan, recording.codecs)
-    exchange = new_exchange(options, codecs, collectives, first_number, flat, loss_scale)
+    codecs = _codecs_of_buckets(plan, recording.codecs, options)
+    place = collectives, first_number
+    reducing = partial(waiting, "reduce_scatter")
+    exchange = new_exchange(options, codecs, *place, flat, loss_scale, reducing)
     depth = options.depth
     gatherer = ParameterGatherer(
         module,
@@ -205,6 +209,6 @@ def activate(
         exchange,
         collectives,
         gatherer.is_pending,
-        partial(waiting, "reduce_scatter"),
+        reducing,
     )
     return ActivePlan(plan, flat, reducer, gatherer, exchange)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from statistics import median
 from typing import Any, cast
 
@@ -142,7 +143,13 @@ class _Probe:
         self._bucket = flat.buckets[0]
         self._nobody = _Nobody(rank, world_size)
         self._exchange = new_exchange(
-            options, [codec], cast(Collectives, self._nobody), 0, flat, lambda: None
+            options,
+            [codec],
+            cast(Collectives, self._nobody),
+            0,
+            flat,
+            lambda: None,
+            lambda _: nullcontext(),
         )
 
     @torch.no_grad()

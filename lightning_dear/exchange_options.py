@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 from lightning_dear.compression import Codec, Compressor, PowerSGD
@@ -159,18 +160,26 @@ class ExchangeOptions:
                 f"{what} works with one optimizer, and there are {num_optimizers}: two optimizers'"
                 " all-reduces could start in another order on other ranks. Leave it out."
             )
+        if self.all_reduces and message_delay_s() and collectives.rank == 0:
+            warnings.warn(
+                f"{MESSAGE_DELAY_VARIABLE} does not hold back all-reduces, which are all that is"
+                " sent here: unset it, or compare with nothing else.",
+                stacklevel=2,
+            )
 
     def shards(self, collectives: Collectives) -> tuple[int, int]:
         """(number of this rank's shard, number of shards); one shard where each rank has all."""
         return (0, 1) if self.all_reduces else (collectives.rank, collectives.world_size)
 
 
-def default_gather(codec: Compressor | None) -> str:
-    """What travels back if nobody says: parameters, unless `codec` cannot send differences."""
-    if codec is None or codec.halves == "reduce":
-        return "parameters"
-    sends_differences = codec.lag == "small" or (codec.lag == "large" and codec.allow_lag)
-    return "parameters" if sends_differences else "gradients"
+def default_gather(codec: Compressor | None, groups: Groups = ()) -> str:
+    """What travels back if nobody says: parameters, unless a codec cannot send differences."""
+    codecs = [] if codec is None else [codec, *(other for _, other in groups)]
+    send_differences = all(
+        one.halves == "reduce" or one.lag == "small" or (one.lag == "large" and one.allow_lag)
+        for one in codecs
+    )
+    return "parameters" if send_differences else "gradients"
 
 
 def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> str | None:
@@ -180,7 +189,9 @@ def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> s
         options: What travels, and how.
         is_one_optimizer: Whether nobody else all-reduces in the same process groups.
     """
-    if options.codec is not None and not options.all_reduces:
+    if options.codec is not None and options.all_reduces:
+        return f"with {options.codec.name} there are all-reduces of factors alone"
+    if options.codec is not None:
         return f"a sum of what {options.codec.name} encodes is none"
     if options.is_of_gradients:
         return (

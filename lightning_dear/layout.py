@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_dear.bucket import storage_strides
 from lightning_dear.compression import Codec
+from lightning_dear.compression.groups import unused_group
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.gate import plain_parameters
 from lightning_dear.planning import TensorSpec
@@ -155,7 +156,9 @@ def check_layout(
         ValueError: Saying what is wrong and what to change.
     """
     problems = [_local_problem(module, optimizer, options) for optimizer in optimizers]
-    problem = next((one for one in problems if one), _shared_problem(optimizers))
+    trained = (one for optimizer in optimizers for one in managed_parameters(module, optimizer))
+    unused = unused_group(options.groups, [(name, one.ndim) for name, one in trained])
+    problem = next((one for one in problems if one), _shared_problem(optimizers) or unused)
     described = [
         (name, f"{what}, {type(optimizer).__name__} {number}")
         for number, optimizer in enumerate(optimizers)

@@ -87,7 +87,7 @@ class Pipeline:
         options: ExchangeOptions | None = None,
     ) -> None:
         options = options or ExchangeOptions()
-        options.check(collectives, first_number + len(optimizers))
+        options.check(collectives, len(optimizers))
         check_layout(module, optimizers, collectives, options)
         self.collectives = collectives
         self.options = options

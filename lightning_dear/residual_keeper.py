@@ -99,7 +99,7 @@ class ResidualKeeper:
 
     def _counts(self) -> dict[str, int]:
         if self._coded:
-            return dict(self._coded[0].counts)
+            return residuals.counts_of(self._coded)
         return {} if self._held is None else self._held.counts
 
     def _numbers(self) -> dict[Tensor, int]:

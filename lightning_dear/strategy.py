@@ -128,9 +128,9 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         check_options(ddp_options)
         codec = resolve_compressor(compressor)
         self._gather = gather
-        chosen = gather or default_gather(codec)
         self._schedule = schedule_of(codec, compression_schedule)
         groups = () if self._schedule is None else self._schedule.groups
+        chosen = gather or default_gather(codec, groups)
         self._options = ExchangeOptions(chosen, gather_depth, decouple, codec, groups)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
         check_planner(self._fusion, self._options)

@@ -54,9 +54,8 @@ def take_out(
     coded: Sequence[EncodedBucket], parameters: Sequence[Parameter], collectives: Collectives
 ) -> Residuals:
     """Copies what is kept in `coded`, none of which may be pending. Collective, blocks."""
-    taken = Residuals()
+    taken = Residuals(counts=counts_of(coded))
     for one in coded:
-        taken.counts = dict(one.counts)
         taken.factors.update({parameters[at]: own.clone() for at, own in one.factors.items()})
         for name, flat in one.worker.kept.items():
             _spread(one, flat, taken.worker.setdefault(name, {}), parameters)
@@ -67,6 +66,11 @@ def take_out(
             collectives.launch_all_gather(flat, number).wait()
             _spread(one, flat, taken.owner.setdefault(name, {}), parameters)
     return taken
+
+
+def counts_of(coded: Sequence[EncodedBucket]) -> dict[str, int]:
+    """How often each half has been encoded; the most, as some buckets may travel as they are."""
+    return {half: max(one.counts[half] for one in coded) for half in coded[0].counts}
 
 
 @torch.no_grad()
@@ -199,7 +203,8 @@ def unpacked(
     return Residuals(
         by_parameter(state["worker"], own),
         by_parameter(state["owner"], Tensor.clone),
-        {parameter_of[number]: factor.clone() for number, factor in state["factors"].items()},
+        # Earlier versions have saved none.
+        {parameter_of[number]: one.clone() for number, one in state.get("factors", {}).items()},
         dict(state["counts"]),
     )
 
@@ -211,12 +216,13 @@ Part = tuple[str, str, Tensor, "Chunk | None"]
 def parts_of(coded: Sequence[EncodedBucket], parameters: Sequence[Parameter]) -> Iterator[Part]:
     """What lies in the buckets; every rank names the same, whatever it has of it."""
     for one in coded:
+        worker, owner = one.worker.kept, one.owner.kept
         for part in one.spec.slices:
             parameter = parameters[part.tensor]
-            for name, flat in one.worker.kept.items():
+            for name, flat in worker.items():
                 values = flat[part.offset : part.offset + part.numel]
                 yield "worker", name, parameter, Chunk(part.start, values)
-            for name, shard in one.owner.kept.items():
+            for name, shard in owner.items():
                 yield "owner", name, parameter, _owned(one, part, shard)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from lightning_dear.compression.codec import Codec
@@ -35,10 +35,33 @@ def groups_of(compressors: Mapping[str, Compressor | None]) -> Groups:
 
 def codec_for(groups: Groups, codec: Codec, name: str, num_dimensions: int) -> Codec:
     """What encodes the tensor of this name; `codec` where no group has it."""
-    for pattern, other in groups:
+    number = _match(groups, name, num_dimensions)
+    return codec if number is None else groups[number][1]
+
+
+def _match(groups: Groups, name: str, num_dimensions: int) -> int | None:
+    for number, (pattern, _) in enumerate(groups):
         if fnmatchcase(name, pattern) or (pattern == VECTORS and num_dimensions < 2):
-            return other
-    return codec
+            return number
+    return None
+
+
+def unused_group(groups: Groups, tensors: Iterable[tuple[str, int]]) -> str | None:
+    """Which group has no tensor, and what names there are; None if each has one.
+
+    Args:
+        groups: The first match counts.
+        tensors: (name, number of dimensions) of all that are trained.
+    """
+    tensors = list(tensors)
+    for number, (pattern, _) in enumerate(groups):
+        own = groups[: number + 1]
+        if pattern != VECTORS and not any(_match(own, *one) == number for one in tensors):
+            return (
+                f"No parameter is encoded as compressors={{{pattern!r}: ...}} says: no name matches"
+                f" it, or an earlier pattern does. Names are such as {tensors[0][0]!r}."
+            )
+    return None
 
 
 def check_groups(groups: Groups, codec: Compressor | None) -> None:
@@ -52,8 +75,8 @@ def check_groups(groups: Groups, codec: Compressor | None) -> None:
         if not isinstance(codec, Codec):
             name = "none" if codec is None else codec.name
             raise ValueError(
-                f"{what} belongs to a compressor that is a codec of rows, and compressor={name!r}"
-                " is none."
+                f"{what} is for some of the tensors that a codec of rows encodes, which"
+                f" compressor={name!r} is not. Leave it out."
             )
         if type(other) is Fp32 and codec.kind == "vote":
             raise ValueError(

@@ -24,9 +24,11 @@ class PowerSGD(Compressor):
         P = mean of M Q,  P orthonormal,  Q = mean of M^T P,  C(M) = P Q^T
 
     Both means are all-reduces in backward, so that every rank has the whole mean gradient and all
-    optimizer state; nothing is gathered. A tensor of more than two dimensions is a matrix of its
-    first one and all others. Vectors, and matrices of which it would save too little, travel as
-    they are, among the numbers of P.
+    optimizer state; nothing is gathered. A tensor of more than two dimensions is a matrix of the
+    first one, in the order of its storage, and all others. Vectors, and matrices of which it would
+    save too little, travel as they are, among the numbers of P. Each rank factors P and multiplies
+    for itself: bits are equal on all ranks where their linear algebra gives equal bits for equal
+    input.
 
     Args:
         rank: r, at least 1; at most the smaller dimension of a matrix counts.
@@ -43,8 +45,8 @@ class PowerSGD(Compressor):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 1:
-            raise ValueError(f"rank of powersgd must be at least 1, got {self.rank!r}.")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"rank of powersgd must be an integer >= 1, got {self.rank!r}.")
         if not self.min_saving >= 1:
             raise ValueError(
                 f"min_saving of powersgd must be at least 1, got {self.min_saving!r}: below, more"

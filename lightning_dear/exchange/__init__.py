@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.compression import Codec, PowerSGD
@@ -24,10 +25,11 @@ def new_exchange(
     first_number: int,
     flat: FlatBuffers,
     loss_scale: LossScale,
+    waiting: Callable[[str], AbstractContextManager[None]],
 ) -> DenseExchange:
     """The exchange that `options` ask for, of the buckets in `flat`.
 
-    `codecs`: what encodes each bucket row by row; see `CodedExchange` for the rest.
+    `codecs`: what encodes each bucket row by row; see `LowRankExchange` for the rest.
     """
     kind = GradientExchange if options.is_of_gradients else DenseExchange
     dense = kind(collectives, first_number)
@@ -35,7 +37,7 @@ def new_exchange(
         return dense
     place = collectives, first_number
     if isinstance(options.codec, PowerSGD):
-        return LowRankExchange(dense, options.codec, *place, flat, loss_scale)
+        return LowRankExchange(dense, options.codec, codecs, *place, flat, loss_scale, waiting)
     return CodedExchange(dense, options, codecs, *place, flat.buckets, loss_scale)
 
 

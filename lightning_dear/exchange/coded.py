@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.compression import Codec, Compressor, Fp32
+from lightning_dear.compression import Codec, Fp32
 from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.encoding import EncodingExchange, LossScale
@@ -162,15 +162,3 @@ class CodedExchange(EncodingExchange):
             for is_encoded in (self._encodes_reduce, self._sends_bytes_back(coded)):
                 sent += coded.outgoing.nbytes if is_encoded else nbytes
         return dense / sent
-
-    @override
-    def use(self, codec: Compressor) -> None:
-        """Encodes with another codec, from the next reduction on. All ranks, between two steps.
-
-        It must need of what is kept between steps what the first codec has, or be `Fp32`. Buckets
-        with another codec than the first keep theirs, but for `Fp32`.
-        """
-        assert isinstance(codec, Codec)
-        for coded in self.coded:
-            follows = coded.configured == self._codec or isinstance(codec, Fp32)
-            coded.use(codec if follows else coded.configured)

@@ -40,13 +40,14 @@ class CodedBucket(EncodedBucket):
         world_size: How many there are.
 
     Attributes:
-        codec: In use at present.
-        configured: Of this bucket, unless a schedule says otherwise.
         outgoing: [world_size, bytes of a shard] uint8, what this rank sends to each.
         incoming: As long, what each sends to this rank.
         gathered: As long, what each has encoded of its shard: `outgoing` itself, whose sends have
             ended by then.
     """
+
+    codec: Codec
+    configured: Codec
 
     def __init__(
         self, bucket: Bucket, options: ExchangeOptions, codec: Codec, rank: int, world_size: int
@@ -61,32 +62,14 @@ class CodedBucket(EncodedBucket):
         if options.encodes("gather") and not bucket.lags:
             # What differences of parameters have not brought is in the next ones.
             owner = owner_memory(keeps, numel // world_size, device)
-        super().__init__(bucket, worker, owner, world_size)
+        super().__init__(bucket, codec, worker, owner, world_size)
         self._rank = rank
         self._world_size = world_size
         self._has_incoming = options.encodes("reduce")
         self._clip_norm = getattr(keeps, "clip_norm", None)
-        self.configured = self.codec = codec
         self._make_room()
-        self._padding, self._own_padding = self._find_padding(device)
 
-    def _find_padding(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Places of elements that belong to no parameter, in the bucket and in this rank's shard.
-
-        Decoding leaves numbers there, which nothing overwrites.
-        """
-        is_padding = torch.ones(self.spec.padded_numel, dtype=torch.bool)
-        for part in self.spec.slices:
-            is_padding[part.offset : part.offset + part.numel] = False
-        whole, own = is_padding.nonzero()[:, 0], is_padding[self.own].nonzero()[:, 0]
-        return whole.to(device), own.to(device)
-
-    def use(self, codec: Codec) -> None:
-        """Encodes with `codec` from the next reduction on. What is on its way keeps its bytes."""
-        if codec != self.codec:
-            self.codec = codec
-            self._make_room()
-
+    @override
     def _make_room(self) -> None:
         num_bytes = self.codec.wire_bytes(self.spec.padded_numel // self._world_size)
         shape = self._world_size, num_bytes
@@ -101,7 +84,7 @@ class CodedBucket(EncodedBucket):
     @override
     def detach(self) -> None:
         super().detach()
-        del self.outgoing, self.incoming, self._padding
+        del self.outgoing, self.incoming
 
     # --- fp32 rows of what may be in another dtype ----------------------------------------------
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_dear.bucket import Bucket
+from lightning_dear.compression import Compressor
 from lightning_dear.compression.memory import Memory
 
 
-class EncodedBucket:
+class EncodedBucket(ABC):
     """What has to be kept, and given back, of one bucket, whatever it is encoded to.
 
     Args:
         bucket: Its mean is read and written.
+        codec: What encodes it.
         worker: What is kept of this rank's own gradients, for the whole bucket.
         owner: What is kept of the mean, for this rank's shard.
         world_size: Number of ranks.
@@ -27,17 +30,50 @@ class EncodedBucket:
         own: Where this rank's shard lies in it.
         worker: See above.
         owner: See above.
-        counts: Half -> how often it has been encoded; equal on all ranks.
+        codec: In use at present.
+        configured: Of this bucket, unless a schedule says otherwise.
+        counts: Half -> how often it has been encoded; equal on all ranks, not for all buckets.
         factors: Tensor number -> what all ranks alike keep of it besides.
     """
 
-    def __init__(self, bucket: Bucket, worker: Memory, owner: Memory, world_size: int) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        codec: Compressor,
+        worker: Memory,
+        owner: Memory,
+        world_size: int,
+    ) -> None:
         self.bucket = bucket
+        self.configured = self.codec = codec
         self.number, self.spec, self.own = bucket.number, bucket.spec, bucket.own
         self.worker, self.owner = worker, owner
         self.counts = {"reduce": 0, "gather": 0}
         self._num_owners = world_size if bucket.is_all_reduced else 1
         self._unused: list[slice] = []
+        self._padding, self._own_padding = self._find_padding()
+
+    def _find_padding(self) -> tuple[Tensor, Tensor]:
+        """Places of elements that belong to no parameter, in the bucket and in this rank's shard.
+
+        Decoding, and marking what is not finite, leave numbers there that nothing overwrites.
+        """
+        is_padding = torch.ones(self.spec.padded_numel, dtype=torch.bool)
+        for part in self.spec.slices:
+            is_padding[part.offset : part.offset + part.numel] = False
+        whole, own = is_padding.nonzero()[:, 0], is_padding[self.own].nonzero()[:, 0]
+        device = self.bucket.mean.device
+        return whole.to(device), own.to(device)
+
+    def use(self, codec: Compressor) -> None:
+        """Encodes with `codec` from the next reduction on. What is on its way keeps its bytes."""
+        if codec != self.codec:
+            self.codec = codec
+            self._make_room()
+
+    @abstractmethod
+    def _make_room(self) -> None:
+        """Makes buffers for what `codec` sends, new ones."""
 
     @property
     def factors(self) -> Mapping[int, Tensor]:
@@ -60,7 +96,7 @@ class EncodedBucket:
 
     def detach(self) -> None:
         """Lets go of the bucket's buffers; what is kept between steps stays."""
-        del self.bucket
+        del self.bucket, self._padding
 
     def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
         """Parameters that no rank has used will not be stepped: no gradient of theirs is sent.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.compression import Compressor
+from lightning_dear.compression import Compressor, Fp32
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.encoded_bucket import EncodedBucket, zero_or_nan
 from lightning_dear.work import Collectives
@@ -77,6 +77,17 @@ class EncodingExchange(DenseExchange):
                 " the operation with Trainer(detect_anomaly=True), lower the learning rate or clip"
                 " gradients, or use precision='16-mixed', which leaves such steps out."
             )
+
+    @override
+    def use(self, codec: Compressor) -> None:
+        """Encodes with another codec, from the next reduction on. All ranks, between two steps.
+
+        It must need of what is kept between steps what the first codec has, or be `Fp32`. Buckets
+        with another codec than the first keep theirs, but for `Fp32`.
+        """
+        for coded in self.coded:
+            follows = coded.configured == self._codec or isinstance(codec, Fp32)
+            coded.use(codec if follows else coded.configured)
 
     # --- around a step --------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ the time between to arrive. The last bucket's Q is sent where buckets are waited
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from lightning_dear.bucket import Bucket, FlatBuffers, storage_shape
 from lightning_dear.compression import Compressor, PowerSGD
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.encoding import EncodingExchange, LossScale
-from lightning_dear.exchange.low_rank_bucket import LowRankBucket
+from lightning_dear.exchange.low_rank_bucket import LowRankBucket, Messages
 from lightning_dear.work import Collectives, Work
 
 
@@ -29,27 +30,35 @@ class LowRankExchange(EncodingExchange):
     Args:
         dense: Does what remains to be done for the gather half.
         codec: Says what is factored.
+        codecs: Of each bucket; None is `codec`, and with another one nothing is factored.
         collectives: What moves the bytes.
         first_number: See `DenseExchange`.
         flat: All buckets, and the shapes of what lies in them.
         loss_scale: Asked at each encoding.
+        waiting: Entered around waits in backward, with a reason.
     """
 
     def __init__(
         self,
         dense: DenseExchange,
         codec: PowerSGD,
+        codecs: Iterable[Compressor | None],
         collectives: Collectives,
         first_number: int,
         flat: FlatBuffers,
         loss_scale: LossScale,
+        waiting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         super().__init__(collectives, first_number, codec, loss_scale)
         self._dense = dense
+        self._waiting = waiting
         shapes = [storage_shape(placement.parameter) for placement in flat.placements]
         self.coded: Sequence[LowRankBucket] = [
-            LowRankBucket(bucket, codec, shapes, collectives.world_size) for bucket in flat.buckets
+            LowRankBucket(bucket, codec, own or codec, shapes, collectives.world_size)
+            for bucket, own in zip(flat.buckets, codecs, strict=True)
         ]
+        # Of the bucket whose second message is still to be sent.
+        self._first = Work.done()
         self._send_second: Callable[[], None] | None = None
         self._seconds: dict[int, Work] = {}
 
@@ -62,14 +71,19 @@ class LowRankExchange(EncodingExchange):
         """Starts summing the bucket's first message, and then sends the one before its second."""
         low, scale = self.coded[bucket.number], self._loss_scale()
         self._look_for_inf(low.compensated(scale))
-        first = self._all_reduce(bucket, low.encode_first())
+        messages = low.encode_first()
+        first = self._all_reduce(bucket, messages.first)
+        with self._waiting("factors"):
+            self._first.wait()
         self._send_waiting()
-        self._send_second = partial(self._launch_second, low, first, scale)
-        return Work(partial(self._arrive, low), low.decode)
+        self._first = first
+        self._send_second = partial(self._launch_second, low, messages, scale)
+        return Work(partial(self._arrive, low), partial(low.decode, messages))
 
-    def _launch_second(self, low: LowRankBucket, first: Work, scale: Tensor | None) -> None:
-        first.wait()
-        self._seconds[low.number] = self._all_reduce(low.bucket, low.encode_second(scale))
+    def _launch_second(self, low: LowRankBucket, messages: Messages, scale: Tensor | None) -> None:
+        self._first.wait()
+        low.encode_second(messages, scale)
+        self._seconds[low.number] = self._all_reduce(low.bucket, messages.second)
 
     def _send_waiting(self) -> None:
         waiting, self._send_second = self._send_second, None
@@ -77,6 +91,7 @@ class LowRankExchange(EncodingExchange):
             waiting()
 
     def _arrive(self, low: LowRankBucket) -> None:
+        # Nobody has come after the last bucket.
         self._send_waiting()
         self._seconds.pop(low.number).wait()
 
@@ -97,10 +112,5 @@ class LowRankExchange(EncodingExchange):
     @override
     def compression_ratio(self) -> float:
         dense = sum(low.bucket.mean.nbytes for low in self.coded)
-        return dense / sum(low.first.nbytes + low.second.nbytes for low in self.coded)
-
-    @override
-    def use(self, codec: Compressor) -> None:
-        """Factors matrices with `PowerSGD`, nothing with another. All ranks, between two steps."""
-        for low in self.coded:
-            low.use(codec)
+        messages = [low.messages for low in self.coded]
+        return dense / sum(one.first.nbytes + one.second.nbytes for one in messages)

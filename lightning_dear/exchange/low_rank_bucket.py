@@ -34,65 +34,96 @@ class Matrix:
     right: slice
 
 
+@dataclass(frozen=True)
+class Messages:
+    """What one bucket sends.
+
+    Attributes:
+        matrices: Tensor number -> what is factored.
+        dense: (elements in the bucket, place in the first message) of what travels as it is.
+        first: Flat fp32: every P, and what travels as it is.
+        second: Flat fp32: every Q; empty if nothing is factored.
+    """
+
+    matrices: Mapping[int, Matrix]
+    dense: Sequence[tuple[slice, slice]]
+    first: Tensor
+    second: Tensor
+
+    def left(self, matrix: Matrix) -> Tensor:
+        """P [n, r]; a view."""
+        return self.first[matrix.left].view(matrix.shape[0], -1)
+
+    def right(self, matrix: Matrix) -> Tensor:
+        """Q [m, r]; a view."""
+        return self.second[matrix.right].view(matrix.shape[1], -1)
+
+
 class LowRankBucket(EncodedBucket):
     """What one bucket sends in two messages, and what it leaves.
 
-    The first message holds every matrix's P and, as they are, all tensors that are not worth two
-    factors; the second one every Q.
-
     Args:
         bucket: All-reduced, or of a single rank; its mean is read and written.
-        codec: Says which tensors are matrices, and of which rank.
+        low_rank: Says which tensors are matrices, and of which rank.
+        codec: `low_rank` itself, or another one, with which nothing is factored.
         shapes: Of all tensors, by number.
         world_size: Number of ranks.
 
     Attributes:
-        first: Flat fp32, the first message.
-        second: Flat fp32, the second message; empty if nothing is factored.
+        messages: Of the next reduction.
     """
 
+    messages: Messages
+
     def __init__(
-        self, bucket: Bucket, codec: PowerSGD, shapes: Sequence[torch.Size], world_size: int
+        self,
+        bucket: Bucket,
+        low_rank: PowerSGD,
+        codec: Compressor,
+        shapes: Sequence[torch.Size],
+        world_size: int,
     ) -> None:
         device = bucket.mean.device
-        worker = owner_memory(codec, bucket.mean.numel(), device)
-        super().__init__(bucket, worker, Memory(0, device), world_size)
+        worker = owner_memory(low_rank, bucket.mean.numel(), device)
+        super().__init__(bucket, codec, worker, Memory(0, device), world_size)
         self._shapes = shapes
         self._factors: dict[int, Tensor] = {}
         self._pending: dict[int, Tensor] = {}
         self._flat = bucket.mean
         for piece in self.spec.slices:
-            rank = codec.rank_of(*self._matrix_shape(piece))
+            num_rows, num_columns = self._matrix_shape(piece)
+            rank = low_rank.rank_of(num_rows, num_columns)
             if rank:
-                num_columns = self._matrix_shape(piece)[1]
-                factor = starting_factor(num_columns, rank, f"{codec.name} {piece.tensor}")
+                factor = starting_factor(num_columns, rank, f"{low_rank.name} {piece.tensor}")
                 self._factors[piece.tensor] = factor.to(device)
-        self.use(codec)
+        self._make_room()
 
     def _matrix_shape(self, piece: Slice) -> tuple[int, int]:
         shape = self._shapes[piece.tensor]
         num_rows = shape[0] if len(shape) > 1 else 1
         return num_rows, piece.numel // num_rows
 
-    def use(self, codec: Compressor) -> None:
-        """Lays out the messages: with `PowerSGD` matrices are factored, with another nothing is."""
-        self._matrices: dict[int, Matrix] = {}
-        self._dense: list[tuple[slice, slice]] = []
+    @override
+    def _make_room(self) -> None:
+        matrices: dict[int, Matrix] = {}
+        dense: list[tuple[slice, slice]] = []
         num_first = num_second = 0
         for piece in self.spec.slices:
             where = slice(piece.offset, piece.offset + piece.numel)
-            if piece.tensor in self._factors and isinstance(codec, PowerSGD):
+            if piece.tensor in self._factors and isinstance(self.codec, PowerSGD):
                 shape, rank = self._matrix_shape(piece), self._factors[piece.tensor].shape[1]
                 left = slice(num_first, num_first + shape[0] * rank)
                 right = slice(num_second, num_second + shape[1] * rank)
-                self._matrices[piece.tensor] = Matrix(where, shape, left, right)
+                matrices[piece.tensor] = Matrix(where, shape, left, right)
                 num_first, num_second = left.stop, right.stop
             else:
-                self._dense.append((where, slice(num_first, num_first + piece.numel)))
+                dense.append((where, slice(num_first, num_first + piece.numel)))
                 num_first += piece.numel
-        device = self.bucket.mean.device
-        self.first = torch.empty(num_first, device=device)
-        self.second = torch.empty(num_second, device=device)
+        like = self.bucket.mean
+        first, second = (
+            like.new_empty(numel, dtype=torch.float32) for numel in (num_first, num_second)
+        )
+        self.messages = Messages(matrices, dense, first, second)
 
     @property
     @override
@@ -105,51 +136,46 @@ class LowRankBucket(EncodedBucket):
         """The bucket's gradients, flat, with what was not sent of earlier ones; kept for later."""
         self._flat = self.bucket.mean.float()
         self.worker.compensate(self._flat, scale)
-        return self._flat
+        return self._flat.index_fill_(0, self._padding, 0.0)
 
-    def encode_first(self) -> Tensor:
-        """Writes the first message, P = M Q, and returns it."""
+    def encode_first(self) -> Messages:
+        """Writes the first message, P = M Q; returns both, for what is to come."""
+        messages = self.messages
         self.counts["reduce"] += 1
-        for number, matrix in self._matrices.items():
+        for number, matrix in messages.matrices.items():
             factor = self._pending.get(number, self._factors[number])
-            torch.mm(self._own(matrix), factor, out=self._left(matrix))
-        for where, place in self._dense:
-            self.first[place] = self._flat[where]
-        return self.first
+            torch.mm(self._own(matrix), factor, out=messages.left(matrix))
+        for where, place in messages.dense:
+            messages.first[place] = self._flat[where]
+        return messages
 
-    def encode_second(self, scale: Tensor | None) -> Tensor:
-        """Writes the second message, Q = M^T P of the mean's orthonormal P, and returns it."""
-        for matrix in self._matrices.values():
-            own, left, right = self._own(matrix), self._left(matrix), self._right(matrix)
+    def encode_second(self, messages: Messages, scale: Tensor | None) -> None:
+        """Writes the second message, Q = M^T P of the mean's orthonormal P."""
+        for matrix in messages.matrices.values():
+            own, left, right = self._own(matrix), messages.left(matrix), messages.right(matrix)
             left.copy_(orthonormal(left))
             torch.mm(own.t(), left, out=right)
             # What this rank's own factors do not bring; less the mean's it would grow without end.
             own.addmm_(left, right.t(), alpha=-1)
-        for where, _ in self._dense:
+        for where, _ in messages.dense:
             self._flat[where].zero_()
         self.worker.note_lost(self._flat, scale)
-        return self.second
 
-    def decode(self) -> None:
+    def decode(self, messages: Messages) -> None:
         """Makes the bucket's mean of both messages, P Q^T."""
-        for number, matrix in self._matrices.items():
-            right = self._right(matrix)
-            torch.mm(self._left(matrix), right.t(), out=self._own(matrix))
+        for number, matrix in messages.matrices.items():
+            right = messages.right(matrix)
+            torch.mm(messages.left(matrix), right.t(), out=self._own(matrix))
             # Only what its columns span counts, and no loss scale can make that overflow.
             self._pending[number] = orthonormal(right)
-        for where, place in self._dense:
-            self._flat[where] = self.first[place]
+        for where, place in messages.dense:
+            self._flat[where] = messages.first[place]
         if self._flat.data_ptr() != self.bucket.mean.data_ptr():
             self.bucket.mean.copy_(self._flat)
+            self._flat = self.bucket.mean
 
     def _own(self, matrix: Matrix) -> Tensor:
         return self._flat[matrix.where].view(matrix.shape)
-
-    def _left(self, matrix: Matrix) -> Tensor:
-        return self.first[matrix.left].view(matrix.shape[0], -1)
-
-    def _right(self, matrix: Matrix) -> Tensor:
-        return self.second[matrix.right].view(matrix.shape[1], -1)
 
     # --- around a step --------------------------------------------------------------------------
 
@@ -167,4 +193,4 @@ class LowRankBucket(EncodedBucket):
     @override
     def detach(self) -> None:
         super().detach()
-        del self.first, self.second, self._flat
+        del self.messages, self._flat

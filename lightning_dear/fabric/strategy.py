@@ -175,12 +175,15 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         check_fabric_precision(self.precision)
         check_optimizers(optimizers, self.precision)  # type: ignore[arg-type]
         check_module_states(module)
+        collectives = new_collectives(self.root_device, self._timeout)
+        others = [one.pipeline.parts for one in self._trained if one.module is not module]
+        self._options.check(collectives, len(optimizers) + sum(map(len, others)))
         states = self._end_training_of(module)
         check_apart(module, self._trained)
         pipeline = Pipeline(
             module,
             optimizers,
-            new_collectives(self.root_device, self._timeout),
+            collectives,
             self._fusion,
             broadcast_buffers=self._broadcast_buffers,
             audit=self._audit,

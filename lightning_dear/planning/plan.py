@@ -198,7 +198,10 @@ def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
     """
     reached = {tensor.index: 0 for tensor in tensors}
     filled_by: dict[str, int | None] = {}
+    families = {tensor.index: tensor.family for tensor in tensors}
     for bucket in plan.buckets:
+        if {families[piece.tensor] for piece in bucket.slices} != {bucket.family}:
+            raise ValueError("The plan puts tensors that differ in type or compressor together.")
         for place, piece in enumerate(bucket.slices):
             continues = place == 0 and filled_by.get(bucket.family) == piece.tensor
             is_next = piece.start == reached[piece.tensor] < piece.stop
@@ -249,7 +252,9 @@ def _bucket_of(pieces: Sequence[tuple[TensorSpec, int, int]], world_size: int) -
     families = {tensor.family for tensor, _, _ in pieces}
     if len(families) != 1:
         names = ", ".join(tensor.name for tensor, _, _ in pieces[:2])
-        raise ValueError(f"The plan puts {names} in one bucket; here they differ in type.")
+        raise ValueError(
+            f"The plan puts {names} in one bucket; here they differ in type or compressor."
+        )
     slices, filled = [], 0
     for tensor, start, stop in pieces:
         slices.append(Slice(tensor.index, start, stop, filled))

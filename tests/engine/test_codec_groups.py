@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_dear.compression import (
     DGC,
+    QSGD,
     Bf16,
     Codec,
     Fp32,
@@ -23,7 +24,7 @@ from lightning_dear.compression import (
 )
 from lightning_dear.compression.groups import VECTORS, check_groups, codec_for, groups_of
 from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.planning import NoFusion, SingleFusion
+from lightning_dear.planning import BucketPlan, NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import SHAPES, Run, gradients_of
 from tests.engine.models import weights
@@ -88,13 +89,18 @@ def test_a_schedule_and_another_plan_keep_the_groups() -> None:
     assert run.error() <= 1e-5
 
 
+def _leaving_the_first(run: Run) -> BucketPlan:
+    plan = NoFusion().plan(run.part.tensors, dist.get_world_size())
+    return replace(plan, uncompressed=(0,))
+
+
 @distributed(world_sizes=(2,))
 def test_a_plan_leaves_buckets_as_they_are() -> None:
     run = Run(ExchangeOptions("gradients", codec=Int4(block_size=64)))
     run.step()
     assert _buckets(run) == {"int4": {0, 1, 2, 3, 4}}
-    plan = NoFusion().plan(run.part.tensors, dist.get_world_size())
-    run.part.replan(replace(plan, uncompressed=(0,)))
+    plan = _leaving_the_first(run)
+    run.part.replan(plan)
     for _ in range(3):
         run.step()
     (left,) = plan.buckets[0].slices
@@ -103,10 +109,14 @@ def test_a_plan_leaves_buckets_as_they_are() -> None:
     assert run.error() <= 1e-5
     _assert_all_arrived(run, left.tensor, range(4))
 
+    low_rank = Run(ExchangeOptions("gradients", codec=PowerSGD(rank=2)))
+    low_rank.step()
+    low_rank.part.replan(_leaving_the_first(low_rank))
+    assert left.tensor in _buckets(low_rank)["fp32"]
     voting = Run(ExchangeOptions("gradients", codec=SignSGD()))
     voting.step()
     with pytest.raises(ValueError, match="signsgd makes votes of the others"):
-        voting.part.replan(replace(plan, uncompressed=(0,)))
+        voting.part.replan(_leaving_the_first(voting))
     voting.step()
 
 
@@ -146,10 +156,33 @@ def test_the_first_match_counts() -> None:
     assert codec_for(groups, Int4(), "body.weight", 2) == Int4()
 
 
+@distributed(world_sizes=(1,))
+def test_a_pattern_that_nothing_matches_is_refused() -> None:
+    for patterns in ({"weight.*": None}, {"*": None, "weights.2": None}):
+        options = ExchangeOptions("gradients", codec=Int8(), groups=groups_of(patterns))
+        with pytest.raises(ValueError, match=r"no name matches.* such as 'weights\.0'"):
+            Run(options)
+
+
+@distributed(world_sizes=(2,))
+def test_a_resumed_run_and_another_plan_go_on_drawing() -> None:
+    """Buckets that travel as they are count otherwise than those that are encoded."""
+    run = Run(ExchangeOptions("gradients", codec=QSGD(), groups=NONE_FOR_VECTORS))
+    for _ in range(3):
+        run.step()
+    run.pipeline.complete_parameters()
+    file = run.part.optimizer_state_dict()["residuals"]["counts"]
+    folder = run.part.sharded_state_dict()["residuals"]["counts"]
+    assert file == folder == {"reduce": 3, "gather": 3}
+    run.part.replan(NoFusion().plan(run.part.tensors, dist.get_world_size()))
+    counts = {tuple(coded.counts.values()) for coded in run.part._active.exchange.coded}  # type: ignore[union-attr]
+    assert counts == {(3, 3)}
+
+
 def test_what_cannot_stand_beside_another_is_refused() -> None:
     for codec, other, message in (
-        (None, None, "and compressor='none' is none"),
-        (PowerSGD(), None, "and compressor='powersgd' is none"),
+        (None, None, "which compressor='none' is not"),
+        (PowerSGD(), None, "which compressor='powersgd' is not"),
         (SignSGD(), None, "same learning rate as gradients"),
         (Int8(), SignSGD(), "need an optimizer of their own"),
         (DGC(), Int8(), "need an optimizer of their own"),

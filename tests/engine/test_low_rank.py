@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
+from lightning_dear.bucket import storage_shape
 from lightning_dear.compression import Fp32, PowerSGD
 from lightning_dear.compression.low_rank import orthonormal
 from lightning_dear.exchange_options import ExchangeOptions
@@ -192,6 +194,29 @@ def test_zeros_and_what_comes_after_them() -> None:
     assert run.error() <= 1e-5
 
 
+@distributed(world_sizes=(1, 2))
+def test_after_a_gradient_that_is_not_finite_training_goes_on() -> None:
+    run = Run(OPTIONS)
+    run.step()
+    for _ in range(2):
+        run.backward(scale=math.inf)
+        with pytest.raises(RuntimeError, match="nan or inf in them, which compressor='powersgd'"):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.step()
+    assert run.error() <= 1e-5
+
+
+@distributed(world_sizes=(2,))
+def test_a_codec_that_is_set_again_leaves_messages_alone() -> None:
+    run = Run(OPTIONS)
+    for _ in range(4):
+        run.step(before=lambda: run.pipeline.use_codec(PowerSGD(rank=2)))
+    run.step(before=lambda: run.pipeline.use_codec(Fp32()))
+    run.step()
+    assert run.error() <= 1e-5
+
+
 @distributed(world_sizes=(2,))
 def test_a_loss_scale_that_changes_changes_nothing() -> None:
     plain, scaled = Run(OPTIONS), Run(OPTIONS)
@@ -208,9 +233,15 @@ def test_a_loss_scale_that_changes_changes_nothing() -> None:
 
 
 @distributed(world_sizes=(1, 3))
-def test_double_precision_has_the_same_bits_on_all_ranks_too() -> None:
-    trace = train_dear("mlp", "adamw", 4, dtype=torch.float64, options=OPTIONS)
-    assert_equal_on_all_ranks(trace)
+def test_all_kinds_of_tensors_have_the_same_bits_on_all_ranks() -> None:
+    codec = PowerSGD(rank=1, min_saving=1.0)
+    for model, dtype in (
+        ("mlp", torch.float64),
+        ("conv", torch.float32),
+        ("channels_last", torch.float32),
+    ):
+        options = ExchangeOptions("gradients", codec=codec)
+        assert_equal_on_all_ranks(train_dear(model, "adamw", 4, dtype=dtype, options=options))
 
 
 @distributed(world_sizes=(2,))
@@ -264,8 +295,10 @@ def test_what_has_no_more_rank_arrives_as_it_is() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank of powersgd must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="rank of powersgd must be an integer >= 1, got 0"):
         PowerSGD(rank=0)
+    with pytest.raises(ValueError, match="an integer >= 1, got 2.5"):
+        PowerSGD(rank=2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="min_saving of powersgd must be at least 1"):
         PowerSGD(min_saving=0.5)
     with pytest.raises(ValueError, match="set gather='gradients'"):
@@ -274,6 +307,13 @@ def test_what_cannot_be_is_refused() -> None:
         ExchangeOptions("gradients", depth=2, codec=PowerSGD())
     with pytest.raises(ValueError, match="without error feedback loses"):
         PowerSGD(error_feedback=False)
+
+
+def test_rows_are_those_of_the_storage() -> None:
+    assert storage_shape(torch.empty(3, 5)) == (3, 5)
+    assert storage_shape(torch.empty(3, 5).T) == (3, 5)
+    images = torch.empty(4, 3, 2, 5).contiguous(memory_format=torch.channels_last)
+    assert storage_shape(images) == (4, 2, 5, 3)
 
 
 def test_a_basis_is_orthonormal_whatever_it_spans() -> None:

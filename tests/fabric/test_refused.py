@@ -75,13 +75,14 @@ def test_an_optimizer_alone_is_refused() -> None:
 @distributed([2])
 def test_two_optimizers_with_all_reduces_are_refused() -> None:
     fabric = new_fabric(dear(compressor="powersgd"))
-    for is_second in (False, True):
-        raw = build("mlp")
-        if is_second:
-            with pytest.raises(ValueError, match="compressor='powersgd' works with one optimizer"):
-                fabric.setup(raw, optimizer_for("sgd", raw))
-        else:
-            fabric.setup(raw, optimizer_for("sgd", raw))
+    first, second = build("mlp"), build("mlp")
+    model, _ = fabric.setup(first, optimizer_for("sgd", first))
+    with pytest.raises(ValueError, match="compressor='powersgd' works with one optimizer"):
+        fabric.setup(second, optimizer_for("sgd", second))
+    # The same module again is another training of one optimizer.
+    model, optimizer = fabric.setup(first, optimizer_for("sgd", first))
+    fabric.backward(_loss(fabric, model))
+    optimizer.step()
 
 
 @distributed([2])

@@ -21,8 +21,8 @@ LOW_RANK = [
     Mutation(
         "waiting for the first message",
         "exchange/low_rank.py",
-        "        first.wait()\n",
-        "",
+        "            self._first.wait()\n        self._send_waiting()\n",
+        "            pass\n        self._send_waiting()\n",
         (LAW,),
     ),
     Mutation(
@@ -83,7 +83,7 @@ LOW_RANK = [
     ),
     Mutation(
         "a schedule that leaves other codecs as they are",
-        "exchange/coded.py",
+        "exchange/encoding.py",
         "            coded.use(codec if follows else coded.configured)\n",
         "            coded.use(codec)\n",
         (f"{GROUPS}::test_a_schedule_and_another_plan_keep_the_groups",),
@@ -98,7 +98,7 @@ LOW_RANK = [
     Mutation(
         "leaving a plan's buckets as they are",
         "active_plan.py",
-        "        chosen[number] = chosen[number] and Fp32()\n",
+        "        chosen[number] = Fp32()\n",
         "        pass\n",
         (f"{GROUPS}::test_a_plan_leaves_buckets_as_they_are",),
     ),

@@ -216,8 +216,8 @@ GUARDS = [
     Mutation(
         "numbers of their own for a second optimizer's buckets",
         "active_plan.py",
-        "new_exchange(options, codecs, collectives, first_number, flat, loss_scale)",
-        "new_exchange(options, codecs, collectives, 0, flat, loss_scale)",
+        "    place = collectives, first_number\n",
+        "    place = collectives, 0\n",
         (f"{GRADIENTS}::test_two_optimizers_number_their_buckets_apart",),
     ),
 ]
