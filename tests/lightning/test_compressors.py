@@ -83,7 +83,7 @@ def _save_anywhere(folder: Path, name: str) -> None:
 
 @distributed(world_sizes=(2,))
 def test_steps_that_a_loss_scale_leaves_out_leave_no_trace() -> None:
-    """A scale that is too large at first: then every step counts, with finite weights."""
+    """A scale that is too large at first: then nearly every step counts, with finite weights."""
     for name in ("int8", "topk", "powersgd"):
         seen = {}
         for scale in (2.0**10, 2.0**30):
@@ -96,9 +96,9 @@ def test_steps_that_a_loss_scale_leaves_out_leave_no_trace() -> None:
             seen[scale] = recorder.seen
         before_and_after = zip(seen[2.0**30], seen[2.0**30][1:], strict=False)
         moved = [not _are_equal(before, after) for before, after in before_and_after]
-        assert sum(moved) >= 4, name
-        assert moved == sorted(moved), name
-        assert not moved[0], name
+        assert moved.count(False) > 1, name
+        since = moved[moved.index(True) :]
+        assert since.count(True) >= max(4, len(since) - 2), (name, moved)
         for weights in seen.values():
             assert all(math.isfinite(float(weight.sum())) for weight in weights[-1])
 
