@@ -1,5 +1,6 @@
 """``dear-converge``: how training ends under each compressor, against dense training."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps import checks, emulated, job
-from lightning_dear.apps.converge_config import check, entries_of, metric_of
+from lightning_dear.apps.converge_config import Entry, check, entries_of, metric_of
 from lightning_dear.apps.converge_run import Study
 from lightning_dear.benchmarking.block import quiet_lightning
 from lightning_dear.benchmarking.convergence.table import format_rows, write_plot, write_summary
@@ -21,8 +22,8 @@ from lightning_dear.launcher import configure_launcher
 from lightning_dear.paths import conf_dir
 
 
-def converge(cfg: DictConfig) -> None:
-    """Train the entries of ``cfg`` on its seeds; print and write how they end.
+def converge(cfg: DictConfig, entries: Sequence[Entry]) -> None:
+    """Train ``entries`` on the seeds of ``cfg``; print and write how they end.
 
     Starts the ranks once, and blocks until they have ended. Every training is written when it
     ends; what the job's folder holds already is not trained again.
@@ -42,7 +43,7 @@ def converge(cfg: DictConfig) -> None:
     if starter.is_global_zero:
         (_folder() / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     launcher = starter.strategy.launcher
-    run = partial(_run, cfg, starter.strategy)
+    run = partial(_run, cfg, entries, starter.strategy)
     launcher.launch(run) if launcher else run()
     job.wait_for_children(starter)
 
@@ -51,11 +52,11 @@ def _folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def _run(cfg: DictConfig, strategy: Any) -> None:
+def _run(cfg: DictConfig, entries: Sequence[Entry], strategy: Any) -> None:
     assert isinstance(strategy, ParallelStrategy)
     with quiet_lightning():
         strategy.setup_environment()
-    study = Study(cfg, strategy, _folder())
+    study = Study(cfg, entries, strategy, _folder())
     try:
         study.run()
     finally:
@@ -80,10 +81,10 @@ def main(cfg: DictConfig) -> None:
     with job.one_message("dear-converge"), job.isolated_job():
         check(cfg)
         metric_of(cfg)
-        entries_of(cfg)
+        entries = entries_of(cfg)
         code = emulated.restart_on_cluster(cfg, "lightning_dear.apps.converge")
         if code is None:
-            converge(cfg)
+            converge(cfg, entries)
         else:
             job.end_unless_zero(code)
 

@@ -15,7 +15,7 @@ from lightning_dear.benchmarking.convergence.broken import check_broken
 from lightning_dear.benchmarking.convergence.records import Metric
 from lightning_dear.benchmarking.convergence.summary import Asked
 
-_OWN_KEYS = ("name", "reference", "below", "control", "broken")
+_OWN_KEYS = ("name", "reference", "below", "control", "broken", "lr_factors")
 _IN_A_KEY = ("model", "data", "trainer", "strategy")
 
 
@@ -27,12 +27,15 @@ class Entry:
         asked: What is asked of it; it has no reference if it is one.
         overrides: Hydra overrides on top of the job's.
         lr: The learning rate that the config has for it.
+        lr_factors: Learning rates to try, as multiples of the reference's, or of ``lr`` if it is
+            one.
         broken: Name of the bug it is trained with; None: none.
     """
 
     asked: Asked
     overrides: tuple[str, ...]
     lr: float
+    lr_factors: tuple[float, ...]
     broken: str | None = None
 
     @property
@@ -66,7 +69,7 @@ def entries_of(cfg: DictConfig) -> list[Entry]:
     """
     entries: list[Entry] = []
     for one in OmegaConf.to_container(cfg.entries) or []:
-        entries.append(_entry(one, entries))
+        entries.append(_entry(cfg, one, entries))
         for buckets in buckets_of(cfg).values():
             build_strategy(composed((*entries[-1].overrides, *buckets)))
     names = [entry.name for entry in entries]
@@ -76,7 +79,7 @@ def entries_of(cfg: DictConfig) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.asked.reference is not None)
 
 
-def _entry(one: Any, before: Sequence[Entry]) -> Entry:
+def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
     if isinstance(one, str):
         one = {"name": one, "compressor": "none" if one == "dense" else one}
     if "name" not in one:
@@ -84,10 +87,18 @@ def _entry(one: Any, before: Sequence[Entry]) -> Entry:
     name = str(one["name"])
     check_broken(one.get("broken"))
     overrides = overrides_of({key: value for key, value in one.items() if key not in _OWN_KEYS})
-    cfg = composed(overrides)
-    reference = _reference_of(name, one.get("reference"), before, cfg)
+    own = composed(overrides)
+    reference = _reference_of(name, one.get("reference"), before, own)
+    factors = one.get("lr_factors") or cfg.lr_factors
+    if len(factors) != len(cfg.lr_factors):
+        raise ValueError(
+            f"Entry {name} has {len(factors)} lr_factors, others {len(cfg.lr_factors)}; give all"
+            " as many tries."
+        )
+    if reference is None:
+        factors = cfg.reference_lr_factors
     asked = Asked(name, reference, bool(one.get("control")), one.get("below"))
-    return Entry(asked, overrides, float(cfg.optimizer.lr), one.get("broken"))
+    return Entry(asked, overrides, float(own.optimizer.lr), tuple(factors), one.get("broken"))
 
 
 def _reference_of(
@@ -121,9 +132,8 @@ def metric_of(cfg: DictConfig) -> Metric:
 
 def tries_of(cfg: DictConfig, entry: Entry) -> list[Options]:
     """Return the options to choose from."""
-    if entry.asked.reference is None:
-        return [Options(float(factor), 0.0) for factor in cfg.reference_lr_factors]
-    tries = product(cfg.lr_factors, cfg.dense_shares)
+    shares = [0.0] if entry.asked.reference is None else cfg.dense_shares
+    tries = product(entry.lr_factors, shares)
     return [Options(float(factor), float(share)) for factor, share in tries]
 
 

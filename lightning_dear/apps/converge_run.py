@@ -1,6 +1,6 @@
 """Training after training on ranks that have been started: what ``dear-converge`` does on each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -18,7 +18,6 @@ from lightning_dear.apps.converge_config import (
     Options,
     buckets_of,
     config_of,
-    entries_of,
     key_of,
     metric_of,
     tries_of,
@@ -36,6 +35,7 @@ class Study:
 
     Args:
         cfg: The job.
+        entries: What is trained; every entry stands behind its reference.
         strategy: That the ranks were started with; talks to all of them.
         folder: Has what was trained before, and gets what is; rank 0 reads and writes it.
 
@@ -43,11 +43,17 @@ class Study:
         trials: What has been measured so far, and what was found in the folder instead.
     """
 
-    def __init__(self, cfg: DictConfig, strategy: ParallelStrategy, folder: Path) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        entries: Sequence[Entry],
+        strategy: ParallelStrategy,
+        folder: Path,
+    ) -> None:
         self._cfg = cfg
         self._strategy = strategy
         self._store = Store(folder)
-        self._entries = entries_of(cfg)
+        self._entries = entries
         self._buckets = buckets_of(cfg)
         self._metric = metric_of(cfg)
         self._datamodule = instantiate(cfg.data, _convert_="all")
