@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.all_reduced import ALL_REDUCED
 from tests.mutations.coded import CODED
+from tests.mutations.converging import CONVERGING
 from tests.mutations.gathering import GATHERING
 from tests.mutations.mutation import Mutation
 from tests.mutations.speed import SPEED
@@ -395,4 +396,5 @@ MUTATIONS = [
     *GATHERING,
     *ALL_REDUCED,
     *CODED,
+    *CONVERGING,
 ]
