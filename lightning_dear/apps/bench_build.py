@@ -1,9 +1,10 @@
 """What a comparison is built of: models, strategies and trainers, and what a point stands for."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from hydra.utils import instantiate
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_dear.apps.bench_config import as_override
@@ -50,13 +51,15 @@ def is_ddp(cfg: DictConfig) -> bool:
     return str(cfg.strategy._target_).endswith("DDPStrategy")
 
 
-def build_trainer(cfg: DictConfig, strategy: Any, **options: Any) -> Trainer:
+def build_trainer(
+    cfg: DictConfig, strategy: Any, callbacks: Sequence[Callback] = (), **options: Any
+) -> Trainer:
     """Build a trainer that only trains, until ``max_steps``."""
     trainer: Trainer = instantiate(
         cfg.trainer,
         strategy=strategy,
         max_epochs=-1,
-        callbacks=[],
+        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -45,6 +45,10 @@ class Progress:
         self._done += 1
         self._show()
 
+    def leave_out(self, num_steps: int) -> None:
+        """Count steps that need not be taken, as something that was never to be done."""
+        self._num_steps -= num_steps
+
     def close(self) -> None:
         """Leave the terminal's line empty."""
         if self._stream.isatty():

@@ -17,6 +17,10 @@ LossScale = Callable[[], "Tensor | None"]
 """What gradients are multiplied by at present, as a tensor of one element; None: by nothing."""
 
 
+class GradientsNotFinite(RuntimeError):
+    """A rank's gradients have nan or inf in them; all ranks raise it before weights change."""
+
+
 class EncodingExchange(DenseExchange):
     """Looks at gradients before they are encoded, and keeps residuals only if a step was made.
 
@@ -71,7 +75,7 @@ class EncodingExchange(DenseExchange):
     @override
     def check(self) -> None:
         if self._is_broken:
-            raise RuntimeError(
+            raise GradientsNotFinite(
                 "A rank's gradients have nan or inf in them, which compressor="
                 f"{self._codec.name!r} cannot send. No weight has changed, and no residual. Find"
                 " the operation with Trainer(detect_anomaly=True), lower the learning rate or clip"

@@ -38,7 +38,9 @@ def needs(module, extra):
 
 def test_every_experiment_is_tested():
     tested = {"digits", "lm", "replay", "cifar10_resnet50", *IMAGENET, *BERT}
-    assert set(options_of("experiment")) == tested
+    # tests/apps/test_converge.py
+    studies = {"converge_digits", "converge_gpt"}
+    assert set(options_of("experiment")) == tested | studies
 
 
 # DearStrategy refuses what it cannot do, also where it has nobody to communicate with.

@@ -1,0 +1,93 @@
+"""``dear-converge``: how training ends under each compressor, against dense training."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_dear.apps import checks, emulated, job
+from lightning_dear.apps.converge_config import Entry, check, entries_of, metric_of
+from lightning_dear.apps.converge_run import Study
+from lightning_dear.benchmarking.block import quiet_lightning
+from lightning_dear.benchmarking.convergence.table import format_rows, write_plot, write_summary
+from lightning_dear.benchmarking.files import write_table
+from lightning_dear.launcher import configure_launcher
+from lightning_dear.paths import conf_dir
+
+
+def converge(cfg: DictConfig, entries: Sequence[Entry]) -> None:
+    """Train ``entries`` on the seeds of ``cfg``; print and write how they end.
+
+    Starts the ranks once, and blocks until they have ended. Every training is written when it
+    ends; what the job's folder holds already is not trained again.
+
+    Raises:
+        ValueError: If the config asks for what this machine does not have, or cannot be compared.
+    """
+    trainer_config = OmegaConf.to_container(cfg.trainer, resolve=True)
+    assert isinstance(trainer_config, dict)
+    checks.check_devices(trainer_config["accelerator"], trainer_config["devices"])
+    checks.use_interface(cfg.cluster.interface)
+    with quiet_lightning():
+        starter: Trainer = instantiate(
+            cfg.trainer, strategy="ddp", logger=False, enable_checkpointing=False, _convert_="all"
+        )
+    configure_launcher(starter.strategy)
+    if starter.is_global_zero:
+        (_folder() / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    launcher = starter.strategy.launcher
+    run = partial(_run, cfg, entries, starter.strategy)
+    launcher.launch(run) if launcher else run()
+    job.wait_for_children(starter)
+
+
+def _folder() -> Path:
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+def _run(cfg: DictConfig, entries: Sequence[Entry], strategy: Any) -> None:
+    assert isinstance(strategy, ParallelStrategy)
+    with quiet_lightning():
+        strategy.setup_environment()
+    study = Study(cfg, entries, strategy, _folder())
+    try:
+        study.run()
+    finally:
+        if strategy.is_global_zero:
+            _finish(_folder(), study)
+
+
+def _finish(folder: Path, study: Study) -> None:
+    rows = study.rows()
+    text = format_rows(rows)
+    write_summary(folder / "summary.csv", rows)
+    write_table(folder / "table.txt", text)
+    print(text, flush=True)
+    # Last: after Ctrl-C there are only seconds left, and drawing takes some.
+    write_plot(folder / "plot.png", rows)
+    print(f"Every training, the rows and the plot: {folder}", flush=True)
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="converge")
+def main(cfg: DictConfig) -> None:
+    """Run one study."""
+    with job.one_message("dear-converge"), job.isolated_job():
+        check(cfg)
+        metric_of(cfg)
+        entries = entries_of(cfg)
+        code = emulated.restart_on_cluster(cfg, "lightning_dear.apps.converge")
+        if code is None:
+            converge(cfg, entries)
+        else:
+            job.end_unless_zero(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What `conf/converge.yaml` says: entries, the options to try for each, and what they mean."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_dear.apps.bench_build import build_strategy
+from lightning_dear.apps.bench_config import as_override, composed, overrides_of
+from lightning_dear.benchmarking.convergence.broken import check_broken
+from lightning_dear.benchmarking.convergence.records import Metric
+from lightning_dear.benchmarking.convergence.summary import Asked
+
+_OWN_KEYS = ("name", "reference", "below", "control", "broken", "lr_factors")
+_IN_A_KEY = ("model", "data", "trainer", "strategy")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is trained.
+
+    Attributes:
+        asked: What is asked of it; it has no reference if it is one.
+        overrides: Hydra overrides on top of the job's.
+        lr: The learning rate that the config has for it.
+        lr_factors: Learning rates to try, as multiples of the reference's, or of ``lr`` if it is
+            one.
+        broken: Name of the bug it is trained with; None: none.
+    """
+
+    asked: Asked
+    overrides: tuple[str, ...]
+    lr: float
+    lr_factors: tuple[float, ...]
+    broken: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.asked.entry
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is tried for an entry.
+
+    Attributes:
+        lr_factor: Of the learning rate it is counted from.
+        dense_share: Of the steps, in which nothing is encoded.
+    """
+
+    lr_factor: float
+    dense_share: float
+
+
+def entries_of(cfg: DictConfig) -> list[Entry]:
+    """Return the entries that ``cfg.entries`` names or spells out, references first.
+
+    Composes each of them with each bucketing and builds its strategy, so that what is wrong shows
+    before anything is trained.
+
+    Raises:
+        ValueError: For entries without a name or with another's, without a dense one before
+            them, and for options of a codec that exclude each other.
+    """
+    entries: list[Entry] = []
+    for one in OmegaConf.to_container(cfg.entries) or []:
+        entries.append(_entry(cfg, one, entries))
+        for buckets in buckets_of(cfg).values():
+            build_strategy(composed((*entries[-1].overrides, *buckets)))
+    names = [entry.name for entry in entries]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"entries has {', '.join(twice)} more than once; give each its own name.")
+    return sorted(entries, key=lambda entry: entry.asked.reference is not None)
+
+
+def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
+    if isinstance(one, str):
+        one = {"name": one, "compressor": "none" if one == "dense" else one}
+    if "name" not in one:
+        raise ValueError(f"The entry {one} has no name; add name: ...")
+    name = str(one["name"])
+    check_broken(one.get("broken"))
+    overrides = overrides_of({key: value for key, value in one.items() if key not in _OWN_KEYS})
+    own = composed(overrides)
+    reference = _reference_of(name, one.get("reference"), before, own)
+    factors = one.get("lr_factors") or cfg.lr_factors
+    if len(factors) != len(cfg.lr_factors):
+        raise ValueError(
+            f"Entry {name} has {len(factors)} lr_factors, others {len(cfg.lr_factors)}; give all"
+            " as many tries."
+        )
+    if reference is None:
+        factors = cfg.reference_lr_factors
+    asked = Asked(name, reference, bool(one.get("control")), one.get("below"))
+    return Entry(asked, overrides, float(own.optimizer.lr), tuple(factors), one.get("broken"))
+
+
+def _reference_of(
+    name: str, wanted: str | None, before: Sequence[Entry], cfg: DictConfig
+) -> str | None:
+    if str(cfg.compressor._target_).endswith(".NoCompression"):
+        if wanted is not None:
+            raise ValueError(f"Entry {name} encodes nothing, and so has no reference.")
+        return None
+    dense = [entry.name for entry in before if entry.asked.reference is None]
+    reference = wanted or (dense[0] if dense else None)
+    if reference not in dense:
+        raise ValueError(
+            f"Entry {name} is to be compared with {reference}, but the dense entries before it are"
+            f" {', '.join(dense) or 'none'}. Name one with reference: ..., or begin with dense."
+        )
+    return reference
+
+
+def buckets_of(cfg: DictConfig) -> dict[str, tuple[str, ...]]:
+    """Return name -> overrides of every bucketing."""
+    buckets: Any = OmegaConf.to_container(cfg.buckets)
+    return {str(name): overrides_of(overrides) for name, overrides in buckets.items()}
+
+
+def metric_of(cfg: DictConfig) -> Metric:
+    """Return how the ends of trainings are judged."""
+    options: Any = OmegaConf.to_container(cfg.metric, throw_on_missing=True)
+    return Metric(**options)
+
+
+def tries_of(cfg: DictConfig, entry: Entry) -> list[Options]:
+    """Return the options to choose from."""
+    shares = [0.0] if entry.asked.reference is None else cfg.dense_shares
+    tries = product(entry.lr_factors, shares)
+    return [Options(float(factor), float(share)) for factor, share in tries]
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise ValueError for options that leave nothing to compare."""
+    if len(cfg.seeds) < 2 or len(set(cfg.seeds)) < len(cfg.seeds):
+        raise ValueError(f"seeds must be at least 2 different ones, got {list(cfg.seeds)}.")
+    if not cfg.tuning_seeds or set(cfg.tuning_seeds) & set(cfg.seeds):
+        raise ValueError(
+            f"tuning_seeds must be others than seeds, got {list(cfg.tuning_seeds)}: what is chosen"
+            " on a seed ends better on it."
+        )
+    own, reference = len(cfg.lr_factors) * len(cfg.dense_shares), len(cfg.reference_lr_factors)
+    if own == 0 or own != reference:
+        raise ValueError(
+            f"Entries have {own} tries (lr_factors times dense_shares) and references {reference}"
+            " (reference_lr_factors); give both the same."
+        )
+    if cfg.tuning_buckets not in (None, *cfg.buckets):
+        raise ValueError(
+            f"Unknown tuning_buckets={cfg.tuning_buckets!r}; valid names: {', '.join(cfg.buckets)}."
+        )
+    if cfg.trainer.max_steps < 1:
+        raise ValueError(f"trainer.max_steps must be at least 1, got {cfg.trainer.max_steps}.")
+
+
+def config_of(
+    entry: Entry, buckets: Sequence[str], options: Options, lr: float, max_steps: int
+) -> DictConfig:
+    """Compose the config of one training; the seed is not in it.
+
+    Args:
+        entry: What is trained.
+        buckets: Overrides of its bucketing.
+        options: Their dense share counts here.
+        lr: The learning rate.
+        max_steps: What the dense share is a share of.
+    """
+    overrides = [*entry.overrides, *buckets]
+    dense_steps = round(options.dense_share * max_steps)
+    if dense_steps:
+        target = "lightning_dear.callbacks.CompressionSchedule"
+        schedule = {"_target_": target, "dense_steps": dense_steps}
+        overrides.append(as_override("strategy.compression_schedule", schedule))
+    overrides = [one for one in overrides if not one.startswith("optimizer.lr=")]
+    return composed([*overrides, as_override("optimizer.lr", lr)])
+
+
+def key_of(cfg: DictConfig, *others: Any) -> str:
+    """Return a digest of all options that have a say in a training.
+
+    Args:
+        cfg: Its config.
+        others: What is not in there.
+    """
+    parts: Any = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in _IN_A_KEY}
+    del parts["trainer"]["default_root_dir"]
+    text = json.dumps([parts, others], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,1 @@
+"""How trainings end: what was measured, paired differences, tables; and deliberate bugs."""

@@ -1,0 +1,56 @@
+"""Non-inferiority: how much worse, at most, given pairs that share weights and data order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+LEVEL = 0.9
+"""Share of repetitions in which the interval holds the true mean difference."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """By how much something is worse, in some unit; below 0: better.
+
+    Attributes:
+        mean: Of the pairs.
+        lower: End of the interval.
+        upper: End of the interval; what a margin is compared with.
+    """
+
+    mean: float
+    lower: float
+    upper: float
+
+
+def paired_difference(worse_by: Sequence[float]) -> Difference:
+    """Return the mean of n paired differences with its two-sided 90 % interval.
+
+    mean ± t(0.95, n - 1) s / sqrt(n), where s is their standard deviation (n - 1 in the
+    denominator) and t(q, k) the q-quantile of Student's distribution with k degrees of freedom.
+    The upper end is also the upper bound of a one-sided test at 5 %.
+
+    Args:
+        worse_by: One for each seed, at least 2. Where one is not finite, so is nothing here:
+            all three figures are inf.
+
+    Raises:
+        ValueError: For less than two of them.
+    """
+    count = len(worse_by)
+    if count < 2:
+        raise ValueError(f"An interval needs at least 2 seeds, got {count}.")
+    if not all(math.isfinite(one) for one in worse_by):
+        return Difference(math.inf, math.inf, math.inf)
+    center = mean(worse_by)
+    half = _student_quantile((1 + LEVEL) / 2, count - 1) * stdev(worse_by) / math.sqrt(count)
+    return Difference(center, center - half, center + half)
+
+
+def _student_quantile(q: float, degrees: int) -> float:
+    from scipy.stats import t
+
+    return float(t.ppf(q, degrees))

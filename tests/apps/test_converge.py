@@ -1,0 +1,290 @@
+"""`dear-converge`: its config, and a study from end to end."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import MissingConfigException
+from omegaconf import DictConfig, open_dict
+
+from lightning_dear.apps.bench_build import build_strategy
+from lightning_dear.apps.converge_config import (
+    Entry,
+    Options,
+    buckets_of,
+    check,
+    config_of,
+    entries_of,
+    key_of,
+    metric_of,
+    tries_of,
+)
+from lightning_dear.compression import COMPRESSORS
+from lightning_dear.paths import conf_dir
+
+ROOT = conf_dir().parent
+
+
+@contextmanager
+def job(*overrides: str, folder: str = "out") -> Iterator[DictConfig]:
+    """The config of a running job, composed as the command line does, which may compose more."""
+    previous = HydraConfig.instance().cfg
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose("converge", list(overrides), return_hydra_config=True)
+        with open_dict(config):
+            config.hydra.runtime.output_dir = folder
+            config.hydra.job.config_name = "converge"
+        HydraConfig.instance().set_config(config)
+        with open_dict(config):
+            del config["hydra"]
+        try:
+            yield config
+        finally:
+            HydraConfig.instance().cfg = previous
+
+
+# --- config -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("study", ["converge_digits", "converge_gpt"])
+def test_every_entry_of_a_study_composes(study: str) -> None:
+    with job(f"experiment={study}") as cfg:
+        check(cfg)
+        assert metric_of(cfg).margin in (1.0, 0.02)
+        entries = {entry.name: entry for entry in entries_of(cfg)}
+        _check_momentum(entries)
+    assert list(entries)[0] == "dense"
+    assert sum(entry.asked.is_control for entry in entries.values()) == 2
+    judged = {name for name, one in entries.items() if one.asked.reference and not one.asked.below}
+    assert {"fp16", "bf16", "int8", "int4", "loco", "efsignsgd", "topk", "dgc"} <= judged
+    assert set(COMPRESSORS) - entries.keys() <= {"none", "fp32", "powersgd"}
+
+
+def _check_momentum(entries: dict[str, Entry]) -> None:
+    """Who keeps momentum itself is compared with SGD with momentum, and has none in SGD."""
+    for name in ("dgc", "signum"):
+        for entry in (entries[name], entries[entries[name].asked.reference or ""]):
+            optimizer = config_of(entry, (), Options(1, 0), 0.1, 300).optimizer
+            assert optimizer._target_ == "torch.optim.SGD"
+            assert bool(optimizer.get("momentum")) is (entry.name != name)
+
+
+def find(cfg: DictConfig, name: str) -> Entry:
+    return next(entry for entry in entries_of(cfg) if entry.name == name)
+
+
+def test_options_reach_the_training() -> None:
+    topk = "{name: mine, compressor: topk, compressor.density: 0.1, optimizer.lr: 7}"
+    with job(f"entries=[dense,{topk}]") as cfg:
+        buckets = buckets_of(cfg)["layer-wise"]
+        own = config_of(find(cfg, "mine"), buckets, Options(0.1, 0.1), 0.005, 180)
+        assert (own.optimizer.lr, own.compressor.density) == (0.005, 0.1)
+        assert own.fusion._target_.endswith("NoFusion")
+        strategy = build_strategy(own)
+    assert strategy._schedule._dense_steps == 18
+
+
+def test_a_key_knows_all_that_has_a_say_and_nothing_else() -> None:
+    with job("entries=[dense,topk,topk_too]", folder="one") as cfg:
+        cfg.entries[2] = {"name": "topk_too", "compressor": "topk"}
+        topk, too = find(cfg, "topk"), find(cfg, "topk_too")
+        given = [
+            (topk, Options(1, 0), 0.1, 1),
+            (topk, Options(1, 0), 0.2, 1),
+            (topk, Options(1, 0.1), 0.1, 1),
+            (topk, Options(1, 0), 0.1, 2),
+        ]
+        keys = [key_of(config_of(*one[:1], (), *one[1:3], 180), None, one[3]) for one in given]
+        assert len(set(keys)) == len(given)
+        own = config_of(too, (), Options(0.5, 0), 0.1, 180)
+        assert key_of(own, None, 1) == keys[0]
+        assert key_of(own, "doubled_residual", 1) not in keys
+    with job("entries=[dense,topk]", folder="another") as cfg:
+        again = config_of(find(cfg, "topk"), (), Options(1, 0), 0.1, 180)
+        assert key_of(again, None, 1) == keys[0]
+
+
+def test_references_come_first_and_have_as_many_tries() -> None:
+    late = "{name: sgd, optimizer: sgd_plain}"
+    with job(f"entries=[dense,int8,{late},topk]") as cfg:
+        entries = entries_of(cfg)
+        assert [entry.name for entry in entries] == ["dense", "sgd", "int8", "topk"]
+        assert [entry.asked.reference for entry in entries] == [None, None, "dense", "dense"]
+        dense, int8 = (tries_of(cfg, entry) for entry in (entries[0], entries[2]))
+    assert len(dense) == len(int8) == 6
+    assert {one.dense_share for one in dense} == {0}
+    assert Options(0.333, 0.1) in int8
+    small = "{name: small, compressor: signsgd, lr_factors: [0.1, 0.01, 0.001]}"
+    with job(f"entries=[dense,{small}]") as cfg:
+        tries = tries_of(cfg, find(cfg, "small"))
+    assert [one.lr_factor for one in tries[::2]] == [0.1, 0.01, 0.001]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ("[int8]", "compared with None, but the dense entries before it are none"),
+        ("[dense,{name: a, compressor: int8, reference: b}]", "compared with b"),
+        ("[dense,{name: a, reference: dense}]", "encodes nothing"),
+        ("[dense,int8,int8]", "int8 more than once"),
+        ("[dense,{compressor: int8}]", "has no name"),
+        ("[dense,{name: a, compressor: int8, lr_factors: [1]}]", "a has 1 lr_factors, others 3"),
+        ("[dense,{name: a, compressor: topk, broken: x}]", "Unknown broken='x'"),
+    ],
+)
+def test_wrong_entries_are_refused(entries: str, message: str) -> None:
+    with job(f"entries={entries}") as cfg, pytest.raises(ValueError, match=message):
+        entries_of(cfg)
+
+
+def test_unknown_and_impossible_compressors_are_refused_before_anything_starts() -> None:
+    unknown = job("entries=[dense,nope]")
+    with unknown as cfg, pytest.raises(MissingConfigException, match="compressor/nope"):
+        entries_of(cfg)
+    biased = job("entries=[dense,{name: a, compressor: topk, compressor.error_feedback: false}]")
+    with biased as cfg, pytest.raises(Exception, match="loses a part of every gradient"):
+        entries_of(cfg)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seeds=[1]", "at least 2 different ones"),
+        ("seeds=[1,1]", "at least 2 different ones"),
+        ("tuning_seeds=[5]", "must be others than seeds"),
+        ("lr_factors=[1]", "references 6"),
+        ("tuning_buckets=nope", "Unknown tuning_buckets='nope'; valid names: layer-wise"),
+        ("trainer.max_steps=-1", "max_steps must be at least 1"),
+    ],
+)
+def test_what_leaves_nothing_to_compare_is_refused(override: str, message: str) -> None:
+    with job(override) as cfg, pytest.raises(ValueError, match=message):
+        check(cfg)
+
+
+# --- running ------------------------------------------------------------------------------------
+
+QUICK = (
+    *("model=mlp", "model.net.width=64", "model.net.num_hidden=2", "fusion=small"),
+    *("trainer.max_steps=12", "loss_steps=4", "curve_steps=4", "seeds=[1,2]"),
+    *("lr_factors=[1]", "dense_shares=[0,0.5]", "reference_lr_factors=[1,0.3]"),
+    *("tuning_buckets=scheduled", "hydra.run.dir=out"),
+)
+BROKEN = "{name: bad, compressor: topk, broken: doubled_residual, control: true}"
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "lightning_dear.apps.converge", *QUICK, *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        command(*arguments),
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def test_two_entries_end_to_end_and_one_more_afterwards(tmp_path: Path) -> None:
+    result = run(tmp_path, "entries=[dense,int8]")
+    for notice in ("GPU available", "many workers", "DistributedSampler", "Tip:", "gathers"):
+        assert notice not in result.stdout + result.stderr
+    raw = read(tmp_path / "out/raw.csv")
+    # Two tries with one bucketing, and two seeds with both, for each entry.
+    assert [line["phase"] for line in raw] == ["tuning", "tuning", *["final"] * 4] * 2
+    assert {line["num_steps"] for line in raw} == {"12"}
+    assert len({(line["weights"], line["batches"], line["seed"]) for line in raw}) == 3
+    tried = [float(line["lr"]) for line in raw[:2]]
+    assert tried == pytest.approx([0.05, 0.015])
+    best = max(raw[:2], key=lambda line: (float(line["metric"]), -float(line["train_loss"])))
+    assert {line["lr"] for line in raw[2:]} == {best["lr"]}
+    assert {line["dense_share"] for line in raw[6:8]} == {"0.0", "0.5"}
+    dense = [line for line in raw if line["entry"] == "dense" and line["phase"] == "final"]
+    by_seed = {seed: [one for one in dense if one["seed"] == seed] for seed in "12"}
+    for ends in by_seed.values():
+        assert len({(one["metric"], one["train_loss"]) for one in ends}) == 1
+    rows = read(tmp_path / "out/summary.csv")
+    assert [row["verdict"] for row in rows[:2]] == ["reference"] * 2
+    assert all(abs(float(row["loss_worse_mean"])) < 0.05 for row in rows[2:])
+    assert len(read(tmp_path / "out/curves.csv")) == 12 * 3
+    for name in ("plot.png", "table.txt", "config.yaml"):
+        assert (tmp_path / "out" / name).stat().st_size > 100
+    before = (tmp_path / "out/raw.csv").read_text()
+    more = run(tmp_path, f"entries=[dense,{BROKEN},int8]", "trainer.max_steps=12")
+    after = (tmp_path / "out/raw.csv").read_text()
+    assert after.startswith(before)
+    assert {line["entry"] for line in read(tmp_path / "out/raw.csv")[12:]} == {"bad"}
+    assert "int8" in more.stdout
+    # The same numbers as without a broken training before it.
+    assert read(tmp_path / "out/summary.csv")[-2:] == rows[2:]
+
+
+@pytest.mark.slow
+def test_a_training_that_breaks_off_does_not_touch_the_next(tmp_path: Path) -> None:
+    wild = (f"entries=[dense,{BROKEN},int8]", "~buckets.layer-wise", "trainer.max_steps=60")
+    one = ("reference_lr_factors=[1]", "dense_shares=[0]")
+    run(tmp_path, *wild, *one)
+    raw = {(line["entry"], line["seed"]): line for line in read(tmp_path / "out/raw.csv")}
+    assert raw["bad", "1"]["metric"] == "nan"
+    assert 10 < int(raw["bad", "1"]["num_steps"]) < 60
+    (bad,) = (row for row in read(tmp_path / "out/summary.csv") if row["entry"] == "bad")
+    assert (bad["verdict"], bad["num_broken_off"]) == ("fails, as it must", "2")
+    run(tmp_path, *wild[1:], *one, "entries=[dense,int8]", "hydra.run.dir=alone")
+    alone = {(line["entry"], line["seed"]): line for line in read(tmp_path / "alone/raw.csv")}
+    for place, line in alone.items():
+        same = ("key", "metric", "train_loss", "weights", "batches")
+        assert [raw[place][name] for name in same] == [line[name] for name in same]
+
+
+@pytest.mark.slow
+def test_an_interrupted_study_keeps_what_it_trained(tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        command("entries=[dense,int8]", "trainer.max_steps=100"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Whoever runs the tests in the background makes their processes ignore Ctrl-C.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline_s = time.monotonic() + 120
+    raw = tmp_path / "out/raw.csv"
+    while not (raw.exists() and "final" in raw.read_text()) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode != 0, output
+    assert read(tmp_path / "out/summary.csv")[0]["entry"] == "dense"
+    assert "dense" in (tmp_path / "out/table.txt").read_text()
+    before = raw.read_text()
+    run(tmp_path, "entries=[dense,int8]", "trainer.max_steps=100")
+    assert raw.read_text().startswith(before)
+    assert len(read(raw)) == 12

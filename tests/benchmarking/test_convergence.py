@@ -1,0 +1,214 @@
+"""How trainings end: differences, choices, verdicts, files, and the bugs that must show."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_dear.benchmarking.convergence.broken import DoubledResidual, broken
+from lightning_dear.benchmarking.convergence.records import Metric, Trial, best_of, curve_of
+from lightning_dear.benchmarking.convergence.statistics import Difference, paired_difference
+from lightning_dear.benchmarking.convergence.store import Store
+from lightning_dear.benchmarking.convergence.summary import Asked, Row, summarize
+from lightning_dear.benchmarking.convergence.table import format_rows, write_plot, write_summary
+from lightning_dear.compression import LoCo, TopK
+from lightning_dear.compression.memory import Memory, Residual, owner_memory, worker_memory
+
+CPU = torch.device("cpu")
+ACCURACY = Metric("test_acc", "points", 100, True, margin=1.0, loss_margin=0.02)
+LOSS = Metric("test_loss", "nats", 1, False, margin=0.02, loss_margin=0.02)
+DENSE, INT8 = Asked("dense"), Asked("int8", "dense")
+NAN = math.nan
+
+
+def trial(entry: str = "dense", seed: int = 1, metric: float = 98.0, loss: float = 0.5) -> Trial:
+    options = ("scheduled", "final", seed, 1.0, 0.05, 0.0)
+    return Trial(f"{entry}{seed}", entry, *options, metric, loss, 180, "w", "b", 7.0)
+
+
+def row(asked: Asked, *ends: tuple[float, float], metric: Metric = ACCURACY) -> Row:
+    """The last row where dense training ends at 98.0 and 0.5 on every seed."""
+    own = [trial(asked.entry, seed, *end) for seed, end in enumerate(ends)]
+    dense = [trial("dense", seed) for seed in range(len(ends))]
+    return summarize([DENSE, asked], [*dense, *own], metric)[-1]
+
+
+# --- statistics ---------------------------------------------------------------------------------
+
+
+def test_the_interval_is_students() -> None:
+    # t(0.95, 4) = 2.1318; the deviation of 1 ... 5 is sqrt(2.5), so that half of it is 1.5075.
+    found = paired_difference([1, 2, 3, 4, 5])
+    assert found.mean == 3
+    assert (found.lower, found.upper) == pytest.approx((1.49256, 4.50744), abs=1e-5)
+    # t(0.95, 1) = 6.3138
+    assert paired_difference([0.0, 2.0]).upper == pytest.approx(1 + 6.3138, abs=1e-4)
+    assert paired_difference([0.25, 0.25, 0.25]) == Difference(0.25, 0.25, 0.25)
+
+
+def test_what_broke_off_is_infinitely_worse_and_one_seed_is_none() -> None:
+    assert paired_difference([0.1, NAN, 0.2]) == Difference(math.inf, math.inf, math.inf)
+    with pytest.raises(ValueError, match="at least 2 seeds, got 1"):
+        paired_difference([0.1])
+
+
+def test_worse_is_lower_accuracy_and_higher_loss() -> None:
+    assert ACCURACY.how_much_worse(97, 98) == 1
+    assert LOSS.how_much_worse(1.5, 1.25) == 0.25
+    assert ACCURACY.value_in({"test_acc": 0.5}) == 50
+    assert math.isnan(ACCURACY.value_in(None))
+    with pytest.raises(ValueError, match=r"no 'test_acc'; valid values of metric.name: test_l"):
+        ACCURACY.value_in({"test_loss": 1.0})
+
+
+# --- choices ------------------------------------------------------------------------------------
+
+
+def test_the_best_options_are_those_of_the_best_mean() -> None:
+    tried = [[trial(metric=97), trial(metric=99)], [trial(metric=98.5), trial(metric=98.5)]]
+    assert best_of(tried, ACCURACY) == 1
+    assert best_of(tried, LOSS) == 0
+
+
+def test_equal_metrics_leave_the_choice_to_the_training_loss() -> None:
+    tried = [[trial(loss=0.6)], [trial(loss=0.5)], [trial(loss=0.7)]]
+    assert best_of(tried, ACCURACY) == 1
+
+
+def test_what_broke_off_is_chosen_last() -> None:
+    tried = [[trial(metric=NAN, loss=NAN)], [trial(metric=10, loss=9)]]
+    assert best_of(tried, ACCURACY) == 1
+    assert best_of(tried[:1], ACCURACY) == 0
+
+
+# --- verdicts -----------------------------------------------------------------------------------
+
+
+def test_an_entry_is_non_inferior_up_to_its_margin() -> None:
+    assert row(INT8, (97.0, 0.5), (97.0, 0.5)).verdict == "non-inferior"
+    assert row(INT8, (96.9, 0.5), (96.9, 0.5)).verdict == "NOT non-inferior"
+    # Equal on average, and still unknown.
+    assert row(INT8, (97.0, 0.5), (99.0, 0.5)).verdict == "NOT non-inferior"
+    assert row(INT8, (98.0, 0.5), (NAN, NAN)).verdict == "NOT non-inferior"
+    assert row(INT8, (98.0, 0.5)).verdict == ""
+
+
+def test_pairs_share_a_seed() -> None:
+    dense = [trial("dense", seed, 90.0 + seed) for seed in range(3)]
+    own = [trial("int8", seed, 90.0 + seed) for seed in (2, 0, 1)]
+    other = [replace(one, buckets="layer-wise", metric=0.0) for one in dense]
+    tuning = [replace(one, phase="tuning", metric=0.0) for one in own]
+    rows = summarize([DENSE, INT8], [*dense, *other, *own, *tuning], ACCURACY)
+    assert [(one.asked.entry, one.buckets) for one in rows] == [
+        ("dense", "scheduled"),
+        ("dense", "layer-wise"),
+        ("int8", "scheduled"),
+    ]
+    assert rows[-1].worse == Difference(0, 0, 0)
+
+
+def test_a_control_must_be_found_out() -> None:
+    control = Asked("bad", "dense", is_control=True)
+    assert row(control, (90.0, 0.5), (90.0, 0.5)).verdict == "fails, as it must"
+    by_loss = row(control, (98.0, 0.53), (98.0, 0.53)).verdict
+    assert by_loss == "fails by training loss, as it must"
+    assert row(control, (98.0, 0.51), (98.0, 0.51)).verdict == "NOT NOTICED"
+    assert row(control, (NAN, NAN), (98.0, 0.5)).verdict == "fails, as it must"
+
+
+def test_others_must_end_below_a_loss_on_every_seed() -> None:
+    asked = Asked("signsgd", "dense", below=1.0)
+    assert row(asked, (50.0, 0.9), (50.0, 0.99)).verdict == "below 1"
+    assert row(asked, (50.0, 0.9), (50.0, 1.0)).verdict == "NOT below 1"
+    assert row(asked, (50.0, 0.9), (NAN, NAN)).verdict == "NOT below 1"
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def test_trainings_are_found_again(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.read() == {}
+    whole, broken_off = trial(), trial("int8", 2)
+    store.add(whole, [(10, 2.0), (20, 1.0)])
+    store.add(replace(broken_off, train_s=1 / 3), [])
+    assert store.read() == {"dense1": whole, "int82": replace(broken_off, train_s=1 / 3)}
+    with (tmp_path / "curves.csv").open() as file:
+        assert [line["train_loss"] for line in csv.DictReader(file)] == ["2.0", "1.0"]
+
+
+def test_nan_is_found_again(tmp_path: Path) -> None:
+    Store(tmp_path).add(trial(metric=NAN), [])
+    assert math.isnan(Store(tmp_path).read()["dense1"].metric)
+
+
+def test_another_programs_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "raw.csv").write_text("point,step_s\n,0.5\n")
+    with pytest.raises(ValueError, match=r"no file of dear-converge.*hydra\.run\.dir"):
+        Store(tmp_path).read()
+
+
+def test_a_curve_has_a_point_for_so_many_steps() -> None:
+    assert curve_of([4.0, 2.0, 1.0, 3.0, 9.0], 2) == [(2, 3.0), (4, 2.0)]
+
+
+def test_the_table_says_what_was_chosen_and_found(tmp_path: Path) -> None:
+    dense = [trial("dense", seed) for seed in range(3)]
+    bad = [trial("bad", seed, NAN, NAN) for seed in range(3)]
+    chosen = [replace(trial("int8", s, 97.9), lr_factor=0.333, dense_share=0.1) for s in range(3)]
+    asked = [DENSE, INT8, Asked("bad", "dense", is_control=True)]
+    rows = summarize(asked, [*dense, *chosen, *bad], ACCURACY)
+    text = format_rows(rows)
+    (line,) = (line for line in text.splitlines() if line.startswith("int8"))
+    assert line.split()[2:7] == ["0.05", "0.333", "10%", "97.900", "(0.000)"]
+    assert "+0.100 [+0.100, +0.100]" in line
+    assert line.endswith("non-inferior")
+    assert "fails, as it must; 3 of 3 broke off" in text
+    write_summary(tmp_path / "summary.csv", rows)
+    with (tmp_path / "summary.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [one["verdict"] for one in lines] == ["reference", "non-inferior", "fails, as it must"]
+    assert float(lines[1]["worse_upper"]) == pytest.approx(0.1)
+    write_plot(tmp_path / "plot.png", rows)
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+    assert format_rows([]) == ""
+    write_plot(tmp_path / "none.png", rows[:1])
+    assert not (tmp_path / "none.png").exists()
+
+
+# --- bugs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new_memory", [worker_memory, owner_memory])
+def test_a_doubled_residual_keeps_twice_what_was_lost(
+    new_memory: Callable[..., Memory],
+) -> None:
+    codec = TopK(density=0.25, selector="exact")
+    with broken("doubled_residual"):
+        memory = new_memory(codec, 4, CPU)
+    assert type(memory) is DoubledResidual
+    rows = torch.tensor([[1.0, -8.0, 2.0, 0.5]])
+    wire = torch.empty(1, codec.wire_bytes(4), dtype=torch.uint8)
+    for expected in ([2.0, 0.0, 4.0, 1.0], [6.0, 0.0, 12.0, 3.0]):
+        gradients = rows.clone()
+        memory.compensate(gradients, None)
+        codec.encode(gradients, wire)
+        memory.note_sent(gradients, codec, wire, None, None)
+        memory.commit()
+        assert memory.kept["residual"].tolist() == expected
+
+
+def test_a_bug_is_gone_afterwards() -> None:
+    with pytest.raises(RuntimeError, match="in between"), broken("doubled_residual"):
+        raise RuntimeError("in between")
+    assert type(worker_memory(LoCo(), 4, CPU)) is Residual
+    with broken(None):
+        assert type(worker_memory(LoCo(), 4, CPU)) is Residual
+    with pytest.raises(ValueError, match="Unknown broken='x'; valid names: doubled_residual"):
+        broken("x").__enter__()
