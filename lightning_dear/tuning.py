@@ -57,6 +57,7 @@ class Tuning:
     Attributes:
         plan: What was found, and is in use; None until then.
         found: The same for a checkpoint, as `BucketPlan.to_dict`.
+        reason: What the search said of its plan; empty until then.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Tuning:
         found: dict[str, Any] | None = None,
     ) -> None:
         self.plan: BucketPlan | None = None
+        self.reason = ""
         self._pipeline = pipeline
         self._collectives = pipeline.collectives
         self._part = pipeline.parts[0]
@@ -122,9 +124,9 @@ class Tuning:
             if self._search is not None:
                 self._search.tell(plan, step_s)
         search = self._search
-        plan, reason = self._rank_0s(search and (search.best, search.reason))
+        plan, self.reason = self._rank_0s(search and (search.best, search.reason))
         self._adopt(plan)
-        self._say(reason)
+        self._say(self.reason)
 
     def _takes_found_plan(self) -> bool:
         found, self.found = self.found, None

@@ -156,10 +156,7 @@ class Comparison:
 
         length = BlockLength(self.cfg.warm_up_steps, entry.tuning_steps)
         find_best([Candidate(entry.name, run)], length, 1, self._begin, self._note)
-        plan = found_plan(entry.name, found[0])
-        count = len(plan.all_reduced)
-        all_reduced = f", {count} all-reduced" if count else ""
-        self.notes[entry.name] = f"plan: {plan.name}, {len(plan.buckets)} buckets{all_reduced}"
+        plan, self.notes[entry.name] = found_plan(entry.name, found[0])
         return Candidate(entry.name, partial(self._run, cfg, partial(build_strategy, cfg, plan)))
 
     def _composed(self, overrides: Sequence[str]) -> DictConfig:
@@ -201,8 +198,8 @@ class Comparison:
             self._raw.add(self._point, block)
 
 
-def found_plan(entry: str, strategy: Any) -> BucketPlan:
-    """Return the plan that a strategy has found in a fit that has ended.
+def found_plan(entry: str, strategy: Any) -> tuple[BucketPlan, str]:
+    """Return the plan that a strategy has found in a fit that has ended, and what it says of it.
 
     Raises:
         ValueError: If it makes none, or was still looking for it.
@@ -214,9 +211,11 @@ def found_plan(entry: str, strategy: Any) -> BucketPlan:
             " tuning_steps out, or choose strategy=dear."
         )
     callbacks = strategy.lightning_module.trainer.callbacks
-    if any(isinstance(one, FusionTuner) and one.is_searching for one in callbacks):
+    tuners = [one for one in callbacks if isinstance(one, FusionTuner)]
+    if any(one.is_searching for one in tuners):
         raise ValueError(
             f"Entry {entry} was still looking for its plan after its tuning_steps; give it more, or"
             " its fusion fewer (fusion.num_steps)."
         )
-    return plan
+    reasons = "".join(one.reason for one in tuners)
+    return plan, f"plan: {reasons or plan.name}"

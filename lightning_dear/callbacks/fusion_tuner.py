@@ -47,6 +47,11 @@ class FusionTuner(Callback):
         return None if self._tuning is None else self._tuning.plan
 
     @property
+    def reason(self) -> str:
+        """What the search said of that plan; empty until then."""
+        return "" if self._tuning is None else self._tuning.reason
+
+    @property
     def is_searching(self) -> bool:
         """Whether the search has begun and not ended."""
         return self._tuning is not None and self._tuning.is_searching

@@ -1,0 +1,196 @@
+"""Whether one entry is as fast as the best of others, judged on rounds that did not choose it.
+
+`python -m lightning_dear.benchmarking.claims FOLDER ENTRY OTHER [OTHER ...]` reads what
+`dear-bench` has written and prints a row for each point. The first half of the rounds says which of
+the others is the best; the second half says how long the entry takes, relative to that one, round
+by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from statistics import geometric_mean, mean, median
+
+from lightning_dear.benchmarking.table import MISSING
+
+ALONE = "compute alone"
+
+Rounds = Mapping[str, Mapping[int, float]]
+"""Entry -> round -> median step, seconds."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One point's row.
+
+    Attributes:
+        point: Its label.
+        steps_s: Entry -> median step over all rounds.
+        best: The best of the others on the first half of the rounds.
+        ratio: Median over the second half of step over `best`'s step.
+        upper: Upper 95 % bound of that median; None where there are too few rounds for one.
+        predicted_s: What the entry's plan was expected to take; None if nobody said.
+        num_rounds: Of the second half.
+    """
+
+    point: str
+    steps_s: Mapping[str, float]
+    best: str
+    ratio: float
+    upper: float | None
+    predicted_s: float | None
+    num_rounds: int
+
+    def over(self, entry: str, other: str) -> float | None:
+        """Step of `entry` over that of `other`; None if one of them was not measured."""
+        if entry not in self.steps_s or other not in self.steps_s:
+            return None
+        return self.steps_s[entry] / self.steps_s[other]
+
+
+def upper_bound(values: Sequence[float]) -> float | None:
+    """Upper 95 % bound of the median of what `values` are drawn from; None for fewer than 5.
+
+    Without assumptions on how they are distributed: the k-th smallest of n is at least the median
+    unless fewer than k of n fair coins come up heads, whose probability is to be 95 % or more.
+    """
+    count = len(values)
+    probability = 0.0
+    for place in range(count):
+        probability += comb(count, place) / 2**count
+        if probability >= 0.95:
+            return sorted(values)[place]
+    return None
+
+
+def claim_of(
+    point: str, rounds: Rounds, entry: str, others: Sequence[str], note: str = ""
+) -> Claim:
+    """The row of one point.
+
+    Args:
+        point: Its label.
+        rounds: Of `entry` and `others` at least.
+        entry: Whose claim it is.
+        others: Whose best it is compared with.
+        note: Of the entry; may say "predicted ... ms".
+
+    Raises:
+        ValueError: If an entry was not measured, or in fewer than two rounds.
+    """
+    names = (entry, *others)
+    if missing := [name for name in names if name not in rounds]:
+        raise ValueError(
+            f"{', '.join(missing)} was not measured at {point or 'the only point'}; there are"
+            f" {', '.join(rounds)}."
+        )
+    common = sorted(set.intersection(*(set(rounds[name]) for name in names)))
+    if len(common) < 2:
+        raise ValueError("There are fewer than two whole rounds, and half of them choose.")
+    first, second = common[: len(common) // 2], common[len(common) // 2 :]
+    best = min(others, key=lambda name: median(rounds[name][one] for one in first))
+    ratios = [rounds[entry][one] / rounds[best][one] for one in second]
+    said = re.search(r"predicted ([\d.e+-]+) ms", note)
+    return Claim(
+        point,
+        {name: median(of.values()) for name, of in rounds.items()},
+        best,
+        median(ratios),
+        upper_bound(ratios),
+        float(said.group(1)) / 1e3 if said else None,
+        len(second),
+    )
+
+
+def read_rounds(path: Path) -> dict[str, Rounds]:
+    """Point -> its rounds, from a raw.csv; rounds in which entries were tuned are left out."""
+    steps: dict[tuple[str, str, int], dict[str, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    with path.open(newline="") as file:
+        for line in csv.DictReader(file):
+            number = int(line["round"])
+            if number >= 0:
+                place = line["point"], line["entry"], number
+                steps[place][line["step"]].append(float(line["step_s"]))
+    points: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for (point, entry, number), by_step in steps.items():
+        # A step is the mean over its ranks, as in the table of `dear-bench`.
+        points[point][entry][number] = median(mean(ranks) for ranks in by_step.values())
+    return dict(points)
+
+
+def read_notes(path: Path) -> dict[tuple[str, str], str]:
+    """(point, entry) -> its note, from a summary.csv."""
+    with path.open(newline="") as file:
+        return {(one["point"], one["entry"]): one["note"] for one in csv.DictReader(file)}
+
+
+def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) -> str:
+    """A Markdown table of all points, and what holds over all of them."""
+    names = [name for name in claims[0].steps_s if name not in (entry, *others, ALONE)]
+    columns = [*names, *others, entry]
+    titles = ["point", *(f"{name}, ms" for name in columns), "best other", "ratio [95 %]"]
+    titles += ["predicted / measured", f"gain over {others[0]}", "scaling factor"]
+    lines = [titles, ["---"] * len(titles)]
+    for one in claims:
+        bound = MISSING if one.upper is None else f"{one.upper:.3f}"
+        predicted = one.predicted_s and one.predicted_s / one.steps_s[entry]
+        lines.append(
+            [
+                one.point or MISSING,
+                *(_ms(one.steps_s.get(name)) for name in columns),
+                one.best,
+                f"{one.ratio:.3f} [{bound}]",
+                _figure(predicted),
+                _figure(one.over(others[0], entry)),
+                _figure(one.over(ALONE, entry)),
+            ]
+        )
+    ratios = [one.ratio for one in claims]
+    gains = [gain for one in claims if (gain := one.over(others[0], entry)) is not None]
+    return "\n".join(
+        [
+            *("| " + " | ".join(line) + " |" for line in lines),
+            "",
+            f"{entry} over the best other: geometric mean {geometric_mean(ratios):.3f}, largest"
+            f" {max(ratios):.3f}, {min(one.num_rounds for one in claims)} paired rounds or more."
+            f" Largest gain over {others[0]}: {max(gains):.2f}.",
+        ]
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return MISSING if seconds is None else f"{1e3 * seconds:.1f}"
+
+
+def _figure(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.3f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table, and writes it beside the files as claims.md."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="what dear-bench has written to")
+    parser.add_argument("entry", help="whose claim it is")
+    parser.add_argument("others", nargs="+", help="what it is compared with the best of")
+    given = parser.parse_args(arguments)
+    notes = read_notes(given.folder / "summary.csv")
+    claims = [
+        claim_of(point, rounds, given.entry, given.others, notes.get((point, given.entry), ""))
+        for point, rounds in read_rounds(given.folder / "raw.csv").items()
+    ]
+    text = format_claims(claims, given.entry, given.others)
+    (given.folder / "claims.md").write_text(f"{text}\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The claim of one entry: its competitor is chosen on other rounds than it is judged on."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from lightning_dear.benchmarking.claims import (
+    claim_of,
+    format_claims,
+    main,
+    read_rounds,
+    upper_bound,
+)
+
+# `fickle` is the best of the others in the first half only.
+ROUNDS = {
+    "exact": dict.fromkeys(range(10), 1.0),
+    "steady": dict.fromkeys(range(10), 1.1),
+    "fickle": {number: 0.9 if number < 5 else 2.0 for number in range(10)},
+    "compute alone": dict.fromkeys(range(10), 0.5),
+}
+
+
+def test_the_first_half_chooses_and_the_second_judges() -> None:
+    claim = claim_of(
+        "", ROUNDS, "exact", ["steady", "fickle"], "plan: x, predicted 1.2e+03 ms/step"
+    )
+    assert (claim.best, claim.ratio, claim.num_rounds) == ("fickle", 0.5, 5)
+    assert claim.predicted_s == 1.2
+    assert claim.over("steady", "exact") == 1.1
+    assert claim.over("nobody", "exact") is None
+    alone = claim_of("", ROUNDS, "exact", ["steady"])
+    assert (alone.best, alone.predicted_s) == ("steady", None)
+
+
+def test_only_whole_rounds_count() -> None:
+    broken_off = {**ROUNDS, "steady": {0: 1.1, 1: 1.1, 2: 1.2}}
+    assert claim_of("", broken_off, "exact", ["steady"]).num_rounds == 2
+    with pytest.raises(ValueError, match="fewer than two whole rounds"):
+        claim_of("", {**ROUNDS, "steady": {0: 1.1}}, "exact", ["steady"])
+    with pytest.raises(
+        ValueError, match="nobody was not measured at the only point; there are exa"
+    ):
+        claim_of("", ROUNDS, "exact", ["nobody"])
+
+
+@pytest.mark.parametrize(("count", "place"), [(5, 4), (8, 6), (15, 11), (30, 19)])
+def test_the_bound_of_a_median(count: int, place: int) -> None:
+    """Places are those of the sign test: P(at most `place` heads of `count`) is 95 % or more."""
+    assert upper_bound([float(value) for value in range(count)]) == place
+    assert upper_bound([1.0] * 4) is None
+
+
+def test_a_folder_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "raw.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["point", "entry", "round", "rank", "step", "step_s"])
+        for entry, seconds in (("exact", 1.0), ("layerwise", 2.0), ("compute alone", 0.8)):
+            # What was tuned does not count.
+            writer.writerow(["p", entry, -1, 0, 0, 99.0])
+            for number in range(12):
+                for rank in range(2):
+                    # A step is the mean over the ranks.
+                    writer.writerow(["p", entry, number, rank, 0, seconds + 0.1 * (2 * rank - 1)])
+    with (tmp_path / "summary.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["point", "entry", "note"])
+        writer.writerow(["p", "exact", "plan: 3 buckets, predicted 950 ms/step"])
+    assert read_rounds(tmp_path / "raw.csv")["p"]["exact"] == dict.fromkeys(range(12), 1.0)
+    main([str(tmp_path), "exact", "layerwise"])
+    printed = capsys.readouterr().out
+    assert "| p | 2000.0 | 1000.0 | layerwise | 0.500 [0.500] | 0.950 | 2.000 | 0.800 |" in printed
+    assert "geometric mean 0.500, largest 0.500, 6 paired rounds" in printed
+    assert (tmp_path / "claims.md").read_text() == printed
+
+
+def test_what_is_unknown_is_a_dash() -> None:
+    rounds = {name: ROUNDS[name] for name in ("exact", "steady")}
+    short = {name: dict(list(of.items())[:4]) for name, of in rounds.items()}
+    text = format_claims([claim_of("", short, "exact", ["steady"])], "exact", ["steady"])
+    assert text.splitlines()[2] == "| - | 1100.0 | 1000.0 | steady | 0.909 [-] | - | 1.100 | - |"
