@@ -18,6 +18,11 @@ __all__ = ["check_leaks"]
 def pytest_configure() -> None:
     """Fork the server while pytest is still small and has one thread."""
     start_server()
+    from hypothesis import settings
+
+    # An example takes as long as the machine has other things to do.
+    settings.register_profile("patient", deadline=None)
+    settings.load_profile("patient")
 
 
 def pytest_unconfigure() -> None:

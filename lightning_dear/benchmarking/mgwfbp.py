@@ -18,6 +18,7 @@ from lightning_dear.planning import (
     PlanSearch,
     TensorSpec,
 )
+from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.search import NoContest, described
 
 _BYTES_PER_ELEMENT = 4
@@ -33,7 +34,12 @@ class AllReduceMGWFBP(MGWFBPFusion):
 
     @override
     def search(
-        self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
+        self,
+        tensors: Sequence[TensorSpec],
+        world_size: int,
+        times: ModelTimes,
+        link: LinkCost,
+        codecs: CodecCosts = NO_CODEC,
     ) -> PlanSearch:
         cost = link.all_reduce or replace(link, alpha_s=2 * link.alpha_s)
         all_reduce = replace(cost, beta_s=2 * cost.beta_s)

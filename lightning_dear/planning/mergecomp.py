@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
@@ -15,7 +17,7 @@ from lightning_dear.planning.pieces import Piece, families_of_pieces, indices_of
 from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec
 from lightning_dear.planning.predict import predict
 from lightning_dear.planning.programme import Grouping, best_groupings
-from lightning_dear.planning.search import NoContest, PlanSearch, described, starting_plan
+from lightning_dear.planning.search import PredictingPlanner
 from lightning_dear.planning.times import ModelTimes
 from lightning_dear.planning.whole import with_whole_tensors
 
@@ -38,7 +40,7 @@ class _Groups:
     uncompressed: frozenset[int] = frozenset()
 
 
-class MergeCompFusion:
+class MergeCompFusion(PredictingPlanner):
     """The buckets with the shortest predicted step, by an exact dynamic programme.
 
     What MergeComp (arXiv 2103.15195) searches for with measured steps. With a compressor it also
@@ -64,24 +66,7 @@ class MergeCompFusion:
             raise ValueError(f"max_pieces must be >= 1, got {max_pieces}.")
         self.max_pieces = max_pieces
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
-        """See `FusionPlanner`: what to start with."""
-        return starting_plan(tensors, world_size)
-
-    def search(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = NO_CODEC,
-    ) -> PlanSearch:
-        """See `SearchingPlanner`."""
-        plan = self.best_plan(tensors, world_size, times, link, codecs)
-        step_s = predict(plan, tensors, times, link, codecs).step_s
-        what = described(plan, tensors)
-        return NoContest(plan, f"mergecomp: {what}, predicted {1e3 * step_s:.3g} ms/step")
-
+    @override
     def best_plan(
         self,
         tensors: Sequence[TensorSpec],

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.group_cost import Course, course_of
 from lightning_dear.planning.pieces import families_of_pieces, indices_of
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.predict import predict
-from lightning_dear.planning.search import NoContest, PlanSearch, described, starting_plan
+from lightning_dear.planning.search import PredictingPlanner
 from lightning_dear.planning.times import ModelTimes
 
 _MAX_GROUPS = 3
 _MIN_GAIN = 0.01
 
 
-class MergeCompHeuristicFusion:
+class MergeCompHeuristicFusion(PredictingPlanner):
     """A few groups of neighbours, by MergeComp's search over where to cut; all are compressed.
 
     For comparing: `MergeCompFusion` never predicts a longer step. Needs measured times: until then
@@ -57,24 +58,7 @@ class MergeCompHeuristicFusion:
         self.min_gain = min_gain
         self.max_pieces = max_pieces
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
-        """See `FusionPlanner`: what to start with."""
-        return starting_plan(tensors, world_size)
-
-    def search(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = NO_CODEC,
-    ) -> PlanSearch:
-        """See `SearchingPlanner`."""
-        plan = self.best_plan(tensors, world_size, times, link, codecs)
-        step_s = predict(plan, tensors, times, link, codecs).step_s
-        what = described(plan, tensors)
-        return NoContest(plan, f"{self.name}: {what}, predicted {1e3 * step_s:.3g} ms/step")
-
+    @override
     def best_plan(
         self,
         tensors: Sequence[TensorSpec],

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
+from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.predict import predict
-from lightning_dear.planning.search import NoContest, PlanSearch, described, starting_plan
+from lightning_dear.planning.search import PredictingPlanner
 from lightning_dear.planning.times import ModelTimes
 
 
-class MGWFBPFusion:
+class MGWFBPFusion(PredictingPlanner):
     """Merges a tensor into the next one of backward where that saves a start and delays nothing.
 
     Needs measured times: until then it trains with `ThresholdFusion`'s buckets. Its plan is used
@@ -22,23 +24,19 @@ class MGWFBPFusion:
 
     name = "mgwfbp"
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
-        """See `FusionPlanner`: what to start with."""
-        return starting_plan(tensors, world_size)
-
-    def search(
-        self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
-    ) -> PlanSearch:
-        """See `SearchingPlanner`."""
-        plan = self.best_plan(tensors, world_size, times, link)
-        step_s = predict(plan, tensors, times, link).step_s
-        what = described(plan, tensors)
-        return NoContest(plan, f"mgwfbp: {what}, predicted {1e3 * step_s:.3g} ms/step")
-
+    @override
     def best_plan(
-        self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
+        self,
+        tensors: Sequence[TensorSpec],
+        world_size: int,
+        times: ModelTimes,
+        link: LinkCost,
+        codecs: CodecCosts = NO_CODEC,
     ) -> BucketPlan:
-        """The plan that the rule makes, with the costs of a reduce-scatter in `link`."""
+        """The plan that the rule makes, with the costs of a reduce-scatter in `link`.
+
+        The rule knows nothing of `codecs`, so that the strategy refuses it with a compressor.
+        """
         per_byte_s = link.beta_s * (world_size - 1) / world_size
         groups = [
             [family[place].index for place in group]

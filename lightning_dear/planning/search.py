@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
-from lightning_dear.planning.codec_cost import CodecCosts
+from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.fusion import FusionPlanner, ThresholdFusion
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
+from lightning_dear.planning.predict import predict
 from lightning_dear.planning.times import ModelTimes
 
 NUM_PROFILED_STEPS = 3
@@ -103,6 +105,47 @@ class NoContest:
 def starting_plan(tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
     """What searching planners train with until they know times: `ThresholdFusion`'s defaults."""
     return ThresholdFusion().plan(tensors, world_size)
+
+
+class PredictingPlanner(ABC):
+    """A planner whose one plan is applied as it is, without being measured against others.
+
+    Until there are times it trains with `ThresholdFusion`'s buckets.
+
+    Attributes:
+        name: In the table of planners.
+    """
+
+    name: ClassVar[str]
+
+    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+        """See `FusionPlanner`: what to start with."""
+        return starting_plan(tensors, world_size)
+
+    def search(
+        self,
+        tensors: Sequence[TensorSpec],
+        world_size: int,
+        times: ModelTimes,
+        link: LinkCost,
+        codecs: CodecCosts = NO_CODEC,
+    ) -> PlanSearch:
+        """See `SearchingPlanner`."""
+        plan = self.best_plan(tensors, world_size, times, link, codecs)
+        step_s = predict(plan, tensors, times, link, codecs).step_s
+        what = described(plan, tensors)
+        return NoContest(plan, f"{self.name}: {what}, predicted {1e3 * step_s:.3g} ms/step")
+
+    @abstractmethod
+    def best_plan(
+        self,
+        tensors: Sequence[TensorSpec],
+        world_size: int,
+        times: ModelTimes,
+        link: LinkCost,
+        codecs: CodecCosts = NO_CODEC,
+    ) -> BucketPlan:
+        """The plan that the planner makes of what was measured; pure."""
 
 
 def described(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> str:

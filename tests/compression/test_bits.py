@@ -36,7 +36,7 @@ def packed_slowly(row: list[int], width: int) -> list[int]:
     return packed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from((1, 2)),
     st.integers(0, 5),

@@ -24,14 +24,14 @@ RANGES = {
 both = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(CODECS), rows())
 def test_what_is_true_of_every_codec(codec: Codec, some: Tensor) -> None:
     check_all(codec, some)
     check_contracts(codec, some)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows())
 def test_fp32_loses_nothing(some: Tensor) -> None:
     check_all(Fp32(), some)
@@ -39,7 +39,7 @@ def test_fp32_loses_nothing(some: Tensor) -> None:
     assert Fp32().wire_bytes(some.shape[1]) == 4 * some.shape[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(CODECS), rows())
 def test_the_error_of_every_number(codec: Codec, some: Tensor) -> None:
     relative, absolute, largest = RANGES[codec.name]

@@ -39,14 +39,14 @@ def blocks_of(codec: Integers, some: Tensor) -> list[Tensor]:
     return list(some.split(codec.block_size, 1)) if some.numel() else []
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(codecs, rows())
 def test_what_is_true_of_every_codec(codec: Integers, some: Tensor) -> None:
     check_all(codec, some)
     check_contracts(codec, some)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(codecs, rows())
 def test_the_error_of_every_number(codec: Integers, some: Tensor) -> None:
     """Half a scale of its own block; 2^-16 of a scale is for rounding in fp32."""
@@ -59,7 +59,7 @@ def test_the_error_of_every_number(codec: Integers, some: Tensor) -> None:
         assert (lost <= exact.abs()).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(codecs, rows(NORMAL_KINDS))
 def test_what_a_row_loses(codec: Integers, some: Tensor) -> None:
     spread = codec.block_size - 1

@@ -37,7 +37,7 @@ def num_selected(places: Tensor, numel: int) -> Tensor:
     return (places < numel).sum(1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows(), st.sampled_from(DENSITIES), st.sampled_from(sorted(SELECTORS)))
 def test_places_are_distinct_and_not_of_zeros(some: Tensor, density: float, name: str) -> None:
     numel = some.shape[1]
@@ -172,7 +172,7 @@ def test_exact_survives_a_sample_that_misleads() -> None:
     assert set(places.tolist()) == set(row.topk(k).indices[0].tolist())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows(), st.floats(0, 2, width=32), st.integers(1, 300))
 def test_both_ways_to_find_places_agree(some: Tensor, quantile: float, k: int) -> None:
     if not some.shape[1]:

@@ -53,7 +53,7 @@ def expected_error(codec: Codec, some: Tensor) -> Tensor:
     return torch.tensor(errors, dtype=torch.float64)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.sampled_from(SCALED), rows())
 def test_scaled_signs(codec: Codec, some: Tensor) -> None:
     check_all(codec, some)
@@ -63,21 +63,21 @@ def test_scaled_signs(codec: Codec, some: Tensor) -> None:
     assert (came_back[some >= 0] >= 0).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.sampled_from(SCALED), rows(EXACT))
 def test_error_is_that_of_the_formula(codec: Codec, some: Tensor) -> None:
     expected = expected_error(codec, some)
     assert torch.allclose(relative_error(codec, some), expected, rtol=1e-5, atol=2e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows(EXACT))
 def test_two_means_are_never_worse_than_one(some: Tensor) -> None:
     one, two = EFSignSGD(block_size=64), OneBit(block_size=64)
     assert (relative_error(two, some) <= relative_error(one, some) + 1e-6).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(VOTES), rows())
 def test_votes(codec: Codec, some: Tensor) -> None:
     check_all(codec, some)

@@ -33,7 +33,7 @@ def num_entries(density: float, numel: int) -> int:
     return max(1, math.ceil(density * numel)) if numel else 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows(), densities, st.sampled_from(SELECTORS))
 def test_topk(some: Tensor, density: float, selector: str) -> None:
     codec = TopK(density=density, selector=selector)
@@ -45,7 +45,7 @@ def test_topk(some: Tensor, density: float, selector: str) -> None:
     assert torch.equal(came_back.any(1), some.any(1)), "nothing of a row was sent"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows(), densities)
 def test_exact_topk_keeps_its_share(some: Tensor, density: float) -> None:
     """|C(x) - x|^2 <= (1 - k / numel) |x|^2, and nothing that was lost exceeds what was sent."""
@@ -60,7 +60,7 @@ def test_exact_topk_keeps_its_share(some: Tensor, density: float) -> None:
     assert torch.equal(came_back.sort(1, descending=True).values[:, :k], expected)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows())
 def test_dgc(some: Tensor) -> None:
     codec = DGC(density=0.05)
@@ -95,7 +95,7 @@ def test_empty_slots_hold_zeros(selector: str) -> None:
     assert field(wire, torch.int32, 20, 5).tolist() == [[0, 0, 0, 0, 0]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows(), st.sampled_from(SELECTORS), st.sampled_from([torch.bool, torch.uint8]))
 def test_sent_mask_is_what_arrives(some: Tensor, selector: str, dtype: torch.dtype) -> None:
     codec = DGC(density=0.1, selector=selector)
@@ -115,7 +115,7 @@ def test_sent_mask_by_hand() -> None:
         assert mask.tolist() == [[True, False, False, True, False, False]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows(), densities, st.booleans())
 def test_randomk(some: Tensor, density: float, unbiased: bool) -> None:
     codec = RandomK(density=density, unbiased=unbiased)
@@ -126,7 +126,7 @@ def test_randomk(some: Tensor, density: float, unbiased: bool) -> None:
         assert torch.equal(came_back, torch.where(came_back != 0, some, 0.0))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(SIZES), densities, st.integers(0, 1000))
 def test_randomk_draws_one_number_of_each_stratum(numel: int, density: float, seed: int) -> None:
     codec = RandomK(density=density)

@@ -88,14 +88,14 @@ def check_mean(codec: Codec, row: Tensor, seed: int) -> None:
         assert together.abs() <= slack(mean_variance, torch.tensor(1.0), draws, 1) + 2.0**-20
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.sampled_from(CODECS), rows())
 def test_all(codec: Codec, some: Tensor) -> None:
     check_all(codec, some)
     assert (round_trip(codec, some)[some == 0] == 0).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from([c for c in CODECS if not isinstance(c, Natural)]), rows(), st.integers(0))
 def test_levels_are_unbiased(codec: Codec, some: Tensor, seed: int) -> None:
     """For every finite input, of any size."""
@@ -103,7 +103,7 @@ def test_levels_are_unbiased(codec: Codec, some: Tensor, seed: int) -> None:
         check_mean(codec, some[0, :1000], seed % 2**31)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows(IN_RANGE), st.integers(0, 2**31))
 def test_powers_are_unbiased(some: Tensor, seed: int) -> None:
     if some.shape[1]:
@@ -150,7 +150,7 @@ def test_variance_is_that_of_the_formula(codec: Codec, kind: str) -> None:
     assert (measured.mean() - variance.sum()).abs() <= 5 * error + 0.02 * variance.sum()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows(tuple(k for k in KINDS if k not in ("denormal", "huge", "largest"))))
 def test_bounds_of_the_papers(some: Tensor) -> None:
     """n / s^2 and sqrt(n) / s for a block of QSGD, 1 / 8 for Natural."""
@@ -165,7 +165,7 @@ def test_bounds_of_the_papers(some: Tensor) -> None:
         assert float(variance.sum()) <= squares / 8 * (1 + 1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(CODECS), rows(IN_RANGE))
 def test_only_neighbours_come_back(codec: Codec, some: Tensor) -> None:
     if isinstance(codec, Natural) and codec.max_exponent == 0:

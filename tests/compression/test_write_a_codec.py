@@ -30,7 +30,7 @@ def _codec_of_the_page() -> Codec:
     return codec
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows().filter(lambda some: some.numel()))
 def test_the_page_s_codec_is_what_it_says(some: Tensor) -> None:
     check_all(_codec_of_the_page(), some)

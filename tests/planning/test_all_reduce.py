@@ -130,7 +130,7 @@ def test_what_is_chosen_is_a_plan_and_never_predicted_to_be_slower(
     assert sorted([*gathered, *found.all_reduced]) == list(range(len(plan.buckets)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 9 << 18), min_size=1, max_size=20),
     st.randoms(),

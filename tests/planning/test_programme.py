@@ -76,7 +76,7 @@ def test_exact_with_a_codec(model: Model, link: LinkCost, codecs: CodecCosts, s:
     assert codecs.may_mix or not plan.uncompressed
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(chains(max_size=10).filter(lambda one: len(one[0]) > 8), links, codecs)
 def test_exact_for_ten_tensors(model: Model, link: LinkCost, codecs: CodecCosts) -> None:
     tensors, times = model
