@@ -327,8 +327,9 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         self._has_leftovers = self._uses_buckets
         if self._times_recorder is not None:
             self._times_recorder.step_ends()
-            if self._times_recorder.times is not None:
-                self.times, self._times_recorder = self._times_recorder.times, None
+            self.times = self._times_recorder.times
+            if self.times is not None:
+                self._times_recorder = None
         self._on_step()
         if self.sharded.has_foreign_post_hooks():
             self.complete_parameters("optimizer step hook")

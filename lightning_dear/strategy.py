@@ -134,6 +134,8 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         self._options = ExchangeOptions(chosen, gather_depth, decouple, codec, groups)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
         check_planner(self._fusion, self._options)
+        if self._schedule is not None:
+            self._schedule.check_planner(self._fusion, codec)
         self._broadcast_buffers = broadcast_buffers
         self._gradients_in_hooks = gradients_in_hooks
         self._audit = audit

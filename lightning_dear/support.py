@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
+from lightning_dear.planning.search import PredictingPlanner
 
 _DDP_OPTIONS = {
     "ddp_comm_hook": "it hooks DistributedDataParallel, which is not used; see compressor=",
@@ -124,6 +125,13 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
             f" gradients take as they are, and {options.codec.name} encodes them. Use"
             " fusion='mergecomp', which knows what that costs, 'bayesian', which measures, or"
             " 'threshold', 'none' or 'single' with it."
+        )
+
+    if isinstance(fusion, PredictingPlanner) and options.groups:
+        raise ValueError(
+            f"fusion={fusion.name!r} plans with the costs of one compressor, and compressors= of"
+            " the compression schedule has others for some parameters. Use fusion='threshold' with"
+            " it."
         )
 
 

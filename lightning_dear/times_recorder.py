@@ -132,7 +132,7 @@ class TimesRecorder:
         """What was measured; None before a step's end. May block for a device."""
         if self._forward is None or self._backward is None or self._step[1] is None:
             return None
-        seconds = self._seconds
+        seconds = self._standing_clock()
         (forward, forward_end), (backward, backward_end) = self._forward, self._backward
         at_entry = {index: 0.0 for index, user in self._ungated.items() if user is None}
         return ModelTimes(
@@ -147,11 +147,18 @@ class TimesRecorder:
             ready_s={i: seconds(mark) - seconds(backward) for i, mark in self._gradients.items()},
         )
 
-    def _seconds(self, mark: Any) -> float:
-        """On a scale that stood still while something was encoded."""
-        at_s = self._clock.seconds(mark)
-        left_out = ([self._clock.seconds(one) for one in span] for span in self._left_out)
-        return at_s - sum(end_s - begin_s for begin_s, end_s in left_out if end_s <= at_s)
+    def _standing_clock(self) -> Callable[[Any], float]:
+        """Mark -> seconds, on a scale that stood still while something was encoded."""
+        spans = [
+            (self._clock.seconds(end), self._clock.seconds(end) - self._clock.seconds(begin))
+            for begin, end in self._left_out
+        ]
+
+        def seconds(mark: Any) -> float:
+            at_s = self._clock.seconds(mark)
+            return at_s - sum(length_s for end_s, length_s in spans if end_s <= at_s)
+
+        return seconds
 
 
 def _num_encodings(coded: Sequence[EncodedBucket]) -> int:

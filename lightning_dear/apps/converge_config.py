@@ -95,10 +95,31 @@ def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
             f"Entry {name} has {len(factors)} lr_factors, others {len(cfg.lr_factors)}; give all"
             " as many tries."
         )
+    _check_entry(name, one, cfg, is_reference=reference is None)
     if reference is None:
         factors = cfg.reference_lr_factors
     asked = Asked(name, reference, bool(one.get("control")), one.get("below"))
     return Entry(asked, overrides, float(own.optimizer.lr), tuple(factors), one.get("broken"))
+
+
+def _check_entry(name: str, one: Any, cfg: DictConfig, *, is_reference: bool) -> None:
+    """Raise ValueError for what would be ignored, or found out when it is the entry's turn."""
+    ignored = [key for key in ("below", "control", "broken", "lr_factors") if one.get(key)]
+    if is_reference and ignored:
+        raise ValueError(
+            f"Entry {name} encodes nothing and is a reference: {', '.join(ignored)} has no"
+            " effect; leave it out (reference_lr_factors are what references try)."
+        )
+    if one.get("control") and one.get("below") is not None:
+        raise ValueError(
+            f"Entry {name} has both control and below, and a control is compared; leave one out."
+        )
+    has_schedule = any(str(key).startswith("strategy.compression_schedule") for key in one)
+    if has_schedule and any(cfg.dense_shares):
+        raise ValueError(
+            f"Entry {name} has a compression_schedule, which dense_shares would replace: set"
+            " dense_shares=[0], and as many reference_lr_factors as lr_factors."
+        )
 
 
 def _reference_of(

@@ -85,7 +85,8 @@ class Study:
 
     def rows(self) -> list[Row]:
         """Return the rows of all that has been measured so far."""
-        return summarize([entry.asked for entry in self._entries], self.trials, self._metric)
+        asked = [entry.asked for entry in self._entries]
+        return summarize(asked, self.trials, self._metric, len(self._cfg.seeds))
 
     @property
     def _num_trainings(self) -> int:

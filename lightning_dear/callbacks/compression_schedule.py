@@ -14,6 +14,7 @@ from lightning_dear.compression import DGC, Compressor, Fp32, resolve_compressor
 from lightning_dear.compression.groups import groups_of
 from lightning_dear.compression.sparse import Sparse
 from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import BayesianFusion, FusionPlanner
 
 
 class CompressionSchedule(Callback):
@@ -72,6 +73,22 @@ class CompressionSchedule(Callback):
         if self._densities and not isinstance(codec, Sparse):
             raise ValueError(
                 f"densities belong to sparse codecs (topk, randomk, dgc), and {codec.name} is none."
+            )
+
+    def check_planner(self, planner: FusionPlanner, codec: Compressor | None) -> None:
+        """Refuses a planner that would measure steps of another codec than most will have.
+
+        Raises:
+            ValueError: Naming one that does not.
+        """
+        warms_up = isinstance(codec, DGC) and codec.warm_up_steps
+        if isinstance(planner, BayesianFusion) and (
+            self._dense_steps or self._densities or warms_up
+        ):
+            raise ValueError(
+                "fusion='bayesian' measures the first steps, in which the compression schedule"
+                " sends other bytes than later. Use fusion='mergecomp', which measures the"
+                " compressor itself, or 'threshold'."
             )
 
     def connect(self, get_pipeline: Callable[[], Pipeline | None]) -> None:

@@ -27,7 +27,7 @@ _MIN_GAIN = 0.01
 class MergeCompHeuristicFusion(PredictingPlanner):
     """A few groups of neighbours, by MergeComp's search over where to cut; all are compressed.
 
-    For comparing: `MergeCompFusion` never predicts a longer step. Needs measured times: until then
+    For comparing: with the default options `MergeCompFusion` never predicts a longer step. Needs measured times: until then
     it trains with `ThresholdFusion`'s buckets. Its plan is used without being measured against
     others. No tensor is cut. Tensors of different families are planned apart, each as if it had
     the link to itself.

@@ -15,10 +15,13 @@ import numpy as np
 from lightning_dear.planning.group_cost import Course, Rows
 
 MAX_WAYS = 256
-"""Kept for each number of pieces."""
+"""Kept for each number of pieces, where there are more than `NUM_EXACT`."""
+
+NUM_EXACT = 12
+"""Pieces of which all ways are kept that none beats."""
 
 _MAX_CANDIDATES = 4096
-"""Compared with each other for each number of pieces."""
+"""Compared with each other for each number of pieces, where not all are kept."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,16 @@ def best_groupings(
 ) -> list[Grouping]:
     """All groupings of the course's pieces that no other beats in every figure, the best first.
 
-    O(N^2) times the number of ways kept for each number of pieces. It is exact while that stays
-    within `MAX_WAYS`, which is so for a few dozen pieces, and without a codec always nearly; of
-    more, those are kept whose steps could still become the shortest.
+    O(N^2) times the number of ways kept for each number of pieces. It is exact for `NUM_EXACT`
+    pieces. Of more, at most `MAX_WAYS` are kept for each, those whose steps could still become the
+    shortest; without a codec there are seldom so many, with one the best may be lost by a percent.
 
     Args:
         course: Its pieces may be grouped.
         max_bytes: Of a group with more than one piece.
         known_s: A step that can be had: what must take longer is left out.
     """
+    keeps_all = len(course.pieces) <= NUM_EXACT
     zeros = np.zeros(1, dtype=int)
     kept = [_Ways(course.start, zeros, zeros, zeros, zeros)]
     for end in range(1, len(course.pieces) + 1):
@@ -73,7 +77,8 @@ def best_groupings(
         # A shade more, so that rounding does not leave out the known one itself.
         found = found.taken(np.flatnonzero(least_s <= known_s * (1 + 1e-12)))
         course.level(found.rows, end)
-        kept.append(found.taken(_unbeaten(found, course.least_s(found.rows, end))))
+        least_s = course.least_s(found.rows, end)
+        kept.append(found.taken(_unbeaten(found, least_s, keeps_all=keeps_all)))
     steps_s = course.least_s(kept[-1].rows, len(course.pieces))
     return [_traced(kept, place, float(steps_s[place])) for place in np.argsort(steps_s)]
 
@@ -96,14 +101,14 @@ def _extended(course: Course, kept: list[_Ways], end: int, max_bytes: float) -> 
     return _Ways(*(np.concatenate([getattr(one, name) for one in found]) for name in names))
 
 
-def _unbeaten(found: _Ways, least_s: Rows) -> Rows:
-    """Places of the ways that no other beats, the most promising first; `MAX_WAYS` at most."""
+def _unbeaten(found: _Ways, least_s: Rows, *, keeps_all: bool) -> Rows:
+    """Places of the ways that no other beats, the most promising first; all, or `MAX_WAYS`."""
     # Of equal ones those with fewer groups.
-    order = np.lexsort((found.counts, least_s))[:_MAX_CANDIDATES]
+    order = np.lexsort((found.counts, least_s))[: None if keeps_all else _MAX_CANDIDATES]
     rows = found.rows[order]
     rows = rows[:, np.ptp(rows, axis=0) > 0] if len(rows) else rows
     kept: list[int] = []
-    while len(order) and len(kept) < MAX_WAYS:
+    while len(order) and (keeps_all or len(kept) < MAX_WAYS):
         kept.append(order[0])
         is_beaten = np.all(rows >= rows[0], axis=1)
         is_beaten[0] = True

@@ -36,7 +36,7 @@ def row(asked: Asked, *ends: tuple[float, float], metric: Metric = ACCURACY) -> 
     """The last row where dense training ends at 98.0 and 0.5 on every seed."""
     own = [trial(asked.entry, seed, *end) for seed, end in enumerate(ends)]
     dense = [trial("dense", seed) for seed in range(len(ends))]
-    return summarize([DENSE, asked], [*dense, *own], metric)[-1]
+    return summarize([DENSE, asked], [*dense, *own], metric, len(ends))[-1]
 
 
 # --- statistics ---------------------------------------------------------------------------------
@@ -96,7 +96,9 @@ def test_an_entry_is_non_inferior_up_to_its_margin() -> None:
     # Equal on average, and still unknown.
     assert row(INT8, (97.0, 0.5), (99.0, 0.5)).verdict == "NOT non-inferior"
     assert row(INT8, (98.0, 0.5), (NAN, NAN)).verdict == "NOT non-inferior"
-    assert row(INT8, (98.0, 0.5)).verdict == ""
+    three = [trial("int8", seed) for seed in range(3)]
+    dense = [trial("dense", seed) for seed in range(3)]
+    assert summarize([DENSE, INT8], [*dense, *three], ACCURACY, 5)[-1].verdict == "3 of 5 seeds"
 
 
 def test_pairs_share_a_seed() -> None:
@@ -104,7 +106,7 @@ def test_pairs_share_a_seed() -> None:
     own = [trial("int8", seed, 90.0 + seed) for seed in (2, 0, 1)]
     other = [replace(one, buckets="layer-wise", metric=0.0) for one in dense]
     tuning = [replace(one, phase="tuning", metric=0.0) for one in own]
-    rows = summarize([DENSE, INT8], [*dense, *other, *own, *tuning], ACCURACY)
+    rows = summarize([DENSE, INT8], [*dense, *other, *own, *tuning], ACCURACY, 3)
     assert [(one.asked.entry, one.buckets) for one in rows] == [
         ("dense", "scheduled"),
         ("dense", "layer-wise"),
@@ -120,6 +122,8 @@ def test_a_control_must_be_found_out() -> None:
     assert by_loss == "fails by training loss, as it must"
     assert row(control, (98.0, 0.51), (98.0, 0.51)).verdict == "NOT NOTICED"
     assert row(control, (NAN, NAN), (98.0, 0.5)).verdict == "fails, as it must"
+    # Scattered, and not worse.
+    assert row(control, (95.0, 0.4), (101.0, 0.6)).verdict == "NOT NOTICED"
 
 
 def test_others_must_end_below_a_loss_on_every_seed() -> None:
@@ -163,7 +167,7 @@ def test_the_table_says_what_was_chosen_and_found(tmp_path: Path) -> None:
     bad = [trial("bad", seed, NAN, NAN) for seed in range(3)]
     chosen = [replace(trial("int8", s, 97.9), lr_factor=0.333, dense_share=0.1) for s in range(3)]
     asked = [DENSE, INT8, Asked("bad", "dense", is_control=True)]
-    rows = summarize(asked, [*dense, *chosen, *bad], ACCURACY)
+    rows = summarize(asked, [*dense, *chosen, *bad], ACCURACY, 3)
     text = format_rows(rows)
     (line,) = (line for line in text.splitlines() if line.startswith("int8"))
     assert line.split()[2:7] == ["0.05", "0.333", "10%", "97.900", "(0.000)"]

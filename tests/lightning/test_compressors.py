@@ -220,6 +220,24 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
         ({"compressor": "int8", "fusion": "auto"}, "int8 encodes"),
         ({"compressor": "topk", "gather": "parameters"}, "ever further behind"),
         ({"compressor": "powersgd", "gather": "parameters"}, "whole mean gradient"),
+        ({"compressor": "powersgd", "fusion": "mergecomp"}, "makes all-reduces instead"),
+        (
+            {
+                "compressor": "topk",
+                "fusion": "bayesian",
+                "compression_schedule": CompressionSchedule(dense_steps=9),
+            },
+            "measures the first steps",
+        ),
+        ({"compressor": DGC(warm_up_steps=9), "fusion": "bayesian"}, "measures the first steps"),
+        (
+            {
+                "compressor": "topk",
+                "fusion": "mergecomp",
+                "compression_schedule": CompressionSchedule(compressors={"vectors": "none"}),
+            },
+            "has others for some parameters",
+        ),
         (
             {
                 "compressor": "signsgd",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -98,6 +99,41 @@ def test_exact_for_both_halves_without_a_codec(model: Model, link: LinkCost) -> 
         predict(plan, tensors, times, link).step_s for plan in _plans(tensors, may_mix=False)
     )
     assert best_groupings(course)[0].step_s == pytest.approx(best_s)
+
+
+def test_exact_where_thousands_of_ways_are_unbeaten() -> None:
+    """Ten tensors of which the best plan is lost if only a few hundred ways are kept."""
+    sizes = [5632, 640, 2048, 6912, 5120, 2304, 3584, 11008, 6912, 128]
+    uses = [0, 1.453, 1.475, 3.490, 5.136, 5.865, 7.602, 7.792, 9.441, 11.359]
+    ready = [28.148, 27.277, 25.573, 24.315, 20.564, 15.556, 11.992, 6.019, 4.433, 1.928]
+    tensors = [
+        TensorSpec(index, str(index), numel, ITEMSIZE, "", index, len(sizes) - 1 - index)
+        for index, numel in enumerate(sizes)
+    ]
+    by_index = (dict(enumerate(uses)), dict(enumerate(ready)))
+    times = ModelTimes(12.479, 28.148, *by_index, step_s=1.456, allows_cuts=False)
+    link = LinkCost(0.369, 5.19e-4)
+    codecs = CodecCosts(
+        CodecCost(
+            encode=Linear(0, 1.744e-4),
+            decode_sum=Linear(0, 5.099e-4),
+            encode_shard=Linear(1.557, 6.356e-4),
+            reduce_bytes=Linear(0, 1.298),
+            gather_bytes=Linear(0, 1.064),
+        ),
+        CodecCost(
+            decode_sum=Linear(0.1562, 0),
+            encode_shard=Linear(0.2731, 6.755e-5),
+            decode=Linear(0, 1.46e-4),
+        ),
+        may_mix=True,
+    )
+    found = []
+    for num_exact in (programme_module.NUM_EXACT, 0):
+        with mock.patch.object(programme_module, "NUM_EXACT", num_exact):
+            plan = MergeCompFusion().best_plan(tensors, WORLD_SIZE, times, link, codecs)
+        found.append(predict(plan, tensors, times, link, codecs).step_s)
+    assert found[0] < 0.996 * found[1]
 
 
 @settings(max_examples=40)
