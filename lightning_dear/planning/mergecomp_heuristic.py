@@ -27,10 +27,10 @@ _MIN_GAIN = 0.01
 class MergeCompHeuristicFusion(PredictingPlanner):
     """A few groups of neighbours, by MergeComp's search over where to cut; all are compressed.
 
-    For comparing: with the default options `MergeCompFusion` never predicts a longer step. Needs measured times: until then
-    it trains with `ThresholdFusion`'s buckets. Its plan is used without being measured against
-    others. No tensor is cut. Tensors of different families are planned apart, each as if it had
-    the link to itself.
+    For comparing: with the default options `MergeCompFusion` never predicts a longer step. Needs
+    measured times: until then it trains with `ThresholdFusion`'s buckets. Its plan is used without
+    being measured against others. No tensor is cut. Tensors of different families are planned
+    apart, each as if it had the link to itself.
 
     Args:
         max_groups: Most groups; each one more multiplies the time to plan by the number of tensors.

@@ -163,7 +163,7 @@ def test_unknown_and_impossible_compressors_are_refused_before_anything_starts()
     [
         ("seeds=[1]", "at least 2 different ones"),
         ("seeds=[1,1]", "at least 2 different ones"),
-        ("tuning_seeds=[5]", "must be others than seeds"),
+        ("tuning_seeds=[12]", "must be others than seeds"),
         ("lr_factors=[1]", "references 6"),
         ("tuning_buckets=nope", "Unknown tuning_buckets='nope'; valid names: layer-wise"),
         ("trainer.max_steps=-1", "max_steps must be at least 1"),
