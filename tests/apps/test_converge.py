@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -55,6 +57,11 @@ def job(*overrides: str, folder: str = "out") -> Iterator[DictConfig]:
             HydraConfig.instance().cfg = previous
 
 
+JUDGED = ("fp16", "bf16", "int8", "int4", "loco", "powersgd", "efsignsgd", "topk", "dgc")
+RECIPES = "".join(path.read_text() for path in sorted((ROOT / "recipes").glob("*/README.md")))
+COMMANDS = re.findall(r"^OMP_NUM_THREADS=1 dear-converge (.+)$", RECIPES, re.MULTILINE)
+
+
 # --- config -------------------------------------------------------------------------------------
 
 
@@ -68,8 +75,16 @@ def test_every_entry_of_a_study_composes(study: str) -> None:
     assert list(entries)[0] == "dense"
     assert sum(entry.asked.is_control for entry in entries.values()) == 2
     judged = {name for name, one in entries.items() if one.asked.reference and not one.asked.below}
-    assert {"fp16", "bf16", "int8", "int4", "loco", "efsignsgd", "topk", "dgc"} <= judged
-    assert set(COMPRESSORS) - entries.keys() <= {"none", "fp32", "powersgd"}
+    assert set(JUDGED) <= judged
+    assert set(COMPRESSORS) - entries.keys() == {"none", "fp32"}
+
+
+def test_commands_of_the_recipes_compose() -> None:
+    assert len(COMMANDS) == RECIPES.count("dear-converge ") > 0
+    for command in COMMANDS:
+        with job(*shlex.split(command)) as cfg:
+            check(cfg)
+            assert len(cfg.seeds) >= 5
 
 
 def _check_momentum(entries: dict[str, Entry]) -> None:
@@ -153,6 +168,18 @@ def test_unknown_and_impossible_compressors_are_refused_before_anything_starts()
     unknown = job("entries=[dense,nope]")
     with unknown as cfg, pytest.raises(MissingConfigException, match="compressor/nope"):
         entries_of(cfg)
+    for ignored, message in (
+        ("{name: b, compressor: none, control: true}", "a reference: control has no effect"),
+        ("{name: b, compressor: none, lr_factors: [1, 2, 3]}", "a reference: lr_factors has no"),
+        ("{name: b, compressor: int8, control: true, below: 1.0}", "has both control and below"),
+        (
+            "{name: b, compressor: int8, strategy.compression_schedule: null}",
+            "which dense_shares would replace",
+        ),
+    ):
+        entry = job(f"entries=[dense,{ignored}]")
+        with entry as cfg, pytest.raises(ValueError, match=message):
+            entries_of(cfg)
     biased = job("entries=[dense,{name: a, compressor: topk, compressor.error_feedback: false}]")
     with biased as cfg, pytest.raises(Exception, match="loses a part of every gradient"):
         entries_of(cfg)
