@@ -86,7 +86,7 @@ def _legend(row: Row, metric: Metric) -> str:
         " mean +- t(0.95, n - 1) sd / sqrt(n).\n"
         f"non-inferior: the upper end is at most {metric.margin:g} {metric.unit}. What is broken on"
         " purpose fails: the upper end is above\nthat, or that of the training loss above"
-        f" {metric.loss_margin:g}."
+        f" {metric.loss_margin:g}, and the lower end above 0."
     )
 
 
