@@ -430,14 +430,19 @@ def test_parts_that_wrote_nothing_are_left_out(tmp_path: Path) -> None:
 # --- tuning ---------------------------------------------------------------------------------------
 
 
-def _tuned(*callbacks: object, plan: object = "a plan") -> SimpleNamespace:
+PLAN = SimpleNamespace(name="by hand")
+
+
+def _tuned(*callbacks: object, plan: object = PLAN) -> SimpleNamespace:
     trainer = SimpleNamespace(callbacks=callbacks)
     return SimpleNamespace(plan=plan, lightning_module=SimpleNamespace(trainer=trainer))
 
 
 def test_the_plan_of_a_search_that_has_not_ended_is_no_result() -> None:
     tuner = FusionTuner(AutoFusion(), lambda: None)
-    assert found_plan("one", _tuned(tuner)) == "a plan"
+    assert found_plan("one", _tuned(tuner)) == (PLAN, "plan: by hand")
+    tuner._tuning = SimpleNamespace(is_searching=False, reason="the best of two")
+    assert found_plan("one", _tuned(tuner)) == (PLAN, "plan: the best of two")
     tuner._tuning = SimpleNamespace(is_searching=True)
     with pytest.raises(ValueError, match=r"still looking for its plan.*fusion\.num_steps"):
         found_plan("one", _tuned(tuner))
