@@ -65,7 +65,9 @@ COMMANDS = re.findall(r"^OMP_NUM_THREADS=1 dear-converge (.+)$", RECIPES, re.MUL
 # --- config -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("study", ["converge_digits", "converge_gpt"])
+@pytest.mark.parametrize(
+    "study", ["converge_digits", pytest.param("converge_gpt", marks=pytest.mark.slow)]
+)
 def test_every_entry_of_a_study_composes(study: str) -> None:
     with job(f"experiment={study}") as cfg:
         check(cfg)

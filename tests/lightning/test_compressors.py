@@ -56,7 +56,20 @@ def _save_and_resume(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"), [("int8", 1), ("topk", 1), *((name, 2) for name in COMPRESSORS)]
+    ("name", "world_size"),
+    [
+        *((name, 2) for name in ("int8", "topk", "powersgd")),
+        *(
+            pytest.param(name, world_size, marks=pytest.mark.slow)
+            for name, world_size in (
+                ("int8", 1),
+                ("topk", 1),
+                ("int4 of gradients", 2),
+                ("qsgd", 2),
+                ("int4 one way", 2),
+            )
+        ),
+    ],
 )
 def test_checkpoints_go_on_with_the_same_bits(tmp_path: Path, name: str, world_size: int) -> None:
     run_ranks(_save_and_resume, world_size, tmp_path, name)

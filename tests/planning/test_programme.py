@@ -57,7 +57,7 @@ def _pieces(tensors: list[TensorSpec], times: ModelTimes) -> list[Piece]:
     return families_of_pieces(tensors, times, len(tensors))[0][1]
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(chains(max_size=7), links, codecs, st.integers(0, 9).map(float))
 def test_exact_with_a_codec(model: Model, link: LinkCost, codecs: CodecCosts, s: float) -> None:
     tensors, times = model[0], replace(model[1], step_s=s)
