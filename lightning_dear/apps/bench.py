@@ -7,12 +7,12 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps import checks, job
+from lightning_dear.apps import job
+from lightning_dear.apps.bench_build import build_starter
 from lightning_dear.apps.bench_config import Setting, by_cluster, entries_of, points_of
 from lightning_dear.apps.bench_points import restart, run_groups
 from lightning_dear.apps.bench_run import Comparison
@@ -22,7 +22,6 @@ from lightning_dear.benchmarking.plot import write_plot
 from lightning_dear.benchmarking.progress import Progress
 from lightning_dear.benchmarking.records import Row
 from lightning_dear.benchmarking.table import format_rows
-from lightning_dear.launcher import configure_launcher
 from lightning_dear.paths import conf_dir
 
 
@@ -36,15 +35,7 @@ def bench(cfg: DictConfig) -> None:
         ValueError: If the config asks for what this machine does not have.
     """
     points = points_of(cfg)
-    trainer_config = OmegaConf.to_container(cfg.trainer, resolve=True)
-    assert isinstance(trainer_config, dict)
-    checks.check_devices(trainer_config["accelerator"], trainer_config["devices"])
-    checks.use_interface(cfg.cluster.interface)
-    with quiet_lightning():
-        starter: Trainer = instantiate(
-            cfg.trainer, strategy="ddp", logger=False, enable_checkpointing=False, _convert_="all"
-        )
-    configure_launcher(starter.strategy)
+    starter = build_starter(cfg)
     _write_config(cfg, starter)
     launcher = starter.strategy.launcher
     compare = partial(_compare, starter, points)

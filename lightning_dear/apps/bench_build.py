@@ -7,11 +7,14 @@ from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lightning_dear.apps import checks
 from lightning_dear.apps.bench_config import as_override
+from lightning_dear.benchmarking.block import quiet_lightning
 from lightning_dear.benchmarking.bounds import Bounds, compute_for_ratio
 from lightning_dear.benchmarking.competitors import default_ddp_caps
 from lightning_dear.benchmarking.mgwfbp import ddp_options
 from lightning_dear.benchmarking.records import Point
+from lightning_dear.launcher import configure_launcher
 from lightning_dear.planning import BucketPlan, FixedPlan
 from lightning_dear.planning.fusion import default_cap_mb
 from lightning_dear.workloads.replay import ReplayModel, load_profile
@@ -71,6 +74,24 @@ def build_trainer(
         **options,
     )
     return trainer
+
+
+def build_starter(cfg: DictConfig) -> Trainer:
+    """Build a trainer whose launcher starts the ranks on which other trainers fit; starts none.
+
+    Raises:
+        ValueError: If the config asks for what this machine does not have.
+    """
+    trainer_config = OmegaConf.to_container(cfg.trainer, resolve=True)
+    assert isinstance(trainer_config, dict)
+    checks.check_devices(trainer_config["accelerator"], trainer_config["devices"])
+    checks.use_interface(cfg.cluster.interface)
+    with quiet_lightning():
+        starter: Trainer = instantiate(
+            cfg.trainer, strategy="ddp", logger=False, enable_checkpointing=False, _convert_="all"
+        )
+    configure_launcher(starter.strategy)
+    return starter
 
 
 # --- what a point stands for --------------------------------------------------------------------

@@ -7,18 +7,16 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps import checks, emulated, job
+from lightning_dear.apps import emulated, job
+from lightning_dear.apps.bench_build import build_starter
 from lightning_dear.apps.converge_config import Entry, check, entries_of, metric_of
 from lightning_dear.apps.converge_run import Study
 from lightning_dear.benchmarking.block import quiet_lightning
 from lightning_dear.benchmarking.convergence.table import format_rows, write_plot, write_summary
 from lightning_dear.benchmarking.files import write_table
-from lightning_dear.launcher import configure_launcher
 from lightning_dear.paths import conf_dir
 
 
@@ -31,15 +29,7 @@ def converge(cfg: DictConfig, entries: Sequence[Entry]) -> None:
     Raises:
         ValueError: If the config asks for what this machine does not have, or cannot be compared.
     """
-    trainer_config = OmegaConf.to_container(cfg.trainer, resolve=True)
-    assert isinstance(trainer_config, dict)
-    checks.check_devices(trainer_config["accelerator"], trainer_config["devices"])
-    checks.use_interface(cfg.cluster.interface)
-    with quiet_lightning():
-        starter: Trainer = instantiate(
-            cfg.trainer, strategy="ddp", logger=False, enable_checkpointing=False, _convert_="all"
-        )
-    configure_launcher(starter.strategy)
+    starter = build_starter(cfg)
     if starter.is_global_zero:
         (_folder() / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     launcher = starter.strategy.launcher

@@ -98,7 +98,8 @@ class Memory:
     def note_all_sent(self, but: Sequence[slice]) -> None:
         """Notes that numbers were sent as `compensate` has left them, but for some parts."""
         for name, kept in self.kept.items():
-            self._write(self._pending[name], kept * (1 - self._rate))
+            left = torch.mul(kept, 1 - self._rate, out=self._next(name, kept))
+            self._write(self._pending[name], left)
         self._has_pending = True
         self.keep(but)
         self.commit()
