@@ -1,9 +1,9 @@
 """Whether one entry is as fast as the best of others, judged on rounds that did not choose it.
 
-`python -m lightning_dear.benchmarking.claims FOLDER ENTRY OTHER [OTHER ...]` reads what
-`dear-bench` has written and prints a row for each point. The first half of the rounds says which of
-the others is the best; the second half says how long the entry takes, relative to that one, round
-by round.
+`python -m lightning_dear.benchmarking.claims FOLDER ... --entry ENTRY --others OTHER ...` reads
+what `dear-bench` has written and prints a row for each point of all folders. The first half of the
+rounds says which of the others is the best; the second half says how long the entry takes, relative
+to that one, round by round.
 """
 
 from __future__ import annotations
@@ -176,20 +176,31 @@ def _figure(value: float | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table, and writes it beside the files as claims.md."""
+    """Prints the table of all folders, and writes it beside the first one's files as claims.md."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="what dear-bench has written to")
-    parser.add_argument("entry", help="whose claim it is")
-    parser.add_argument("others", nargs="+", help="what it is compared with the best of")
+    parser.add_argument("folders", nargs="+", type=Path, help="what dear-bench has written to")
+    parser.add_argument("--entry", required=True, help="whose claim it is")
+    parser.add_argument(
+        "--others", required=True, nargs="+", help="what it is compared with the best of"
+    )
     given = parser.parse_args(arguments)
-    notes = read_notes(given.folder / "summary.csv")
     claims = [
-        claim_of(point, rounds, given.entry, given.others, notes.get((point, given.entry), ""))
-        for point, rounds in read_rounds(given.folder / "raw.csv").items()
+        claim
+        for folder in given.folders
+        for claim in claims_of(folder, given.entry, given.others)
     ]
     text = format_claims(claims, given.entry, given.others)
-    (given.folder / "claims.md").write_text(f"{text}\n")
+    (given.folders[0] / "claims.md").write_text(f"{text}\n")
     print(text)
+
+
+def claims_of(folder: Path, entry: str, others: Sequence[str]) -> list[Claim]:
+    """One for each point that `dear-bench` has measured in `folder`."""
+    notes = read_notes(folder / "summary.csv")
+    return [
+        claim_of(point, rounds, entry, others, notes.get((point, entry), ""))
+        for point, rounds in read_rounds(folder / "raw.csv").items()
+    ]
 
 
 if __name__ == "__main__":

@@ -54,27 +54,38 @@ def test_the_bound_of_a_median(count: int, place: int) -> None:
     assert upper_bound([1.0] * 4) is None
 
 
-def test_a_folder_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with (tmp_path / "raw.csv").open("w", newline="") as file:
+def write_folder(folder: Path, point: str) -> None:
+    """What `dear-bench` writes, of two entries and compute alone."""
+    folder.mkdir()
+    with (folder / "raw.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["point", "entry", "round", "rank", "step", "step_s"])
         for entry, seconds in (("exact", 1.0), ("layerwise", 2.0), ("compute alone", 0.8)):
             # What was tuned does not count.
-            writer.writerow(["p", entry, -1, 0, 0, 99.0])
+            writer.writerow([point, entry, -1, 0, 0, 99.0])
             for number in range(12):
                 for rank in range(2):
                     # A step is the mean over the ranks.
-                    writer.writerow(["p", entry, number, rank, 0, seconds + 0.1 * (2 * rank - 1)])
-    with (tmp_path / "summary.csv").open("w", newline="") as file:
+                    line = [point, entry, number, rank, 0, seconds + 0.1 * (2 * rank - 1)]
+                    writer.writerow(line)
+    with (folder / "summary.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["point", "entry", "note"])
-        writer.writerow(["p", "exact", "plan: 3 buckets, predicted 950 ms/step"])
-    assert read_rounds(tmp_path / "raw.csv")["p"]["exact"] == dict.fromkeys(range(12), 1.0)
-    main([str(tmp_path), "exact", "layerwise"])
+        writer.writerow([point, "exact", "plan: 3 buckets, predicted 950 ms/step"])
+
+
+def test_folders_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_folder(first, "p")
+    write_folder(second, "q")
+    assert read_rounds(first / "raw.csv")["p"]["exact"] == dict.fromkeys(range(12), 1.0)
+    main([str(first), str(second), "--entry", "exact", "--others", "layerwise"])
     printed = capsys.readouterr().out
-    assert "| p | 2000.0 | 1000.0 | layerwise | 0.500 [0.500] | 0.950 | 2.000 | 0.800 |" in printed
+    for point in "pq":
+        row = f"| {point} | 2000.0 | 1000.0 | layerwise | 0.500 [0.500] | 0.950 | 2.000 | 0.800 |"
+        assert row in printed
     assert "geometric mean 0.500, largest 0.500, 6 paired rounds" in printed
-    assert (tmp_path / "claims.md").read_text() == printed
+    assert (first / "claims.md").read_text() == printed
 
 
 def test_what_is_unknown_is_a_dash() -> None:
