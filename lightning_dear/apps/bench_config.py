@@ -9,7 +9,7 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-_OWN_KEYS = ("name", "grid", "tuning_steps", "plan_of")
+_OWN_KEYS = ("name", "grid", "tuning_steps", "plan_of", "rounds")
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Entry:
         grid: Alternative further overrides, of which the best is measured first; may be empty.
         tuning_steps: Steps of a fit whose last plan is kept; 0: none.
         plan_of: Overrides of that fit, if another strategy than the entry's is to find the plan.
+        rounds: It takes part in the first so many rounds; None: in all.
     """
 
     name: str
@@ -29,13 +30,15 @@ class Entry:
     grid: tuple[tuple[str, ...], ...] = ()
     tuning_steps: int = 0
     plan_of: tuple[str, ...] = ()
+    rounds: int | None = None
 
 
 def entries_of(cfg: DictConfig) -> list[Entry]:
     """Return the entries that ``cfg.entries`` names or spells out.
 
     Raises:
-        ValueError: For unknown names, names given twice and entries without a name.
+        ValueError: For unknown names, names given twice, entries without a name, and numbers of
+            rounds that leave nothing to compare.
     """
     known = OmegaConf.to_container(cfg.competitors)
     assert isinstance(known, dict)
@@ -46,6 +49,11 @@ def entries_of(cfg: DictConfig) -> list[Entry]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"entries has {', '.join(twice)} more than once; give each its own name.")
+    for entry in entries:
+        if entry.rounds is not None and entry.rounds < 1:
+            raise ValueError(f"rounds of {entry.name} must be at least 1, got {entry.rounds}.")
+    if entries[0].rounds is not None:
+        raise ValueError(f"Ratios are to {names[0]}, which takes part in all rounds: no rounds.")
     return entries
 
 
@@ -66,6 +74,7 @@ def _entry(one: Any, known: Mapping[Any, Any]) -> Entry:
         grid=_grid(one.get("grid") or {}),
         tuning_steps=int(one.get("tuning_steps") or 0),
         plan_of=overrides_of(one.get("plan_of") or {}),
+        rounds=None if one.get("rounds") is None else int(one["rounds"]),
     )
 
 

@@ -87,14 +87,15 @@ class Comparison:
         cfg = self.cfg
         tries = cfg.grid_rounds * sum(len(entry.grid) for entry in self.entries)
         tunings = [entry.tuning_steps for entry in self.entries if entry.tuning_steps]
-        blocks = cfg.rounds * (len(self.entries) + 1)
+        # With compute alone.
+        blocks = cfg.rounds + sum(min(one.rounds or cfg.rounds, cfg.rounds) for one in self.entries)
         timed = tries * cfg.grid_steps + sum(tunings) + blocks * cfg.steps
         return int(timed + (tries + len(tunings) + blocks) * cfg.warm_up_steps)
 
     def run(self) -> None:
         """Measure everything, noting block after block. Collective, blocks."""
         # The baseline is the first entry, so what is no competitor stands last.
-        candidates = [self._ready(entry) for entry in self.entries]
+        candidates = [replace(self._ready(one), num_rounds=one.rounds) for one in self.entries]
         candidates.append(Candidate(COMPUTE_ALONE, self._run_alone))
         length = BlockLength(self.cfg.warm_up_steps, self.cfg.steps)
         for block in run_rounds(candidates, length, self.cfg.rounds, self._begin):

@@ -2,8 +2,8 @@
 
 `python -m lightning_dear.benchmarking.claims FOLDER ... --entry ENTRY --others OTHER ...` reads
 what `dear-bench` has written and prints a row for each point of all folders. The first half of the
-rounds says which of the others is the best; the second half says how long the entry takes, relative
-to that one, round by round.
+rounds says which of the others is the best, of those that took part in them; the second half says
+how long the entry takes, relative to that one, round by round.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, inf
 from pathlib import Path
 from statistics import geometric_mean, mean, median
 
@@ -83,7 +83,8 @@ def claim_of(
         note: Of the entry; may say "predicted ... ms".
 
     Raises:
-        ValueError: If an entry was not measured, or in fewer than two rounds.
+        ValueError: If an entry was not measured, or not in two rounds, or if the best of the others
+            took part in none of the second half.
     """
     names = (entry, *others)
     if missing := [name for name in names if name not in rounds]:
@@ -91,12 +92,22 @@ def claim_of(
             f"{', '.join(missing)} was not measured at {point or 'the only point'}; there are"
             f" {', '.join(rounds)}."
         )
-    common = sorted(set.intersection(*(set(rounds[name]) for name in names)))
-    if len(common) < 2:
+    own = sorted(rounds[entry])
+    if len(own) < 2:
         raise ValueError("There are fewer than two whole rounds, and half of them choose.")
-    first, second = common[: len(common) // 2], common[len(common) // 2 :]
-    best = min(others, key=lambda name: median(rounds[name][one] for one in first))
-    ratios = [rounds[entry][one] / rounds[best][one] for one in second]
+    first, second = own[: len(own) // 2], own[len(own) // 2 :]
+
+    def step_s(name: str) -> float:
+        """In the first half; endless for what did not take part in it."""
+        return median([rounds[name][one] for one in first if one in rounds[name]] or [inf])
+
+    best = min(others, key=step_s)
+    ratios = [rounds[entry][one] / rounds[best][one] for one in second if one in rounds[best]]
+    if not ratios:
+        raise ValueError(
+            f"{best} is the best of the others and took part in none of the rounds that judge;"
+            " measure it in all of them."
+        )
     said = re.search(r"predicted ([\d.e+-]+) ms", note)
     return Claim(
         point,
@@ -105,7 +116,7 @@ def claim_of(
         median(ratios),
         upper_bound(ratios),
         float(said.group(1)) / 1e3 if said else None,
-        len(second),
+        len(ratios),
     )
 
 
@@ -185,9 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     given = parser.parse_args(arguments)
     claims = [
-        claim
-        for folder in given.folders
-        for claim in claims_of(folder, given.entry, given.others)
+        claim for folder in given.folders for claim in claims_of(folder, given.entry, given.others)
     ]
     text = format_claims(claims, given.entry, given.others)
     (given.folders[0] / "claims.md").write_text(f"{text}\n")

@@ -22,10 +22,16 @@ class Candidate:
     Attributes:
         name: For people; differs from the others'.
         run: Fits a fresh module and returns what this rank measured. Collective, blocks.
+        num_rounds: It takes part in the first so many rounds; None: in all.
     """
 
     name: str
     run: Callable[[BlockLength], RankBlock]
+    num_rounds: int | None = None
+
+    def takes_part(self, round_number: int) -> bool:
+        """Whether it runs in that round."""
+        return self.num_rounds is None or round_number < self.num_rounds
 
 
 def run_rounds(
@@ -39,11 +45,12 @@ def run_rounds(
     Args:
         candidates: The first one is what the others are compared with.
         length: Of every block.
-        num_rounds: How often each candidate runs.
+        num_rounds: How often each candidate runs that takes part in all.
         on_begin: Told each block's name before it runs.
     """
     for round_number in range(num_rounds):
-        for place, candidate in enumerate(rotated(candidates, round_number)):
+        taking_part = [one for one in candidates if one.takes_part(round_number)]
+        for place, candidate in enumerate(rotated(taking_part, round_number)):
             on_begin(f"{candidate.name}, round {round_number + 1} of {num_rounds}")
             yield _run(candidate, length, round_number, place)
 

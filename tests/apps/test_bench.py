@@ -93,7 +93,7 @@ def test_an_entry_may_be_spelt_out() -> None:
     with job(f"entries=[ddp,{spelt}]") as cfg:
         ddp, mine = entries_of(cfg)
         assert ddp.overrides == ("strategy=ddp", "strategy.bucket_cap_mb=null")
-        assert mine.name == "mine"
+        assert (mine.name, mine.rounds) == ("mine", None)
         assert composed(mine.overrides).fusion.bucket_cap_mb == 3
 
 
@@ -114,6 +114,14 @@ def test_a_grid_is_one_option_with_its_values() -> None:
         ("[]", "entries is empty"),
         ("[ddp,ddp]", "ddp more than once"),
         ("[{strategy: ddp}]", "has no name"),
+        (
+            "[ddp,{name: wfbp, strategy: wfbp, rounds: 0}]",
+            "rounds of wfbp must be at least 1, got 0",
+        ),
+        (
+            "[{name: wfbp, strategy: wfbp, rounds: 2}]",
+            "Ratios are to wfbp, which takes part in all",
+        ),
     ],
 )
 def test_wrong_entries_are_refused(entries: str, message: str) -> None:

@@ -36,11 +36,23 @@ def test_the_first_half_chooses_and_the_second_judges() -> None:
     assert (alone.best, alone.predicted_s) == ("steady", None)
 
 
-def test_only_whole_rounds_count() -> None:
-    broken_off = {**ROUNDS, "steady": {0: 1.1, 1: 1.1, 2: 1.2}}
+def test_only_rounds_with_both_count() -> None:
+    broken_off = {**ROUNDS, "steady": dict.fromkeys(range(7), 1.1)}
     assert claim_of("", broken_off, "exact", ["steady"]).num_rounds == 2
     with pytest.raises(ValueError, match="fewer than two whole rounds"):
-        claim_of("", {**ROUNDS, "steady": {0: 1.1}}, "exact", ["steady"])
+        claim_of("", {**ROUNDS, "exact": {0: 1.1}}, "exact", ["steady"])
+
+
+def test_who_takes_part_in_the_first_rounds_only_may_lose_but_not_win() -> None:
+    rounds = {**ROUNDS, "slow": dict.fromkeys(range(3), 5.0)}
+    claim = claim_of("", rounds, "exact", ["slow", "steady"])
+    assert (claim.best, claim.over("slow", "exact")) == ("steady", 5.0)
+    rounds["slow"] = dict.fromkeys(range(3), 1.0)
+    with pytest.raises(ValueError, match="slow is the best of the others and took part in none of"):
+        claim_of("", rounds, "exact", ["slow", "steady"])
+    # What was measured in the second half alone cannot be chosen.
+    rounds["slow"] = dict.fromkeys(range(6, 9), 0.1)
+    assert claim_of("", rounds, "exact", ["slow", "steady"]).best == "steady"
     with pytest.raises(
         ValueError, match="nobody was not measured at the only point; there are exa"
     ):

@@ -1,0 +1,27 @@
+"""Rounds of blocks: who takes part in which, and in what order."""
+
+from __future__ import annotations
+
+from lightning_dear.benchmarking.block import BlockLength
+from lightning_dear.benchmarking.comparison import Candidate, run_rounds
+from tests.benchmarking.examples import rank_block
+
+
+def test_the_order_rotates_among_those_that_take_part() -> None:
+    def candidate(name: str, num_rounds: int | None = None) -> Candidate:
+        return Candidate(name, lambda length: rank_block(0, 1.0), num_rounds)
+
+    told: list[str] = []
+    candidates = [candidate("a"), candidate("b", 1), candidate("c")]
+    blocks = list(run_rounds(candidates, BlockLength(3, 1), 3, told.append))
+    ran = [(block.entry, block.round_number, block.place) for block in blocks]
+    assert ran == [
+        ("a", 0, 0),
+        ("b", 0, 1),
+        ("c", 0, 2),
+        ("c", 1, 0),
+        ("a", 1, 1),
+        ("a", 2, 0),
+        ("c", 2, 1),
+    ]
+    assert told[-1] == "c, round 3 of 3"
