@@ -305,10 +305,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
             self._active.gatherer.launch(number)
 
     def _leaving_out_codecs(self) -> AbstractContextManager[None]:
-        recorder, active = self._times_recorder, self._active
-        if recorder is None or active is None:
-            return nullcontext()
-        return recorder.leaving_out_codecs(active.exchange.coded)
+        recorder = self._times_recorder
+        return nullcontext() if recorder is None else recorder.leaving_out_codecs()
 
     def _on_arrival(self, number: int) -> None:
         if isinstance(self.sharded, ReplicatedOptimizer):

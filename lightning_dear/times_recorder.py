@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn import Module, Parameter
 
 from lightning_dear.clock import Clock
-from lightning_dear.exchange import EncodedBucket
+from lightning_dear.device_work import marked_device_work
 from lightning_dear.gate import close_gate, plain_parameters, remove_gate
 from lightning_dear.planning.times import ModelTimes
 from lightning_dear.recorder import has_compiled_region
@@ -88,12 +88,11 @@ class TimesRecorder:
         self._late_steps.append((start, self._clock.mark()))
 
     @contextmanager
-    def leaving_out_codecs(self, coded: Sequence[EncodedBucket]) -> Iterator[None]:
-        """Around what may encode: where it does, its time is in none of the times."""
-        before, start = _num_encodings(coded), self._clock.mark()
-        yield
-        if _num_encodings(coded) > before:
-            self._left_out.append((start, self._clock.mark()))
+    def leaving_out_codecs(self) -> Iterator[None]:
+        """Around what may encode: the time of that is in none of the times."""
+        with marked_device_work(self._clock.mark) as spans:
+            yield
+        self._left_out += spans
 
     def note_gradient(self, index: int) -> None:
         """Parameter `index` has a new gradient."""
@@ -159,7 +158,3 @@ class TimesRecorder:
             return at_s - sum(length_s for end_s, length_s in spans if end_s <= at_s)
 
         return seconds
-
-
-def _num_encodings(coded: Sequence[EncodedBucket]) -> int:
-    return sum(sum(one.counts.values()) for one in coded)

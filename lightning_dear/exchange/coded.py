@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
 from lightning_dear.compression import Codec, Fp32
+from lightning_dear.device_work import device_work
 from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.encoding import EncodingExchange, LossScale
@@ -83,9 +84,10 @@ class CodedExchange(EncodingExchange):
             self._look_for_inf(coded.clear_padding())
             return self._dense.launch_reduce(bucket)
         scale = self._loss_scale()
-        rows = coded.compensated(scale)
-        self._look_for_inf(rows)
-        encoded = coded.encode_reduce(rows, scale)
+        with device_work():
+            rows = coded.compensated(scale)
+            self._look_for_inf(rows)
+            encoded = coded.encode_reduce(rows, scale)
         number = self._first_number + bucket.number
         work = self._collectives.launch_all_to_all(coded.outgoing, coded.incoming, number)
         return Work(work.wait, partial(self._sum, coded, coded.incoming, encoded, scale))
@@ -117,7 +119,8 @@ class CodedExchange(EncodingExchange):
         """Encodes this rank's shard, of the mean or the lag; what is returned sends it to all."""
         coded = self.coded[bucket.number]
         if self._sends_bytes_back(coded):
-            encoded = coded.encode_gather()
+            with device_work():
+                encoded = coded.encode_gather()
             return partial(self._send, coded, coded.gathered, encoded, self._is_nan)
         coded.flush()
         return partial(self._send_dense, coded, self._dense.prepare_gather(bucket))
@@ -133,7 +136,7 @@ class CodedExchange(EncodingExchange):
         self, coded: CodedBucket, wire: Tensor, encoded: Encoded, is_nan: Tensor | None
     ) -> None:
         # In whatever context somebody reads a parameter.
-        with plain_mode(coded.bucket.parameters.device.type):
+        with device_work(), plain_mode(coded.bucket.parameters.device.type):
             rows = coded.rows()
             coded.decode(wire, rows, encoded)
             if is_nan is not None:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, FlatBuffers, storage_shape
 from lightning_dear.compression import Compressor, PowerSGD
+from lightning_dear.device_work import device_work
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.encoding import EncodingExchange, LossScale
 from lightning_dear.exchange.low_rank_bucket import LowRankBucket, Messages
@@ -70,8 +71,9 @@ class LowRankExchange(EncodingExchange):
     def launch_reduce(self, bucket: Bucket) -> Work:
         """Starts summing the bucket's first message, and then sends the one before its second."""
         low, scale = self.coded[bucket.number], self._loss_scale()
-        self._look_for_inf(low.compensated(scale))
-        messages = low.encode_first()
+        with device_work():
+            self._look_for_inf(low.compensated(scale))
+            messages = low.encode_first()
         first = self._all_reduce(bucket, messages.first)
         with self._waiting("factors"):
             self._first.wait()
@@ -82,7 +84,8 @@ class LowRankExchange(EncodingExchange):
 
     def _launch_second(self, low: LowRankBucket, messages: Messages, scale: Tensor | None) -> None:
         self._first.wait()
-        low.encode_second(messages, scale)
+        with device_work():
+            low.encode_second(messages, scale)
         self._seconds[low.number] = self._all_reduce(low.bucket, messages.second)
 
     def _send_waiting(self) -> None:

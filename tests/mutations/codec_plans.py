@@ -50,9 +50,18 @@ CODEC_PLANS = [
     Mutation(
         "leaving encoding out of the times",
         "times_recorder.py",
-        "        if _num_encodings(coded) > before:\n",
-        "        if _num_encodings(coded) < before:\n",
+        "        self._left_out += spans\n",
+        "",
         (f"{PROBE}::test_a_measured_step_is_without_encoding",),
+    ),
+    Mutation(
+        "counting encoding as the device's in a replay",
+        "workloads/replay/waiter.py",
+        "            self._host_s += gap_s - device_s\n"
+        "            self._free_s = max(self._free_s, self._host_s) + device_s + seconds\n",
+        "            self._host_s += gap_s\n"
+        "            self._free_s = max(self._free_s, self._host_s) + seconds\n",
+        ("tests/workloads/test_replay_waiter.py::test_what_the_device_does_itself_is_not_hidden",),
     ),
     Mutation(
         "keeping votes compressed",

@@ -35,18 +35,25 @@ class FakeTime:
 
     def __init__(self, late_s: float = 0.0) -> None:
         self.late_s = late_s
-        self.now_s = self.work_s = 0.0
+        self.now_s = self.work_s = self.device_s = 0.0
         self.num_sleeps = 0
 
     def work(self, seconds: float) -> None:
         self.now_s += seconds
         self.work_s += seconds
 
+    def work_as_device(self, seconds: float) -> None:
+        self.work(seconds)
+        self.device_s += seconds
+
     def stand_still(self, seconds: float) -> None:
         self.now_s += seconds
 
     def work_clock(self) -> float:
         return self.work_s
+
+    def device_clock(self) -> float:
+        return self.device_s
 
     def clock(self) -> float:
         return self.now_s

@@ -9,7 +9,7 @@ TIMER_LATE_S = 7e-5
 
 
 def new_waiter(time):
-    waiter = Waiter(time.clock, time.sleep, time.work_clock)
+    waiter = Waiter(time.clock, time.sleep, time.work_clock, time.device_clock)
     waiter.begin()
     return waiter
 
@@ -40,6 +40,28 @@ def test_the_host_works_beside_the_device():
         time.work(3e-3 if number % 2 else 2e-4)
         waiter.wait(2e-3)
     assert time.now_s == pytest.approx(0.2, abs=2.5e-3)
+
+
+def test_what_the_device_does_itself_is_not_hidden():
+    time = FakeTime()
+    waiter = new_waiter(time)
+    for number in range(100):
+        time.work_as_device(1e-3)
+        time.work(3e-3 if number % 2 else 2e-4)
+        waiter.wait(2e-3)
+    assert time.now_s == pytest.approx(0.3, abs=2.5e-3)
+
+
+def test_what_the_device_does_after_it_stood_still_is_not_counted_twice():
+    time = FakeTime()
+    waiter = new_waiter(time)
+    for _ in range(10):
+        time.stand_still(0.01)
+        time.work_as_device(0.02)
+        waiter.wait(1e-3)
+        time.work_as_device(0.03)
+        waiter.wait(1e-3)
+    assert time.now_s == pytest.approx(10 * 0.062)
 
 
 def test_a_host_that_cannot_keep_up_counts():

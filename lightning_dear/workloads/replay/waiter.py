@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from lightning_dear.device_work import device_work_s
 from lightning_dear.workloads.replay.work_clock import work_clock
 
 MIN_SLEEP_S = 2e-4
@@ -23,12 +24,14 @@ class Waiter:
     layer begins when the one before it has ended and the host *would have* got there, had it only
     computed: waiting for the device is not counted. Where the host stood still between two layers
     (waiting for parameters), the layer begins no earlier than now. Waiting for a core counts as
-    work: on a machine of its own the host would have been ahead by as much.
+    work: on a machine of its own the host would have been ahead by as much. What the device would
+    do itself between two layers (encoding gradients) takes its time, and is not hidden.
 
     Args:
         clock: Seconds since whenever.
         sleep: Blocks for the seconds it is given, or a little longer.
         work_clock: See `work_clock`.
+        device_clock: Seconds of the device's own work so far; see `device_work`.
     """
 
     def __init__(
@@ -36,11 +39,14 @@ class Waiter:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         work_clock: Callable[[], float] = work_clock,
+        device_clock: Callable[[], float] = device_work_s,
     ) -> None:
         self._clock = clock
         self._sleep = sleep
         self._work_clock = work_clock
-        self._free_s = self._host_s = self._left_s = self._left_work_s = 0.0
+        self._device_clock = device_clock
+        self._free_s = self._host_s = self._left_s = 0.0
+        self._left_work_s = self._left_device_s = 0.0
         self._late_s = 0.0
 
     @property
@@ -55,18 +61,20 @@ class Waiter:
         """A step begins: the device is free from now on, and what came before is forgotten."""
         self._late_s = self.late_s
         self._free_s = self._host_s = self._left_s = self._clock()
-        self._left_work_s = self._work_clock()
+        self._left_work_s, self._left_device_s = self._work_clock(), self._device_clock()
 
     def wait(self, seconds: float) -> None:
         """Blocks until the device, when it is free, has worked for another `seconds`."""
         now_s, work_s = self._clock(), self._work_clock()
-        gap_s = now_s - self._left_s
+        gap_s, device_s = now_s - self._left_s, self._device_clock() - self._left_device_s
         if gap_s - (work_s - self._left_work_s) > MIN_STANDSTILL_S:
             self._host_s = now_s
+            self._free_s = max(self._free_s, now_s) + seconds
         else:
-            self._host_s += gap_s
-        self._free_s = max(self._free_s, self._host_s) + seconds
+            self._host_s += gap_s - device_s
+            self._free_s = max(self._free_s, self._host_s) + device_s + seconds
         if self._free_s - now_s >= MIN_SLEEP_S:
             self._sleep(self._free_s - now_s)
             now_s, work_s = self._clock(), self._work_clock()
         self._left_s, self._left_work_s = now_s, work_s
+        self._left_device_s += device_s
