@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
+from operator import add
 from statistics import median
 from typing import Any, cast
 
@@ -20,13 +22,16 @@ from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, NoFusion, TensorSpec
 from lightning_dear.planning.codec_cost import NO_CODEC
 from lightning_dear.planning.plan import ALIGNMENT, aligned
-from lightning_dear.work import Collectives, Work
+from lightning_dear.work import STATE_NUMBERS, Collectives, WireLedger, Work
 
 _SMALL_NUMEL, _LARGE_NUMEL = 1 << 16, 1 << 22
 """Elements of the two buckets, padding left out; of smaller models less."""
 
 _NUM_REPEATS = 5
 """Exchanges of each bucket; the first one is dropped."""
+
+_ROW_BYTES = 1024
+"""Of the messages whose handling is timed."""
 
 
 def measure_codecs(pipeline: Pipeline) -> CodecCosts:
@@ -50,15 +55,56 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
         for used in (codec, Fp32())
     ]
     everyones = collectives.all_gather_object(own)
+    handling_s = _slowest(collectives.all_gather_object(_handling_s(pipeline)))
     costs = []
     for place, used in enumerate((codec, Fp32())):
-        slowest = [
-            [max(times_s) for times_s in zip(*(one[place][size] for one in everyones), strict=True)]
-            for size in range(len(sizes))
-        ]
-        costs.append(_cost(options, used, sizes, slowest, collectives.world_size))
+        slowest = [_slowest([one[place][size] for one in everyones]) for size in range(len(sizes))]
+        # Whatever the size of a bucket.
+        times_s = [list(map(add, one, handling_s)) for one in slowest]
+        costs.append(_cost(options, used, sizes, times_s, collectives.world_size))
     may_mix = codec.kind != "vote" and not isinstance(codec, Fp32)
     return CodecCosts(costs[0], costs[1], may_mix)
+
+
+def _slowest(everyones: Sequence[Sequence[float]]) -> list[float]:
+    return [max(times_s) for times_s in zip(*everyones, strict=True)]
+
+
+def _handling_s(pipeline: Pipeline) -> list[float]:
+    """Seconds that messages take of whoever computes, beside what encodes and decodes them.
+
+    To start those of the reduce half, to see that they are there, and the same of the gather half.
+    Buckets of any size have as many. Collective, blocks.
+    """
+    collectives = pipeline.collectives
+    device = pipeline.parts[0].parameters[0].device
+    clock: Clock = clock_of(device)
+    rows, incoming = (
+        torch.zeros((collectives.world_size, _ROW_BYTES), dtype=torch.uint8, device=device)
+        for _ in range(2)
+    )
+    halves: Sequence[Callable[[], Work]] = (
+        partial(collectives.launch_all_to_all, rows, incoming, STATE_NUMBERS),
+        partial(collectives.launch_all_gather, rows.view(-1), STATE_NUMBERS),
+    )
+    # These bytes belong to no step.
+    ledger, collectives.ledger = collectives.ledger, WireLedger()
+    rounds = []
+    for _ in range(_NUM_REPEATS):
+        moments: list[Any] = []
+        for launch in halves:
+            moments.append(clock.mark())
+            work = launch()
+            moments.append(clock.mark())
+            # Until then everybody has sent.
+            collectives.all_gather_object(None)
+            moments.append(clock.mark())
+            work.wait()
+            moments.append(clock.mark())
+        seconds = [clock.seconds(mark) for mark in moments]
+        rounds.append([seconds[place + 1] - seconds[place] for place in range(0, 8, 2)])
+    collectives.ledger = ledger
+    return [median(times_s) for times_s in zip(*rounds[1:], strict=True)]
 
 
 def _sizes(total: int, world_size: int) -> tuple[int, int]:

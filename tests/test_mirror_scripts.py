@@ -103,7 +103,10 @@ print({"torch", "lightning", "pytorch_lightning"} & set(sys.modules))
 
 
 @every_namespace
-@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "is_first",
+    [pytest.param(True, id="before", marks=pytest.mark.slow), pytest.param(False, id="after")],
+)
 def test_import_before_or_after_lightning(namespace: str, is_first: bool, tmp_path: Path) -> None:
     imports = ["import lightning_dear", f"from {namespace} import Trainer"]
     other = next(other for other in NAMESPACES if other != namespace)

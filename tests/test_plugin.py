@@ -59,7 +59,11 @@ def test_strategy_and_groups_are_known_without_an_import(tmp_path: Path, place: 
 
 @pytest.mark.parametrize(
     ("name", "start_method"),
-    [("dear_spawn", "spawn"), ("dear_fork", "fork"), ("dear_notebook", "fork")],
+    [
+        ("dear_spawn", "spawn"),
+        pytest.param("dear_fork", "fork", marks=pytest.mark.slow),
+        pytest.param("dear_notebook", "fork", marks=pytest.mark.slow),
+    ],
 )
 def test_the_other_names_set_the_start_method(tmp_path: Path, name: str, start_method: str) -> None:
     result = run_application(tmp_path, source_of(IMPORT_TRAINER, name=name))

@@ -45,7 +45,8 @@ class BucketCost:
 class CodecCost:
     """What a codec costs; without arguments: nothing, and numbers travel as they are.
 
-    A half that is not encoded has no size here and no costs.
+    A half that is not encoded has no size here. What handling a bucket's messages takes of whoever
+    computes counts as encoding and decoding.
 
     Attributes:
         encode: Seconds to encode a bucket, what is kept of it included; of its elements.

@@ -106,6 +106,7 @@ class Seen(Callback):
 """
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_every_job_once_with_all_its_ranks(tmp_path):
     (tmp_path / "seen.py").write_text(SEEN)
     result = run(

@@ -18,6 +18,7 @@ from lightning_dear.compression import DGC, Codec, Fp32, Int8, SignSGD, Signum, 
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import Linear, NoFusion
 from lightning_dear.planning.codec_cost import NO_CODEC
+from lightning_dear.work import Work
 from tests.distributed.harness import distributed
 from tests.engine.models import batch, build, loss_of, weights
 from tests.engine.training import new_pipeline
@@ -140,6 +141,46 @@ def test_ranks_agree_and_training_is_not_touched(codec: Codec, gather: str) -> N
     plain = costs.uncompressed
     assert plain.gather_bytes is None
     assert plain.reduce_bytes == (None if codec.halves == "gather" else Linear(0.0, 4.0))
+    pipeline.detach()
+
+
+@distributed(world_sizes=(2,))
+def test_what_messages_take_of_the_host_is_in_every_bucket() -> None:
+    model, pipeline = _pipeline(_Timed())
+    _step(model, pipeline, 0)
+    pipeline.complete_parameters()
+    collectives = pipeline.collectives
+
+    def taking(launch_s: float, wait_s: float, launch: Any) -> Any:
+        def launched(*arguments: Any) -> Work:
+            CLOCK.now_s += launch_s
+            work = launch(*arguments)
+
+            def wait() -> None:
+                CLOCK.now_s += wait_s
+                work.wait()
+
+            return Work(wait)
+
+        return launched
+
+    sent_before = collectives.ledger.total_bytes
+    with (
+        mock.patch.object(codec_probe, "clock_of", return_value=CLOCK),
+        mock.patch.object(
+            collectives, "launch_all_to_all", taking(0.25, 0.5, collectives.launch_all_to_all)
+        ),
+        mock.patch.object(
+            collectives, "launch_all_gather", taking(2.0, 4.0, collectives.launch_all_gather)
+        ),
+    ):
+        costs = measure_codecs(pipeline)
+    one, plain = costs.compressed, costs.uncompressed
+    assert (one.encode.alpha, one.decode_sum.alpha) == pytest.approx((1.75, 1.0))
+    assert (one.encode_shard.alpha, one.decode.alpha) == pytest.approx((3.5, 4.5))
+    assert [plain.encode, plain.decode_sum] == [Linear(0.25), Linear(0.5)]
+    assert [plain.encode_shard, plain.decode] == [Linear(2.0), Linear(4.0)]
+    assert collectives.ledger.total_bytes == sent_before
     pipeline.detach()
 
 

@@ -168,6 +168,7 @@ def test_cli_by_name(expected: list[Tensor], tmp_path: Path) -> None:
     assert_same(fit_by_cli(tmp_path, "--trainer.strategy", "dear"), expected, "weights")
 
 
+@pytest.mark.slow
 def test_cli_by_class_path(expected: list[Tensor], tmp_path: Path) -> None:
     """Options in YAML, among them one that a command line would have to quote."""
     (tmp_path / "strategy.yaml").write_text(

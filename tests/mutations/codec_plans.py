@@ -64,6 +64,13 @@ CODEC_PLANS = [
         ("tests/workloads/test_replay_waiter.py::test_what_the_device_does_itself_is_not_hidden",),
     ),
     Mutation(
+        "counting what messages take of the host",
+        "codec_probe.py",
+        "        times_s = [list(map(add, one, handling_s)) for one in slowest]\n",
+        "        times_s = slowest\n",
+        (f"{PROBE}::test_what_messages_take_of_the_host_is_in_every_bucket",),
+    ),
+    Mutation(
         "keeping votes compressed",
         "codec_probe.py",
         '    may_mix = codec.kind != "vote" and not isinstance(codec, Fp32)\n',
