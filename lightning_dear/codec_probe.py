@@ -1,11 +1,12 @@
-"""Measures what encoding and decoding cost, on throw-away buckets that nobody receives."""
+"""Measures what encoding and decoding cost, on throw-away buckets that nobody receives.
+
+What starting a bucket's messages costs comes on top, from `launch_probe`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
-from operator import add
 from statistics import median
 from typing import Any, cast
 
@@ -18,20 +19,18 @@ from lightning_dear.clock import Clock, clock_of
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.exchange import new_exchange
 from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.launch_probe import launch_seconds
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, NoFusion, TensorSpec
 from lightning_dear.planning.codec_cost import NO_CODEC
 from lightning_dear.planning.plan import ALIGNMENT, aligned
-from lightning_dear.work import STATE_NUMBERS, Collectives, WireLedger, Work
+from lightning_dear.work import Collectives, Work
 
 _SMALL_NUMEL, _LARGE_NUMEL = 1 << 16, 1 << 22
 """Elements of the two buckets, padding left out; of smaller models less."""
 
 _NUM_REPEATS = 5
 """Exchanges of each bucket; the first one is dropped."""
-
-_ROW_BYTES = 1024
-"""Of the messages whose handling is timed."""
 
 
 def measure_codecs(pipeline: Pipeline) -> CodecCosts:
@@ -45,6 +44,7 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     if codec is None:
         return NO_CODEC
     assert isinstance(codec, Codec)
+    pipeline.complete_parameters("measuring the codec")
     part, collectives = pipeline.parts[0], pipeline.collectives
     total = sum(tensor.numel for tensor in part.tensors)
     sizes = _sizes(total, collectives.world_size)
@@ -55,56 +55,18 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
         for used in (codec, Fp32())
     ]
     everyones = collectives.all_gather_object(own)
-    handling_s = _slowest(collectives.all_gather_object(_handling_s(pipeline)))
+    launches_s = launch_seconds(pipeline)
     costs = []
     for place, used in enumerate((codec, Fp32())):
         slowest = [_slowest([one[place][size] for one in everyones]) for size in range(len(sizes))]
-        # Whatever the size of a bucket.
-        times_s = [list(map(add, one, handling_s)) for one in slowest]
-        costs.append(_cost(options, used, sizes, times_s, collectives.world_size))
+        cost = _cost(options, used, sizes, slowest, collectives.world_size)
+        costs.append(cost.with_launches(*launches_s))
     may_mix = codec.kind != "vote" and not isinstance(codec, Fp32)
     return CodecCosts(costs[0], costs[1], may_mix)
 
 
 def _slowest(everyones: Sequence[Sequence[float]]) -> list[float]:
     return [max(times_s) for times_s in zip(*everyones, strict=True)]
-
-
-def _handling_s(pipeline: Pipeline) -> list[float]:
-    """Seconds that messages take of whoever computes, beside what encodes and decodes them.
-
-    To start those of the reduce half, to see that they are there, and the same of the gather half.
-    Buckets of any size have as many. Collective, blocks.
-    """
-    collectives = pipeline.collectives
-    device = pipeline.parts[0].parameters[0].device
-    clock: Clock = clock_of(device)
-    rows, incoming = (
-        torch.zeros((collectives.world_size, _ROW_BYTES), dtype=torch.uint8, device=device)
-        for _ in range(2)
-    )
-    halves: Sequence[Callable[[], Work]] = (
-        partial(collectives.launch_all_to_all, rows, incoming, STATE_NUMBERS),
-        partial(collectives.launch_all_gather, rows.view(-1), STATE_NUMBERS),
-    )
-    # These bytes belong to no step.
-    ledger, collectives.ledger = collectives.ledger, WireLedger()
-    rounds = []
-    for _ in range(_NUM_REPEATS):
-        moments: list[Any] = []
-        for launch in halves:
-            moments.append(clock.mark())
-            work = launch()
-            moments.append(clock.mark())
-            # Until then everybody has sent.
-            collectives.all_gather_object(None)
-            moments.append(clock.mark())
-            work.wait()
-            moments.append(clock.mark())
-        seconds = [clock.seconds(mark) for mark in moments]
-        rounds.append([seconds[place + 1] - seconds[place] for place in range(0, 8, 2)])
-    collectives.ledger = ledger
-    return [median(times_s) for times_s in zip(*rounds[1:], strict=True)]
 
 
 def _sizes(total: int, world_size: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn import Module, Parameter
 
 from lightning_dear.clock import Clock
-from lightning_dear.device_work import marked_device_work
+from lightning_dear.device_work import device_work_s
 from lightning_dear.gate import close_gate, plain_parameters, remove_gate
 from lightning_dear.planning.times import ModelTimes
 from lightning_dear.recorder import has_compiled_region
@@ -89,10 +89,14 @@ class TimesRecorder:
 
     @contextmanager
     def leaving_out_codecs(self) -> Iterator[None]:
-        """Around what may encode: the time of that is in none of the times."""
-        with marked_device_work(self._clock.mark) as spans:
-            yield
-        self._left_out += spans
+        """Around what may encode: where it does, its time is in none of the times.
+
+        Neither is that of starting messages: both are among a codec's costs.
+        """
+        before_s, start = device_work_s(), self._clock.mark()
+        yield
+        if device_work_s() > before_s:
+            self._left_out.append((start, self._clock.mark()))
 
     def note_gradient(self, index: int) -> None:
         """Parameter `index` has a new gradient."""

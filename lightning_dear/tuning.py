@@ -27,7 +27,7 @@ from lightning_dear.planning.search import (
 )
 from lightning_dear.planning.times import ModelTimes, median_times, slowest_times
 from lightning_dear.summing import shard_of
-from lightning_dear.work import STATE_NUMBERS, Collectives, WireLedger, Work
+from lightning_dear.work import STATE_NUMBERS, Collectives, Work, uncounted
 
 _LEAST_BYTES, _MOST_BYTES, _MOST_LONG_BYTES = 1 << 18, 1 << 24, 1 << 26
 """Of a train of exchanges that are under way at once, as in a step: while one starts, the others
@@ -202,8 +202,6 @@ def measure_link(pipeline: Pipeline) -> LinkCost:
     pipeline.complete_parameters("measuring the link")
     collectives = pipeline.collectives
     device = pipeline.parts[0].parameters[0].device
-    # These bytes belong to no step.
-    ledger, collectives.ledger = collectives.ledger, WireLedger()
     tensors = pipeline.parts[0].tensors
     model_bytes = sum(tensor.numel * tensor.itemsize for tensor in tensors)
     total_bytes = min(max(model_bytes // 8, _LEAST_BYTES), _MOST_BYTES)
@@ -216,12 +214,12 @@ def measure_link(pipeline: Pipeline) -> LinkCost:
     for name, (count, nbytes) in planned.items():
         numel = aligned(nbytes // 4, ALIGNMENT * collectives.world_size)
         repeats = 1 if name == "long" else _NUM_REPEATS
-        both_s = map(median, _train_times(collectives, device, numel, count, repeats))
+        with uncounted(collectives):
+            both_s = map(median, _train_times(collectives, device, numel, count, repeats))
         half_s, whole_s = (max(collectives.all_gather_object(one_s)) for one_s in both_s)
         sent = sent_bytes(4 * numel, collectives.world_size)
         halves[name] = Train(count, sent, half_s)
         all_reduces[name] = Train(count, 2 * sent, whole_s)
-    collectives.ledger = ledger
     return replace(fitted(**halves), all_reduce=fitted(**all_reduces))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -30,6 +31,16 @@ class WireLedger:
         """Sum over all kinds, in bytes."""
         decoupled_bytes = self.reduce_scatter_bytes + self.all_gather_bytes
         return decoupled_bytes + self.all_reduce_bytes + self.other_bytes
+
+
+@contextmanager
+def uncounted(collectives: Collectives) -> Iterator[None]:
+    """What is sent meanwhile, to measure something, belongs to no step."""
+    ledger, collectives.ledger = collectives.ledger, WireLedger()
+    try:
+        yield
+    finally:
+        collectives.ledger = ledger
 
 
 class Signal:

@@ -32,7 +32,8 @@ class Claim:
 
     Attributes:
         point: Its label.
-        steps_s: Entry -> median step over all rounds.
+        steps_s: Entry -> median step over all rounds that it took part in.
+        relative: Entry -> median, over the rounds of both, of its step over the judged entry's.
         best: The best of the others on the first half of the rounds.
         ratio: Median over the second half of step over `best`'s step.
         upper: Upper 95 % bound of that median; None where there are too few rounds for one.
@@ -42,17 +43,12 @@ class Claim:
 
     point: str
     steps_s: Mapping[str, float]
+    relative: Mapping[str, float]
     best: str
     ratio: float
     upper: float | None
     predicted_s: float | None
     num_rounds: int
-
-    def over(self, entry: str, other: str) -> float | None:
-        """Step of `entry` over that of `other`; None if one of them was not measured."""
-        if entry not in self.steps_s or other not in self.steps_s:
-            return None
-        return self.steps_s[entry] / self.steps_s[other]
 
 
 def upper_bound(values: Sequence[float]) -> float | None:
@@ -86,32 +82,34 @@ def claim_of(
         ValueError: If an entry was not measured, or not in two rounds, or if the best of the others
             took part in none of the second half.
     """
+    where = point or "the only point"
     names = (entry, *others)
     if missing := [name for name in names if name not in rounds]:
         raise ValueError(
-            f"{', '.join(missing)} was not measured at {point or 'the only point'}; there are"
-            f" {', '.join(rounds)}."
+            f"{', '.join(missing)} was not measured at {where}; there are {', '.join(rounds)}."
         )
     own = sorted(rounds[entry])
     if len(own) < 2:
-        raise ValueError("There are fewer than two whole rounds, and half of them choose.")
+        raise ValueError(f"There are fewer than two rounds at {where}, and half of them choose.")
     first, second = own[: len(own) // 2], own[len(own) // 2 :]
 
-    def step_s(name: str) -> float:
-        """In the first half; endless for what did not take part in it."""
-        return median([rounds[name][one] for one in first if one in rounds[name]] or [inf])
+    def ratios_of(name: str, among: Sequence[int]) -> list[float]:
+        """Its steps over the entry's, in those rounds that have both."""
+        return [rounds[name][one] / rounds[entry][one] for one in among if one in rounds[name]]
 
-    best = min(others, key=step_s)
-    ratios = [rounds[entry][one] / rounds[best][one] for one in second if one in rounds[best]]
+    # What took part in none of the first half cannot be chosen.
+    best = min(others, key=lambda name: median(ratios_of(name, first) or [inf]))
+    ratios = [1 / ratio for ratio in ratios_of(best, second)]
     if not ratios:
         raise ValueError(
-            f"{best} is the best of the others and took part in none of the rounds that judge;"
-            " measure it in all of them."
+            f"{best} is the best of the others at {where} and took part in none of the rounds that"
+            " judge; measure it in all of them."
         )
     said = re.search(r"predicted ([\d.e+-]+) ms", note)
     return Claim(
         point,
         {name: median(of.values()) for name, of in rounds.items()},
+        {name: median(found) for name in rounds if (found := ratios_of(name, own))},
         best,
         median(ratios),
         upper_bound(ratios),
@@ -146,7 +144,8 @@ def read_notes(path: Path) -> dict[tuple[str, str], str]:
 
 def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) -> str:
     """A Markdown table of all points, and what holds over all of them."""
-    names = [name for name in claims[0].steps_s if name not in (entry, *others, ALONE)]
+    known = dict.fromkeys(name for one in claims for name in one.steps_s)
+    names = [name for name in known if name not in (entry, *others, ALONE)]
     columns = [*names, *others, entry]
     titles = ["point", *(f"{name}, ms" for name in columns), "best other", "ratio [95 %]"]
     titles += ["predicted / measured", f"gain over {others[0]}", "scaling factor"]
@@ -161,12 +160,12 @@ def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) ->
                 one.best,
                 f"{one.ratio:.3f} [{bound}]",
                 _figure(predicted),
-                _figure(one.over(others[0], entry)),
-                _figure(one.over(ALONE, entry)),
+                _figure(one.relative.get(others[0])),
+                _figure(one.relative.get(ALONE)),
             ]
         )
     ratios = [one.ratio for one in claims]
-    gains = [gain for one in claims if (gain := one.over(others[0], entry)) is not None]
+    gains = [one.relative[others[0]] for one in claims if others[0] in one.relative]
     return "\n".join(
         [
             *("| " + " | ".join(line) + " |" for line in lines),

@@ -81,7 +81,8 @@ class CodedExchange(EncodingExchange):
         """Encodes the bucket's gradients and starts sending each rank its part."""
         coded = self.coded[bucket.number]
         if not self._encodes_reduce:
-            self._look_for_inf(coded.clear_padding())
+            with device_work():
+                self._look_for_inf(coded.clear_padding())
             return self._dense.launch_reduce(bucket)
         scale = self._loss_scale()
         with device_work():

@@ -25,9 +25,9 @@ class BucketCost:
     """What one bucket costs in a step, beside its turns on the link.
 
     Attributes:
-        encode_s: In backward, when its last gradient is there.
+        encode_s: In backward, when its last gradient is there: encoding it, starting its messages.
         sum_s: After backward, when all ranks' bytes are there: decoding and summing them.
-        publish_s: In the step, after this rank's shard is stepped: encoding it.
+        publish_s: In the step, after this rank's shard is stepped: the same of that.
         decode_s: In forward, at the first read.
         reduce_bytes: Size of what travels in the reduce half, as if all of it were sent.
         gather_bytes: The same of the gather half.
@@ -45,14 +45,15 @@ class BucketCost:
 class CodecCost:
     """What a codec costs; without arguments: nothing, and numbers travel as they are.
 
-    A half that is not encoded has no size here. What handling a bucket's messages takes of whoever
-    computes counts as encoding and decoding.
+    A half that is not encoded has no size here, and no costs but for starting its messages.
 
     Attributes:
-        encode: Seconds to encode a bucket, what is kept of it included; of its elements.
+        encode: Seconds to encode a bucket, what is kept of it included, and to start its messages;
+            of its elements.
         decode_sum: Seconds to decode all ranks' parts of this rank's shard and to sum them; of the
             bucket's elements.
-        encode_shard: Seconds to encode the owner's shard; of the shard's elements.
+        encode_shard: Seconds to encode the owner's shard, and to start its messages; of the shard's
+            elements.
         decode: Seconds to decode what was gathered; of the bucket's elements.
         reduce_bytes: Of a shard that is encoded for its owner; of the shard's elements. None: as
             many as it has.
@@ -65,6 +66,15 @@ class CodecCost:
     decode: Linear = Linear()
     reduce_bytes: Linear | None = None
     gather_bytes: Linear | None = None
+
+    def with_launches(self, reduce_s: float, gather_s: float) -> CodecCost:
+        """With what starting messages takes of each half, whatever the size of a bucket."""
+        encode, shard = self.encode, self.encode_shard
+        return replace(
+            self,
+            encode=replace(encode, alpha=encode.alpha + reduce_s),
+            encode_shard=replace(shard, alpha=shard.alpha + gather_s),
+        )
 
     def of(self, numel: float, itemsize: int, world_size: int) -> BucketCost:
         """Of a bucket of `numel` elements, padding included, of `itemsize` bytes each."""

@@ -33,7 +33,8 @@ class Prediction:
         step_s: From one backward to the next.
         exposed_reduce_scatter_s: For which the optimizer step waits after backward.
         exposed_all_gather_s: For which the next forward stands still.
-        coding_s: For which gradients are encoded and decoded; no wait is in it.
+        coding_s: For which gradients are encoded and decoded, and with a codec messages started; no
+            wait is in it.
         bound_s: See `LinkCost.bound_s`.
         dear_bound_s: See `LinkCost.dear_bound_s`.
         spans: The link's timeline.

@@ -30,8 +30,8 @@ def test_the_first_half_chooses_and_the_second_judges() -> None:
     )
     assert (claim.best, claim.ratio, claim.num_rounds) == ("fickle", 0.5, 5)
     assert claim.predicted_s == 1.2
-    assert claim.over("steady", "exact") == 1.1
-    assert claim.over("nobody", "exact") is None
+    assert claim.relative["steady"] == 1.1
+    assert "nobody" not in claim.relative
     alone = claim_of("", ROUNDS, "exact", ["steady"])
     assert (alone.best, alone.predicted_s) == ("steady", None)
 
@@ -39,17 +39,21 @@ def test_the_first_half_chooses_and_the_second_judges() -> None:
 def test_only_rounds_with_both_count() -> None:
     broken_off = {**ROUNDS, "steady": dict.fromkeys(range(7), 1.1)}
     assert claim_of("", broken_off, "exact", ["steady"]).num_rounds == 2
-    with pytest.raises(ValueError, match="fewer than two whole rounds"):
+    with pytest.raises(ValueError, match="fewer than two rounds at the only point"):
         claim_of("", {**ROUNDS, "exact": {0: 1.1}}, "exact", ["steady"])
 
 
 def test_who_takes_part_in_the_first_rounds_only_may_lose_but_not_win() -> None:
     rounds = {**ROUNDS, "slow": dict.fromkeys(range(3), 5.0)}
     claim = claim_of("", rounds, "exact", ["slow", "steady"])
-    assert (claim.best, claim.over("slow", "exact")) == ("steady", 5.0)
+    assert (claim.best, claim.relative["slow"]) == ("steady", 5.0)
     rounds["slow"] = dict.fromkeys(range(3), 1.0)
-    with pytest.raises(ValueError, match="slow is the best of the others and took part in none of"):
+    with pytest.raises(ValueError, match="slow is the best of the others at the only"):
         claim_of("", rounds, "exact", ["slow", "steady"])
+    # Rounds that were slow for all are no disadvantage of who took part in these alone.
+    drifting = {name: {one: s * (20 - one) for one, s in of.items()} for name, of in rounds.items()}
+    with pytest.raises(ValueError, match="slow is the best"):
+        claim_of("", drifting, "exact", ["slow", "steady"])
     # What was measured in the second half alone cannot be chosen.
     rounds["slow"] = dict.fromkeys(range(6, 9), 0.1)
     assert claim_of("", rounds, "exact", ["slow", "steady"]).best == "steady"

@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
 
-from lightning_dear import codec_probe
+from lightning_dear import codec_probe, launch_probe
 from lightning_dear.codec_probe import fitted_line, measure_codecs
-from lightning_dear.compression import DGC, Codec, Fp32, Int8, SignSGD, Signum, TopK
+from lightning_dear.compression import DGC, Codec, Fp32, Int8, PowerSGD, SignSGD, Signum, TopK
+from lightning_dear.device_work import device_work_s
+from lightning_dear.exchange.low_rank_bucket import LowRankBucket
 from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.launch_probe import launch_seconds
 from lightning_dear.planning import Linear, NoFusion
 from lightning_dear.planning.codec_cost import NO_CODEC
 from lightning_dear.work import Work
@@ -51,6 +54,20 @@ class _Timed(Int8):
 
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         CLOCK.now_s += 0.5 + 1e-6 * rows.numel()
+        super().decode(wire, rows, generator)
+
+
+ENCODE_S, DECODE_S = 0.02, 0.04
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sleeping(Int8):
+    def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
+        time.sleep(ENCODE_S)
+        super().encode(rows, wire, generator)
+
+    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
+        time.sleep(DECODE_S)
         super().decode(wire, rows, generator)
 
 
@@ -90,7 +107,10 @@ def _line(alpha: float, beta: float) -> Any:
 def test_each_operation_is_timed_with_what_belongs_to_it(gather: str) -> None:
     model, pipeline = _pipeline(_Timed(), gather)
     _step(model, pipeline, 0)
-    with mock.patch.object(codec_probe, "clock_of", return_value=CLOCK):
+    with (
+        mock.patch.object(codec_probe, "clock_of", return_value=CLOCK),
+        mock.patch.object(codec_probe, "launch_seconds", return_value=(0.0, 0.0)),
+    ):
         costs = measure_codecs(pipeline)
     found = {
         name: (one.alpha, one.beta)
@@ -145,19 +165,37 @@ def test_ranks_agree_and_training_is_not_touched(codec: Codec, gather: str) -> N
 
 
 @distributed(world_sizes=(2,))
-def test_what_messages_take_of_the_host_is_in_every_bucket() -> None:
+def test_starting_messages_costs_every_bucket_the_same() -> None:
     model, pipeline = _pipeline(_Timed())
+    _step(model, pipeline, 0)
+    with (
+        mock.patch.object(codec_probe, "clock_of", return_value=CLOCK),
+        mock.patch.object(codec_probe, "launch_seconds", return_value=(0.25, 2.0)),
+    ):
+        costs = measure_codecs(pipeline)
+    one, plain = costs.compressed, costs.uncompressed
+    assert (one.encode.alpha, one.decode_sum.alpha) == pytest.approx((1.75, 0.5))
+    assert (one.encode_shard.alpha, one.decode.alpha) == pytest.approx((3.5, 0.5))
+    assert [plain.encode, plain.decode_sum] == [Linear(0.25), Linear()]
+    assert [plain.encode_shard, plain.decode] == [Linear(2.0), Linear()]
+    pipeline.detach()
+
+
+@distributed(world_sizes=(2,))
+def test_starting_is_timed_without_waiting_and_counts_as_no_steps_bytes() -> None:
+    model, pipeline = _pipeline(Int8())
     _step(model, pipeline, 0)
     pipeline.complete_parameters()
     collectives = pipeline.collectives
+    is_slow = collectives.rank == 1
 
-    def taking(launch_s: float, wait_s: float, launch: Any) -> Any:
+    def slowed(seconds: float, launch: Any) -> Any:
         def launched(*arguments: Any) -> Work:
-            CLOCK.now_s += launch_s
+            time.sleep(seconds * is_slow)
             work = launch(*arguments)
 
             def wait() -> None:
-                CLOCK.now_s += wait_s
+                time.sleep(0.1)
                 work.wait()
 
             return Work(wait)
@@ -165,22 +203,65 @@ def test_what_messages_take_of_the_host_is_in_every_bucket() -> None:
         return launched
 
     sent_before = collectives.ledger.total_bytes
+    slow_all_to_all = slowed(0.02, collectives.launch_all_to_all)
+    slow_all_gather = slowed(0.04, collectives.launch_all_gather)
     with (
-        mock.patch.object(codec_probe, "clock_of", return_value=CLOCK),
-        mock.patch.object(
-            collectives, "launch_all_to_all", taking(0.25, 0.5, collectives.launch_all_to_all)
-        ),
-        mock.patch.object(
-            collectives, "launch_all_gather", taking(2.0, 4.0, collectives.launch_all_gather)
-        ),
+        mock.patch.object(launch_probe, "_NUM_REPEATS", 3),
+        mock.patch.object(collectives, "launch_all_to_all", slow_all_to_all),
+        mock.patch.object(collectives, "launch_all_gather", slow_all_gather),
     ):
-        costs = measure_codecs(pipeline)
-    one, plain = costs.compressed, costs.uncompressed
-    assert (one.encode.alpha, one.decode_sum.alpha) == pytest.approx((1.75, 1.0))
-    assert (one.encode_shard.alpha, one.decode.alpha) == pytest.approx((3.5, 4.5))
-    assert [plain.encode, plain.decode_sum] == [Linear(0.25), Linear(0.5)]
-    assert [plain.encode_shard, plain.decode] == [Linear(2.0), Linear(4.0)]
+        reduce_s, gather_s = launch_seconds(pipeline)
+    assert 0.02 <= reduce_s < 0.1
+    assert 0.04 <= gather_s < 0.1
+    assert collectives.all_gather_object((reduce_s, gather_s)) == [(reduce_s, gather_s)] * 2
     assert collectives.ledger.total_bytes == sent_before
+    _step(model, pipeline, 1)
+    pipeline.detach()
+
+
+@pytest.mark.parametrize(
+    ("gather", "num_encodings", "num_decodings"),
+    [
+        # What is not sent is found by decoding, but of a difference nothing is kept.
+        ("gradients", 2, 3),
+        ("parameters", 2, 2),
+    ],
+)
+@distributed(world_sizes=(2,))
+def test_encoding_is_the_devices_work(gather: str, num_encodings: int, num_decodings: int) -> None:
+    model, pipeline = _pipeline(_Sleeping(), gather)
+    for step in range(2):
+        before_s = device_work_s()
+        _step(model, pipeline, step)
+        pipeline.complete_parameters()
+    num_buckets = len(pipeline.parts[0].plan.buckets)
+    took_s = device_work_s() - before_s
+    least_s = num_buckets * (num_encodings * ENCODE_S + num_decodings * DECODE_S)
+    assert least_s <= took_s < least_s + DECODE_S
+    pipeline.detach()
+
+
+@distributed(world_sizes=(2,))
+def test_making_factors_is_the_devices_work() -> None:
+    model, pipeline = _pipeline(PowerSGD())
+    _step(model, pipeline, 0)
+
+    def slowed(seconds: float, method: Any) -> Any:
+        def took(*arguments: Any) -> Any:
+            time.sleep(seconds)
+            return method(*arguments)
+
+        return took
+
+    slow = {
+        "encode_first": slowed(0.01, LowRankBucket.encode_first),
+        "encode_second": slowed(0.02, LowRankBucket.encode_second),
+    }
+    with mock.patch.multiple(LowRankBucket, **slow):
+        before_s = device_work_s()
+        _step(model, pipeline, 1)
+    num_buckets = len(pipeline.parts[0].plan.buckets)
+    assert 0.03 * num_buckets <= device_work_s() - before_s < 0.03 * num_buckets + 0.02
     pipeline.detach()
 
 
