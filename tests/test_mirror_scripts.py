@@ -124,7 +124,8 @@ def test_import_before_or_after_lightning(namespace: str, is_first: bool, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "name", ["dear", "dear_spawn", pytest.param("dear_fork", marks=pytest.mark.slow)]
+    "name",
+    ["dear", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dear_spawn", "dear_fork"))],
 )
 def test_launchers_of_pytorch_lightning(name: str, tmp_path: Path) -> None:
     told = run_script(tmp_path, fit_script("pytorch_lightning", name, devices=2))

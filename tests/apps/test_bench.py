@@ -349,6 +349,7 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
     assert "wfbp" in output
 
 
+@pytest.mark.slow
 def test_a_killed_run_keeps_the_rows_of_the_points_it_finished(tmp_path: Path) -> None:
     running = subprocess.Popen(
         command("entries=[ddp]", *QUICK, "points=[{steps: 4}, {rounds: 500}]"),
