@@ -160,6 +160,11 @@ class PlanChanges:
         if self._active is not None:
             self._active.exchange.use(codec)
 
+    @property
+    def uses_configured_codec(self) -> bool:
+        """Whether steps are encoded as was configured; not while a schedule says otherwise."""
+        return self._codec in (None, self._options.codec)
+
     def encoding_figures(self) -> dict[str, Tensor | float]:
         """What encoding saves and what it leaves over; empty without a codec. Local, no wait.
 

@@ -6,7 +6,7 @@ Every measurement and every decision is shared: times are those of the slowest r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -17,13 +17,22 @@ import torch
 from lightning_dear.clock import clock_of
 from lightning_dear.codec_probe import measure_codecs
 from lightning_dear.pipeline import Pipeline
-from lightning_dear.planning import BucketPlan, LinkCost, PlanSearch, SearchingPlanner, TensorSpec
+from lightning_dear.planning import (
+    BucketPlan,
+    CodecCosts,
+    LinkCost,
+    PlanSearch,
+    SearchingPlanner,
+    TensorSpec,
+    predict,
+)
 from lightning_dear.planning.cost import Train, fitted, sent_bytes
 from lightning_dear.planning.plan import ALIGNMENT, aligned
 from lightning_dear.planning.search import (
     NUM_DROPPED_STEPS,
     NUM_MEASURED_STEPS,
     NUM_PROFILED_STEPS,
+    PredictingPlanner,
 )
 from lightning_dear.planning.times import ModelTimes, median_times, slowest_times
 from lightning_dear.summing import shard_of
@@ -43,6 +52,10 @@ four ranks on 1 Gb/s 10 ms apart, a tenth of the time of 16 MiB."""
 
 _NUM_REPEATS = 3
 """Of a train; the long one runs once."""
+
+
+Measured = tuple[BucketPlan, float]
+"""A plan, and the seconds of its steps."""
 
 
 class Tuning:
@@ -110,9 +123,12 @@ class Tuning:
         if self._collectives.world_size == 1 or self._takes_found_plan():
             return
         times = yield from self._profile()
+        has_codec = self._pipeline.codec is not None
+        start = (yield from self._measure_start()) if has_codec else None
         costs: list[Any] = [measure_link(self._pipeline)]
-        if self._pipeline.codec is not None:
-            costs.append(measure_codecs(self._pipeline))
+        if has_codec:
+            codecs = measure_codecs(self._pipeline)
+            costs.append(with_unseen(codecs, start, self._tensors, times, costs[0]))
         if self._collectives.rank == 0:
             # On rank 0 alone: a search may compute other bits on another kind of host.
             self._search = self._planner.search(
@@ -163,6 +179,19 @@ class Tuning:
             allows_cuts=not self._pipeline.options.is_of_gradients,
         )
 
+    def _measure_start(self) -> Generator[None, None, Measured | None]:
+        """The plan that training starts with; None where most steps will be others.
+
+        A planner that measures its candidates needs no such yardstick.
+        """
+        part = self._part
+        plan, is_predicting = part.plan, isinstance(self._planner, PredictingPlanner)
+        if plan is None or not is_predicting or not part.uses_configured_codec:
+            return None
+        step_s = yield from self._measure_steps()
+        # A schedule may have changed it meanwhile.
+        return (plan, step_s) if part.uses_configured_codec else None
+
     def _measure_steps(self) -> Generator[None, None, float]:
         """Seconds a step of the slowest rank; the median, as a validation may come between."""
         clock = clock_of(self._part.parameters[0].device)
@@ -191,6 +220,20 @@ class Tuning:
 
     def _rank_0s(self, value: Any) -> Any:
         return self._collectives.all_gather_object(value)[0]
+
+
+def with_unseen(
+    codecs: CodecCosts,
+    start: Measured | None,
+    tensors: Sequence[TensorSpec],
+    times: ModelTimes,
+    link: LinkCost,
+) -> CodecCosts:
+    """`codecs` with what a measured plan's step takes beyond its prediction."""
+    if start is None:
+        return codecs
+    plan, step_s = start
+    return replace(codecs, unseen_s=step_s - predict(plan, tensors, times, link, codecs).step_s)
 
 
 def measure_link(pipeline: Pipeline) -> LinkCost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from lightning_dear import tuning
+from lightning_dear.compression import Codec, Int8
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import (
     AutoFusion,
@@ -17,13 +19,20 @@ from lightning_dear.planning import (
     BucketPlan,
     LinkCost,
     MergeCompFusion,
+    MergeCompHeuristicFusion,
     ModelTimes,
     NoFusion,
     SingleFusion,
     ThresholdFusion,
+    predict,
 )
 from lightning_dear.planning.all_reduce import everything_all_reduced
-from lightning_dear.planning.search import NUM_DROPPED_STEPS, NUM_MEASURED_STEPS
+from lightning_dear.planning.codec_cost import CodecCost, CodecCosts, Linear
+from lightning_dear.planning.search import (
+    NUM_DROPPED_STEPS,
+    NUM_MEASURED_STEPS,
+    NUM_PROFILED_STEPS,
+)
 from lightning_dear.tuning import Tuning, measure_link
 from lightning_dear.work import WireLedger, Work
 from tests.planning.models import UNIT, chain
@@ -86,6 +95,7 @@ class _Part:
     num_steps: int = 0
     parameters: Sequence[torch.Tensor] = (torch.zeros(1),)
     used: list[BucketPlan] = field(default_factory=list)
+    uses_configured_codec: bool = True
 
     def replan(self, plan: BucketPlan) -> None:
         assert self.plan is not None
@@ -100,7 +110,7 @@ class _Pipeline:
         self.early_refusal: str | None = None
         self.all_reduce_refusal: str | None = None
         self.options = ExchangeOptions()
-        self.codec = None
+        self.codec: Codec | None = None
 
     def complete_parameters(self, reason: str) -> None:
         pass
@@ -141,6 +151,40 @@ def _tuning(planner: Any, world_size: int = 2, found: Any = None) -> tuple[Any, 
     said: list[str] = []
     pipeline = _Pipeline(world_size)
     return Tuning(pipeline, planner, said.append, found), pipeline, said  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True], ids=["", "scheduled"])
+@pytest.mark.parametrize(
+    ("planner", "num_measured"),
+    [(MergeCompFusion(), 1), (MergeCompHeuristicFusion(), 1), (BayesianFusion(num_steps=40), 5)],
+    ids=lambda one: getattr(one, "name", ""),
+)
+def test_what_no_cost_shows_is_learnt_from_the_starting_plan(
+    planner: Any, num_measured: int, is_scheduled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = CodecCosts(CodecCost(encode=Linear(1e-3, 1e-9)))
+    monkeypatch.setattr(tuning, "measure_codecs", lambda pipeline: costs)
+    tuner, pipeline, said = _tuning(planner)
+    pipeline.codec = Int8()
+    pipeline.parts[0].uses_configured_codec = not is_scheduled
+    is_predicting = num_measured == 1
+    num_steps = _train(tuner, pipeline, 100, lambda _: 5.0)
+    per_plan = NUM_DROPPED_STEPS + NUM_MEASURED_STEPS
+    if is_predicting and is_scheduled:
+        per_plan = 0
+    assert num_steps == 1 + NUM_PROFILED_STEPS + per_plan * num_measured
+    if not is_predicting:
+        return
+
+    def predicted_s(plan: BucketPlan) -> float:
+        return predict(plan, TENSORS, TIMES, LinkCost(LINK_ALPHA_S, LINK_BETA_S), costs).step_s
+
+    # Rank 1 is slower by a tenth.
+    unseen_s = 0.0 if is_scheduled else 1.1 * 5.0 - predicted_s(FIRST)
+    found = re.search(r"predicted ([\d.e+]+) ms/step", said[0])
+    assert found is not None
+    expected_ms = 1e3 * (predicted_s(pipeline.parts[0].plan) + unseen_s)
+    assert float(found.group(1)) == pytest.approx(expected_ms, rel=0.02)
 
 
 @pytest.mark.parametrize("planner", [AutoFusion(), BayesianFusion()], ids=lambda one: one.name)

@@ -102,11 +102,14 @@ class CodecCosts:
         uncompressed: What travelling as they are costs among buckets that are compressed.
         may_mix: Whether a plan may leave buckets uncompressed. Not where there is no codec, nor
             where what comes back is no gradient, such as a vote.
+        unseen_s: Seconds of a step that no cost shows, such as ranks that wait for each other;
+            negative where steps are shorter than all costs say. The same for every plan.
     """
 
     compressed: CodecCost = CodecCost()
     uncompressed: CodecCost = CodecCost()
     may_mix: bool = False
+    unseen_s: float = 0.0
 
     @property
     def are_none(self) -> bool:

@@ -91,7 +91,8 @@ def predict(
     delays all later gradients; after backward they are decoded and summed one after the other, in
     plan order; a stepped shard is encoded before its gather, and what was gathered is decoded at
     the first read, which delays all later ones, as do steps that are made there. Codecs are not
-    for plans with early or all-reduced buckets.
+    for plans with early or all-reduced buckets. What a codec's costs do not show is added to the
+    step.
     """
     nbytes = bucket_bytes(plan, tensors)
     costs = bucket_costs(plan, tensors, codecs)
@@ -122,7 +123,7 @@ def predict(
     )
     bound_s, dear_bound_s = _bounds_s(plan, tensors, times, link, codecs)
     return Prediction(
-        step_s=stepped_s + times.forward_s + delay_s,
+        step_s=stepped_s + times.forward_s + delay_s + codecs.unseen_s,
         exposed_reduce_scatter_s=reduced_s - times.backward_s - encode_s - sum_s,
         exposed_all_gather_s=delay_s - sum(used_s),
         coding_s=encode_s + sum_s + publish_s + decode_s,
