@@ -297,3 +297,14 @@ def test_lines_do_not_fall_and_begin_at_zero_or_above() -> None:
     assert fitted_line((10, 30), (3.0, 7.0)) == Linear(1.0, 0.2)
     assert fitted_line((10, 30), (1.0, 6.0)) == Linear(0.0, 0.2)
     assert fitted_line((10, 30), (4.0, 3.0)) == Linear(4.0, 0.0)
+
+
+@distributed(world_sizes=(1,))
+def test_who_plans_knows_whether_a_schedule_is_at_work() -> None:
+    _, pipeline = _pipeline(Int8())
+    (part,) = pipeline.parts
+    assert part.uses_configured_codec
+    for codec, is_configured in ((Fp32(), False), (Int8(), True)):
+        pipeline.use_codec(codec)
+        assert part.uses_configured_codec is is_configured
+    pipeline.detach()

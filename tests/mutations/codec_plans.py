@@ -71,6 +71,20 @@ CODEC_PLANS = [
         (f"{PROBE}::test_starting_messages_costs_every_bucket_the_same",),
     ),
     Mutation(
+        "adding what no cost shows",
+        "planning/predict.py",
+        "        step_s=stepped_s + times.forward_s + delay_s + codecs.unseen_s,\n",
+        "        step_s=stepped_s + times.forward_s + delay_s,\n",
+        ("tests/test_tuning.py::test_what_no_cost_shows_is_learnt_from_the_starting_plan",),
+    ),
+    Mutation(
+        "leaving scheduled steps out of what no cost shows",
+        "plan_changes.py",
+        "        return self._codec in (None, self._options.codec)\n",
+        "        return True\n",
+        (f"{PROBE}::test_who_plans_knows_whether_a_schedule_is_at_work",),
+    ),
+    Mutation(
         "keeping votes compressed",
         "codec_probe.py",
         '    may_mix = codec.kind != "vote" and not isinstance(codec, Fp32)\n',
