@@ -119,7 +119,7 @@ def test_a_plan_is_found_with_a_compressor(planner: Any, compressor: Any) -> Non
 
     net = Net("mlp", "adamw")
     with mock.patch.object(type(planner), "best_plan", noted):
-        tuner, strategy = _tuned(planner, net, compressor=compressor, max_steps=8)
+        tuner, strategy = _tuned(planner, net, compressor=compressor, max_steps=4 + 7 + 2)
     assert tuner.plan is not None
     assert strategy.plan == tuner.plan
     assert_ranks_agree([copies(net)])
