@@ -33,23 +33,15 @@ def test_short_waits_are_put_off():
     assert time.num_sleeps <= 600 * 2e-5 / MIN_SLEEP_S
 
 
-def test_the_host_works_beside_the_device():
+@pytest.mark.parametrize("device_s", [0.0, 1e-3])
+def test_the_host_works_beside_the_device_which_works_itself(device_s):
     time = FakeTime()
     waiter = new_waiter(time)
     for number in range(100):
+        time.work_as_device(device_s)
         time.work(3e-3 if number % 2 else 2e-4)
         waiter.wait(2e-3)
-    assert time.now_s == pytest.approx(0.2, abs=2.5e-3)
-
-
-def test_what_the_device_does_itself_is_not_hidden():
-    time = FakeTime()
-    waiter = new_waiter(time)
-    for number in range(100):
-        time.work_as_device(1e-3)
-        time.work(3e-3 if number % 2 else 2e-4)
-        waiter.wait(2e-3)
-    assert time.now_s == pytest.approx(0.3, abs=2.5e-3)
+    assert time.now_s == pytest.approx(0.2 + 100 * device_s, abs=2.5e-3)
 
 
 def test_what_the_device_does_after_it_stood_still_is_not_counted_twice():

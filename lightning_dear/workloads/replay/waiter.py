@@ -68,13 +68,13 @@ class Waiter:
         now_s, work_s = self._clock(), self._work_clock()
         gap_s, device_s = now_s - self._left_s, self._device_clock() - self._left_device_s
         if gap_s - (work_s - self._left_work_s) > MIN_STANDSTILL_S:
-            self._host_s = now_s
-            self._free_s = max(self._free_s, now_s) + seconds
+            # What the device did itself was done before now.
+            self._host_s, device_s = now_s, 0.0
         else:
             self._host_s += gap_s - device_s
-            self._free_s = max(self._free_s, self._host_s) + device_s + seconds
+        self._free_s = max(self._free_s, self._host_s) + device_s + seconds
         if self._free_s - now_s >= MIN_SLEEP_S:
             self._sleep(self._free_s - now_s)
             now_s, work_s = self._clock(), self._work_clock()
         self._left_s, self._left_work_s = now_s, work_s
-        self._left_device_s += device_s
+        self._left_device_s = self._device_clock()
