@@ -23,7 +23,7 @@ train: $(VENV)/.ready-to-run ## train on the digits with 2 processes: make train
 bench: $(VENV)/.ready-to-run ## compare strategies side by side: make bench ARGS="cluster=emulated entries=[ddp,dear]"
 	$(BIN)/dear-bench $(ARGS)
 
-test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (18 minutes on 2 cores)
+test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (about 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.ready-to-test ## run every test: full matrices and package builds too

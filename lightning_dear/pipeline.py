@@ -15,6 +15,10 @@ A plan may name two kinds of exceptions: *early* buckets are stepped and gathere
 still runs (`early_steps.py`); *all-reduced* ones are summed whole in backward, stepped whole by
 every rank, and not gathered.
 
+A bucket's exchange says what its messages hold (`exchange/`): numbers as they are, or what a
+compressor makes of them (`compression/`). With `gather="gradients"` mean gradients are gathered, and
+every rank steps whole tensors when they have arrived (`replicated_optimizer.py`).
+
 The first step is recorded instead (`recorder.py`): its order of reads and gradients makes the plan.
 Each optimizer has a plan and these phases of its own (`optimizer_pipeline.py`); here is what they
 share. This file and all below it know torch, not Lightning.
@@ -51,7 +55,8 @@ class Pipeline:
 
     Args:
         module: Mutated from the first step on: parameters become views of flat buffers.
-        optimizers: Element-wise, over parameters of `module`, each parameter in one of them.
+        optimizers: Over parameters of `module`, each parameter in one of them. Element-wise where
+            shards are stepped; with `gather="gradients"` any that treats every tensor on its own.
             Mutated: step hooks and `zero_grad`.
         collectives: What moves the bytes; at world size 1 nothing does.
         fusion: Makes each optimizer's plan from its recorded first step.
@@ -70,8 +75,8 @@ class Pipeline:
         parts: What each optimizer has of its own.
 
     Raises:
-        ValueError: If an optimizer is not element-wise or holds foreign parameters, or if ranks
-            hold different models.
+        ValueError: If an optimizer is not element-wise where it must be, or holds foreign
+            parameters, or if ranks hold different models.
     """
 
     def __init__(
@@ -170,7 +175,7 @@ class Pipeline:
         return self.options.codec
 
     def use_codec(self, codec: Compressor) -> None:
-        """See `OptimizerPipeline`: another codec of the same kind, or none, from the next step."""
+        """See `plan_changes.py`: another codec of the same kind, or none, from the next step."""
         for part in self.parts:
             part.use_codec(codec)
 
@@ -238,7 +243,7 @@ class Pipeline:
                 part.may_step_early = False
 
     def _on_reduce(self) -> None:
-        """Launched first of a step's last messages: buffers have the reduce-scatters' time."""
+        """Launches module buffers before the last reduce-scatters, which take longer."""
         if self._buffers is not None and self._buffers_are_due:
             self._buffers.launch()
         self._buffers_are_due = False

@@ -43,6 +43,8 @@ class PipelineAccess:
     def save_plan(self, path: str | Path) -> None:
         """Writes the first optimizer's plan to a JSON file, for `planning.FixedPlan(path)`.
 
+        All ranks have the same plan; call on one of each host, as every caller writes the file.
+
         Raises:
             RuntimeError: If there is no plan yet.
         """

@@ -134,7 +134,7 @@ class Tuning:
             self._search = self._planner.search(
                 self._tensors, self._collectives.world_size, times, *costs
             )
-        while (plan := self._rank_0s(self._search and self._search.next())) is not None:
+        while (plan := self._next_plan()) is not None:
             self._use(plan)
             step_s = yield from self._measure_steps()
             if self._search is not None:
@@ -143,6 +143,13 @@ class Tuning:
         plan, self.reason = self._rank_0s(search and (search.best, search.reason))
         self._adopt(plan)
         self._say(self.reason)
+
+    def _next_plan(self) -> BucketPlan | None:
+        # Steps that a schedule encodes otherwise say nothing of those that are planned for.
+        if not self._part.uses_configured_codec:
+            return None
+        plan: BucketPlan | None = self._rank_0s(self._search and self._search.next())
+        return plan
 
     def _takes_found_plan(self) -> bool:
         found, self.found = self.found, None
@@ -182,7 +189,7 @@ class Tuning:
     def _measure_start(self) -> Generator[None, None, Measured | None]:
         """The plan that training starts with; None where most steps will be others.
 
-        A planner that measures its candidates needs no such yardstick.
+        A planner that says nothing of predictions needs no such yardstick.
         """
         part = self._part
         plan, is_predicting = part.plan, isinstance(self._planner, PredictingPlanner)

@@ -32,6 +32,8 @@ from lightning_dear.planning.search import (
     NUM_DROPPED_STEPS,
     NUM_MEASURED_STEPS,
     NUM_PROFILED_STEPS,
+    STEPS_PER_TRIAL,
+    PredictingPlanner,
 )
 from lightning_dear.tuning import Tuning, measure_link
 from lightning_dear.work import WireLedger, Work
@@ -153,42 +155,98 @@ def _tuning(planner: Any, world_size: int = 2, found: Any = None) -> tuple[Any, 
     return Tuning(pipeline, planner, said.append, found), pipeline, said  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("is_scheduled", [False, True], ids=["", "scheduled"])
-@pytest.mark.parametrize(
-    ("planner", "num_measured"),
-    [(MergeCompFusion(), 1), (MergeCompHeuristicFusion(), 1), (BayesianFusion(num_trials=4), 4)],
-    ids=lambda one: getattr(one, "name", ""),
-)
-def test_what_no_cost_shows_is_learnt_from_the_starting_plan(
-    planner: Any, num_measured: int, is_scheduled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    costs = CodecCosts(CodecCost(encode=Linear(1e-3, 1e-9)))
-    monkeypatch.setattr(tuning, "measure_codecs", lambda pipeline: costs)
+COSTS = CodecCosts(CodecCost(encode=Linear(1e-3, 1e-9)))
+
+
+@pytest.fixture
+def _made_up_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "measure_codecs", lambda pipeline: COSTS)
     link = LinkCost(LINK_ALPHA_S, LINK_BETA_S)
     monkeypatch.setattr(tuning, "measure_link", lambda pipeline: link)
+
+
+def _encoding(planner: Any) -> tuple[Any, _Pipeline, list]:
     tuner, pipeline, said = _tuning(planner)
     pipeline.codec = Int8()
-    pipeline.parts[0].uses_configured_codec = not is_scheduled
-    is_predicting = num_measured == 1
-    num_steps = _train(tuner, pipeline, 100, lambda _: 5.0)
-    per_plan = NUM_DROPPED_STEPS + NUM_MEASURED_STEPS
-    if is_predicting and is_scheduled:
-        per_plan = 0
-    assert num_steps == 1 + NUM_PROFILED_STEPS + per_plan * num_measured
-    if not is_predicting:
-        return
+    return tuner, pipeline, said
 
-    def predicted_s(plan: BucketPlan) -> float:
-        return predict(plan, TENSORS, TIMES, link, costs).step_s
 
+def _predicted_s(plan: BucketPlan) -> float:
+    return predict(plan, TENSORS, TIMES, LinkCost(LINK_ALPHA_S, LINK_BETA_S), COSTS).step_s
+
+
+@pytest.mark.usefixtures("_made_up_codec")
+@pytest.mark.parametrize("planner", [MergeCompFusion(), MergeCompHeuristicFusion()], ids=str)
+def test_what_no_cost_shows_is_learnt_from_the_starting_plan(planner: Any) -> None:
+    tuner, pipeline, said = _encoding(planner)
+    _train(tuner, pipeline, 100, lambda _: 5.0)
     # Rank 1 is slower by a tenth.
-    unseen_s = 0.0 if is_scheduled else 1.1 * 5.0 - predicted_s(FIRST)
+    unseen_s = 1.1 * 5.0 - _predicted_s(FIRST)
     found = re.search(r"predicted ([\d.e+]+) ms/step", said[0])
     assert found is not None
     plan = pipeline.parts[0].plan
     assert plan is not None
-    expected_ms = 1e3 * (predicted_s(plan) + unseen_s)
+    expected_ms = 1e3 * (_predicted_s(plan) + unseen_s)
     assert float(found.group(1)) == pytest.approx(expected_ms, rel=0.01)
+
+
+@pytest.mark.usefixtures("_made_up_codec")
+@pytest.mark.parametrize(
+    ("planner", "num_trials"),
+    [(MergeCompFusion(), 6), (MergeCompHeuristicFusion(), 0), (BayesianFusion(num_trials=4), 4)],
+    ids=lambda one: getattr(one, "name", ""),
+)
+@pytest.mark.parametrize("is_scheduled", [False, True], ids=["", "scheduled"])
+def test_no_step_is_measured_that_a_schedule_encodes_otherwise(
+    planner: Any, num_trials: int, is_scheduled: bool
+) -> None:
+    tuner, pipeline, said = _encoding(planner)
+    pipeline.parts[0].uses_configured_codec = not is_scheduled
+    num_plans = num_trials + isinstance(planner, PredictingPlanner)
+    expected = 1 + NUM_PROFILED_STEPS + STEPS_PER_TRIAL * num_plans * (not is_scheduled)
+    assert _train(tuner, pipeline, 100, lambda _: 5.0) == expected
+    if is_scheduled and isinstance(planner, MergeCompFusion):
+        plan = tuner.plan
+        assert plan.name == "mergecomp"
+        predicted = f"predicted {1e3 * _predicted_s(plan):.3g} ms/step"
+        assert said[0].endswith(f"{predicted}, nothing measured")
+
+
+@pytest.mark.usefixtures("_made_up_codec")
+def test_a_search_ends_when_a_schedule_begins() -> None:
+    tuner, pipeline, said = _encoding(MergeCompFusion())
+    part = pipeline.parts[0]
+    # In the third plan's measurement.
+    num_steps = 1 + NUM_PROFILED_STEPS + 3 * STEPS_PER_TRIAL + 2
+
+    def step_s(_: _Pipeline) -> float:
+        part.uses_configured_codec = part.num_steps < num_steps
+        return 2.0 if part.plan is not None and part.plan.name == "single" else 3.0
+
+    assert _train(tuner, pipeline, 100, step_s) < num_steps + STEPS_PER_TRIAL
+    assert tuner.plan.name == "mergecomp"
+
+
+@pytest.mark.usefixtures("_made_up_codec")
+@pytest.mark.parametrize("fastest", ["mergecomp", "mergecomp_heuristic", "single"])
+def test_with_a_codec_the_programmes_plan_stays_unless_a_simpler_one_is_faster(
+    fastest: str,
+) -> None:
+    tuner, pipeline, said = _encoding(MergeCompFusion())
+
+    def step_s(_: _Pipeline) -> float:
+        plan = pipeline.parts[0].plan
+        assert plan is not None
+        return 2.0 if plan.name == fastest else 3.0
+
+    _train(tuner, pipeline, 100, step_s)
+    assert tuner.plan.name == fastest
+    which = "" if fastest == "mergecomp" else f" of {fastest}"
+    assert re.fullmatch(
+        rf"mergecomp: \d+ buckets? of [\d.-]+ MiB{which}, predicted [\d.e+]+ ms/step,"
+        r" measured 2200 against 3300 of \w+, 3300 of \w+",
+        said[0],
+    )
 
 
 @pytest.mark.parametrize("planner", [AutoFusion(), BayesianFusion()], ids=lambda one: one.name)

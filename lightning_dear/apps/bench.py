@@ -17,7 +17,7 @@ from lightning_dear.apps.bench_config import Setting, by_cluster, entries_of, po
 from lightning_dear.apps.bench_points import restart, run_groups
 from lightning_dear.apps.bench_run import Comparison
 from lightning_dear.benchmarking.block import Rig, interface_of, quiet_lightning
-from lightning_dear.benchmarking.files import write_summary, write_table
+from lightning_dear.benchmarking.files import check_is_new, write_summary, write_table
 from lightning_dear.benchmarking.plot import write_plot
 from lightning_dear.benchmarking.progress import Progress
 from lightning_dear.benchmarking.records import Row
@@ -104,6 +104,8 @@ def main(cfg: DictConfig) -> None:
     """Run one comparison, or several on the same ranks."""
     with job.one_message("dear-bench"), job.isolated_job():
         entries_of(cfg)
+        # All ranks come by here before any of them has measured something.
+        check_is_new(Path(HydraConfig.get().runtime.output_dir))
         groups = by_cluster(points_of(cfg))
         code = run_groups(groups) if len(groups) > 1 else restart(cfg)
         if code is None:

@@ -73,6 +73,19 @@ class RawFile:
         append_lines(self._path, raw_lines(point, block))
 
 
+def check_is_new(folder: Path) -> None:
+    """Refuse a folder that an earlier run has written to; its steps would be taken for this run's.
+
+    Raises:
+        ValueError: If there is a raw.csv.
+    """
+    if (folder / "raw.csv").exists():
+        raise ValueError(
+            f"{folder} has the raw.csv of an earlier run: give another folder (hydra.run.dir=...),"
+            " or move that one away."
+        )
+
+
 def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Append lines, under titles if the file is new; None becomes an empty cell."""
     is_new = not path.exists()

@@ -69,7 +69,10 @@ class LowRankExchange(EncodingExchange):
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
-        """Starts summing the bucket's first message, and then sends the one before its second."""
+        """Starts summing the bucket's first message, and then sends the one before its second.
+
+        Blocks until the first message of the bucket before has been summed.
+        """
         low, scale = self.coded[bucket.number], self._loss_scale()
         with device_work():
             self._look_for_inf(low.compensated(scale))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from typing_extensions import override
+
 from lightning_dear.planning.all_reduce import choose_all_reduce, everything_all_reduced
-from lightning_dear.planning.bayesian import cap_plans, same_buckets
+from lightning_dear.planning.bayesian import cap_plans
+from lightning_dear.planning.contest import NUM_REPEATED, Contest, distinct
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
 from lightning_dear.planning.mergecomp import MergeCompFusion
-from lightning_dear.planning.plan import BucketPlan, TensorSpec
+from lightning_dear.planning.plan import BucketPlan, TensorSpec, same_buckets
 from lightning_dear.planning.predict import predict
 from lightning_dear.planning.search import (
     STEPS_BEFORE_SEARCH,
@@ -19,9 +22,6 @@ from lightning_dear.planning.search import (
     described,
 )
 from lightning_dear.planning.times import ModelTimes
-
-NUM_REPEATED = 3
-"""Plans measured twice: the fixed one and the two best others."""
 
 _CAP_RANGE = (1 / 32, 32.0)
 """Of the fixed buckets' cap: 0.25 to 256 MiB at two ranks."""
@@ -113,7 +113,7 @@ class AutoFusion:
             # Beside each of them what it is compared with.
             pairs = [plan for pair in without.items() for plan in pair]
             found = [*found[:1], *pairs, *found[1:]]
-        candidates = _distinct([fixed, *found])[1:]
+        candidates = distinct([fixed, *found])[1:]
         num_candidates = max(num_trials - 1 - NUM_REPEATED, 1)
         return AutoSearch(fixed, candidates[:num_candidates], tensors, without, step_s)
 
@@ -180,16 +180,8 @@ def _gains_lost(step_s: float, best_s: float) -> int:
     return int((step_s / best_s - 1) / _MIN_GAIN)
 
 
-def _distinct(plans: Sequence[BucketPlan]) -> list[BucketPlan]:
-    kept: list[BucketPlan] = []
-    for plan in plans:
-        if not any(same_buckets(plan, other) for other in kept):
-            kept.append(plan)
-    return kept
-
-
-class AutoSearch:
-    """See `PlanSearch`: every plan once, then the fixed one and the two best others once more.
+class AutoSearch(Contest):
+    """See `PlanSearch`: candidates against the fixed plan.
 
     Args:
         fixed: What to beat.
@@ -207,65 +199,33 @@ class AutoSearch:
         without: Mapping[BucketPlan, BucketPlan] | None = None,
         step_s: StepOf | None = None,
     ) -> None:
-        self._fixed = fixed
+        super().__init__(fixed, candidates)
         self._tensors = tensors
         self._without = without or {}
         self._predicted_s = step_s
-        self._plans = [fixed, *candidates]
-        self._queue = list(self._plans)
-        self._measured: dict[int, list[float]] = {}
-        self._is_repeating = False
-
-    def next(self) -> BucketPlan | None:
-        """See `PlanSearch`."""
-        if not self._queue and not self._is_repeating:
-            self._is_repeating = True
-            others = sorted(self._plans[1:], key=self._mean_s)[: NUM_REPEATED - 1]
-            # The fixed one between both, so that it is as far from either in time.
-            self._queue = [*others[:1], self._fixed, *others[1:]] if others else []
-        return self._queue[0] if self._queue else None
-
-    def tell(self, plan: BucketPlan, step_s: float) -> None:
-        """See `PlanSearch`."""
-        self._measured.setdefault(self._plans.index(plan), []).append(step_s)
-        if self._queue and self._queue[0] == plan:
-            self._queue.pop(0)
-
-    def _mean_s(self, plan: BucketPlan) -> float:
-        steps_s = self._measured.get(self._plans.index(plan), [])
-        return sum(steps_s) / len(steps_s) if steps_s else float("inf")
 
     @property
-    def best(self) -> BucketPlan:
-        """See `PlanSearch`; the fixed plan until another was measured twice and has won."""
-        twice = [plan for place, plan in enumerate(self._plans) if self._count(place) > 1]
-        # Ties go to the fixed plan, which stands first.
-        return min(twice, key=self._mean_s, default=self._fixed)
-
-    def _count(self, place: int) -> int:
-        return len(self._measured.get(place, ()))
-
-    @property
+    @override
     def reason(self) -> str:
         """See `PlanSearch`."""
-        best, fixed_ms = self.best, 1e3 * self._mean_s(self._fixed)
+        best, fixed, fixed_ms = self.best, self.incumbent, 1e3 * self.mean_s(self.incumbent)
         what = f"auto: {described(best, self._tensors)}"
-        if not self._measured:
+        if not self.num_measured:
             return f"{what}, nothing measured"
-        if best is self._fixed:
-            others = f"none of {len(self._measured) - 1} others was faster"
+        if best is fixed:
+            others = f"none of {self.num_measured - 1} others was faster"
             return f"{what} of {best.name} stay: {fixed_ms:.4g} ms/step, {others}"
-        against = f"against {fixed_ms:.4g} ms of {self._fixed.name}"
-        reason = f"{what}, {1e3 * self._mean_s(best):.4g} ms/step {against}"
+        against = f"against {fixed_ms:.4g} ms of {fixed.name}"
+        reason = f"{what}, {1e3 * self.mean_s(best):.4g} ms/step {against}"
         return f"{reason}{self._why_all_reduced(best)}"
 
     def _why_all_reduced(self, best: BucketPlan) -> str:
         without = self._without.get(best)
-        if without is None or without is self._fixed:
+        if without is None or without is self.incumbent:
             return ""
-        measured = [plan for plan in self._plans if same_buckets(plan, without)]
-        if measured and self._count(self._plans.index(measured[0])):
-            return f", {1e3 * self._mean_s(measured[0]):.4g} ms without all-reduces"
+        measured = [plan for plan in self.plans if same_buckets(plan, without)]
+        if measured and self.count(measured[0]):
+            return f", {1e3 * self.mean_s(measured[0]):.4g} ms without all-reduces"
         if self._predicted_s is None:
             return ""
         steps_s = self._predicted_s(best), self._predicted_s(without)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import NormalDist, mean, pstdev
 
 from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.fusion import ThresholdFusion
-from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec
+from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec, same_buckets
 from lightning_dear.planning.search import PlanSearch, described
 from lightning_dear.planning.times import ModelTimes
 
@@ -120,11 +119,6 @@ def cap_plans(
     return plans
 
 
-def same_buckets(one: BucketPlan, other: BucketPlan) -> bool:
-    """Whether two plans differ in their names alone."""
-    return one == replace(other, name=one.name)
-
-
 class BayesianSearch:
     """See `PlanSearch`. Deterministic: the same measurements bring the same suggestions.
 
@@ -168,7 +162,7 @@ class BayesianSearch:
         )
 
     def next(self) -> BucketPlan | None:
-        """See `PlanSearch`: the start, both quarters of the range, then what is suggested."""
+        """See `PlanSearch`: the start, a fifth from either end of the range, then what is suggested."""
         left = sorted(set(self._caps) - {cap_mb for _, cap_mb, _ in self._measured})
         if not self._measured:
             return self._start

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
 from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
+from lightning_dear.planning.contest import Contest, distinct
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import NoFusion, SingleFusion, ThresholdFusion, fuse_groups
@@ -17,7 +18,7 @@ from lightning_dear.planning.pieces import Piece, families_of_pieces, indices_of
 from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec
 from lightning_dear.planning.predict import predict
 from lightning_dear.planning.programme import Grouping, best_groupings
-from lightning_dear.planning.search import PredictingPlanner
+from lightning_dear.planning.search import PlanSearch, PredictingPlanner, described
 from lightning_dear.planning.times import ModelTimes
 from lightning_dear.planning.whole import with_whole_tensors
 
@@ -43,10 +44,15 @@ class _Groups:
 class MergeCompFusion(PredictingPlanner):
     """The buckets with the shortest predicted step, by an exact dynamic programme.
 
-    What MergeComp (arXiv 2103.15195) searches for with measured steps. With a compressor it also
-    says which buckets travel as they are, from what encoding and decoding cost. Needs measured
-    times: until then it trains with `ThresholdFusion`'s buckets. Its plan is used without being
-    measured against others; no fixed rule, nor MergeComp's own search, is predicted to be faster.
+    What MergeComp (arXiv 2103.15195) searches for with measured steps. Needs measured times: until
+    then it trains with `ThresholdFusion`'s buckets. No fixed rule, nor MergeComp's own search, is
+    predicted to be faster, and its plan is used without being measured against others.
+
+    With a compressor it also says which buckets travel as they are, from what encoding and decoding
+    cost. Those share the host with messages, which no prediction sees to the last percent: so two
+    simpler plans, of MergeComp's own search and one bucket for all, are measured against it, and it
+    stays unless one of them is faster.
+
     The programme cuts no tensor. Tensors of different families are planned one after the other,
     each beside the plans of the others.
 
@@ -65,6 +71,23 @@ class MergeCompFusion(PredictingPlanner):
         if max_pieces < 1:
             raise ValueError(f"max_pieces must be >= 1, got {max_pieces}.")
         self.max_pieces = max_pieces
+
+    @override
+    def search(
+        self,
+        tensors: Sequence[TensorSpec],
+        world_size: int,
+        times: ModelTimes,
+        link: LinkCost,
+        codecs: CodecCosts = NO_CODEC,
+    ) -> PlanSearch:
+        """See `SearchingPlanner`; with a codec, what is measured in the end decides."""
+        if codecs.are_none:
+            return super().search(tensors, world_size, times, link, codecs)
+        task = _Task(tensors, world_size, codecs.restricted(times), link, codecs)
+        best = self.best_plan(tensors, world_size, times, link, codecs)
+        best, *others = distinct([best, *task.simpler_plans()])
+        return MergeCompSearch(best, others, tensors, task.step_s)
 
     @override
     def best_plan(
@@ -126,6 +149,19 @@ class _Task:
         )
         return self._with_early(replace(plan, uncompressed=tuple(uncompressed)))
 
+    def step_s(self, plan: BucketPlan) -> float:
+        """The predicted step, seconds."""
+        return predict(plan, self.tensors, self.times, self.link, self.codecs).step_s
+
+    def simpler_plans(self) -> list[BucketPlan]:
+        """What MergeComp's own search finds, and one bucket for all; all compressed."""
+        single = SingleFusion().plan(self.tensors, self.world_size)
+        return [self._with_early(plan) for plan in (self._heuristic_plan(), single)]
+
+    def _heuristic_plan(self) -> BucketPlan:
+        costs = self.times, self.link, self.codecs
+        return MergeCompHeuristicFusion().best_plan(self.tensors, self.world_size, *costs)
+
     def _simple_plans(self) -> list[BucketPlan]:
         """What fixed rules make, compressed and not, and what MergeComp's own search finds."""
         rules = SingleFusion(), NoFusion(), ThresholdFusion()
@@ -134,8 +170,7 @@ class _Task:
             plans = [with_whole_tensors(plan, self.tensors) for plan in plans]
         if self.codecs.may_mix:
             plans += [replace(plan, uncompressed=tuple(range(len(plan.buckets)))) for plan in plans]
-        costs = self.times, self.link, self.codecs
-        plans.append(MergeCompHeuristicFusion().best_plan(self.tensors, self.world_size, *costs))
+        plans.append(self._heuristic_plan())
         return [self._with_early(plan) for plan in plans if len(plan.buckets) <= MAX_BUCKETS]
 
     def _with_early(self, plan: BucketPlan) -> BucketPlan:
@@ -144,10 +179,7 @@ class _Task:
         return choose_early(plan, self.tensors, self.times, self.link)
 
     def _fastest(self, plans: Iterable[BucketPlan]) -> BucketPlan:
-        steps_s = {
-            plan: predict(plan, self.tensors, self.times, self.link, self.codecs).step_s
-            for plan in plans
-        }
+        steps_s = {plan: self.step_s(plan) for plan in plans}
         # With a codec, what a bucket costs the host has been measured.
         enough_s = (1 + _MIN_GAIN * self.codecs.are_none) * min(steps_s.values())
         good = [plan for plan, step_s in steps_s.items() if step_s <= enough_s]
@@ -166,3 +198,42 @@ def _groups_of(pieces: Sequence[Piece], grouping: Grouping) -> _Groups:
         for index in group
     ]
     return _Groups(members, frozenset(left))
+
+
+class MergeCompSearch(Contest):
+    """See `PlanSearch`: the programme's plan against simpler ones.
+
+    Args:
+        programme: The programme's.
+        simpler: The others; distinct, and none of them the programme's.
+        tensors: What the plans are made of.
+        step_s: Predicts a plan's step, seconds.
+    """
+
+    def __init__(
+        self,
+        programme: BucketPlan,
+        simpler: Sequence[BucketPlan],
+        tensors: Sequence[TensorSpec],
+        step_s: Callable[[BucketPlan], float],
+    ) -> None:
+        super().__init__(programme, simpler)
+        self._tensors = tensors
+        self._step_s = step_s
+
+    @property
+    @override
+    def reason(self) -> str:
+        """See `PlanSearch`; a plan's predicted step, then the measured ones, fastest first."""
+        best = self.best
+        which = "" if best is self.incumbent else f" of {best.name}"
+        predicted = f"predicted {1e3 * self._step_s(best):.3g} ms/step"
+        what = f"mergecomp: {described(best, self._tensors)}{which}, {predicted}"
+        others = sorted((one for one in self.plans if one is not best), key=self.mean_s)
+        measured = [
+            f"{1e3 * self.mean_s(plan):.4g} of {plan.name}" for plan in others if self.count(plan)
+        ]
+        if not self.count(best):
+            return f"{what}, nothing measured"
+        against = f" against {', '.join(measured)}" if measured else ""
+        return f"{what}, measured {1e3 * self.mean_s(best):.4g}{against}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 FORMAT_VERSION = 1
@@ -271,3 +271,8 @@ def reduce_order(buckets: Sequence[BucketSpec], tensors: Sequence[TensorSpec]) -
         return max(float("inf") if time is None else time for time in times), -number
 
     return tuple(sorted(range(len(buckets)), key=last_gradient))
+
+
+def same_buckets(one: BucketPlan, other: BucketPlan) -> bool:
+    """Whether two plans differ in their names alone."""
+    return one == replace(other, name=one.name)

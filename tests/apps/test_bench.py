@@ -292,6 +292,7 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_three_competitors_end_to_end(tmp_path: Path) -> None:
     PROFILE.save(tmp_path / "small.json")
     small = ("model.profile=small.json", "model.scale=1", "fusion=none")
@@ -324,6 +325,18 @@ def test_three_competitors_end_to_end(tmp_path: Path) -> None:
     assert set(first_of_round) == {"ddp", "ddp_bf16"}
     for name in ("plot.png", "table.txt", "config.yaml"):
         assert (tmp_path / "out" / name).stat().st_size > 100
+    again = subprocess.run(
+        command("entries=[ddp]", *QUICK, *small),
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert again.returncode == 1
+    assert "has the raw.csv of an earlier run" in again.stdout + again.stderr
+    assert read(tmp_path / "out/raw.csv") == raw
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_dear.benchmarking.files import RawFile, join_csv, write_summary
+import pytest
+
+from lightning_dear.benchmarking.files import RawFile, check_is_new, join_csv, write_summary
 from lightning_dear.benchmarking.plot import write_plot
 from lightning_dear.benchmarking.progress import Progress
 from lightning_dear.benchmarking.records import Row, Step
@@ -79,6 +81,13 @@ def test_raw_holds_every_step_of_every_rank_as_soon_as_a_block_ends(tmp_path: Pa
     assert (last["model"], last["scale"], last["link_rate_mbit"]) == ("mlp", "20.0", "800.0")
     assert last["stands_for_mbit"] == "16000.0"
     assert read(tmp_path / "raw.csv")[0]["exposed_all_gather_s"] == ""
+
+
+def test_a_folder_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
+    check_is_new(tmp_path)
+    RawFile(tmp_path / "raw.csv").add(POINT, block("dear", 0, rank_block(0, steps=STEPS)))
+    with pytest.raises(ValueError, match=r"raw\.csv of an earlier run.*hydra\.run\.dir"):
+        check_is_new(tmp_path)
 
 
 def test_the_summary_has_rows_with_bounds_and_is_written_anew(tmp_path: Path) -> None:

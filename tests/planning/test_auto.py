@@ -63,7 +63,7 @@ def test_what_is_kept_never_measured_worse_than_the_fixed_plan(seconds: list[flo
     assert len(tried) == len(CANDIDATES) + 4
 
 
-CANDIDATES = [plan for plan in _search()._plans if plan != FIXED]
+CANDIDATES = [plan for plan in _search().plans if plan != FIXED]
 
 
 @pytest.mark.parametrize("num_steps", [32, 39, 46, 60, 100])
@@ -87,7 +87,7 @@ def test_if_predictions_come_true_it_finds_the_best_of_a_grid(link: LinkCost) ->
 
 
 def test_the_fixed_plan_and_the_programmes_are_among_the_distinct_candidates() -> None:
-    plans = _search()._plans
+    plans = _search().plans
     assert plans[0] == FIXED
     assert plans[1] == MergeCompFusion().best_plan(TENSORS, WORLD_SIZE, TIMES, LINKS[1])
     distinct = {(plan.buckets, plan.early, plan.all_reduced) for plan in plans}
@@ -97,7 +97,7 @@ def test_the_fixed_plan_and_the_programmes_are_among_the_distinct_candidates() -
 def test_of_equally_good_plans_those_with_fewer_messages_are_tried() -> None:
     # Compute hides whatever the link does.
     slow = replace(TIMES, forward_s=100.0, backward_s=200.0)
-    fixed, programme, *others = _search(LinkCost(1e-5, 1e-10), slow)._plans
+    fixed, programme, *others = _search(LinkCost(1e-5, 1e-10), slow).plans
     assert len(programme.buckets) <= len(fixed.buckets)
     # The one nearest the input, and the rest.
     assert len(others[0].buckets) == 2
@@ -105,7 +105,7 @@ def test_of_equally_good_plans_those_with_fewer_messages_are_tried() -> None:
 
 def test_one_lucky_measurement_does_not_decide() -> None:
     search = _search()
-    lucky = search._plans[2]
+    lucky = search.plans[2]
     count = 0
     while (plan := search.next()) is not None:
         count += 1
@@ -116,7 +116,7 @@ def test_one_lucky_measurement_does_not_decide() -> None:
 def test_reasons_in_one_line() -> None:
     search = _search()
     assert "nothing measured" in search.reason
-    fast = search._plans[1]
+    fast = search.plans[1]
     while (plan := search.next()) is not None:
         search.tell(plan, 0.212 if plan == fast else 0.230)
     assert search.reason.endswith("212 ms/step against 230 ms of threshold(8 MiB, first 1 MiB)")
@@ -137,8 +137,8 @@ def test_what_should_be_faster_all_reduced_is_measured_beside_the_same_without()
         search = _search(BETWEEN, LATE_TIMES, all_reduced_share=share)
         reducing, without = next(iter(search._without.items()))
         assert replace(without, all_reduced=reducing.all_reduced) == reducing
-        assert [plan for plan in search._plans if plan.all_reduced] == [reducing]
-        assert without in search._plans
+        assert [plan for plan in search.plans if plan.all_reduced] == [reducing]
+        assert without in search.plans
         numel = sum(reducing.buckets[number].numel for number in reducing.all_reduced)
         assert 0 < numel <= share * sum(one.numel for one in TENSORS)
         while (plan := search.next()) is not None:
@@ -162,10 +162,10 @@ def test_everything_all_reduced_is_measured_where_that_is_allowed_and_not_hopele
         (0, TIMES, hidden),
         (1, TIMES, exposed),
     ):
-        plans = _search(link, times, all_reduced_share=share)._plans
+        plans = _search(link, times, all_reduced_share=share).plans
         assert not any(len(plan.all_reduced) == len(plan.buckets) for plan in plans)
     search = _search(hidden, all_reduced_share=1)
-    (everything,) = (one for one in search._plans if "DDP" in one.name)
+    (everything,) = (one for one in search.plans if "DDP" in one.name)
     while (plan := search.next()) is not None:
         search.tell(plan, 0.212 if plan == everything else 0.230)
     assert search.best == everything

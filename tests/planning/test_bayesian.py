@@ -16,7 +16,8 @@ from lightning_dear.planning import (
     ThresholdFusion,
     bayesian,
 )
-from lightning_dear.planning.bayesian import BayesianSearch, cap_plans, same_buckets
+from lightning_dear.planning.bayesian import BayesianSearch, cap_plans
+from lightning_dear.planning.plan import same_buckets
 
 WORLD_SIZE = 2
 TENSORS = [TensorSpec(i, f"t{i}", 1 << 18, 4, "f", i, 199 - i) for i in range(200)]
