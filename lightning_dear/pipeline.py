@@ -16,8 +16,8 @@ still runs (`early_steps.py`); *all-reduced* ones are summed whole in backward, 
 every rank, and not gathered.
 
 A bucket's exchange says what its messages hold (`exchange/`): numbers as they are, or what a
-compressor makes of them (`compression/`). With `gather="gradients"` mean gradients are gathered, and
-every rank steps whole tensors when they have arrived (`replicated_optimizer.py`).
+compressor makes of them (`compression/`). With `gather="gradients"` mean gradients are gathered,
+and every rank steps whole tensors when they have arrived (`replicated_optimizer.py`).
 
 The first step is recorded instead (`recorder.py`): its order of reads and gradients makes the plan.
 Each optimizer has a plan and these phases of its own (`optimizer_pipeline.py`); here is what they

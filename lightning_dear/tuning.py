@@ -137,7 +137,8 @@ class Tuning:
         while (plan := self._next_plan()) is not None:
             self._use(plan)
             step_s = yield from self._measure_steps()
-            if self._search is not None:
+            # A schedule may have changed it meanwhile.
+            if self._search is not None and self._part.uses_configured_codec:
                 self._search.tell(plan, step_s)
         search = self._search
         plan, self.reason = self._rank_0s(search and (search.best, search.reason))

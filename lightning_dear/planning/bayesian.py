@@ -162,7 +162,7 @@ class BayesianSearch:
         )
 
     def next(self) -> BucketPlan | None:
-        """See `PlanSearch`: the start, a fifth from either end of the range, then what is suggested."""
+        """See `PlanSearch`: the start, a fifth from either end, then what is suggested."""
         left = sorted(set(self._caps) - {cap_mb for _, cap_mb, _ in self._measured})
         if not self._measured:
             return self._start

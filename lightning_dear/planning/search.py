@@ -108,7 +108,7 @@ def starting_plan(tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
 
 
 class PredictingPlanner(ABC):
-    """A planner whose one plan is applied as it is, without being measured against others.
+    """A planner that decides by predictions: its one plan is applied as it is, unless it says else.
 
     Until there are times it trains with `ThresholdFusion`'s buckets.
 
