@@ -216,8 +216,8 @@ def test_no_step_is_measured_that_a_schedule_encodes_otherwise(
 def test_a_search_ends_when_a_schedule_begins() -> None:
     tuner, pipeline, said = _encoding(MergeCompFusion())
     part = pipeline.parts[0]
-    # In the third plan's measurement.
-    num_steps = 1 + NUM_PROFILED_STEPS + 3 * STEPS_PER_TRIAL + 2
+    # In the second measurement of what is fastest, after the start's and one of each plan.
+    num_steps = 1 + NUM_PROFILED_STEPS + (1 + 3) * STEPS_PER_TRIAL + 2
 
     def step_s(_: _Pipeline) -> float:
         part.uses_configured_codec = part.num_steps < num_steps

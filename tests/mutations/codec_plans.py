@@ -7,6 +7,7 @@ from tests.mutations.mutation import Mutation
 PREDICT = "tests/planning/test_predict.py"
 PROGRAMME = "tests/planning/test_programme.py"
 PROBE = "tests/engine/test_codec_probe.py"
+TUNING = "tests/test_tuning.py"
 
 BY_HAND = f"{PREDICT}::test_a_step_that_encodes_by_hand"
 EXACT = f"{PROGRAMME}::test_exact_with_a_codec"
@@ -75,7 +76,7 @@ CODEC_PLANS = [
         "planning/predict.py",
         "        step_s=stepped_s + times.forward_s + delay_s + codecs.unseen_s,\n",
         "        step_s=stepped_s + times.forward_s + delay_s,\n",
-        ("tests/test_tuning.py::test_what_no_cost_shows_is_learnt_from_the_starting_plan",),
+        (f"{TUNING}::test_what_no_cost_shows_is_learnt_from_the_starting_plan",),
     ),
     Mutation(
         "leaving scheduled steps out of what no cost shows",
@@ -83,6 +84,30 @@ CODEC_PLANS = [
         "        return self._codec in (None, self._options.codec)\n",
         "        return True\n",
         (f"{PROBE}::test_who_plans_knows_whether_a_schedule_is_at_work",),
+    ),
+    Mutation(
+        "measuring simpler plans against the programme's",
+        "planning/mergecomp.py",
+        "        best, *others = distinct([best, *task.simpler_plans()])\n",
+        "        best, *others = [best]\n",
+        (f"{TUNING}::test_with_a_codec_the_programmes_plan_stays_unless_a_simpler_one_is_faster",),
+    ),
+    Mutation(
+        "measuring nothing while a schedule is at work",
+        "tuning.py",
+        "        if not self._part.uses_configured_codec:\n            return None\n",
+        "",
+        (
+            f"{TUNING}::test_no_step_is_measured_that_a_schedule_encodes_otherwise",
+            f"{TUNING}::test_a_search_ends_when_a_schedule_begins",
+        ),
+    ),
+    Mutation(
+        "forgetting what was measured when a schedule began",
+        "tuning.py",
+        "            if self._search is not None and self._part.uses_configured_codec:\n",
+        "            if self._search is not None:\n",
+        (f"{TUNING}::test_a_search_ends_when_a_schedule_begins",),
     ),
     Mutation(
         "keeping votes compressed",
