@@ -149,9 +149,9 @@ class DGC(TopK):
 
     @override
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.error_feedback is False:
             raise ValueError("dgc is nothing but a form of error feedback: use topk without.")
+        super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}.")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:

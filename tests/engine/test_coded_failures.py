@@ -174,6 +174,7 @@ def test_votes_are_not_encoded_twice() -> None:
         (lambda: DGC(halves="gather"), "does not encode"),
         (lambda: Signum(halves="gather"), "does not encode"),
         (lambda: DGC(error_feedback=False, allow_biased=True), "form of error feedback"),
+        (lambda: DGC(error_feedback=False), "form of error feedback"),
         (lambda: ExchangeOptions("gradients", codec=TopK(allow_lag=True)), "no effect here"),
         (lambda: ExchangeOptions("parameters", codec=DGC(halves="reduce", clip_norm=1.0)), "cuts"),
         (
