@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from lightning_dear.compression import Codec, Compressor, PowerSGD
+from lightning_dear.compression import Codec, Compressor, LoCo, PowerSGD
 from lightning_dear.compression.groups import Groups, check_groups, codec_for
+from lightning_dear.compression.sparse import SMALLEST_LAGGING_DENSITY, Sparse
 from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.work import Collectives
 
@@ -74,13 +75,25 @@ class ExchangeOptions:
                 f"clip_norm of {codec.name} clips whole tensors, and gather='parameters' cuts them:"
                 " set gather='gradients', or leave clip_norm out."
             )
-        if not self.encodes_differences:
-            if codec.allow_lag:
-                raise ValueError(
-                    f"allow_lag of {codec.name} has no effect here, where no differences of"
-                    " parameters are encoded. Leave it out."
-                )
-            return
+        if self.encodes_differences:
+            self._check_differences(codec)
+        elif codec.allow_lag:
+            raise ValueError(
+                f"allow_lag of {codec.name} has no effect here, where no differences of parameters"
+                f" are encoded. Leave it out{_or_denser(codec)}."
+            )
+
+    def _check_differences(self, codec: Compressor) -> None:
+        if codec.lag == "small" and codec.allow_lag:
+            raise ValueError(
+                f"allow_lag of {codec.name} has no effect: its replicas are close behind in any"
+                " case. Leave it out."
+            )
+        if codec.halves == "gather" and isinstance(codec, LoCo):
+            raise ValueError(
+                "loco with halves='gather' and gather='parameters' keeps no feedback, which is all"
+                " that it has beyond int4: use int4, or leave halves out."
+            )
         if codec.halves == "gather" and not codec.has_feedback and codec.kind == "contractive":
             raise ValueError(
                 f"error_feedback=False of {codec.name} has no effect on differences of parameters,"
@@ -88,12 +101,13 @@ class ExchangeOptions:
             )
         instead = (
             "set gather='gradients', or halves='reduce' in the compressor, which gathers parameters"
-            " as they are"
+            f" as they are{' (both without allow_lag)' if codec.allow_lag else ''}"
         )
         if codec.lag == "unbounded":
             raise ValueError(
                 f"gather='parameters' sends differences of parameters, and with {codec.name} as it"
-                f" is set ranks would fall ever further behind their owners: {instead}."
+                f" is set ranks would fall ever further behind their owners: {instead}"
+                f"{_or_denser(codec)}."
             )
         if codec.lag == "large" and not codec.allow_lag:
             raise ValueError(
@@ -170,6 +184,16 @@ class ExchangeOptions:
     def shards(self, collectives: Collectives) -> tuple[int, int]:
         """(number of this rank's shard, number of shards); one shard where each rank has all."""
         return (0, 1) if self.all_reduces else (collectives.rank, collectives.world_size)
+
+
+def _or_denser(codec: Compressor) -> str:
+    """What else to do where a sparse codec could encode differences if more numbers travelled."""
+    if not isinstance(codec, Sparse) or codec.lag != "unbounded" or codec.halves == "reduce":
+        return ""
+    if codec.at_density(1.0).lag == "unbounded":
+        return ""
+    least = f"{SMALLEST_LAGGING_DENSITY}{'' if codec.allow_lag else ' and allow_lag=True'}"
+    return f", or for gather='parameters' set a density of at least {least}"
 
 
 def default_gather(codec: Compressor | None, groups: Groups = ()) -> str:

@@ -156,8 +156,9 @@ def check_layout(
         ValueError: Saying what is wrong and what to change.
     """
     problems = [_local_problem(module, optimizer, options) for optimizer in optimizers]
-    trained = (one for optimizer in optimizers for one in managed_parameters(module, optimizer))
-    unused = unused_group(options.groups, [(name, one.ndim) for name, one in trained])
+    # What is frozen now may be trained later.
+    named = module.named_parameters()
+    unused = unused_group(options.groups, [(name, one.ndim) for name, one in named])
     problem = next((one for one in problems if one), _shared_problem(optimizers) or unused)
     described = [
         (name, f"{what}, {type(optimizer).__name__} {number}")
@@ -239,7 +240,7 @@ def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOption
     own = {id(parameter) for parameter in module.parameters()}
     try:
         check_steppable(optimizer, options)
-        _check_momentum(optimizer, options)
+        check_momentum(optimizer, options)
     except ValueError as error:
         return str(error)
     for number, group in enumerate(optimizer.param_groups):
@@ -259,17 +260,22 @@ def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOption
     return None
 
 
-def _check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
+def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
+    """Refuses momentum beside a compressor that keeps it. Cheap: a schedule may bring it any step.
+
+    Raises:
+        ValueError: Naming the parameter group and what to use.
+    """
     codec = options.codec
     if codec is None or not codec.brings_momentum:
         return
     for number, group in enumerate(optimizer.param_groups):
-        if group.get("momentum") or any(group.get("betas", ())[:1]):
+        if group.get("momentum") or group.get("beta1") or any(group.get("betas", ())[:1]):
             raise ValueError(
                 f"compressor={codec.name!r} keeps momentum itself, and {type(optimizer).__name__}'s"
                 f" parameter group {number} has momentum, too: gradients would be averaged twice."
-                " Use an optimizer without momentum, such as SGD(momentum=0), or another"
-                " compressor."
+                " Use an optimizer without momentum, such as SGD(momentum=0), and schedules that"
+                " leave it so (OneCycleLR(cycle_momentum=False)), or another compressor."
             )
 
 

@@ -15,6 +15,7 @@ from lightning_dear.audit import audit
 from lightning_dear.early_steps import EarlySteps
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.instruments import Instruments
+from lightning_dear.layout import check_momentum
 from lightning_dear.mean_gradients import MeanGradients
 from lightning_dear.plan_changes import PlanChanges
 from lightning_dear.planning import BucketPlan, FusionPlanner
@@ -273,6 +274,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
 
     def before_step(self) -> None:
         """See `StepListener`: the last reduce-scatters, and at the first step the plan."""
+        check_momentum(self.optimizer, self._options)
         self.reduce(votes=True)
         assert self._active is not None
         self._active.exchange.check()

@@ -20,7 +20,7 @@ from lightning_dear.active_plan import (
     agree_on_recording,
 )
 from lightning_dear.checkpoint.whole_state import whole_state
-from lightning_dear.compression import Compressor, check_replaces
+from lightning_dear.compression import Compressor, Fp32, check_replaces
 from lightning_dear.exchange import LossScale
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.instruments import Instruments
@@ -153,9 +153,12 @@ class PlanChanges:
         """Encodes with `codec` from the next step on. All ranks call, between two steps. Local.
 
         Raises:
-            ValueError: Without a compressor, and for one that keeps something else between steps.
+            ValueError: Without a compressor, and for one that keeps something else between steps,
+                or that would have been refused instead of the configured one.
         """
         check_replaces(codec, self._options.codec)
+        if type(codec) is not Fp32 and codec != self._codec:
+            replace(self._options, codec=codec)
         self._codec = codec
         if self._active is not None:
             self._active.exchange.use(codec)

@@ -136,6 +136,7 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         check_planner(self._fusion, self._options)
         if self._schedule is not None:
             self._schedule.check_planner(self._fusion, codec)
+            self._schedule.check_exchange(self._options)
         self._broadcast_buffers = broadcast_buffers
         self._gradients_in_hooks = gradients_in_hooks
         self._audit = audit

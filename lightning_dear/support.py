@@ -41,6 +41,11 @@ _DDP_OPTIONS = {
     "forward_sync_buffers": "use broadcast_buffers=",
     "device_mesh": "strategy='dear' is plain data parallel",
     "check_reduction": "DistributedDataParallel itself ignores it",
+    # Of ours, and taken by the Trainer's strategy.
+    "compression_schedule": "it needs a Trainer, which counts steps",
+    "decouple": "it needs a Trainer",
+    "gradients_in_hooks": "it needs a Trainer, which has hooks; see strategy.whole_gradients()",
+    "save_distributed_checkpoint": "it needs a Trainer; fabric.save writes one file",
 }
 
 

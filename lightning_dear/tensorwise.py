@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import LOW_PRECISION
+from lightning_dear.compression import PowerSGD
 from lightning_dear.deferred_step import DeferredStep
 from lightning_dear.elementwise import (
     ELEMENTWISE,
@@ -17,7 +18,7 @@ from lightning_dear.elementwise import (
     twin_of,
     used_groups,
 )
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange_options import ExchangeOptions, default_gather
 
 _KNOWN = ELEMENTWISE | {
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
@@ -65,9 +66,22 @@ def check_steppable(optimizer: Optimizer, options: ExchangeOptions) -> None:
     if narrow := {str(p.dtype) for p in parameters if p.dtype in LOW_PRECISION}:
         raise ValueError(
             f"gather='gradients' steps parameters as they are, and an update is often below the"
-            f" resolution of {', '.join(sorted(narrow))}; use gather='parameters', which steps fp32"
-            " masters of 16-bit parameters, or a mixed precision."
+            f" resolution of {', '.join(sorted(narrow))}; use {_with_masters(options)}a mixed"
+            " precision."
         )
+
+
+def _with_masters(options: ExchangeOptions) -> str:
+    """How fp32 masters can be stepped with what else is set; nothing where they cannot."""
+    codec = options.codec
+    if isinstance(codec, PowerSGD) or getattr(codec, "clip_norm", None) is not None:
+        return ""
+    way = "gather='parameters'"
+    if not options.decouple:
+        way += " without decouple=False"
+    if codec is not None and default_gather(codec, options.groups) == "gradients":
+        way += f" and halves='reduce' in {codec.name}"
+    return f"{way}, which steps fp32 masters of 16-bit parameters, or "
 
 
 def _refusal(optimizer: Optimizer, why: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps.bench_build import build_strategy
@@ -29,6 +30,7 @@ class Entry:
         lr: The learning rate that the config has for it.
         lr_factors: Learning rates to try, as multiples of the reference's, or of ``lr`` if it is
             one.
+        dense_shares: Of the steps, to try with each of them.
         broken: Name of the bug it is trained with; None: none.
     """
 
@@ -36,6 +38,7 @@ class Entry:
     overrides: tuple[str, ...]
     lr: float
     lr_factors: tuple[float, ...]
+    dense_shares: tuple[float, ...]
     broken: str | None = None
 
     @property
@@ -89,20 +92,27 @@ def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
     overrides = overrides_of({key: value for key, value in one.items() if key not in _OWN_KEYS})
     own = composed(overrides)
     reference = _reference_of(name, one.get("reference"), before, own)
-    factors = one.get("lr_factors") or cfg.lr_factors
-    if len(factors) != len(cfg.lr_factors):
+    # Nothing goes dense before votes, which try other learning rates instead.
+    has_shares = reference is not None and not _votes(own)
+    shares = tuple(cfg.dense_shares) if has_shares else (0.0,)
+    usual = cfg.lr_factors if has_shares else cfg.reference_lr_factors
+    factors = one.get("lr_factors") or usual
+    _check_entry(name, one, shares, is_reference=reference is None)
+    if len(factors) != len(usual):
         raise ValueError(
-            f"Entry {name} has {len(factors)} lr_factors, others {len(cfg.lr_factors)}; give all"
-            " as many tries."
+            f"Entry {name} has {len(factors)} lr_factors and must have {len(usual)}; give all as"
+            " many tries (votes as many as references)."
         )
-    _check_entry(name, one, cfg, is_reference=reference is None)
-    if reference is None:
-        factors = cfg.reference_lr_factors
     asked = Asked(name, reference, bool(one.get("control")), one.get("below"))
-    return Entry(asked, overrides, float(own.optimizer.lr), tuple(factors), one.get("broken"))
+    lr = float(own.optimizer.lr)
+    return Entry(asked, overrides, lr, tuple(factors), shares, one.get("broken"))
 
 
-def _check_entry(name: str, one: Any, cfg: DictConfig, *, is_reference: bool) -> None:
+def _votes(cfg: DictConfig) -> bool:
+    return getattr(instantiate(cfg.compressor), "kind", None) == "vote"
+
+
+def _check_entry(name: str, one: Any, shares: Sequence[float], *, is_reference: bool) -> None:
     """Raise ValueError for what would be ignored, or found out when it is the entry's turn."""
     ignored = [key for key in ("below", "control", "broken", "lr_factors") if one.get(key)]
     if is_reference and ignored:
@@ -115,7 +125,7 @@ def _check_entry(name: str, one: Any, cfg: DictConfig, *, is_reference: bool) ->
             f"Entry {name} has both control and below, and a control is compared; leave one out."
         )
     has_schedule = any(str(key).startswith("strategy.compression_schedule") for key in one)
-    if has_schedule and any(cfg.dense_shares):
+    if has_schedule and any(shares):
         raise ValueError(
             f"Entry {name} has a compression_schedule, which dense_shares would replace: set"
             " dense_shares=[0], and as many reference_lr_factors as lr_factors."
@@ -151,10 +161,9 @@ def metric_of(cfg: DictConfig) -> Metric:
     return Metric(**options)
 
 
-def tries_of(cfg: DictConfig, entry: Entry) -> list[Options]:
+def tries_of(entry: Entry) -> list[Options]:
     """Return the options to choose from."""
-    shares = [0.0] if entry.asked.reference is None else cfg.dense_shares
-    tries = product(entry.lr_factors, shares)
+    tries = product(entry.lr_factors, entry.dense_shares)
     return [Options(float(factor), float(share)) for factor, share in tries]
 
 

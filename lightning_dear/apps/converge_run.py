@@ -101,7 +101,7 @@ class Study:
         if place not in self._chosen:
             reference = entry.asked.reference
             base = entry.lr if reference is None else self._chosen[(reference, buckets)][1]
-            tries = [(one, base * one.lr_factor) for one in tries_of(self._cfg, entry)]
+            tries = [(one, base * one.lr_factor) for one in tries_of(entry)]
             seeds = self._cfg.tuning_seeds
             tried = [
                 [self._trial(entry, buckets, *one, seed, "tuning") for seed in seeds]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,6 +14,7 @@ from typing_extensions import override
 from lightning_dear.compression import DGC, Compressor, Fp32, resolve_compressor
 from lightning_dear.compression.groups import groups_of
 from lightning_dear.compression.sparse import Sparse
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BayesianFusion, FusionPlanner
 
@@ -37,7 +39,8 @@ class CompressionSchedule(Callback):
         groups: What `compressors` means, for `ExchangeOptions`.
 
     Raises:
-        ValueError: For negative steps, densities outside (0, 1], and unknown compressors.
+        ValueError: For steps that are no integers or negative, densities outside (0, 1], and
+            unknown compressors.
     """
 
     def __init__(
@@ -49,12 +52,13 @@ class CompressionSchedule(Callback):
         resolved = {name: resolve_compressor(one) for name, one in (compressors or {}).items()}
         self.groups = groups_of(resolved)
         self._dense_steps = dense_steps
-        self._densities = dict(sorted((densities or {}).items()))
-        if dense_steps < 0 or any(step < 0 for step in self._densities):
+        steps: tuple[Any, ...] = (dense_steps, *(densities or {}))
+        if not all(isinstance(step, int) and step >= 0 for step in steps):
             raise ValueError(
-                f"Steps must be at least 0, got dense_steps={dense_steps!r} and"
+                f"Steps must be integers of at least 0, got dense_steps={dense_steps!r} and"
                 f" densities={densities!r}."
             )
+        self._densities = dict(sorted((densities or {}).items()))
         for density in self._densities.values():
             if not 0 < density <= 1:
                 raise ValueError(f"density must be in (0, 1], got {density}.")
@@ -64,7 +68,8 @@ class CompressionSchedule(Callback):
         """Refuses a codec that the schedule cannot change.
 
         Raises:
-            ValueError: Without one, and for densities of a codec that has none.
+            ValueError: Without one, for dense steps before votes, and for densities of a codec that
+                has none, or that would replace its warm-up.
         """
         if codec is None:
             raise ValueError(
@@ -74,6 +79,35 @@ class CompressionSchedule(Callback):
             raise ValueError(
                 f"densities belong to sparse codecs (topk, randomk, dgc), and {codec.name} is none."
             )
+        if self._dense_steps and codec.kind == "vote":
+            raise ValueError(
+                f"dense_steps={self._dense_steps} cannot come before {codec.name}: signs would be"
+                " stepped with the same learning rate as gradients. Leave dense_steps out."
+            )
+        if isinstance(codec, DGC) and self._densities and codec.warm_up_steps:
+            self._check_warm_up(codec.warm_up_steps)
+
+    def _check_warm_up(self, num_steps: int) -> None:
+        first, end = min(self._densities), self._dense_steps + num_steps
+        if first < end:
+            raise ValueError(
+                f"densities from step {first} on would replace those of dgc's"
+                f" warm_up_steps={num_steps}, which end at step {end}. Leave out one of them, or"
+                f" begin densities at step {end}."
+            )
+
+    def check_exchange(self, options: ExchangeOptions) -> None:
+        """Refuses densities that `options` would not allow from the first step on.
+
+        Raises:
+            ValueError: Naming the density and what to set.
+        """
+        for step, density in self._densities.items():
+            if isinstance(options.codec, Sparse):
+                try:
+                    replace(options, codec=options.codec.at_density(density))
+                except ValueError as error:
+                    raise ValueError(f"densities={{{step}: {density}}}: {error}") from error
 
     def check_planner(self, planner: FusionPlanner, codec: Compressor | None) -> None:
         """Refuses a planner that would measure steps of another codec than most will have.
@@ -108,6 +142,19 @@ class CompressionSchedule(Callback):
         if place and isinstance(codec, Sparse):
             codec = codec.at_density(list(self._densities.values())[place - 1])
         return codec
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuses a fit whose strategy does not know the schedule.
+
+        Raises:
+            ValueError: Saying where to pass it.
+        """
+        if stage == "fit" and self._get_pipeline is None:
+            raise ValueError(
+                "A CompressionSchedule in Trainer(callbacks=...) changes nothing by itself: pass it"
+                " as DearStrategy(compression_schedule=...)."
+            )
 
     @override
     def on_train_batch_start(

@@ -23,9 +23,9 @@ class DearMonitor(Callback):
     padding), each of the step *before* the one it is logged with, so that on a GPU the host need
     not wait for the present one; with a compressor, at the steps that Lightning logs,
     `dear/compression_ratio`, `dear/residual_norm` and `dear/lag` (see
-    `OptimizerPipeline.encoding_figures`); the plan's name goes to the logger's hyper-parameters.
-    Under other strategies only the step time is summarised. Without this callback nothing is
-    logged.
+    `OptimizerPipeline.encoding_figures`; not under manual optimisation, where Lightning does not
+    say when gradients are zeroed); the plan's name goes to the logger's hyper-parameters. Under
+    other strategies only the step time is summarised. Without this callback nothing is logged.
 
     A step lasts from the beginning of its first batch to that of the next step's, whatever is
     waited for in between; the last before a validation or the end of an epoch is left out.
@@ -45,7 +45,7 @@ class DearMonitor(Callback):
     ) -> None:
         # After forward, which has waited for what it read, and before the next gradients.
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        is_logged = (trainer.global_step + 1) % interval == 0
+        is_logged = interval > 0 and (trainer.global_step + 1) % interval == 0
         figures = getattr(trainer.strategy, "encoding_figures", None)
         self._encoding = figures() if is_logged and figures is not None else {}
 

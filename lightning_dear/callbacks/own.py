@@ -44,9 +44,10 @@ class OwnCallbacks(DDPStrategy):
         if is_searching and not any(isinstance(one, FusionTuner) for one in callbacks):
             assert isinstance(self._fusion, SearchingPlanner)
             callbacks.append(FusionTuner(self._fusion, lambda: self._pipeline))
-        if self._schedule is not None and self._schedule not in callbacks:
+        if self._schedule is not None:
             self._schedule.connect(lambda: self._pipeline)
-            callbacks.append(self._schedule)
+            if self._schedule not in callbacks:
+                callbacks.append(self._schedule)
 
     def _insert_guards(self, trainer: pl.Trainer) -> None:
         """Those in front of all others, for as long as there is a pipeline."""

@@ -58,6 +58,16 @@ class Compressor(ABC):
                 f"{self.name} without error feedback loses a part of every gradient for good."
                 " Leave error_feedback out, or set allow_biased=True if that is meant."
             )
+        if self.allow_biased and self.kind != "contractive":
+            raise ValueError(
+                f"allow_biased=True of {self.name} has no effect: it is {self.kind}, and goes"
+                " without feedback in any case. Leave allow_biased out."
+            )
+        if self.allow_biased and self.has_feedback:
+            raise ValueError(
+                f"allow_biased=True of {self.name} has no effect with error feedback. Leave"
+                " allow_biased out, or set error_feedback=False with it if that is meant."
+            )
 
     @property
     @abstractmethod

@@ -51,15 +51,16 @@ def unused_group(groups: Groups, tensors: Iterable[tuple[str, int]]) -> str | No
 
     Args:
         groups: The first match counts.
-        tensors: (name, number of dimensions) of all that are trained.
+        tensors: (name, number of dimensions) of all that may be trained, now or later.
     """
     tensors = list(tensors)
     for number, (pattern, _) in enumerate(groups):
         own = groups[: number + 1]
         if pattern != VECTORS and not any(_match(own, *one) == number for one in tensors):
+            examples = f" Names are such as {tensors[0][0]!r}." if tensors else ""
             return (
                 f"No parameter is encoded as compressors={{{pattern!r}: ...}} says: no name matches"
-                f" it, or an earlier pattern does. Names are such as {tensors[0][0]!r}."
+                f" it, or an earlier pattern does.{examples}"
             )
     return None
 

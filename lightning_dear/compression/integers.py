@@ -163,3 +163,9 @@ class LoCo(Int4):
             raise ValueError(f"rate of loco must be in (0, 1], got {self.rate!r}.")
         if self.residual_bits not in (8, 32):
             raise ValueError(f"residual_bits of loco must be 8 or 32, got {self.residual_bits!r}.")
+        chosen, usual = (self.rate, self.residual_bits), (LoCo.rate, LoCo.residual_bits)
+        if not self.has_feedback and chosen != usual:
+            raise ValueError(
+                "rate and residual_bits of loco have no effect with error_feedback=False: they say"
+                " how feedback is kept. Leave them out, or error_feedback."
+            )

@@ -149,15 +149,17 @@ class DGC(TopK):
 
     @override
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.error_feedback is False:
             raise ValueError("dgc is nothing but a form of error feedback: use topk without.")
+        super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}.")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ValueError(f"clip_norm must be None or finite and > 0, got {self.clip_norm}.")
-        if self.warm_up_steps < 0:
-            raise ValueError(f"warm_up_steps must be at least 0, got {self.warm_up_steps}.")
+        if not isinstance(self.warm_up_steps, int) or self.warm_up_steps < 0:
+            raise ValueError(
+                f"warm_up_steps must be an integer of at least 0, got {self.warm_up_steps!r}."
+            )
 
     @property
     @override

@@ -38,6 +38,26 @@ class FabricAccess:
         for one in self._trained:
             one.pipeline.complete_parameters(reason)
 
+    def sync_replicas(self) -> None:
+        """Gives all ranks the parameters that their owners step. All ranks call; blocks.
+
+        Where a compressor encodes differences of parameters, these are a little behind; elsewhere
+        nothing happens. Between an optimizer step and the next forward.
+        """
+        for one in self._trained:
+            for part in one.pipeline.parts:
+                part.sync_replicas()
+
+    def encoding_figures(self, optimizer: Optimizer | None = None) -> dict[str, Tensor | float]:
+        """What the compressor saves and leaves over; empty without one. Local, no wait.
+
+        See `OptimizerPipeline.encoding_figures`.
+
+        Args:
+            optimizer: Of which parameters; not needed where there is one.
+        """
+        return self._part(optimizer).encoding_figures()
+
     def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
         """What trains `optimizer`'s parameters; has `statistics` and `timeline`.
 

@@ -45,7 +45,7 @@ from lightning_dear.planning import FusionPlanner, resolve_fusion
 from lightning_dear.precision import loss_scale
 from lightning_dear.registration import START_METHODS
 from lightning_dear.strategy import DEFAULT_TIMEOUT
-from lightning_dear.support import check_optimizers, check_options
+from lightning_dear.support import check_optimizers, check_options, say_what_is_gathered
 
 # Since Lightning 2.6 schedulers are set up as well.
 _SETS_UP_SCHEDULERS = (
@@ -116,6 +116,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
     ) -> None:
         check_options(ddp_options)
         codec = resolve_compressor(compressor)
+        self._gather = gather
         chosen = gather or default_gather(codec)
         self._options = ExchangeOptions(chosen, gather_depth, codec=codec)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
@@ -175,6 +176,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         check_fabric_precision(self.precision)
         check_optimizers(optimizers, self.precision)  # type: ignore[arg-type]
         check_module_states(module)
+        say_what_is_gathered(self._gather, self._options)
         collectives = new_collectives(self.root_device, self._timeout)
         others = [one.pipeline.parts for one in self._trained if one.module is not module]
         self._options.check(collectives, len(optimizers) + sum(map(len, others)))

@@ -139,14 +139,22 @@ def test_references_come_first_and_have_as_many_tries() -> None:
         entries = entries_of(cfg)
         assert [entry.name for entry in entries] == ["dense", "sgd", "int8", "topk"]
         assert [entry.asked.reference for entry in entries] == [None, None, "dense", "dense"]
-        dense, int8 = (tries_of(cfg, entry) for entry in (entries[0], entries[2]))
+        dense, int8 = (tries_of(entry) for entry in (entries[0], entries[2]))
     assert len(dense) == len(int8) == 6
     assert {one.dense_share for one in dense} == {0}
     assert Options(0.333, 0.1) in int8
-    small = "{name: small, compressor: signsgd, lr_factors: [0.1, 0.01, 0.001]}"
+    small = "{name: small, compressor: efsignsgd, lr_factors: [0.1, 0.01, 0.001]}"
     with job(f"entries=[dense,{small}]") as cfg:
-        tries = tries_of(cfg, find(cfg, "small"))
+        tries = tries_of(find(cfg, "small"))
     assert [one.lr_factor for one in tries[::2]] == [0.1, 0.01, 0.001]
+
+
+def test_nothing_goes_dense_before_votes_which_try_more_learning_rates() -> None:
+    small = "{name: small, compressor: signsgd, lr_factors: [6, 5, 4, 3, 2, 1]}"
+    with job(f"entries=[dense,signum,{small}]") as cfg:
+        tries = [tries_of(find(cfg, name)) for name in ("signum", "small")]
+        usual = list(cfg.reference_lr_factors)
+    assert tries == [[Options(one, 0.0) for one in each] for each in (usual, range(6, 0, -1))]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,11 @@ def test_references_come_first_and_have_as_many_tries() -> None:
         ("[dense,{name: a, reference: dense}]", "encodes nothing"),
         ("[dense,int8,int8]", "int8 more than once"),
         ("[dense,{compressor: int8}]", "has no name"),
-        ("[dense,{name: a, compressor: int8, lr_factors: [1]}]", "a has 1 lr_factors, others 3"),
+        ("[dense,{name: a, compressor: int8, lr_factors: [1]}]", "a has 1 lr_factors .* have 3"),
+        (
+            "[dense,{name: a, compressor: signsgd, lr_factors: [1, 2, 3]}]",
+            "a has 3 lr_factors and must have 6",
+        ),
         ("[dense,{name: a, compressor: topk, broken: x}]", "Unknown broken='x'"),
     ],
 )

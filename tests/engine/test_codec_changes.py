@@ -45,6 +45,9 @@ def test_what_cannot_take_over_is_refused() -> None:
     for other in (Int8(), TopK(density=0.5, selector="sampled"), RandomK(density=0.5)):
         with pytest.raises(ValueError, match=r"cannot replace TopK.*only fp32 can"):
             run.part.use_codec(other)
+    lagging = Run(ExchangeOptions(codec=TopK(density=0.5, allow_lag=True)))
+    with pytest.raises(ValueError, match="fall ever further behind"):
+        lagging.part.use_codec(TopK(density=0.01, allow_lag=True))
     plain = Run(ExchangeOptions("gradients"))
     with pytest.raises(ValueError, match="set compressor="):
         plain.part.use_codec(Int8())

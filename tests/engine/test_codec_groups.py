@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dear.compression import (
     DGC,
@@ -22,13 +22,22 @@ from lightning_dear.compression import (
     TopK,
     resolve_compressor,
 )
-from lightning_dear.compression.groups import VECTORS, check_groups, codec_for, groups_of
+from lightning_dear.compression.groups import (
+    VECTORS,
+    check_groups,
+    codec_for,
+    groups_of,
+    unused_group,
+)
 from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.pairwise import PairwiseCollectives
+from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import SHAPES, Run, gradients_of
 from tests.engine.models import weights
 
+ALONE = PairwiseCollectives(None, None, 0, 1)
 NONE_FOR_VECTORS = groups_of({VECTORS: None})
 
 
@@ -162,6 +171,21 @@ def test_a_pattern_that_nothing_matches_is_refused() -> None:
         options = ExchangeOptions("gradients", codec=Int8(), groups=groups_of(patterns))
         with pytest.raises(ValueError, match=r"no name matches.* such as 'weights\.0'"):
             Run(options)
+
+
+def test_a_pattern_may_name_what_is_frozen_yet() -> None:
+    codec = {"codec": Int8(), "groups": groups_of({"0.*": None})}
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    Pipeline(model, [optimizer], ALONE, NoFusion(), options=ExchangeOptions(**codec)).detach()
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="The optimizer holds no parameter"):
+        Pipeline(model, [optimizer], ALONE, NoFusion(), options=ExchangeOptions(**codec))
+
+
+def test_without_parameters_no_name_is_an_example() -> None:
+    assert unused_group(groups_of({"head.*": None}), []) is not None
 
 
 @distributed(world_sizes=(2,))

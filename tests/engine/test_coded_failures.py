@@ -5,14 +5,28 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dear.compression import DGC, QSGD, Bf16, EFSignSGD, Int4, Int8, SignSGD, Signum, TopK
+from lightning_dear.compression import (
+    DGC,
+    QSGD,
+    Bf16,
+    EFSignSGD,
+    Int4,
+    Int8,
+    LoCo,
+    PowerSGD,
+    SignSGD,
+    Signum,
+    TopK,
+)
 from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.layout import check_momentum
 from lightning_dear.planning import (
     AutoFusion,
     BayesianFusion,
@@ -36,6 +50,8 @@ CODECS = (
     Int8(halves="gather"),
     Bf16(halves="gather"),
 )
+
+WITHOUT_FEEDBACK: dict[str, Any] = {"error_feedback": False, "allow_biased": True}
 
 
 def _backward_of_inf(run: Run, value: float) -> None:
@@ -158,6 +174,7 @@ def test_votes_are_not_encoded_twice() -> None:
         (lambda: DGC(halves="gather"), "does not encode"),
         (lambda: Signum(halves="gather"), "does not encode"),
         (lambda: DGC(error_feedback=False, allow_biased=True), "form of error feedback"),
+        (lambda: DGC(error_feedback=False), "form of error feedback"),
         (lambda: ExchangeOptions("gradients", codec=TopK(allow_lag=True)), "no effect here"),
         (lambda: ExchangeOptions("parameters", codec=DGC(halves="reduce", clip_norm=1.0)), "cuts"),
         (
@@ -166,8 +183,41 @@ def test_votes_are_not_encoded_twice() -> None:
             ),
             "no effect on differences",
         ),
+        (lambda: Int8(allow_biased=True), "set error_feedback=False with it"),
+        (lambda: PowerSGD(allow_biased=True, error_feedback=True), "has no effect with"),
+        (lambda: QSGD(allow_biased=True, error_feedback=False), "it is unbiased"),
+        (lambda: SignSGD(allow_biased=True), "it is vote"),
+        (lambda: LoCo(rate=0.5, **WITHOUT_FEEDBACK), "rate and residual_bits of loco have no"),
+        (lambda: LoCo(residual_bits=8, **WITHOUT_FEEDBACK), "rate and residual_bits of loco have"),
+        (lambda: ExchangeOptions(codec=LoCo(halves="gather")), "use int4, or leave halves out"),
+        (lambda: ExchangeOptions(codec=Int8(allow_lag=True)), "close behind in any case"),
+        (lambda: ExchangeOptions(codec=TopK(allow_lag=True)), "set a density of at least 0.1"),
+        (
+            lambda: ExchangeOptions("gradients", codec=TopK(allow_lag=True)),
+            "set a density of at least 0.1",
+        ),
     ],
 )
 def test_options_without_effect_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("wrong", [{"momentum": 0.9}, {"betas": (0.9, 0.99)}, {"beta1": 0.9}])
+def test_momentum_is_found_under_all_its_names(wrong: dict[str, Any]) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
+    options = ExchangeOptions("gradients", codec=Signum())
+    check_momentum(optimizer, options)
+    optimizer.param_groups[0].update(wrong)
+    with pytest.raises(ValueError, match=r"averaged twice.*OneCycleLR\(cycle_momentum=False\)"):
+        check_momentum(optimizer, options)
+    check_momentum(optimizer, ExchangeOptions("gradients", codec=Int8()))
+
+
+@distributed(world_sizes=(1,))
+def test_momentum_that_a_schedule_brings_later_is_refused() -> None:
+    run = Run(ExchangeOptions("gradients", codec=Signum()))
+    run.step()
+    run.optimizer.param_groups[0]["momentum"] = 0.95
+    with pytest.raises(ValueError, match="averaged twice"):
+        run.step()

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dear.compression import DGC, Int8, PowerSGD, TopK
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.native import NativeCollectives
 from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import NoFusion
-from lightning_dear.tensorwise import check_tensorwise
+from lightning_dear.tensorwise import check_steppable, check_tensorwise
 from tests.engine.whole_tensor import LARS
 
 ALONE = PairwiseCollectives(None, None, 0, 1)
@@ -131,6 +132,24 @@ def test_16_bit_parameters_are_refused(dtype: torch.dtype) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="use gather='parameters'"):
         Pipeline(model, [optimizer], ALONE, NoFusion(), options=ExchangeOptions("gradients"))
+
+
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [
+        ({}, "use gather='parameters', which steps"),
+        ({"decouple": False}, "use gather='parameters' without decouple=False, which"),
+        ({"codec": Int8()}, "use gather='parameters', which steps"),
+        ({"codec": TopK()}, "use gather='parameters' and halves='reduce' in topk, which"),
+        ({"codec": DGC(clip_norm=1.0)}, "use a mixed precision"),
+        ({"codec": PowerSGD()}, "use a mixed precision"),
+    ],
+)
+def test_the_way_out_of_16_bits_is_one(options: Any, way: str) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(3, 3).bfloat16().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=way):
+        check_steppable(optimizer, ExchangeOptions("gradients", **options))
+    check_steppable(optimizer, ExchangeOptions(codec=TopK(halves="reduce")))
 
 
 def test_the_other_mode_is_named_where_an_optimizer_is_not_elementwise() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from lightning_dear.registration import START_METHODS
 from tests.distributed.harness import distributed
 from tests.engine.models import batch, build, loss_of, optimizer_for
 from tests.fabric.running import dear, new_fabric
+
+TOPK: dict[str, Any] = {"compressor": "topk"}
 
 
 @pytest.mark.parametrize("name", START_METHODS)
@@ -44,6 +47,8 @@ def test_one_process_has_no_launcher() -> None:
         ({"static_graph": True}, "static_graph"),
         ({"ddp_comm_hook": print}, "compressor="),
         ({"nonsense": 1}, "unknown option"),
+        ({"compression_schedule": None}, "needs a Trainer, which counts steps"),
+        ({"save_distributed_checkpoint": True}, r"needs a Trainer; fabric\.save"),
         ({"gather": "weights"}, "valid names: parameters, gradients"),
         ({"fusion": "nonsense"}, "threshold"),
         ({"fusion": "auto"}, "FixedPlan"),
@@ -83,6 +88,15 @@ def test_two_optimizers_with_all_reduces_are_refused() -> None:
     model, optimizer = fabric.setup(first, optimizer_for("sgd", first))
     fabric.backward(_loss(fabric, model))
     optimizer.step()
+
+
+@distributed([1])
+def test_people_hear_what_a_compressor_has_chosen() -> None:
+    raw = build("mlp")
+    for options, expected in ((TOPK, 1), ({**TOPK, "gather": "gradients"}, 0)):
+        with patch("lightning_dear.support.rank_zero_info") as said:
+            new_fabric(dear(**options)).setup(raw, optimizer_for("sgd", raw))
+        assert said.call_count == expected
 
 
 @distributed([2])

@@ -328,6 +328,9 @@ def test_compressors_under_fabric() -> None:
             optimizer.zero_grad()
         seen[name] = copies(raw)
         assert_ranks_agree([seen[name]])
+        assert float(fabric.strategy.encoding_figures(optimizer)["compression_ratio"]) > 3.5
+        fabric.strategy.sync_replicas()
+        assert float(fabric.strategy.encoding_figures().get("lag", 0.0)) == 0.0
         assert "residuals" in optimizer.state_dict() or "residuals" in (
             fabric.strategy.get_optimizer_state(optimizer)
         )

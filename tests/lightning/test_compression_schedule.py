@@ -1,0 +1,86 @@
+"""Schedules of compressors that would be ignored, or do what is refused without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_dear import DearStrategy
+from lightning_dear.callbacks import CompressionSchedule, DearMonitor
+from lightning_dear.compression import DGC, Compressor, SignSGD, Signum, TopK
+
+LAGGING = TopK(density=0.5, allow_lag=True)
+
+
+@pytest.mark.parametrize(
+    ("codec", "schedule", "message"),
+    [
+        (
+            LAGGING,
+            {"densities": {9: 0.2, 1000: 0.01}},
+            r"densities=\{1000: 0.01\}: .*fall ever further behind.*a density of at least 0.1",
+        ),
+        (SignSGD(), {"dense_steps": 1}, "same learning rate as gradients. Leave dense_steps out"),
+        (Signum(), {"dense_steps": 1}, "same learning rate as gradients. Leave dense_steps out"),
+        (
+            DGC(warm_up_steps=10),
+            {"dense_steps": 5, "densities": {14: 0.1}},
+            "would replace those of dgc's warm_up_steps=10.* begin densities at step 15",
+        ),
+    ],
+)
+def test_what_a_schedule_cannot_do_is_refused(
+    codec: Compressor, schedule: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        DearStrategy(compressor=codec, compression_schedule=CompressionSchedule(**schedule))
+
+
+@pytest.mark.parametrize(
+    ("codec", "schedule"),
+    [
+        (LAGGING, {"densities": {9: 0.2, 1000: 0.1}}),
+        (TopK(), {"densities": {0: 0.5}}),
+        (DGC(warm_up_steps=10), {"dense_steps": 5, "densities": {15: 0.1}}),
+        (SignSGD(), {}),
+    ],
+)
+def test_what_it_can_do_is_not(codec: Compressor, schedule: dict[str, Any]) -> None:
+    DearStrategy(compressor=codec, compression_schedule=CompressionSchedule(**schedule))
+
+
+@pytest.mark.parametrize("wrong", [{"dense_steps": 1e3}, {"densities": {1e3: 0.1, "5": 0.2}}])
+def test_steps_are_integers(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"Steps must be integers .*1000\.0"):
+        CompressionSchedule(**wrong)
+
+
+def test_a_schedule_that_no_strategy_knows_is_refused() -> None:
+    schedule, trainer = CompressionSchedule(dense_steps=1), Any
+    schedule.setup(trainer, LightningModule(), "validate")
+    with pytest.raises(ValueError, match=r"DearStrategy\(compression_schedule=\.\.\.\)"):
+        schedule.setup(trainer, LightningModule(), "fit")
+
+
+def test_a_schedule_that_is_a_callback_as_well_is_connected_once() -> None:
+    schedule = CompressionSchedule(dense_steps=1)
+    strategy: Any = DearStrategy(compressor="int8", compression_schedule=schedule)
+    trainer: Any = SimpleNamespace(
+        callbacks=[schedule], state=SimpleNamespace(fn=TrainerFn.FITTING)
+    )
+    strategy._append_callbacks(trainer)
+    assert trainer.callbacks == [schedule]
+    schedule.setup(trainer, LightningModule(), "fit")
+
+
+def test_the_monitor_reads_nothing_where_nothing_is_logged() -> None:
+    strategy = SimpleNamespace(encoding_figures=lambda: {"lag": 1.0})
+    for interval, figures in ((0, {}), (1, {"lag": 1.0})):
+        trainer: Any = SimpleNamespace(log_every_n_steps=interval, global_step=3, strategy=strategy)
+        monitor = DearMonitor()
+        monitor.on_before_zero_grad(trainer, LightningModule(), None)
+        assert monitor._encoding == figures
