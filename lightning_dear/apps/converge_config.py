@@ -31,6 +31,7 @@ class Entry:
         lr_factors: Learning rates to try, as multiples of the reference's, or of ``lr`` if it is
             one.
         dense_shares: Of the steps, to try with each of them.
+        max_steps: Optimizer steps of a training.
         broken: Name of the bug it is trained with; None: none.
     """
 
@@ -39,6 +40,7 @@ class Entry:
     lr: float
     lr_factors: tuple[float, ...]
     dense_shares: tuple[float, ...]
+    max_steps: int
     broken: str | None = None
 
     @property
@@ -104,8 +106,10 @@ def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
             " many tries (votes as many as references)."
         )
     asked = Asked(name, reference, bool(one.get("control")), one.get("below"))
-    lr = float(own.optimizer.lr)
-    return Entry(asked, overrides, lr, tuple(factors), shares, one.get("broken"))
+    lr, max_steps = float(own.optimizer.lr), int(own.trainer.max_steps)
+    if max_steps < 1:
+        raise ValueError(f"trainer.max_steps must be at least 1, got {max_steps} ({name}).")
+    return Entry(asked, overrides, lr, tuple(factors), shares, max_steps, one.get("broken"))
 
 
 def _votes(cfg: DictConfig) -> bool:
@@ -186,24 +190,19 @@ def check(cfg: DictConfig) -> None:
         raise ValueError(
             f"Unknown tuning_buckets={cfg.tuning_buckets!r}; valid names: {', '.join(cfg.buckets)}."
         )
-    if cfg.trainer.max_steps < 1:
-        raise ValueError(f"trainer.max_steps must be at least 1, got {cfg.trainer.max_steps}.")
 
 
-def config_of(
-    entry: Entry, buckets: Sequence[str], options: Options, lr: float, max_steps: int
-) -> DictConfig:
+def config_of(entry: Entry, buckets: Sequence[str], options: Options, lr: float) -> DictConfig:
     """Compose the config of one training; the seed is not in it.
 
     Args:
         entry: What is trained.
         buckets: Overrides of its bucketing.
-        options: Their dense share counts here.
+        options: Their dense share counts here, as one of the entry's steps.
         lr: The learning rate.
-        max_steps: What the dense share is a share of.
     """
     overrides = [*entry.overrides, *buckets]
-    dense_steps = round(options.dense_share * max_steps)
+    dense_steps = round(options.dense_share * entry.max_steps)
     if dense_steps:
         target = "lightning_dear.callbacks.CompressionSchedule"
         schedule = {"_target_": target, "dense_steps": dense_steps}

@@ -72,7 +72,7 @@ class Study:
                 the same batches.
         """
         if self._strategy.is_global_zero:
-            self._progress = Progress(self._num_trainings * self._cfg.trainer.max_steps)
+            self._progress = Progress(self._num_steps)
         try:
             for entry in self._entries:
                 for buckets in self._buckets:
@@ -89,11 +89,12 @@ class Study:
         return summarize(asked, self.trials, self._metric, len(self._cfg.seeds))
 
     @property
-    def _num_trainings(self) -> int:
+    def _num_steps(self) -> int:
         cfg = self._cfg
         num_tunings = len(self._buckets) if cfg.tuning_buckets is None else 1
         num_tries = num_tunings * len(cfg.reference_lr_factors) * len(cfg.tuning_seeds)
-        return len(self._entries) * (num_tries + len(self._buckets) * len(cfg.seeds))
+        num_trainings = num_tries + len(self._buckets) * len(cfg.seeds)
+        return num_trainings * sum(entry.max_steps for entry in self._entries)
 
     def _choose(self, entry: Entry, buckets: str) -> tuple[Options, float]:
         """Return the best options and their learning rate, trying them all the first time."""
@@ -113,8 +114,7 @@ class Study:
     def _trial(
         self, entry: Entry, buckets: str, options: Options, lr: float, seed: int, phase: str
     ) -> Trial:
-        max_steps = self._cfg.trainer.max_steps
-        cfg = config_of(entry, self._buckets[buckets], options, lr, max_steps)
+        cfg = config_of(entry, self._buckets[buckets], options, lr)
         key = key_of(cfg, entry.broken, seed, self._metric.name, self._cfg.loss_steps)
         labels: dict[str, Any] = {
             **{"key": key, "entry": entry.name, "buckets": buckets, "phase": phase, "seed": seed},
@@ -125,7 +125,7 @@ class Study:
             with broken(entry.broken):
                 self._known[key] = self._train(cfg, labels)
         elif self._progress is not None:
-            self._progress.leave_out(max_steps)
+            self._progress.leave_out(entry.max_steps)
         trial = replace(self._known[key], **labels)
         self._check_start(trial)
         self.trials.append(trial)

@@ -93,7 +93,7 @@ def _check_momentum(entries: dict[str, Entry]) -> None:
     """Who keeps momentum itself is compared with SGD with momentum, and has none in SGD."""
     for name in ("dgc", "signum"):
         for entry in (entries[name], entries[entries[name].asked.reference or ""]):
-            optimizer = config_of(entry, (), Options(1, 0), 0.1, 300).optimizer
+            optimizer = config_of(entry, (), Options(1, 0), 0.1).optimizer
             assert optimizer._target_ == "torch.optim.SGD"
             assert bool(optimizer.get("momentum")) is (entry.name != name)
 
@@ -106,11 +106,21 @@ def test_options_reach_the_training() -> None:
     topk = "{name: mine, compressor: topk, compressor.density: 0.1, optimizer.lr: 7}"
     with job(f"entries=[dense,{topk}]") as cfg:
         buckets = buckets_of(cfg)["layer-wise"]
-        own = config_of(find(cfg, "mine"), buckets, Options(0.1, 0.1), 0.005, 180)
+        own = config_of(find(cfg, "mine"), buckets, Options(0.1, 0.1), 0.005)
         assert (own.optimizer.lr, own.compressor.density) == (0.005, 0.1)
         assert own.fusion._target_.endswith("NoFusion")
         strategy = build_strategy(own)
     assert strategy._schedule._dense_steps == 18
+
+
+def test_the_dense_share_is_one_of_the_entrys_own_steps() -> None:
+    with job("entries=[dense,{name: long, compressor: topk, trainer.max_steps: 400}]") as cfg:
+        own = config_of(find(cfg, "long"), (), Options(1, 0.1), 0.1)
+        assert own.trainer.max_steps == 400
+        assert build_strategy(own)._schedule._dense_steps == 40
+        cfg.entries[1]["trainer.max_steps"] = 0
+        with pytest.raises(ValueError, match=r"max_steps must be at least 1, got 0 \(long\)"):
+            entries_of(cfg)
 
 
 def test_a_key_knows_all_that_has_a_say_and_nothing_else() -> None:
@@ -123,13 +133,13 @@ def test_a_key_knows_all_that_has_a_say_and_nothing_else() -> None:
             (topk, Options(1, 0.1), 0.1, 1),
             (topk, Options(1, 0), 0.1, 2),
         ]
-        keys = [key_of(config_of(*one[:1], (), *one[1:3], 180), None, one[3]) for one in given]
+        keys = [key_of(config_of(*one[:1], (), *one[1:3]), None, one[3]) for one in given]
         assert len(set(keys)) == len(given)
-        own = config_of(too, (), Options(0.5, 0), 0.1, 180)
+        own = config_of(too, (), Options(0.5, 0), 0.1)
         assert key_of(own, None, 1) == keys[0]
         assert key_of(own, "doubled_residual", 1) not in keys
     with job("entries=[dense,topk]", folder="another") as cfg:
-        again = config_of(find(cfg, "topk"), (), Options(1, 0), 0.1, 180)
+        again = config_of(find(cfg, "topk"), (), Options(1, 0), 0.1)
         assert key_of(again, None, 1) == keys[0]
 
 
@@ -207,7 +217,6 @@ def test_unknown_and_impossible_compressors_are_refused_before_anything_starts()
         ("tuning_seeds=[12]", "must be others than seeds"),
         ("lr_factors=[1]", "references 6"),
         ("tuning_buckets=nope", "Unknown tuning_buckets='nope'; valid names: layer-wise"),
-        ("trainer.max_steps=-1", "max_steps must be at least 1"),
     ],
 )
 def test_what_leaves_nothing_to_compare_is_refused(override: str, message: str) -> None:
