@@ -149,6 +149,13 @@ CODED = [
         (f"{LAGGING}::test_replicas_are_close_behind",),
     ),
     Mutation(
+        "taking over writes before replicas are made equal",
+        "saved_state.py",
+        '        self.prepare_state("sync_replicas")\n',
+        '        self.complete_parameters("sync_replicas")\n',
+        (f"{LAGGING}::test_what_was_written_or_loaded_is_made_equal_too",),
+    ),
+    Mutation(
         "sending what is left with a dense step",
         "exchange/coded.py",
         "        coded.flush()\n",
