@@ -88,7 +88,8 @@ class Memory:
 
     def keep(self, parts: Sequence[slice]) -> None:
         """Lets what was kept of `parts` stay as it was, whatever is pending."""
-        if self._has_pending:
+        # Reading and writing what is kept may be decoding and encoding it.
+        if parts and self._has_pending:
             for name in self.names:
                 kept, pending = self._read(self._kept[name]), self._read(self._pending[name])
                 for part in parts:
