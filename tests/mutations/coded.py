@@ -114,6 +114,13 @@ CODED = [
         (RESUMED,),
     ),
     Mutation(
+        "another rate of what was left",
+        "checkpoint/residuals.py",
+        "            own.mul_(one.rate / rate)\n",
+        "            pass\n",
+        (f"{CHANGES}::test_another_rate_sends_as_much_of_what_was_left",),
+    ),
+    Mutation(
         "an owner's residual in checkpoints",
         "checkpoint/residuals.py",
         "            one.owner.load(name, flat[one.own])\n",
