@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from lightning_dear.bucket import FlatBuffers, allocate
-from lightning_dear.compression import Codec, Fp32
+from lightning_dear.compression import Codec
 from lightning_dear.exchange import DenseExchange, LimitedGathers, LossScale, new_exchange
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.gatherer import ParameterGatherer
@@ -146,16 +146,6 @@ def agree_on_plan(plan: BucketPlan, recording: Recording, collectives: Collectiv
             )
 
 
-def _codecs_of_buckets(
-    plan: BucketPlan, codecs: Sequence[Codec | None], options: ExchangeOptions
-) -> list[Codec | None]:
-    """What encodes each bucket row by row; None: nothing does, or a compressor of another kind."""
-    chosen = [codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
-    for number in plan.uncompressed if options.codec is not None else ():
-        chosen[number] = Fp32()
-    return chosen
-
-
 @torch.no_grad()
 def activate(
     plan: BucketPlan,
@@ -187,10 +177,13 @@ def activate(
         keeps_gradients=uses_buckets,
         lags=options.encodes_differences,
     )
-    codecs = _codecs_of_buckets(plan, recording.codecs, options)
+    coding = (
+        [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets],
+        plan.uncompressed,
+    )
     place = collectives, first_number
     reducing = partial(waiting, "reduce_scatter")
-    exchange = new_exchange(options, codecs, *place, flat, loss_scale, reducing)
+    exchange = new_exchange(options, *coding, *place, flat, loss_scale, reducing)
     depth = options.depth
     gatherer = ParameterGatherer(
         module,

@@ -152,7 +152,9 @@ class _Probe:
         self._nobody = _Nobody(rank, world_size)
         self._exchange = new_exchange(
             options,
-            [codec],
+            [None],
+            # With the memory of what it stands in for, as where a plan leaves a bucket so.
+            (0,) if isinstance(codec, Fp32) else (),
             cast(Collectives, self._nobody),
             0,
             flat,

@@ -30,7 +30,11 @@ class PipelineAccess:
         """Gives all ranks the parameters that their owners step. All ranks call; blocks.
 
         Where a compressor encodes differences of parameters, these are a little behind; elsewhere
-        nothing happens. Between an optimizer step and the next forward.
+        nothing changes. What was written to weights since the last step counts. Between an
+        optimizer step and the next forward.
+
+        Raises:
+            RuntimeError: See `SavedState.prepare_state`.
         """
         for part in () if self._pipeline is None else self._pipeline.parts:
             part.sync_replicas()

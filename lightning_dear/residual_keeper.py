@@ -58,11 +58,12 @@ class ResidualKeeper:
 
     def _put_in(self, held: Residuals) -> None:
         residuals.put_in(self._coded, held, self._parameters)
-        lost = residuals.unknown_names(self._coded, held)
+        lost = residuals.unknown_names(self._coded, held, self._parameters)
         if lost and self._collectives.rank == 0:
             warnings.warn(
                 f"What a compressor had left to be sent ({', '.join(lost)}) is dropped: this"
-                " training has another compressor, none, or another gather.",
+                " training has another compressor, none, or another gather, for some or all"
+                " parameters. Keep these as they were to have it sent.",
                 stacklevel=2,
             )
 
@@ -86,21 +87,15 @@ class ResidualKeeper:
             if self._coded
             else residuals.parts_held(self._held or Residuals())
         )
-        what = parts, self._factors(), self._counts(), self._numbers()
+        what = parts, self._common_to_all(), self._numbers()
         own, chunks = residuals.sharded(*what, rank, world_size)
         before = state if isinstance(state, ShardedState) else ShardedState(state, (), ())
         return ShardedState({**before, KEY: own}, (*before.chunks, *chunks), before.parameters)
 
-    def _factors(self) -> dict[Tensor, Tensor]:
+    def _common_to_all(self) -> Residuals:
         if self._coded:
-            pairs = [pair for one in self._coded for pair in one.factors.items()]
-            return {self._parameters[number]: factor for number, factor in pairs}
-        return {} if self._held is None else self._held.factors
-
-    def _counts(self) -> dict[str, int]:
-        if self._coded:
-            return residuals.counts_of(self._coded)
-        return {} if self._held is None else self._held.counts
+            return residuals.common_to_all(self._coded, self._parameters)
+        return self._held or Residuals()
 
     def _numbers(self) -> dict[Tensor, int]:
         """Parameter -> its number in the optimizer's state dict."""

@@ -62,17 +62,23 @@ class SavedState:
         """Gives all ranks the parameters that their owners step. Collective, blocks.
 
         Where differences of parameters are encoded, for what is to be exported: weights are then
-        those of a dense step. Between two steps.
+        those of a dense step. What was written or loaded since the last step counts. Between two
+        steps.
+
+        Raises:
+            RuntimeError: See `prepare_state`.
         """
-        self.complete_parameters("sync_replicas")
+        self.prepare_state("sync_replicas")
         if self._active is None or not isinstance(self._active.exchange, CodedExchange):
             return
         for bucket in self._active.flat.buckets:
             if bucket.lags:
                 self._active.exchange.sync(bucket).wait()
 
-    def prepare_state(self) -> None:
-        """Puts right what a step that raised left behind, and takes over what was loaded. Local.
+    def prepare_state(self, reason: str = "optimizer state") -> None:
+        """Puts right what a step that raised left behind, and takes over what was written. Local.
+
+        Blocks until all parameters have arrived; what was loaded is taken over, too.
 
         Raises:
             RuntimeError: After a backward that raised when part of the state was already new.
@@ -84,7 +90,7 @@ class SavedState:
                 " last checkpoint."
             )
         self.sharded.restore()
-        self.complete_parameters("optimizer state")
+        self.complete_parameters(reason)
         if self._active is not None:
             self._active.adopt_writes()
             self.sharded.adopt_state()

@@ -7,6 +7,8 @@ something besides for their shards. In a state dict both stand beside the optimi
                owner:   name -> parameter number -> [*shape]
                factors: parameter number -> the low-rank factor that all ranks have
                counts:  half -> how often a bucket was encoded
+               rates:   parameter number -> of its feedback: a "residual" is what is still to be
+                        sent, times this
 """
 
 from __future__ import annotations
@@ -41,12 +43,14 @@ class Residuals:
         owner: Name -> parameter -> what owners keep, likewise, the same on all ranks.
         factors: Parameter -> its low-rank factor, the same on all ranks.
         counts: Half -> how often it was encoded.
+        rates: Parameter -> `EncodedBucket.rate` of where its numbers come from.
     """
 
     worker: dict[str, ByParameter] = field(default_factory=dict)
     owner: dict[str, ByParameter] = field(default_factory=dict)
     factors: ByParameter = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    rates: dict[Tensor, float] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -54,9 +58,9 @@ def take_out(
     coded: Sequence[EncodedBucket], parameters: Sequence[Parameter], collectives: Collectives
 ) -> Residuals:
     """Copies what is kept in `coded`, none of which may be pending. Collective, blocks."""
-    taken = Residuals(counts=counts_of(coded))
+    taken = common_to_all(coded, parameters)
+    taken.factors = {one: factor.clone() for one, factor in taken.factors.items()}
     for one in coded:
-        taken.factors.update({parameters[at]: own.clone() for at, own in one.factors.items()})
         for name, flat in one.worker.kept.items():
             _spread(one, flat, taken.worker.setdefault(name, {}), parameters)
         for name, shard in one.owner.kept.items():
@@ -68,9 +72,14 @@ def take_out(
     return taken
 
 
-def counts_of(coded: Sequence[EncodedBucket]) -> dict[str, int]:
-    """How often each half has been encoded; the most, as some buckets may travel as they are."""
-    return {half: max(one.counts[half] for one in coded) for half in coded[0].counts}
+def common_to_all(coded: Sequence[EncodedBucket], parameters: Sequence[Parameter]) -> Residuals:
+    """What all ranks have alike: factors, the buckets' own, counts and rates. Local."""
+    return Residuals(
+        factors={parameters[at]: own for one in coded for at, own in one.factors.items()},
+        # The most, as some buckets may travel as they are.
+        counts={half: max(one.counts[half] for one in coded) for half in coded[0].counts},
+        rates={parameters[part.tensor]: one.rate for one in coded for part in one.spec.slices},
+    )
 
 
 @torch.no_grad()
@@ -79,7 +88,8 @@ def put_in(
 ) -> None:
     """Overwrites what is kept in `coded`; what `residuals` do not know becomes 0. Local.
 
-    A factor that they do not know, or of another rank, stays what it is.
+    A factor that they do not know, or of another rank, stays what it is. Numbers of which they do
+    not know the rate count as of this training's, as earlier versions took all of them.
     """
     for one in coded:
         one.counts.update(residuals.counts)
@@ -88,9 +98,10 @@ def put_in(
             if factor.shape == own.shape:
                 own.copy_(factor)
         for name in one.worker.names:
-            one.worker.load(name, _collected(one, residuals.worker.get(name, {}), parameters))
+            flat = _collected(one, name, residuals.worker, residuals.rates, parameters)
+            one.worker.load(name, flat)
         for name in one.owner.names:
-            flat = _collected(one, residuals.owner.get(name, {}), parameters)
+            flat = _collected(one, name, residuals.owner, residuals.rates, parameters)
             one.owner.load(name, flat[one.own])
 
 
@@ -105,27 +116,44 @@ def _spread(
         own.copy_(flat[part.offset : part.offset + part.numel])
 
 
-def _collected(one: EncodedBucket, source: ByParameter, parameters: Sequence[Parameter]) -> Tensor:
-    """Flat, as the bucket is; 0 where `source` has nothing."""
+def _collected(
+    one: EncodedBucket,
+    name: str,
+    named: Mapping[str, ByParameter],
+    rates: Mapping[Tensor, float],
+    parameters: Sequence[Parameter],
+) -> Tensor:
+    """Flat, as the bucket is, at its rate; 0 where `named` has nothing of that name."""
     flat = torch.zeros(one.spec.padded_numel, device=parameters[0].device)
+    source = named.get(name, {})
     for part in one.spec.slices:
-        numbers = source.get(parameters[part.tensor])
-        if numbers is not None:
-            own = flat[part.offset : part.offset + part.numel]
-            own.copy_(numbers[part.start : part.start + part.numel])
+        parameter = parameters[part.tensor]
+        if parameter not in source:
+            continue
+        own = flat[part.offset : part.offset + part.numel]
+        own.copy_(source[parameter][part.start : part.start + part.numel])
+        rate = rates.get(parameter, one.rate)
+        if name == "residual" and rate != one.rate:
+            own.mul_(one.rate / rate)
     return flat
 
 
-def unknown_names(coded: Sequence[EncodedBucket], residuals: Residuals) -> list[str]:
-    """Names of what `residuals` have, not zero, and nobody in `coded` keeps."""
-    worker = {name for one in coded for name in one.worker.names}
-    owner = {name for one in coded for name in one.owner.names}
-    pairs = ((residuals.worker, worker, ""), (residuals.owner, owner, "owner's "))
+def unknown_names(
+    coded: Sequence[EncodedBucket], residuals: Residuals, parameters: Sequence[Parameter]
+) -> list[str]:
+    """Names of what `residuals` have, not zero, of a parameter of which `coded` keep no such."""
+    known = {
+        (whose + name, parameters[part.tensor])
+        for one in coded
+        for whose, memory in (("", one.worker), ("owner's ", one.owner))
+        for name in memory.names
+        for part in one.spec.slices
+    }
     return [
         whose + name
-        for own, known, whose in pairs
-        for name, numbers in own.items()
-        if name not in known and any(bool(one.any()) for one in numbers.values())
+        for whose, named in (("", residuals.worker), ("owner's ", residuals.owner))
+        for name, numbers in named.items()
+        if any((whose + name, one) not in known and bool(own.any()) for one, own in numbers.items())
     ]
 
 
@@ -156,6 +184,7 @@ def packed(
         "owner": _numbered(residuals.owner, number_of, of_owners),
         "factors": {number_of[one]: factor for one, factor in residuals.factors.items()},
         "counts": residuals.counts,
+        "rates": {number_of[one]: rate for one, rate in residuals.rates.items()},
     }
 
 
@@ -203,9 +232,10 @@ def unpacked(
     return Residuals(
         by_parameter(state["worker"], own),
         by_parameter(state["owner"], Tensor.clone),
-        # Earlier versions have saved none.
+        # Earlier versions have saved none, and no rates.
         {parameter_of[number]: one.clone() for number, one in state.get("factors", {}).items()},
         dict(state["counts"]),
+        {parameter_of[number]: rate for number, rate in state.get("rates", {}).items()},
     )
 
 
@@ -245,27 +275,31 @@ def _owned(one: EncodedBucket, part: Slice, shard: Tensor) -> Chunk | None:
 
 def sharded(
     parts: Iterable[Part],
-    factors: Mapping[Tensor, Tensor],
-    counts: Mapping[str, int],
+    common: Residuals,
     number_of: Mapping[Tensor, int],
     rank: int,
     world_size: int,
 ) -> tuple[dict[str, Any], list[tuple[Tensor, Sequence[Chunk]]]]:
-    """As `packed`, with tensors on the meta device, and this rank's chunks of these. Local."""
+    """As `packed`, with tensors on the meta device, and this rank's chunks of these. Local.
+
+    `common`: what all ranks have alike; the rest of it is not looked at.
+    """
     chunks: dict[tuple[str, str, Tensor], list[Chunk]] = defaultdict(list)
     for kind, name, parameter, chunk in parts:
         own = chunks[kind, name, parameter]
         if chunk is not None:
             before = rank * parameter.numel() if kind == "worker" else 0
             own.append(Chunk(before + chunk.start, chunk.values))
-    state: dict[str, Any] = {"worker": {}, "owner": {}, "factors": {}, "counts": dict(counts)}
+    state: dict[str, Any] = {"worker": {}, "owner": {}, "factors": {}}
+    state["counts"] = dict(common.counts)
+    state["rates"] = {number_of[one]: rate for one, rate in common.rates.items()}
     stand_ins: list[tuple[Tensor, Sequence[Chunk]]] = []
     for (kind, name, parameter), own in chunks.items():
         rows = (world_size,) if kind == "worker" else ()
         stand_in = torch.empty_strided(*_shape(parameter, *rows), device="meta")
         state[kind].setdefault(name, {})[number_of[parameter]] = stand_in
         stand_ins.append((stand_in, own))
-    for parameter, factor in factors.items():
+    for parameter, factor in common.factors.items():
         stand_in = state["factors"][number_of[parameter]] = factor.to("meta")
         stand_ins.append((stand_in, [Chunk(0, factor.view(-1))] if rank == 0 else []))
     return state, stand_ins

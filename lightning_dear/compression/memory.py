@@ -18,13 +18,14 @@ from typing_extensions import override
 
 from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.compressor import Compressor
+from lightning_dear.compression.floats import Fp32
 from lightning_dear.compression.integers import Int8, LoCo
 from lightning_dear.compression.signs import Signum
 from lightning_dear.compression.sparse import DGC
 
 
 class Memory:
-    """Keeps nothing: for codecs that are unbiased or vote, or go without feedback.
+    """Keeps nothing: for codecs that are unbiased or vote, lose nothing, or have no feedback.
 
     Args:
         numel: Elements of the bucket, or of the shard.
@@ -32,6 +33,7 @@ class Memory:
 
     Attributes:
         names: Of what is kept.
+        rate: "residual" is what is still to be sent, times this.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -40,7 +42,7 @@ class Memory:
         self._kept = {name: self._zeros(numel, device) for name in self.names}
         self._pending = {name: self._zeros(numel, device) for name in self.names}
         self._has_pending = False
-        self._rate = 1.0
+        self.rate = 1.0
 
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
         """Turns gradients into what is to be encoded, in place.
@@ -88,7 +90,8 @@ class Memory:
 
     def keep(self, parts: Sequence[slice]) -> None:
         """Lets what was kept of `parts` stay as it was, whatever is pending."""
-        if self._has_pending:
+        # Reading and writing what is kept may be decoding and encoding it.
+        if parts and self._has_pending:
             for name in self.names:
                 kept, pending = self._read(self._kept[name]), self._read(self._pending[name])
                 for part in parts:
@@ -98,7 +101,7 @@ class Memory:
     def note_all_sent(self, but: Sequence[slice]) -> None:
         """Notes that numbers were sent as `compensate` has left them, but for some parts."""
         for name, kept in self.kept.items():
-            left = torch.mul(kept, 1 - self._rate, out=self._next(name, kept))
+            left = torch.mul(kept, 1 - self.rate, out=self._next(name, kept))
             self._write(self._pending[name], left)
         self._has_pending = True
         self.keep(but)
@@ -109,7 +112,7 @@ class Memory:
         if "residual" in self.names:
             latest = (self._pending if self._has_pending else self._kept)["residual"]
             residual = self._read(latest)
-            residual[part].add_(numbers, alpha=self._rate)
+            residual[part].add_(numbers, alpha=self.rate)
             self._write(latest, residual)
 
     @property
@@ -158,7 +161,7 @@ class Residual(Memory):
 
     def __init__(self, numel: int, device: torch.device, rate: float = 1.0) -> None:
         super().__init__(numel, device)
-        self._rate = rate
+        self.rate = rate
 
     @override
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
@@ -188,13 +191,13 @@ class Residual(Memory):
 
     def _decayed(self, like: Tensor) -> Tensor | None:
         """What a moving average keeps of what was kept before."""
-        return self._latest("residual", like) * (1 - self._rate) if self._rate < 1 else None
+        return self._latest("residual", like) * (1 - self.rate) if self.rate < 1 else None
 
     def _keep(self, lost: Tensor, before: Tensor | None, scale: Tensor | None) -> None:
         if scale is not None:
             lost.div_(scale)
         if before is not None:
-            lost.mul_(self._rate).add_(before)
+            lost.mul_(self.rate).add_(before)
         self._write(self._pending["residual"], lost.view(-1))
         self._has_pending = True
 
@@ -309,7 +312,7 @@ def worker_memory(codec: Compressor, numel: int, device: torch.device) -> Memory
 
 def owner_memory(codec: Compressor, numel: int, device: torch.device) -> Memory:
     """What an owner keeps of the mean, which it encodes for everybody."""
-    if not codec.has_feedback:
+    if not codec.has_feedback or isinstance(codec, Fp32):
         return Memory(numel, device)
     if isinstance(codec, LoCo):
         kind = ShortResidual if codec.residual_bits == 8 else Residual

@@ -175,10 +175,6 @@ class DGC(TopK):
             return self.density
         return max(self.density, RAMP[step * len(RAMP) // self.warm_up_steps])
 
-    def wire_bytes_at(self, numel: int, step: int) -> int:
-        """Bytes of a row of `numel` elements in that step; they never grow from step to step."""
-        return self.at_density(self.density_at(step)).wire_bytes(numel)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Sparse):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
 from lightning_dear.bucket import FlatBuffers
@@ -21,6 +21,7 @@ from lightning_dear.work import Collectives
 def new_exchange(
     options: ExchangeOptions,
     codecs: Sequence[Codec | None],
+    uncompressed: Collection[int],
     collectives: Collectives,
     first_number: int,
     flat: FlatBuffers,
@@ -29,7 +30,9 @@ def new_exchange(
 ) -> DenseExchange:
     """The exchange that `options` ask for, of the buckets in `flat`.
 
-    `codecs`: what encodes each bucket row by row; see `LowRankExchange` for the rest.
+    `codecs`: what the tensors of each bucket are configured to be encoded by, row by row;
+    `uncompressed`: numbers of buckets that travel as they are all the same; see `LowRankExchange`
+    for the rest.
     """
     kind = GradientExchange if options.is_of_gradients else DenseExchange
     dense = kind(collectives, first_number)
@@ -37,8 +40,10 @@ def new_exchange(
         return dense
     place = collectives, first_number
     if isinstance(options.codec, PowerSGD):
-        return LowRankExchange(dense, options.codec, codecs, *place, flat, loss_scale, waiting)
-    return CodedExchange(dense, options, codecs, *place, flat.buckets, loss_scale)
+        low_rank = options.codec, uncompressed
+        return LowRankExchange(dense, *low_rank, *place, flat, loss_scale, waiting)
+    coding = options, codecs, uncompressed
+    return CodedExchange(dense, *coding, *place, flat.buckets, loss_scale)
 
 
 __all__ = [

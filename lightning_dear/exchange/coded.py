@@ -11,7 +11,7 @@ are made in fp32 and in rank order. Either half may travel as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -39,7 +39,8 @@ class CodedExchange(EncodingExchange):
     Args:
         dense: Moves the half that is not encoded.
         options: With a codec.
-        codecs: What encodes each bucket: that codec, or another one.
+        codecs: What the tensors of each bucket are configured for: None is that codec.
+        uncompressed: Numbers of buckets that travel as they are all the same.
         collectives: What moves the bytes.
         first_number: See `DenseExchange`.
         buckets: All of the plan's.
@@ -51,6 +52,7 @@ class CodedExchange(EncodingExchange):
         dense: DenseExchange,
         options: ExchangeOptions,
         codecs: Iterable[Codec | None],
+        uncompressed: Collection[int],
         collectives: Collectives,
         first_number: int,
         buckets: Iterable[Bucket],
@@ -62,7 +64,13 @@ class CodedExchange(EncodingExchange):
         self._encodes_reduce, self._encodes_gather = map(options.encodes, ("reduce", "gather"))
         place = collectives.rank, collectives.world_size
         self.coded: Sequence[CodedBucket] = [
-            CodedBucket(bucket, options, codec or options.codec, *place)
+            CodedBucket(
+                bucket,
+                options,
+                codec or options.codec,
+                *place,
+                is_encoded=bucket.number not in uncompressed,
+            )
             for bucket, codec in zip(buckets, codecs, strict=True)
         ]
 

@@ -35,9 +35,10 @@ class CodedBucket(EncodedBucket):
     Args:
         bucket: Its gradients, and its mean, are read and written.
         options: With a codec.
-        codec: What encodes this bucket: that one, or another.
+        codec: What its tensors are configured for: that one, or another.
         rank: This rank.
         world_size: How many there are.
+        is_encoded: Whether that encodes them, rather than let them travel as they are.
 
     Attributes:
         outgoing: [world_size, bytes of a shard] uint8, what this rank sends to each.
@@ -50,19 +51,28 @@ class CodedBucket(EncodedBucket):
     configured: Codec
 
     def __init__(
-        self, bucket: Bucket, options: ExchangeOptions, codec: Codec, rank: int, world_size: int
+        self,
+        bucket: Bucket,
+        options: ExchangeOptions,
+        codec: Codec,
+        rank: int,
+        world_size: int,
+        *,
+        is_encoded: bool = True,
     ) -> None:
         assert isinstance(options.codec, Codec)
-        # What is not encoded here has momentum and feedback all the same, as in a dense step.
-        keeps = options.codec if isinstance(codec, Fp32) else codec
+        # What is never encoded loses nothing, but is to be stepped with the others' momentum.
+        has_momentum = isinstance(codec, Fp32) and options.codec.brings_momentum
+        keeps = options.codec if has_momentum else codec
         device, numel = bucket.gradients.device, bucket.gradients.numel()
         worker = owner = Memory(0, device)
         if options.encodes("reduce"):
             worker = worker_memory(keeps, numel, device)
         if options.encodes("gather") and not bucket.lags:
             # What differences of parameters have not brought is in the next ones.
-            owner = owner_memory(keeps, numel // world_size, device)
-        super().__init__(bucket, codec, worker, owner, world_size)
+            owner = owner_memory(codec, numel // world_size, device)
+        # What a plan does not encode keeps what it has, as in a dense step.
+        super().__init__(bucket, codec if is_encoded else Fp32(), worker, owner, world_size)
         self._rank = rank
         self._world_size = world_size
         self._has_incoming = options.encodes("reduce")

@@ -81,6 +81,11 @@ class EncodedBucket(ABC):
         return {}
 
     @property
+    def rate(self) -> float:
+        """Of both memories, where they keep anything: one codec says how."""
+        return (self.worker if self.worker.names else self.owner).rate
+
+    @property
     def residual_norms(self) -> list[Tensor]:
         """2-norms of what is still to be sent, of this rank's gradients and of its shard's mean."""
         kept = (memory.kept.get("residual") for memory in (self.worker, self.owner))

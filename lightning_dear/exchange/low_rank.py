@@ -9,7 +9,7 @@ the time between to arrive. The last bucket's Q is sent where buckets are waited
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, FlatBuffers, storage_shape
-from lightning_dear.compression import Compressor, PowerSGD
+from lightning_dear.compression import Fp32, PowerSGD
 from lightning_dear.device_work import device_work
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.encoding import EncodingExchange, LossScale
@@ -31,7 +31,7 @@ class LowRankExchange(EncodingExchange):
     Args:
         dense: Does what remains to be done for the gather half.
         codec: Says what is factored.
-        codecs: Of each bucket; None is `codec`, and with another one nothing is factored.
+        uncompressed: Numbers of buckets of which nothing is factored.
         collectives: What moves the bytes.
         first_number: See `DenseExchange`.
         flat: All buckets, and the shapes of what lies in them.
@@ -43,7 +43,7 @@ class LowRankExchange(EncodingExchange):
         self,
         dense: DenseExchange,
         codec: PowerSGD,
-        codecs: Iterable[Compressor | None],
+        uncompressed: Collection[int],
         collectives: Collectives,
         first_number: int,
         flat: FlatBuffers,
@@ -55,8 +55,14 @@ class LowRankExchange(EncodingExchange):
         self._waiting = waiting
         shapes = [storage_shape(placement.parameter) for placement in flat.placements]
         self.coded: Sequence[LowRankBucket] = [
-            LowRankBucket(bucket, codec, own or codec, shapes, collectives.world_size)
-            for bucket, own in zip(flat.buckets, codecs, strict=True)
+            LowRankBucket(
+                bucket,
+                codec,
+                Fp32() if bucket.number in uncompressed else codec,
+                shapes,
+                collectives.world_size,
+            )
+            for bucket in flat.buckets
         ]
         # Of the bucket whose second message is still to be sent.
         self._first = Work.done()

@@ -18,7 +18,13 @@ from lightning_dear.compression import (
     Signum,
     TopK,
 )
-from lightning_dear.compression.memory import Memory, Residual, owner_memory, worker_memory
+from lightning_dear.compression.memory import (
+    Memory,
+    Residual,
+    ShortResidual,
+    owner_memory,
+    worker_memory,
+)
 
 NUMEL = 512
 CPU = torch.device("cpu")
@@ -207,6 +213,14 @@ def test_eight_bits_keep_nearly_the_same() -> None:
     assert float((memories[1].kept["residual"] - kept).norm() / kept.norm()) < 0.01
     with pytest.raises(ValueError, match="residual_bits of loco must be 8 or 32, got 4"):
         LoCo(residual_bits=4)
+
+
+def test_keeping_no_part_does_not_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = LoCo(block_size=64, residual_bits=8)
+    memory = owner_memory(codec, NUMEL, CPU)
+    _send(memory, codec, _gradients(1)[0])
+    monkeypatch.setattr(ShortResidual, "_read", None)
+    memory.keep([])
 
 
 def test_what_is_sent_as_it_is_leaves_what_the_average_says() -> None:

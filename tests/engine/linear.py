@@ -92,18 +92,25 @@ class Run:
                     total += one.double() / dist.get_world_size()
                     self.magnitude += float(one.double().norm()) / dist.get_world_size()
 
+    def resume(self, other: Run) -> None:
+        """Goes on with the weights of `other`, and what arrived and should have."""
+        other.pipeline.complete_parameters()
+        self.model.load_state_dict(other.model.state_dict())
+        self.num_steps, self.magnitude = other.num_steps, other.magnitude
+        self.expected = [one.clone() for one in other.expected]
+
     def error(self, rate: float = 1.0) -> float:
         """|sum of what arrived + what is still to be sent - sum of the gradients| / magnitude."""
         self.pipeline.complete_parameters()
         held = self.part._residuals._taken()
-        own = held.worker.get("residual", {})
+        own, owned = held.worker.get("residual", {}), held.owner.get("residual", {})
         squares = 0.0
         for number, weight in enumerate(self.model.weights):
             total = -weight.detach().double()
             if weight in own:
                 total += summed(own[weight].double()).view(weight.shape) / rate
-            if "residual" in held.owner:
-                total += held.owner["residual"][weight].double().view(weight.shape) / rate
+            if weight in owned:
+                total += owned[weight].double().view(weight.shape) / rate
             squares += float((total - self.expected[number]).square().sum())
         return squares**0.5 / self.magnitude
 

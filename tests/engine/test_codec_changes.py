@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
 
 from lightning_dear.compression import Fp32, Int4, Int8, LoCo, RandomK, TopK
 from lightning_dear.exchange_options import ExchangeOptions
@@ -51,3 +54,42 @@ def test_what_cannot_take_over_is_refused() -> None:
     plain = Run(ExchangeOptions("gradients"))
     with pytest.raises(ValueError, match="set compressor="):
         plain.part.use_codec(Int8())
+
+
+@distributed(world_sizes=(2,))
+def test_another_rate_sends_as_much_of_what_was_left() -> None:
+    for codec, other, rate in (
+        (LoCo(rate=0.2), Int4(block_size=64), 1.0),
+        (TopK(density=0.05), LoCo(rate=0.2), 0.2),
+        (LoCo(rate=0.2, halves="gather"), LoCo(rate=0.8, halves="gather"), 0.8),
+    ):
+        run, resumed = (Run(ExchangeOptions("gradients", codec=one)) for one in (codec, other))
+        for _ in range(4):
+            run.step()
+        resumed.resume(run)
+        state = copy.deepcopy(run.part.optimizer_state_dict())
+        assert run.part.sharded_state_dict()["residuals"]["rates"] == state["residuals"]["rates"]
+        resumed.optimizer.load_state_dict(state)
+        assert (
+            resumed.part.optimizer_state_dict()["residuals"]["rates"]
+            == (resumed.part.sharded_state_dict()["residuals"]["rates"])
+        )
+        for _ in range(3):
+            resumed.step()
+        assert resumed.error(rate) <= 1e-5, codec
+
+
+@distributed(world_sizes=(2,))
+def test_what_was_left_of_no_known_rate_counts_as_of_ones_own() -> None:
+    run = Run(ExchangeOptions("gradients", codec=LoCo(rate=0.2)))
+    other = Run(ExchangeOptions("gradients", codec=LoCo(rate=0.5)))
+    run.step()
+    other.step()
+    state = copy.deepcopy(run.part.optimizer_state_dict())
+    del state["residuals"]["rates"]
+    other.optimizer.load_state_dict(state)
+    left = [run.part._residuals._taken(), other.part._residuals._taken()]
+    for kind in ("worker", "owner"):
+        kept, taken = (list(getattr(one, kind)["residual"].values()) for one in left)
+        for one, same in zip(kept, taken, strict=True):
+            assert torch.equal(one, same)

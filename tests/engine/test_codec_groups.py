@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -17,6 +19,7 @@ from lightning_dear.compression import (
     Fp32,
     Int4,
     Int8,
+    LoCo,
     PowerSGD,
     SignSGD,
     TopK,
@@ -127,6 +130,52 @@ def test_a_plan_leaves_buckets_as_they_are() -> None:
     with pytest.raises(ValueError, match="signsgd makes votes of the others"):
         voting.part.replan(_leaving_the_first(voting))
     voting.step()
+
+
+@distributed(world_sizes=(2,))
+def test_what_a_plan_leaves_as_it_is_has_its_own_feedback() -> None:
+    """Not that of the compressor, which has another rate, or none."""
+    groups = (("*", LoCo(block_size=64, rate=0.5)),)
+    for codec in (Int4(block_size=64), QSGD()):
+        run = Run(ExchangeOptions("gradients", codec=codec, groups=groups))
+        run.step()
+        plan = NoFusion().plan(run.part.tensors, dist.get_world_size())
+        run.part.replan(replace(plan, uncompressed=tuple(range(len(plan.buckets)))))
+        for _ in range(2):
+            run.step()
+        assert run.error(0.5) <= 1e-5
+
+
+@distributed(world_sizes=(2,))
+def test_nothing_is_kept_of_what_is_never_encoded() -> None:
+    for codec, names in (
+        (Int4(block_size=64), ()),
+        (DGC(density=0.1, selector="exact"), ("momentum", "residual")),
+    ):
+        run = Run(_options(codec), NoFusion())
+        run.step()
+        for coded in run.part._active.exchange.coded:  # type: ignore[union-attr]
+            is_vector = coded.spec.slices[0].tensor in (1, 3, 4)
+            assert coded.owner.names == (() if is_vector else ("residual",))
+            assert coded.worker.names == (names if is_vector else coded.worker.names)
+            assert coded.worker.names or is_vector
+
+
+@distributed(world_sizes=(2,))
+def test_what_was_left_of_what_is_not_encoded_any_more_is_named() -> None:
+    run = Run(ExchangeOptions("gradients", codec=Int4(block_size=64)))
+    for _ in range(2):
+        run.step()
+    state = copy.deepcopy(run.part.optimizer_state_dict())
+    resumed = Run(_options(Int4(block_size=64)))
+    resumed.optimizer.load_state_dict(state)
+    is_first = dist.get_rank() == 0
+    with (
+        pytest.warns(UserWarning, match="residual, owner's residual.* is dropped")
+        if is_first
+        else (nullcontext())
+    ):
+        resumed.step()
 
 
 @distributed(world_sizes=(2,))

@@ -218,6 +218,30 @@ def test_replicas_can_be_made_equal_to_masters() -> None:
 
 
 @distributed(world_sizes=(2,))
+def test_what_was_written_or_loaded_is_made_equal_too() -> None:
+    model, optimizer, pipeline = _start(Int4(), "adamw")
+    for step in range(3):
+        _step(model, optimizer, pipeline, step)
+    saved = copy.deepcopy(pipeline.parts[0].optimizer_state_dict())
+    masters = _masters(pipeline, optimizer)
+    first, second = _in_groups(optimizer)[:2]
+    with torch.no_grad():
+        first.mul_(2.0)
+    written = next(p for p in model.parameters() if p.data_ptr() == second.data_ptr())
+    written.data = second + 5.0
+    pipeline.parts[0].sync_replicas()
+    synced = _in_groups(optimizer)
+    torch.testing.assert_close(synced[0], masters[0] + first / 2, rtol=0, atol=0.05)
+    torch.testing.assert_close(synced[1], masters[1] + 5.0)
+    for replica, master in zip(synced, _masters(pipeline, optimizer), strict=True):
+        assert torch.equal(replica, master)
+    optimizer.load_state_dict(saved)
+    pipeline.parts[0].sync_replicas()
+    for replica, master in zip(_in_groups(optimizer), masters, strict=True):
+        assert torch.equal(replica, master)
+
+
+@distributed(world_sizes=(2,))
 def test_the_lag_is_known_in_any_precision() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         model, optimizer, pipeline = _start(Int8(), dtype=dtype)

@@ -114,6 +114,13 @@ CODED = [
         (RESUMED,),
     ),
     Mutation(
+        "another rate of what was left",
+        "checkpoint/residuals.py",
+        "            own.mul_(one.rate / rate)\n",
+        "            pass\n",
+        (f"{CHANGES}::test_another_rate_sends_as_much_of_what_was_left",),
+    ),
+    Mutation(
         "an owner's residual in checkpoints",
         "checkpoint/residuals.py",
         "            one.owner.load(name, flat[one.own])\n",
@@ -147,6 +154,13 @@ CODED = [
         "            self.published.copy_(self.replica)\n\n    def land",
         "            pass\n\n    def land",
         (f"{LAGGING}::test_replicas_are_close_behind",),
+    ),
+    Mutation(
+        "taking over writes before replicas are made equal",
+        "saved_state.py",
+        '        self.prepare_state("sync_replicas")\n',
+        '        self.complete_parameters("sync_replicas")\n',
+        (f"{LAGGING}::test_what_was_written_or_loaded_is_made_equal_too",),
     ),
     Mutation(
         "sending what is left with a dense step",

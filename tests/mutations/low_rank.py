@@ -91,15 +91,30 @@ LOW_RANK = [
     Mutation(
         "momentum of what a codec leaves out",
         "exchange/coded_bucket.py",
-        "        keeps = options.codec if isinstance(codec, Fp32) else codec\n",
+        "        keeps = options.codec if has_momentum else codec\n",
         "        keeps = codec\n",
         (f"{GROUPS}::test_what_dgc_leaves_out_has_its_momentum",),
     ),
     Mutation(
         "leaving a plan's buckets as they are",
-        "active_plan.py",
-        "        chosen[number] = Fp32()\n",
-        "        pass\n",
+        "exchange/coded.py",
+        "                is_encoded=bucket.number not in uncompressed,\n",
+        "",
         (f"{GROUPS}::test_a_plan_leaves_buckets_as_they_are",),
+    ),
+    Mutation(
+        "what a plan leaves as it is keeps of its own",
+        "exchange/coded_bucket.py",
+        "            owner = owner_memory(codec, numel // world_size, device)\n",
+        "            owner = owner_memory(codec if is_encoded else options.codec,"
+        " numel // world_size, device)\n",
+        (f"{GROUPS}::test_what_a_plan_leaves_as_it_is_has_its_own_feedback",),
+    ),
+    Mutation(
+        "no memory of what loses nothing",
+        "compression/memory.py",
+        "    if not codec.has_feedback or isinstance(codec, Fp32):\n",
+        "    if not codec.has_feedback:\n",
+        (f"{GROUPS}::test_nothing_is_kept_of_what_is_never_encoded",),
     ),
 ]
