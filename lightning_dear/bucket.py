@@ -127,6 +127,13 @@ class Bucket:
             was_written = self.replica != self.shard.to(self.replica.dtype)
             torch.where(was_written, self.replica.to(self.shard.dtype), self.shard, out=self.shard)
 
+    def adopt_gradients(self) -> None:
+        """Takes what was changed of this rank's shard of the whole mean gradient into `mean`."""
+        if self.has_master:
+            own = self.gradients[self.own]
+            was_changed = own != self.mean.to(own.dtype)
+            torch.where(was_changed, own.to(self.mean.dtype), self.mean, out=self.mean)
+
 
 @dataclass(frozen=True)
 class Placement:

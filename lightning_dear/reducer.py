@@ -206,14 +206,15 @@ class GradientReducer:
 
     def _finish_round(self) -> bool:
         """Ends a round; says whether some rank has gradients left for another one."""
-        sums = [bucket.mean.clone() for bucket in self._buckets] if self._num_rounds else []
+        has_earlier = self._num_rounds > 0 and any(self._used)
+        sums = [bucket.mean.clone() for bucket in self._buckets] if has_earlier else []
         says = self._collect_rest()
         self._missing = [0] * len(self._buckets)
         self._launch_ready()
         said_by_any = self._wait(says)
         self._check_none_came_after_its_step(said_by_any)
         for bucket, earlier in zip(self._buckets, sums, strict=False):
-            bucket.mean.add_(earlier)
+            self._exchange.add_earlier(bucket, earlier, is_empty=not any(said_by_any))
         self._used = [
             # Without a buffer, what `.grad` holds now is all there is.
             said > 0 or (used and placement.gradient is not None)
@@ -300,7 +301,7 @@ class GradientReducer:
                 placement.parameter.grad = placement.gradient if used else None
 
     def conceal(self) -> list[bool]:
-        """Takes the exposed gradients back, with whatever was done to them. Local.
+        """Takes the exposed gradients back, with whatever was done to them. All ranks call; blocks.
 
         Returns:
             As `reduce`; a parameter whose `.grad` was set to None is unused.
@@ -316,10 +317,8 @@ class GradientReducer:
                 home.copy_(gradient)
             placement.parameter.grad = None
         for bucket in self._buckets:
-            if bucket.has_master:
-                own = bucket.gradients[bucket.own]
-                was_changed = own != bucket.mean.to(own.dtype)
-                torch.where(was_changed, own.to(bucket.mean.dtype), bucket.mean, out=bucket.mean)
+            bucket.adopt_gradients()
+        self._exchange.look_again()
         self._exchange.note_used(self._used, keeps=False)
         return list(self._used)
 

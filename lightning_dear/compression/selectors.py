@@ -86,16 +86,17 @@ SELECTORS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 def first_above(rows: Tensor, floor: Tensor, k: int) -> Tensor:
-    """Places of the first k entries with |x| > floor.
+    """Places of the first k entries with |x| > floor, or nan: rows that are nan are to arrive so.
 
     Args:
         rows: [R, numel] fp32; on a CPU R = 1.
-        floor: [R, 1] fp32, at least 0, so that a zero is never taken.
+        floor: [R, 1] fp32, at least 0, so that a zero is never taken; nan counts as 0.
         k: Slots.
 
     Returns:
         [R, k] int64, ascending; numel in empty slots.
     """
+    floor = floor.nan_to_num(nan=0.0)
     if rows.is_cpu:
         places = rows.new_full((1, k), rows.shape[1], dtype=torch.int64)
         found = _all_above(rows, floor, k)[:k]
@@ -109,7 +110,7 @@ def first_above_static(rows: Tensor, floor: Tensor, k: int) -> Tensor:
 
     Slot j is found by bisection, as the first place up to which j + 1 entries were taken.
     """
-    taken = (rows.abs() > floor).cumsum(1, dtype=torch.int32)
+    taken = _is_above(rows, floor).cumsum(1, dtype=torch.int32)
     slots = torch.arange(1, k + 1, dtype=torch.int32, device=rows.device)
     return torch.searchsorted(taken, slots.expand(len(rows), k).contiguous())
 
@@ -158,9 +159,14 @@ def _all_above(row: Tensor, floor: Tensor, at_least: int | None = None) -> Tenso
     for number, block in enumerate(torch.split(row[0], TILE_ELEMENTS)):
         if missing <= 0:
             break
-        found.append((block.abs() > floor[0]).nonzero().view(-1) + number * TILE_ELEMENTS)
+        found.append(_is_above(block, floor[0]).nonzero().view(-1) + number * TILE_ELEMENTS)
         missing -= len(found[-1])
     return torch.cat(found)
+
+
+def _is_above(numbers: Tensor, floor: Tensor) -> Tensor:
+    """Whether |x| > floor; nan is."""
+    return (numbers.abs() <= floor).logical_not_()
 
 
 def _targets(k: int, numel: int) -> list[float]:

@@ -113,6 +113,23 @@ class CodedExchange(EncodingExchange):
             if scale is not None:
                 mean.mul_(scale)
 
+    @override
+    def add_earlier(self, bucket: Bucket, earlier: Tensor, *, is_empty: bool) -> None:
+        """Votes do not add up: those of no gradient are left out, and `check` refuses others."""
+        if not self._encodes_reduce or self.coded[bucket.number].codec.kind != "vote":
+            super().add_earlier(bucket, earlier, is_empty=is_empty)
+            return
+        bucket.mean.copy_(earlier)
+        if not is_empty:
+            self._refusal = RuntimeError(
+                "Gradients came after others of the same step had been sent, and"
+                f" compressor={self._codec.name!r} votes, once a step. No weight has changed. Run"
+                " every backward but the step's last one in"
+                " `with trainer.strategy.block_backward_sync():`, or"
+                " `with fabric.no_backward_sync(model):`, or use a compressor that does not vote,"
+                " such as 'efsignsgd'."
+            )
+
     # --- the gather half ----------------------------------------------------------------------
 
     @override

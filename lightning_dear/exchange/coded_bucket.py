@@ -118,7 +118,8 @@ class CodedBucket(EncodedBucket):
 
     def compensated(self, scale: Tensor | None) -> Tensor:
         """The bucket's gradients, mutated: with what was not sent of earlier ones."""
-        rows = self.read(self.bucket.gradients)
+        # First, since momentum would keep a nan; and once more, since zeros leave residuals too.
+        rows = self.read(self.clear_padding())
         if self._clip_norm is not None:
             self._clip(rows.view(-1), self._clip_norm, scale)
         self.worker.compensate(rows, scale)

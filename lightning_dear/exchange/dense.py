@@ -97,6 +97,19 @@ class DenseExchange:
     def hear_found_inf(self, found: Tensor) -> None:
         """Told whether any rank found one. Here they travel as they are, and show in the mean."""
 
+    def look_again(self) -> None:
+        """As the two above, of means that a hook may have changed. All ranks call; may block."""
+
+    def add_earlier(self, bucket: Bucket, earlier: Tensor, *, is_empty: bool) -> None:
+        """Adds to the bucket's mean what earlier rounds of the step have brought.
+
+        Args:
+            bucket: Reduced once more.
+            earlier: Its mean before.
+            is_empty: Whether no rank had a gradient for this round.
+        """
+        bucket.mean.add_(earlier)
+
     def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
         """Told which parameters will be stepped; `keeps`: see `EncodedBucket`."""
 

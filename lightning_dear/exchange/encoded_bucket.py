@@ -88,8 +88,12 @@ class EncodedBucket(ABC):
     @property
     def residual_norms(self) -> list[Tensor]:
         """2-norms of what is still to be sent, of this rank's gradients and of its shard's mean."""
-        kept = (memory.kept.get("residual") for memory in (self.worker, self.owner))
-        return [torch.linalg.vector_norm(one) for one in kept if one is not None]
+        pairs = (self.worker, self._padding), (self.owner, self._own_padding)
+        return [
+            torch.linalg.vector_norm(memory.kept["residual"].index_fill(0, padding, 0.0))
+            for memory, padding in pairs
+            if "residual" in memory.names
+        ]
 
     def commit(self) -> None:
         """Keeps what encoding has left over: the step was made."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -44,7 +45,7 @@ class EncodingExchange(DenseExchange):
         self._codec = codec
         self._loss_scale = loss_scale
         self._found_inf: Tensor | None = None
-        self._is_broken = False
+        self._refusal: RuntimeError | None = None
         self._is_nan: Tensor | None = None
 
     def _look_for_inf(self, rows: Tensor) -> None:
@@ -65,22 +66,34 @@ class EncodingExchange(DenseExchange):
         if self._collectives.reads_flags_freely:
             if not found:
                 return
-            self._is_broken = True
+            self._refusal = self._not_finite()
         else:
             is_nan = found.bool()
             self._is_nan = is_nan if self._is_nan is None else self._is_nan | is_nan
         for coded in self.coded:
             coded.bucket.mean.masked_fill_(found.bool(), math.nan)
 
+    def _not_finite(self) -> GradientsNotFinite:
+        return GradientsNotFinite(
+            f"A rank's gradients have nan or inf in them, which compressor={self._codec.name!r}"
+            " cannot send. No weight has changed, and no residual. Find the operation with"
+            " Trainer(detect_anomaly=True), or the hook that changes gradients; lower the learning"
+            " rate or clip gradients, or use precision='16-mixed', which leaves such steps out."
+        )
+
+    @override
+    def look_again(self) -> None:
+        for coded in self.coded:
+            self._look_for_inf(coded.bucket.mean)
+        flag = torch.zeros(1, dtype=torch.uint8, device=self.coded[0].bucket.mean.device)
+        flag[0] = self.take_found_inf()
+        self._collectives.launch_any(flag).wait()
+        self.hear_found_inf(flag)
+
     @override
     def check(self) -> None:
-        if self._is_broken:
-            raise GradientsNotFinite(
-                "A rank's gradients have nan or inf in them, which compressor="
-                f"{self._codec.name!r} cannot send. No weight has changed, and no residual. Find"
-                " the operation with Trainer(detect_anomaly=True), lower the learning rate or clip"
-                " gradients, or use precision='16-mixed', which leaves such steps out."
-            )
+        if self._refusal is not None:
+            raise self._refusal
 
     @override
     def use(self, codec: Compressor) -> None:
@@ -103,12 +116,12 @@ class EncodingExchange(DenseExchange):
 
     @override
     def commit(self) -> None:
-        self._is_broken, self._is_nan = False, None
+        self._refusal = self._is_nan = None
         for coded in self.coded:
             coded.commit()
 
     @override
     def discard(self) -> None:
-        self._is_broken, self._is_nan = False, None
+        self._refusal = self._is_nan = None
         for coded in self.coded:
             coded.discard()

@@ -79,6 +79,24 @@ def test_constant_rows_fill_all_slots(name: str, number: float) -> None:
     assert num_selected(select(name, row, 10), 1000).item() == 10
 
 
+@pytest.mark.parametrize("name", sorted(SELECTORS))
+@pytest.mark.parametrize("numel", [100, 2 * TILE_ELEMENTS + 77])
+def test_of_rows_that_are_nan_nan_is_selected(name: str, numel: int) -> None:
+    """Whatever the threshold; zeros among them, which no parameter has, are not."""
+    row = torch.full((1, numel), math.nan)
+    row[:, ::2] = 0.0
+    chosen = select(name, row, numel // 4)[0]
+    assert len(chosen.unique()) == len(chosen)
+    assert row[0, chosen].isnan().all()
+
+
+def test_nan_is_above_every_floor() -> None:
+    row = torch.tensor([[0.5, math.nan, 0.0, 3.0]])
+    for find in (selectors.first_above, selectors.first_above_static):
+        assert find(row, torch.tensor([[1.0]]), 2).tolist() == [[1, 3]]
+    assert selectors.first_above(row, torch.tensor([[math.nan]]), 4).tolist() == [[0, 1, 3, 4]]
+
+
 def test_zero_rows_leave_all_slots_empty() -> None:
     for name in ("sampled", "sidco"):
         assert (select(name, torch.zeros(2, 100), 5) == 100).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_dear.compression import (
     DGC,
     QSGD,
     Bf16,
+    Codec,
     EFSignSGD,
     Int4,
     Int8,
@@ -25,6 +27,7 @@ from lightning_dear.compression import (
     Signum,
     TopK,
 )
+from lightning_dear.exchange.coded_bucket import CodedBucket
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.layout import check_momentum
 from lightning_dear.planning import (
@@ -67,10 +70,20 @@ def _backward_of_inf(run: Run, value: float) -> None:
 
 
 def _kept(run: Run) -> dict[str, list[Tensor]]:
+    held = run.part._residuals._taken()
     return {
-        name: [tensor.clone() for tensor in own.values()]
-        for name, own in run.part._residuals._taken().worker.items()
+        f"{kind} {name}": [tensor.clone() for tensor in own.values()]
+        for kind, kept in (("worker", held.worker), ("owner", held.owner))
+        for name, own in kept.items()
     }
+
+
+def _assert_kept(run: Run, before: dict[str, list[Tensor]]) -> None:
+    after = _kept(run)
+    assert after.keys() == before.keys()
+    for name, kept in before.items():
+        for old, new in zip(kept, after[name], strict=True):
+            assert torch.equal(old, new), name
 
 
 @distributed(world_sizes=(1, 3))
@@ -88,14 +101,88 @@ def test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing() -> None:
         run.optimizer.zero_grad()
         for old, new in zip(before[0], weights(run.model), strict=True):
             assert torch.equal(old, new), codec
-        after = _kept(run)
-        for name, kept in before[1].items():
-            for old, new in zip(kept, after[name], strict=True):
-                assert torch.equal(old, new), codec
+        _assert_kept(run, before[1])
         for _ in range(3):
             run.step()
         if codec.has_feedback:
             assert run.error() <= 1e-5
+
+
+def _make_nan_in_a_hook(run: Run) -> None:
+    """One rank alone, in its own shard among others, after all gradients were finite."""
+    run.backward()
+    run.part.expose_gradients()
+    if dist.get_rank() == 0:
+        for weight in run.model.weights:
+            assert weight.grad is not None
+            weight.grad.fill_(math.nan)
+
+
+@distributed(world_sizes=(1, 3))
+def test_nan_from_a_hook_is_refused_on_all_ranks_and_changes_nothing() -> None:
+    for codec in (Int8(), TopK(density=0.05, selector="sampled"), DGC(density=0.1)):
+        run = Run(ExchangeOptions("gradients", codec=codec))
+        for _ in range(3):
+            run.step()
+        run.pipeline.complete_parameters()
+        before = copy.deepcopy((weights(run.model), _kept(run)))
+        _make_nan_in_a_hook(run)
+        with pytest.raises(RuntimeError, match=r"nan or inf.*the hook"):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        for old, new in zip(before[0], weights(run.model), strict=True):
+            assert torch.equal(old, new), codec
+        _assert_kept(run, before[1])
+        for _ in range(3):
+            run.step()
+        if not codec.brings_momentum:
+            assert run.error() <= 1e-5
+
+
+@distributed(world_sizes=(2,))
+def test_nan_from_a_hook_shows_on_all_ranks_where_the_host_does_not_look() -> None:
+    run = Run(ExchangeOptions("gradients", codec=Int8()))
+    run.step()
+    run.pipeline.collectives.reads_flags_freely = False  # as on NCCL
+    _make_nan_in_a_hook(run)
+    run.optimizer.step()
+    run.pipeline.complete_parameters()
+    assert all(bool(weight.isnan().all()) for weight in weights(run.model))
+
+
+@pytest.mark.parametrize("codec", [DGC(density=0.1), EFSignSGD()], ids=lambda one: one.name)
+@distributed(world_sizes=(1,))
+def test_the_norm_of_residuals_is_that_of_the_parameters(codec: Codec) -> None:
+    """What lies between them has none, not even after inf, which makes all means nan."""
+    run = Run(ExchangeOptions("gradients", codec=codec))
+    run.step()
+    _backward_of_inf(run, math.inf)
+    run.optimizer.zero_grad()
+    for _ in range(3):
+        run.step()
+    run.pipeline.complete_parameters()
+    assert run.part._active is not None
+    for coded in run.part._active.exchange.coded:
+        assert all(bool(flat.isfinite().all()) for flat in coded.worker.kept.values())
+    kept = [flat for name, own in _kept(run).items() if "residual" in name for flat in own]
+    norm = run.part.encoding_figures()["residual_norm"]
+    torch.testing.assert_close(norm, torch.cat([one.flatten() for one in kept]).norm())
+
+
+@distributed(world_sizes=(2,))
+def test_nothing_is_encoded_between_parameters() -> None:
+    """Of the zeros there, signs leave a residual, which would weigh in the scales."""
+    run = Run(ExchangeOptions("gradients", codec=EFSignSGD()))
+    for _ in range(3):
+        run.step()
+    run.pipeline.complete_parameters()
+    assert run.part._active is not None
+    for coded in run.part._active.exchange.coded:
+        assert isinstance(coded, CodedBucket)
+        places = coded._padding
+        assert places.numel()
+        assert not coded.compensated(None).view(-1)[places].any()
+    run.part._active.reducer.drop()
 
 
 @distributed(world_sizes=(2,))
@@ -142,7 +229,9 @@ def test_planners_that_measure_dense_messages_are_refused(planner: FusionPlanner
 @distributed(world_sizes=(2,))
 def test_an_update_that_is_not_finite_shows_on_all_ranks() -> None:
     """Encoded as a difference, it would be hidden, and hold up its block."""
-    for codec in (Int8(), Bf16()):
+    selectors = ("exact", "sampled", "sidco")
+    sparse = [TopK(density=0.5, selector=name, allow_lag=True) for name in selectors]
+    for codec in (Int8(), Bf16(), *sparse):
         run = Run(ExchangeOptions("parameters", codec=codec))
         run.step()
         run.optimizer.param_groups[0]["lr"] = math.inf
@@ -166,6 +255,68 @@ def test_votes_are_not_encoded_twice() -> None:
     run.part.expose_gradients()
     with pytest.raises(RuntimeError, match="encode once more"):
         run.backward(step=7)
+
+
+@pytest.mark.parametrize("codec", [SignSGD(), Signum()], ids=lambda one: one.name)
+@distributed(world_sizes=(1, 2))
+def test_votes_of_a_second_round_are_refused_on_all_ranks(codec: Codec) -> None:
+    run = Run(ExchangeOptions("gradients", codec=codec))
+    for step in range(2):
+        before = copy.deepcopy(weights(run.model))
+        # In the first step the first backward is reduced at once, later the second one is late.
+        run.backward()
+        run.backward(step=7)
+        with pytest.raises(RuntimeError, match="no_backward_sync.*does not vote"):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.pipeline.complete_parameters()
+        for old, new in zip(before, weights(run.model), strict=True):
+            assert torch.equal(old, new), step
+        run.step()
+
+
+@distributed(world_sizes=(2,))
+def test_a_second_vote_on_one_rank_alone_is_refused_on_all() -> None:
+    run = Run(ExchangeOptions("gradients", codec=SignSGD()))
+    run.step()
+    run.backward()
+    if dist.get_rank() == 1:
+        run.pipeline.complete_parameters()
+        run.model.weights[0].sum().backward()
+    with pytest.raises(RuntimeError, match="no_backward_sync"):
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("codec", [SignSGD(), Signum()], ids=lambda one: one.name)
+@distributed(world_sizes=(2,))
+def test_votes_without_a_gradient_do_not_count(codec: Codec) -> None:
+    """As where a backward belongs to another optimizer, before this one's or after it."""
+    plain, other = (Run(ExchangeOptions("gradients", codec=codec)) for _ in range(2))
+    for step in range(4):
+        plain.step()
+        if step % 2:
+            _backward_of_nothing(other)
+        other.step(before=partial(_backward_of_nothing, other))
+    plain.pipeline.complete_parameters()
+    other.pipeline.complete_parameters()
+    for left, right in zip(weights(plain.model), weights(other.model), strict=True):
+        assert torch.equal(left, right)
+
+
+def _backward_of_nothing(run: Run) -> None:
+    run.part.reduce()
+    with run.pipeline.backward():
+        pass
+    run.part.reduce()
+
+
+@distributed(world_sizes=(2,))
+def test_means_that_are_not_voted_on_add_up() -> None:
+    """What is encoded afterwards is a vote, and there is one a step."""
+    run = Run(ExchangeOptions("gradients", codec=SignSGD(halves="gather")))
+    run.backward()
+    run.backward(step=7)
+    run.optimizer.step()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ CHANGES = "tests/engine/test_codec_changes.py"
 FAILURES = "tests/engine/test_coded_failures.py"
 LAGGING = "tests/engine/test_lagging.py"
 MEMORY = "tests/compression/test_memory.py"
+SELECTORS = "tests/compression/test_selectors.py"
 TRAINER = "tests/lightning/test_compressors.py"
 
 LAW = f"{ENGINE}::test_what_is_lost_arrives_later"
@@ -44,11 +45,70 @@ CODED = [
         (LAW,),
     ),
     Mutation(
-        "clearing what decoding leaves between parameters",
+        "clearing what residuals leave between parameters",
         "exchange/coded_bucket.py",
         "        rows.view(-1).index_fill_(0, self._padding, 0.0)\n",
         "",
-        (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),
+        (f"{FAILURES}::test_nothing_is_encoded_between_parameters",),
+    ),
+    Mutation(
+        "clearing what decoding leaves between parameters before it becomes momentum",
+        "exchange/coded_bucket.py",
+        "self.read(self.clear_padding())",
+        "self.read(self.bucket.gradients)",
+        (f"{FAILURES}::test_the_norm_of_residuals_is_that_of_the_parameters",),
+    ),
+    Mutation(
+        "leaving what lies between parameters out of the norm of residuals",
+        "exchange/encoded_bucket.py",
+        ".index_fill(0, padding, 0.0)",
+        "",
+        (f"{FAILURES}::test_the_norm_of_residuals_is_that_of_the_parameters",),
+    ),
+    Mutation(
+        "looking at gradients once more after a hook",
+        "reducer.py",
+        "        self._exchange.look_again()\n",
+        "",
+        (
+            f"{FAILURES}::test_nan_from_a_hook_is_refused_on_all_ranks_and_changes_nothing",
+            f"{FAILURES}::test_nan_from_a_hook_shows_on_all_ranks_where_the_host_does_not_look",
+        ),
+    ),
+    Mutation(
+        "refusing a second round of votes",
+        "exchange/coded.py",
+        "        if not is_empty:\n",
+        "        if False:\n",
+        (f"{FAILURES}::test_votes_of_a_second_round_are_refused_on_all_ranks",),
+    ),
+    Mutation(
+        "not counting the votes of a round without a gradient after others",
+        "exchange/coded.py",
+        "        bucket.mean.copy_(earlier)\n",
+        "        pass\n",
+        (f"{FAILURES}::test_votes_without_a_gradient_do_not_count",),
+    ),
+    Mutation(
+        "not counting the votes of a round without a gradient before others",
+        "reducer.py",
+        "self._num_rounds > 0 and any(self._used)",
+        "self._num_rounds > 0",
+        (f"{FAILURES}::test_votes_without_a_gradient_do_not_count",),
+    ),
+    Mutation(
+        "sending nan past a threshold",
+        "compression/selectors.py",
+        "    return (numbers.abs() <= floor).logical_not_()\n",
+        "    return numbers.abs() > floor\n",
+        (f"{SELECTORS}::test_of_rows_that_are_nan_nan_is_selected",),
+    ),
+    Mutation(
+        "a threshold where all numbers are nan",
+        "compression/selectors.py",
+        "    floor = floor.nan_to_num(nan=0.0)\n",
+        "",
+        (f"{SELECTORS}::test_of_rows_that_are_nan_nan_is_selected",),
     ),
     Mutation(
         "keeping what nobody will step",

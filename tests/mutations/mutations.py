@@ -167,9 +167,9 @@ GUARDS = [
     ),
     Mutation(
         "adding up rounds",
-        "reducer.py",
-        "            bucket.mean.add_(earlier)\n",
-        "            pass\n",
+        "exchange/dense.py",
+        "        bucket.mean.add_(earlier)\n",
+        "        pass\n",
         (f"{GRADIENTS}::test_a_backward_after_a_reduce_is_added",),
     ),
     Mutation(
