@@ -106,6 +106,7 @@ def test_torchrun_on_one_host(expected: list[Tensor], tmp_path: Path) -> None:
     assert starters(tmp_path) == {"TorchElasticEnvironment"}
 
 
+@pytest.mark.slow
 def test_two_torchrun_agents(expected: list[Tensor], tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     run(tmp_path, *[[*agent, 2, 1, tmp_path] for agent in agents(endpoint)])

@@ -56,7 +56,7 @@ def quick_or_slow(faults: list[Fault], num_quick: int) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("fault", quick_or_slow(random_faults(20, seed=5), 4))
+@pytest.mark.parametrize("fault", quick_or_slow(random_faults(20, seed=5), 3))
 def test_a_killed_rank(fault: Fault, tmp_path: Path, uninterrupted: object) -> None:
     outcomes = outcomes_of(fault, tmp_path)
     for rank, outcome in enumerate(outcomes):
@@ -71,7 +71,7 @@ def test_a_killed_rank(fault: Fault, tmp_path: Path, uninterrupted: object) -> N
     assert_resumes(tmp_path, uninterrupted)
 
 
-@pytest.mark.parametrize("fault", quick_or_slow(random_faults(12, seed=1, kind="raise"), 3))
+@pytest.mark.parametrize("fault", quick_or_slow(random_faults(12, seed=1, kind="raise"), 2))
 def test_a_rank_that_raises(fault: Fault, tmp_path: Path) -> None:
     start_s = time.monotonic()
     outcomes = outcomes_of(fault, tmp_path)
