@@ -121,7 +121,9 @@ def test_a_plan_is_found_with_a_compressor(planner: Any, compressor: Any) -> Non
     with mock.patch.object(type(planner), "best_plan", noted):
         # Found after 4 steps, 7 of the starting plan, and 6 times 7 of plans that are compared.
         max_steps = 4 + 7 + (42 if planner.name == "mergecomp" else 0) + 2
-        tuner, strategy = _tuned(planner, net, compressor=compressor, max_steps=max_steps)
+        tuner, strategy = _tuned(
+            planner, net, compressor=compressor, max_steps=max_steps, max_epochs=-1
+        )
     assert tuner.plan is not None
     assert strategy.plan == tuner.plan
     assert_ranks_agree([copies(net)])
