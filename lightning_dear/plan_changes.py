@@ -157,7 +157,7 @@ class PlanChanges:
                 or that would have been refused instead of the configured one.
         """
         check_replaces(codec, self._options.codec)
-        if type(codec) is not Fp32 and codec != self._codec:
+        if not isinstance(codec, Fp32) and codec != self._codec:
             replace(self._options, codec=codec)
         self._codec = codec
         if self._active is not None:

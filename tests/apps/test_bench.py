@@ -288,6 +288,18 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
 def read(path: Path) -> list[dict[str, str]]:
     with path.open() as file:
         return list(csv.DictReader(file))
@@ -297,15 +309,7 @@ def read(path: Path) -> list[dict[str, str]]:
 def test_three_competitors_end_to_end(tmp_path: Path) -> None:
     PROFILE.save(tmp_path / "small.json")
     small = ("model.profile=small.json", "model.scale=1", "fusion=none")
-    result = subprocess.run(
-        command("entries=[ddp,ddp_bf16,dear]", *QUICK, *small),
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    result = run(tmp_path, "entries=[ddp,ddp_bf16,dear]", *QUICK, *small)
     assert result.returncode == 0, result.stdout + result.stderr
     for notice in ("GPU available", "max_steps", "Tip:", "val_dataloader"):
         assert notice not in result.stdout + result.stderr
@@ -326,15 +330,7 @@ def test_three_competitors_end_to_end(tmp_path: Path) -> None:
     assert set(first_of_round) == {"ddp", "ddp_bf16"}
     for name in ("plot.png", "table.txt", "config.yaml"):
         assert (tmp_path / "out" / name).stat().st_size > 100
-    again = subprocess.run(
-        command("entries=[ddp]", *QUICK, *small),
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    again = run(tmp_path, "entries=[ddp]", *QUICK, *small)
     assert again.returncode == 1
     assert "has the raw.csv of an earlier run" in again.stdout + again.stderr
     assert read(tmp_path / "out/raw.csv") == raw
@@ -390,15 +386,7 @@ def test_a_killed_run_keeps_the_rows_of_the_points_it_finished(tmp_path: Path) -
 @pytest.mark.slow
 def test_points_with_other_ranks_end_in_one_table(tmp_path: Path) -> None:
     points = "points=[{cluster.devices: 2}, {cluster.devices: 3}]"
-    result = subprocess.run(
-        command("entries=[ddp]", *QUICK, points),
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    result = run(tmp_path, "entries=[ddp]", *QUICK, points)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = read(tmp_path / "out/summary.csv")
     assert [row["world_size"] for row in rows] == ["2", "2", "3", "3"]

@@ -86,26 +86,31 @@ def _assert_kept(run: Run, before: dict[str, list[Tensor]]) -> None:
             assert torch.equal(old, new), name
 
 
+def _assert_refused(codec: Codec, spoil: Callable[[Run], None], message: str) -> None:
+    """A step after `spoil` raises and changes nothing, and training goes on."""
+    run = Run(ExchangeOptions("gradients", codec=codec))
+    for _ in range(3):
+        run.step()
+    run.pipeline.complete_parameters()
+    before = copy.deepcopy((weights(run.model), _kept(run)))
+    spoil(run)
+    with pytest.raises(RuntimeError, match=message):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    for old, new in zip(before[0], weights(run.model), strict=True):
+        assert torch.equal(old, new), codec
+    _assert_kept(run, before[1])
+    for _ in range(3):
+        run.step()
+    if codec.has_feedback and not codec.brings_momentum:
+        assert run.error() <= 1e-5
+
+
 @distributed(world_sizes=(1, 3))
 def test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing() -> None:
     for number, codec in enumerate(CODECS):
         value = math.inf if number % 2 else math.nan
-        run = Run(ExchangeOptions("gradients", codec=codec))
-        for _ in range(3):
-            run.step()
-        run.pipeline.complete_parameters()
-        before = copy.deepcopy((weights(run.model), _kept(run)))
-        _backward_of_inf(run, value)
-        with pytest.raises(RuntimeError, match="nan or inf"):
-            run.optimizer.step()
-        run.optimizer.zero_grad()
-        for old, new in zip(before[0], weights(run.model), strict=True):
-            assert torch.equal(old, new), codec
-        _assert_kept(run, before[1])
-        for _ in range(3):
-            run.step()
-        if codec.has_feedback:
-            assert run.error() <= 1e-5
+        _assert_refused(codec, partial(_backward_of_inf, value=value), "nan or inf")
 
 
 def _make_nan_in_a_hook(run: Run) -> None:
@@ -121,22 +126,7 @@ def _make_nan_in_a_hook(run: Run) -> None:
 @distributed(world_sizes=(1, 3))
 def test_nan_from_a_hook_is_refused_on_all_ranks_and_changes_nothing() -> None:
     for codec in (Int8(), TopK(density=0.05, selector="sampled"), DGC(density=0.1)):
-        run = Run(ExchangeOptions("gradients", codec=codec))
-        for _ in range(3):
-            run.step()
-        run.pipeline.complete_parameters()
-        before = copy.deepcopy((weights(run.model), _kept(run)))
-        _make_nan_in_a_hook(run)
-        with pytest.raises(RuntimeError, match=r"nan or inf.*the hook"):
-            run.optimizer.step()
-        run.optimizer.zero_grad()
-        for old, new in zip(before[0], weights(run.model), strict=True):
-            assert torch.equal(old, new), codec
-        _assert_kept(run, before[1])
-        for _ in range(3):
-            run.step()
-        if not codec.brings_momentum:
-            assert run.error() <= 1e-5
+        _assert_refused(codec, _make_nan_in_a_hook, "nan or inf.*the hook")
 
 
 @distributed(world_sizes=(2,))
