@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_dear.checkpoint import residuals
 from lightning_dear.checkpoint.residuals import KEY, Residuals
 from lightning_dear.checkpoint.sharded_state import ShardedState
-from lightning_dear.exchange import EncodedBucket
+from lightning_dear.exchange import CompressedBucket
 from lightning_dear.work import Collectives
 
 
@@ -28,13 +28,13 @@ class ResidualKeeper:
     def __init__(self, optimizer: Optimizer, collectives: Collectives) -> None:
         self._optimizer = optimizer
         self._collectives = collectives
-        self._coded: Sequence[EncodedBucket] = ()
+        self._coded: Sequence[CompressedBucket] = ()
         self._parameters: Sequence[Parameter] = ()
         self._held: Residuals | None = None
         self._is_detached = False
         self._hook = optimizer.register_load_state_dict_pre_hook(self._on_loading)
 
-    def attach(self, coded: Sequence[EncodedBucket], parameters: Sequence[Parameter]) -> None:
+    def attach(self, coded: Sequence[CompressedBucket], parameters: Sequence[Parameter]) -> None:
         """Gives what is held to the buckets of a new plan."""
         self._coded, self._parameters = coded, parameters
         held, self._held = self._held, None

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from lightning_dear.bucket import as_flat, storage_strides
 from lightning_dear.checkpoint.sharded_state import Chunk
-from lightning_dear.exchange import EncodedBucket
+from lightning_dear.exchange import CompressedBucket
 from lightning_dear.planning.plan import Slice
 from lightning_dear.work import STATE_NUMBERS, Collectives
 
@@ -43,7 +43,7 @@ class Residuals:
         owner: Name -> parameter -> what owners keep, likewise, the same on all ranks.
         factors: Parameter -> its low-rank factor, the same on all ranks.
         counts: Half -> how often it was encoded.
-        rates: Parameter -> `EncodedBucket.rate` of where its numbers come from.
+        rates: Parameter -> `CompressedBucket.rate` of where its numbers come from.
     """
 
     worker: dict[str, ByParameter] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Residuals:
 
 @torch.no_grad()
 def take_out(
-    coded: Sequence[EncodedBucket], parameters: Sequence[Parameter], collectives: Collectives
+    coded: Sequence[CompressedBucket], parameters: Sequence[Parameter], collectives: Collectives
 ) -> Residuals:
     """Copies what is kept in `coded`, none of which may be pending. Collective, blocks."""
     taken = common_to_all(coded, parameters)
@@ -72,7 +72,7 @@ def take_out(
     return taken
 
 
-def common_to_all(coded: Sequence[EncodedBucket], parameters: Sequence[Parameter]) -> Residuals:
+def common_to_all(coded: Sequence[CompressedBucket], parameters: Sequence[Parameter]) -> Residuals:
     """What all ranks have alike: factors, the buckets' own, counts and rates. Local."""
     return Residuals(
         factors={parameters[at]: own for one in coded for at, own in one.factors.items()},
@@ -84,7 +84,7 @@ def common_to_all(coded: Sequence[EncodedBucket], parameters: Sequence[Parameter
 
 @torch.no_grad()
 def put_in(
-    coded: Sequence[EncodedBucket], residuals: Residuals, parameters: Sequence[Parameter]
+    coded: Sequence[CompressedBucket], residuals: Residuals, parameters: Sequence[Parameter]
 ) -> None:
     """Overwrites what is kept in `coded`; what `residuals` do not know becomes 0. Local.
 
@@ -106,7 +106,7 @@ def put_in(
 
 
 def _spread(
-    one: EncodedBucket, flat: Tensor, target: ByParameter, parameters: Sequence[Parameter]
+    one: CompressedBucket, flat: Tensor, target: ByParameter, parameters: Sequence[Parameter]
 ) -> None:
     for part in one.spec.slices:
         parameter = parameters[part.tensor]
@@ -117,7 +117,7 @@ def _spread(
 
 
 def _collected(
-    one: EncodedBucket,
+    one: CompressedBucket,
     name: str,
     named: Mapping[str, ByParameter],
     rates: Mapping[Tensor, float],
@@ -139,7 +139,7 @@ def _collected(
 
 
 def unknown_names(
-    coded: Sequence[EncodedBucket], residuals: Residuals, parameters: Sequence[Parameter]
+    coded: Sequence[CompressedBucket], residuals: Residuals, parameters: Sequence[Parameter]
 ) -> list[str]:
     """Names of what `residuals` have, not zero, of a parameter of which `coded` keep no such."""
     known = {
@@ -243,7 +243,7 @@ Part = tuple[str, str, Tensor, "Chunk | None"]
 """("worker" or "owner", name, parameter, what lies here of it), in the order of its storage."""
 
 
-def parts_of(coded: Sequence[EncodedBucket], parameters: Sequence[Parameter]) -> Iterator[Part]:
+def parts_of(coded: Sequence[CompressedBucket], parameters: Sequence[Parameter]) -> Iterator[Part]:
     """What lies in the buckets; every rank names the same, whatever it has of it."""
     for one in coded:
         worker, owner = one.worker.kept, one.owner.kept
@@ -264,7 +264,7 @@ def parts_held(residuals: Residuals) -> Iterator[Part]:
                 yield kind, name, parameter, Chunk(0, numbers)
 
 
-def _owned(one: EncodedBucket, part: Slice, shard: Tensor) -> Chunk | None:
+def _owned(one: CompressedBucket, part: Slice, shard: Tensor) -> Chunk | None:
     own = one.own
     begin, end = max(part.offset, own.start), min(part.offset + part.numel, own.stop)
     if begin >= end:

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.compression import Codec, PowerSGD
 from lightning_dear.exchange.coded import CodedExchange
+from lightning_dear.exchange.compressed import LossScale
+from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.exchange.encoded_bucket import EncodedBucket
-from lightning_dear.exchange.encoding import LossScale
 from lightning_dear.exchange.gradients import GradientExchange
 from lightning_dear.exchange.limited import LimitedGathers
 from lightning_dear.exchange.low_rank import LowRankExchange
@@ -49,7 +49,7 @@ def new_exchange(
 __all__ = [
     "CodedExchange",
     "DenseExchange",
-    "EncodedBucket",
+    "CompressedBucket",
     "GradientExchange",
     "LimitedGathers",
     "LossScale",

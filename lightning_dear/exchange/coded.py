@@ -21,15 +21,15 @@ from lightning_dear.bucket import Bucket
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.device_work import device_work
 from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded
+from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.exchange.encoding import EncodingExchange, LossScale
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.plain_mode import plain_mode
 from lightning_dear.summing import sum_in_source_order
 from lightning_dear.work import Collectives, Work
 
 
-class CodedExchange(EncodingExchange):
+class CodedExchange(CompressedExchange):
     """Encodes the halves that the codec names; the other one, if any, travels as it is.
 
     Encoding happens where a half is launched, decoding where it is waited for, in the bucket's

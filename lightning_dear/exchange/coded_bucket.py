@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.compression.memory import Memory, owner_memory, worker_memory
-from lightning_dear.exchange.encoded_bucket import EncodedBucket, zero_or_nan
+from lightning_dear.exchange.compressed_bucket import CompressedBucket, zero_or_nan
 from lightning_dear.exchange_options import ExchangeOptions
 
 
@@ -29,7 +29,7 @@ class Encoded:
     key: str
 
 
-class CodedBucket(EncodedBucket):
+class CodedBucket(CompressedBucket):
     """What encoding and decoding one bucket row by row needs, and leaves.
 
     Args:

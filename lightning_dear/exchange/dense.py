@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dear.bucket import Bucket
 from lightning_dear.compression import Compressor
-from lightning_dear.exchange.encoded_bucket import EncodedBucket
+from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.work import GRADIENT_NUMBERS, Collectives, Work
 
 
@@ -30,7 +30,7 @@ class DenseExchange:
     """
 
     def __init__(self, collectives: Collectives, first_number: int = 0) -> None:
-        self.coded: Sequence[EncodedBucket] = ()
+        self.coded: Sequence[CompressedBucket] = ()
         self._collectives = collectives
         self._first_number = first_number
 
@@ -111,7 +111,7 @@ class DenseExchange:
         bucket.mean.add_(earlier)
 
     def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
-        """Told which parameters will be stepped; `keeps`: see `EncodedBucket`."""
+        """Told which parameters will be stepped; `keeps`: see `CompressedBucket`."""
 
     @property
     def compression_ratio(self) -> float:

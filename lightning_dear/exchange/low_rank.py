@@ -19,13 +19,13 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket, FlatBuffers, storage_shape
 from lightning_dear.compression import Fp32, PowerSGD
 from lightning_dear.device_work import device_work
+from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.exchange.encoding import EncodingExchange, LossScale
 from lightning_dear.exchange.low_rank_bucket import LowRankBucket, Messages
 from lightning_dear.work import Collectives, Work
 
 
-class LowRankExchange(EncodingExchange):
+class LowRankExchange(CompressedExchange):
     """All-reduces the factors of every matrix, and what is no matrix as it is.
 
     Args:

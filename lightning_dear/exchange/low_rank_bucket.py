@@ -13,7 +13,7 @@ from lightning_dear.bucket import Bucket
 from lightning_dear.compression import Compressor, PowerSGD
 from lightning_dear.compression.low_rank import orthonormal, starting_factor
 from lightning_dear.compression.memory import Memory, owner_memory
-from lightning_dear.exchange.encoded_bucket import EncodedBucket
+from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.planning.plan import Slice
 
 
@@ -59,7 +59,7 @@ class Messages:
         return self.second[matrix.right].view(matrix.shape[1], -1)
 
 
-class LowRankBucket(EncodedBucket):
+class LowRankBucket(CompressedBucket):
     """What one bucket sends in two messages, and what it leaves.
 
     Args:

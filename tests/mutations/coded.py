@@ -60,7 +60,7 @@ CODED = [
     ),
     Mutation(
         "leaving what lies between parameters out of the norm of residuals",
-        "exchange/encoded_bucket.py",
+        "exchange/compressed_bucket.py",
         ".index_fill(0, padding, 0.0)",
         "",
         (f"{FAILURES}::test_the_norm_of_residuals_is_that_of_the_parameters",),
@@ -161,7 +161,7 @@ CODED = [
     ),
     Mutation(
         "showing a loss scale that there was inf",
-        "exchange/encoding.py",
+        "exchange/compressed.py",
         "            coded.bucket.mean.masked_fill_(found.bool(), math.nan)\n",
         "            pass\n",
         (f"{FAILURES}::test_a_loss_scale_hears_of_inf_on_another_rank",),

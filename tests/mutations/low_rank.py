@@ -62,7 +62,7 @@ LOW_RANK = [
     ),
     Mutation(
         "a share of what nobody will step, for each rank",
-        "exchange/encoded_bucket.py",
+        "exchange/compressed_bucket.py",
         "                share = mean / self._num_owners\n",
         "                share = mean\n",
         (LAW,),
@@ -83,7 +83,7 @@ LOW_RANK = [
     ),
     Mutation(
         "a schedule that leaves other codecs as they are",
-        "exchange/encoding.py",
+        "exchange/compressed.py",
         "            coded.use(codec if follows else coded.configured)\n",
         "            coded.use(codec)\n",
         (f"{GROUPS}::test_a_schedule_and_another_plan_keep_the_groups",),

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_dear.benchmarking.block import quiet_lightning
 from lightning_dear.benchmarking.competitors import forget_mesh
-from lightning_dear.exchange.encoding import GradientsNotFinite
+from lightning_dear.exchange.compressed import GradientsNotFinite
 
 _EXPECTED_WARNINGS = (
     ".*does not have many workers.*",

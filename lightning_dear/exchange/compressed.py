@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.compression import Compressor, Fp32
+from lightning_dear.exchange.compressed_bucket import CompressedBucket, zero_or_nan
 from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.exchange.encoded_bucket import EncodedBucket, zero_or_nan
 from lightning_dear.work import Collectives
 
 LossScale = Callable[[], "Tensor | None"]
@@ -22,7 +22,7 @@ class GradientsNotFinite(RuntimeError):
     """A rank's gradients have nan or inf in them; all ranks raise it before weights change."""
 
 
-class EncodingExchange(DenseExchange):
+class CompressedExchange(DenseExchange):
     """Looks at gradients before they are encoded, and keeps residuals only if a step was made.
 
     Args:
@@ -32,7 +32,7 @@ class EncodingExchange(DenseExchange):
         loss_scale: Asked at each encoding.
     """
 
-    coded: Sequence[EncodedBucket]
+    coded: Sequence[CompressedBucket]
 
     def __init__(
         self,

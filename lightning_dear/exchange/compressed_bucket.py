@@ -13,7 +13,7 @@ from lightning_dear.compression import Compressor
 from lightning_dear.compression.memory import Memory
 
 
-class EncodedBucket(ABC):
+class CompressedBucket(ABC):
     """What has to be kept, and given back, of one bucket, whatever it is encoded to.
 
     Args:
