@@ -1,4 +1,4 @@
-"""Rounds of blocks: every entry once a round, in an order that rotates."""
+"""Rounds of blocks: every entry once a round, each in turn first, and each behind each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 
 from lightning_dear.benchmarking.block import BlockLength
 from lightning_dear.benchmarking.records import Block, RankBlock
-from lightning_dear.benchmarking.summary import rotated
+from lightning_dear.benchmarking.summary import in_turn
 from lightning_dear.rendezvous import from_all_ranks
 
 TUNING_ROUND = -1
@@ -50,7 +50,7 @@ def run_rounds(
     """
     for round_number in range(num_rounds):
         taking_part = [one for one in candidates if one.takes_part(round_number)]
-        for place, candidate in enumerate(rotated(taking_part, round_number)):
+        for place, candidate in enumerate(in_turn(taking_part, round_number)):
             on_begin(f"{candidate.name}, round {round_number + 1} of {num_rounds}")
             yield _run(candidate, length, round_number, place)
 
@@ -68,7 +68,7 @@ def find_best(
     """
     seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for round_number in range(num_rounds):
-        for place, candidate in enumerate(rotated(candidates, round_number)):
+        for place, candidate in enumerate(in_turn(candidates, round_number)):
             on_begin(f"looking for the best: {candidate.name}")
             block = _run(candidate, length, TUNING_ROUND - round_number, place)
             on_block(block)

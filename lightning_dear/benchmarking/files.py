@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_dear.benchmarking.records import Block, Point, Row
+from lightning_dear.benchmarking.records import Block, Point, Row, Step
 
 
 def point_columns(point: Point) -> dict[str, Any]:
@@ -29,13 +29,21 @@ def point_columns(point: Point) -> dict[str, Any]:
 
 
 def raw_lines(point: Point, block: Block) -> list[dict[str, Any]]:
-    """Return a line for every rank and step of one block."""
+    """Return a line for every rank and step of one block; seconds to six digits."""
     place = {"round": block.round_number, "place": block.place, "entry": block.entry}
     return [
-        {**point_columns(point), **place, "rank": rank.rank, "step": number, **asdict(step)}
+        {**point_columns(point), **place, "rank": rank.rank, "step": number, **_figures(step)}
         for rank in block.ranks
         for number, step in enumerate(rank.steps)
     ]
+
+
+def _figures(step: Step) -> dict[str, Any]:
+    # More digits than a clock can tell double the file.
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in asdict(step).items()
+    }
 
 
 def summary_line(row: Row) -> dict[str, Any]:

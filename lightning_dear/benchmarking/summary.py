@@ -14,10 +14,17 @@ MAX_REPLAY_USE = 0.6
 T = TypeVar("T")
 
 
-def rotated(names: Sequence[T], round_number: int) -> list[T]:
-    """Return `names`, begun one later in every round: none always runs first, or after another."""
-    start = round_number % len(names)
-    return [*names[start:], *names[:start]]
+def in_turn(names: Sequence[T], round_number: int) -> list[T]:
+    """Return `names` in the order of one round: in turn each is first, and each follows each.
+
+    A Williams design: from one name outwards to both sides, shifted by one from round to round; an
+    odd number of names needs every second pass backwards.
+    """
+    count = len(names)
+    turn, is_backwards = round_number % count, count % 2 and round_number // count % 2
+    offsets = [(place + 1) // 2 * (-1) ** (place + 1) for place in range(count)]
+    order = [names[(turn + offset) % count] for offset in offsets]
+    return order[::-1] if is_backwards else order
 
 
 def summarize(

@@ -72,8 +72,9 @@ def test_void_rows_are_named_so() -> None:
 
 def test_raw_holds_every_step_of_every_rank_as_soon_as_a_block_ends(tmp_path: Path) -> None:
     raw = RawFile(tmp_path / "raw.csv")
-    raw.add(POINT, block("ddp", 0, rank_block(0, 0.5, 0.6), rank_block(1, 0.7, 0.8)))
-    assert [line["step_s"] for line in read(tmp_path / "raw.csv")] == ["0.5", "0.6", "0.7", "0.8"]
+    raw.add(POINT, block("ddp", 0, rank_block(0, 0.5, 0.6), rank_block(1, 0.7, 0.87654321)))
+    seconds = [line["step_s"] for line in read(tmp_path / "raw.csv")]
+    assert seconds == ["0.5", "0.6", "0.7", "0.876543"]
     raw.add(POINT, block("dear", 0, rank_block(0, steps=STEPS)))
     last = read(tmp_path / "raw.csv")[-1]
     assert last["entry"] == "dear"

@@ -7,7 +7,7 @@ from lightning_dear.benchmarking.comparison import Candidate, run_rounds
 from tests.benchmarking.examples import rank_block
 
 
-def test_the_order_rotates_among_those_that_take_part() -> None:
+def test_the_order_changes_among_those_that_take_part() -> None:
     def candidate(name: str, num_rounds: int | None = None) -> Candidate:
         return Candidate(name, lambda length: rank_block(0, 1.0), num_rounds)
 

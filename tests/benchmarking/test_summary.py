@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise, permutations
 
 import pytest
 
 from lightning_dear.benchmarking.records import Step
-from lightning_dear.benchmarking.summary import rotated, summarize, wire_bytes_of
+from lightning_dear.benchmarking.summary import in_turn, summarize, wire_bytes_of
 from tests.benchmarking.examples import POINT, block, rank_block
 
 
-def test_every_round_begins_with_another_entry() -> None:
-    rounds = [rotated(["a", "b", "c"], number) for number in range(4)]
-    assert rounds == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+@pytest.mark.parametrize("count", range(1, 8))
+def test_each_entry_is_first_and_follows_each_other_equally_often(count: int) -> None:
+    names = list(range(count))
+    rounds = [in_turn(names, number) for number in range(count if count % 2 == 0 else 2 * count)]
+    assert all(sorted(order) == names for order in rounds)
+    firsts = Counter(order[0] for order in rounds)
+    pairs = Counter(pair for order in rounds for pair in pairwise(order))
+    assert firsts == dict.fromkeys(names, len(rounds) // count)
+    assert pairs == dict.fromkeys(permutations(names, 2), len(rounds) // count)
 
 
 def test_a_rank_that_is_late_in_one_step_and_short_in_the_next_makes_no_step_longer() -> None:
