@@ -186,7 +186,13 @@ def _figure(value: float | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table of all folders, and writes it beside the first one's files as claims.md."""
+    """Prints the table of all folders, and writes it beside the first one's files as claims.md.
+
+    Points that cannot be judged are named below it.
+
+    Raises:
+        SystemExit: If none can be, saying why.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path, help="what dear-bench has written to")
     parser.add_argument("--entry", required=True, help="whose claim it is")
@@ -194,21 +200,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--others", required=True, nargs="+", help="what it is compared with the best of"
     )
     given = parser.parse_args(arguments)
-    claims = [
-        claim for folder in given.folders for claim in claims_of(folder, given.entry, given.others)
-    ]
-    text = format_claims(claims, given.entry, given.others)
+    claims: list[Claim] = []
+    problems: list[str] = []
+    for folder in given.folders:
+        notes = read_notes(folder / "summary.csv")
+        for point, rounds in read_rounds(folder / "raw.csv").items():
+            # Points of two folders may have the same label.
+            label = f"{folder.name}: {point}" if len(given.folders) > 1 else point
+            note = notes.get((point, given.entry), "")
+            try:
+                claims.append(claim_of(label, rounds, given.entry, given.others, note))
+            except ValueError as error:
+                problems.append(f"Not judged: {error}")
+    if not claims:
+        raise SystemExit("\n".join(problems) or "There are no rounds to judge.")
+    text = "\n\n".join([format_claims(claims, given.entry, given.others), *problems])
     (given.folders[0] / "claims.md").write_text(f"{text}\n")
     print(text)
-
-
-def claims_of(folder: Path, entry: str, others: Sequence[str]) -> list[Claim]:
-    """One for each point that `dear-bench` has measured in `folder`."""
-    notes = read_notes(folder / "summary.csv")
-    return [
-        claim_of(point, rounds, entry, others, notes.get((point, entry), ""))
-        for point, rounds in read_rounds(folder / "raw.csv").items()
-    ]
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_the_bound_of_a_median(count: int, place: int) -> None:
     assert upper_bound([1.0] * 4) is None
 
 
-def write_folder(folder: Path, point: str) -> None:
+def write_folder(folder: Path, point: str, num_rounds: int = 12) -> None:
     """What `dear-bench` writes, of two entries and compute alone."""
     folder.mkdir()
     with (folder / "raw.csv").open("w", newline="") as file:
@@ -79,7 +79,7 @@ def write_folder(folder: Path, point: str) -> None:
         for entry, seconds in (("exact", 1.0), ("layerwise", 2.0), ("compute alone", 0.8)):
             # What was tuned does not count.
             writer.writerow([point, entry, -1, 0, 0, 99.0])
-            for number in range(12):
+            for number in range(num_rounds):
                 for rank in range(2):
                     # A step is the mean over the ranks.
                     line = [point, entry, number, rank, 0, seconds + 0.1 * (2 * rank - 1)]
@@ -91,17 +91,38 @@ def write_folder(folder: Path, point: str) -> None:
 
 
 def test_folders_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--entry", "exact", "--others", "layerwise"]
     first, second = tmp_path / "first", tmp_path / "second"
     write_folder(first, "p")
-    write_folder(second, "q")
+    write_folder(second, "p")
     assert read_rounds(first / "raw.csv")["p"]["exact"] == dict.fromkeys(range(12), 1.0)
-    main([str(first), str(second), "--entry", "exact", "--others", "layerwise"])
+    row = "| 2000.0 | 1000.0 | layerwise | 0.500 [0.500] | 0.950 | 2.000 | 0.800 |"
+    main([str(first), *arguments])
+    assert f"| p {row}" in capsys.readouterr().out
+    main([str(first), str(second), *arguments])
     printed = capsys.readouterr().out
-    for point in "pq":
-        row = f"| {point} | 2000.0 | 1000.0 | layerwise | 0.500 [0.500] | 0.950 | 2.000 | 0.800 |"
-        assert row in printed
+    assert f"| first: p {row}" in printed
+    assert f"| second: p {row}" in printed
     assert "geometric mean 0.500, largest 0.500, 6 paired rounds" in printed
     assert (first / "claims.md").read_text() == printed
+
+
+def test_a_point_that_cannot_be_judged_takes_no_other_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--entry", "exact", "--others", "layerwise"]
+    broken_off, whole = tmp_path / "broken_off", tmp_path / "whole"
+    write_folder(broken_off, "p", 1)
+    write_folder(whole, "q")
+    message = "Not judged: There are fewer than two rounds at broken_off: p"
+    main([str(broken_off), str(whole), *arguments])
+    printed = capsys.readouterr().out
+    assert printed.startswith("| point |")
+    assert message in printed
+    assert "| whole: q |" in printed
+    write_folder(tmp_path / "other", "p", 1)
+    with pytest.raises(SystemExit, match=f"{message}.*\n.*other: p"):
+        main([str(broken_off), str(tmp_path / "other"), *arguments])
 
 
 def test_what_is_unknown_is_a_dash() -> None:
