@@ -43,6 +43,7 @@ from lightning_dear.support import (
     check_planner,
     check_precision,
     say_what_is_gathered,
+    warn_of_clipped_votes,
 )
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -191,6 +192,7 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         assert self.lightning_module is not None
         check_optimizers(self.optimizers, self.precision_plugin)
         say_what_is_gathered(self._gather, self._options)
+        warn_of_clipped_votes(trainer, self._options.codec)
         before = self._pipeline.parts if self._pipeline is not None else ()
         parts = [part for part in before if part.optimizer in self.optimizers]
         states = [part.optimizer_state_dict() for part in parts]
@@ -297,6 +299,9 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
                 self._pipeline.detach()
         finally:
             disconnect_precision(self.precision_plugin)
+            if self._schedule is not None:
+                # Another strategy's fit is to notice that nobody drives it.
+                self._schedule.connect(None)
             if self.lightning_module is not None and self.lightning_module._trainer is not None:
                 ask_sigterm_again(self.lightning_module.trainer)
             super().teardown()

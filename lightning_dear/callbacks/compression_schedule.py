@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -39,8 +40,8 @@ class CompressionSchedule(Callback):
         groups: What `compressors` means, for `ExchangeOptions`.
 
     Raises:
-        ValueError: For steps that are no integers or negative, densities outside (0, 1], and
-            unknown compressors.
+        ValueError: For steps that are no integers or negative, densities outside (0, 1] or for none
+            but dense steps, and unknown compressors.
     """
 
     def __init__(
@@ -62,6 +63,13 @@ class CompressionSchedule(Callback):
         for density in self._densities.values():
             if not 0 < density <= 1:
                 raise ValueError(f"density must be in (0, 1], got {density}.")
+        for step, later in pairwise(self._densities):
+            if later <= dense_steps:
+                raise ValueError(
+                    f"The density from step {step} on would never be used: dense_steps="
+                    f"{dense_steps} come first, and that from step {later} on replaces it. Leave it"
+                    " out."
+                )
         self._get_pipeline: Callable[[], Pipeline | None] | None = None
 
     def check(self, codec: Compressor | None) -> None:
@@ -125,8 +133,8 @@ class CompressionSchedule(Callback):
                 " compressor itself, or 'threshold'."
             )
 
-    def connect(self, get_pipeline: Callable[[], Pipeline | None]) -> None:
-        """Says where the pipeline of the fit is; None outside a fit."""
+    def connect(self, get_pipeline: Callable[[], Pipeline | None] | None) -> None:
+        """Says where the pipeline of the fit is, None outside one; without a function, nowhere."""
         self._get_pipeline = get_pipeline
 
     def codec_at(self, codec: Compressor, step: int) -> Compressor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_dear import DearStrategy
 from lightning_dear.callbacks import CompressionSchedule, DearMonitor
 from lightning_dear.compression import DGC, Compressor, SignSGD, Signum, TopK
+from tests.distributed.harness import distributed
+from tests.lightning.fitting import dear, fit
+from tests.lightning.nets import Net
 
 LAGGING = TopK(density=0.5, allow_lag=True)
 
@@ -59,6 +63,13 @@ def test_steps_are_integers(wrong: dict[str, Any]) -> None:
         CompressionSchedule(**wrong)
 
 
+def test_a_density_that_no_step_would_have_is_refused() -> None:
+    CompressionSchedule(dense_steps=9, densities={0: 0.5, 10: 0.1})
+    message = "density from step 0 on would never be used: dense_steps=9 .* that from step 9 on"
+    with pytest.raises(ValueError, match=message):
+        CompressionSchedule(dense_steps=9, densities={0: 0.5, 9: 0.1})
+
+
 def test_a_schedule_that_no_strategy_knows_is_refused() -> None:
     schedule, trainer = CompressionSchedule(dense_steps=1), Any
     schedule.setup(trainer, LightningModule(), "validate")
@@ -75,6 +86,25 @@ def test_a_schedule_that_is_a_callback_as_well_is_connected_once() -> None:
     strategy._append_callbacks(trainer)
     assert trainer.callbacks == [schedule]
     schedule.setup(trainer, LightningModule(), "fit")
+
+
+@distributed(world_sizes=(1,))
+def test_a_schedule_is_driven_for_one_fit() -> None:
+    schedule = CompressionSchedule(dense_steps=1)
+    strategy = dear(compressor="int8", compression_schedule=schedule)
+    fit(strategy, Net("mlp", "sgd"))
+    with pytest.raises(ValueError, match="changes nothing by itself"):
+        fit(dear(compressor="int8"), Net("mlp", "sgd"), schedule)
+
+
+@distributed(world_sizes=(1,))
+def test_clipping_votes_is_warned_of() -> None:
+    for compressor, count in (("signsgd", 1), ("int8", 0)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            fit(dear(compressor=compressor), Net("mlp", "sgd"), gradient_clip_val=0.5)
+        clipped = [one for one in said if "gradient_clip_val=0.5 clips what" in str(one.message)]
+        assert len(clipped) == count
 
 
 def test_the_monitor_reads_nothing_where_nothing_is_logged() -> None:
