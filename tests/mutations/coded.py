@@ -10,6 +10,7 @@ FAILURES = "tests/engine/test_coded_failures.py"
 LAGGING = "tests/engine/test_lagging.py"
 MEMORY = "tests/compression/test_memory.py"
 SELECTORS = "tests/compression/test_selectors.py"
+SCHEDULE = "tests/lightning/test_compression_schedule.py"
 TRAINER = "tests/lightning/test_compressors.py"
 
 LAW = f"{ENGINE}::test_what_is_lost_arrives_later"
@@ -242,5 +243,26 @@ CODED = [
         "        if self._coded:\n            self._put_in(held)",
         "        if False:\n            self._put_in(held)",
         (f"{ENGINE}::test_loading_in_mid_run_brings_its_residuals",),
+    ),
+    Mutation(
+        "forgetting the pipeline of the fit before",
+        "strategy.py",
+        "                self._schedule.connect(None)\n",
+        "                pass\n",
+        (f"{SCHEDULE}::test_a_schedule_is_driven_for_one_fit",),
+    ),
+    Mutation(
+        "warning of clipped votes",
+        "strategy.py",
+        "        warn_of_clipped_votes(trainer, self._options.codec)\n",
+        "",
+        (f"{SCHEDULE}::test_clipping_votes_is_warned_of",),
+    ),
+    Mutation(
+        "refusing densities that no step would have",
+        "callbacks/compression_schedule.py",
+        "            if later <= dense_steps:\n",
+        "            if later < dense_steps:\n",
+        (f"{SCHEDULE}::test_a_density_that_no_step_would_have_is_refused",),
     ),
 ]

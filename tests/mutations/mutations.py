@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.all_reduced import ALL_REDUCED
 from tests.mutations.codec_plans import CODEC_PLANS
 from tests.mutations.coded import CODED
-from tests.mutations.converging import CONVERGING
+from tests.mutations.comparing import COMPARING
 from tests.mutations.gathering import GATHERING
 from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation
@@ -400,5 +400,5 @@ MUTATIONS = [
     *CODED,
     *LOW_RANK,
     *CODEC_PLANS,
-    *CONVERGING,
+    *COMPARING,
 ]

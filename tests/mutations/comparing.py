@@ -1,15 +1,30 @@
-"""What a comparison of how trainings end must not do without."""
+"""What comparisons must not do without: of steps, and of how trainings end."""
 
 from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
 RULES = "tests/benchmarking/test_convergence.py"
+ROUNDS = "tests/benchmarking/test_summary.py"
 CONFIG = "tests/apps/test_converge.py"
 KEY = f"{CONFIG}::test_a_key_knows_all_that_has_a_say_and_nothing_else"
 FOLDER = "benchmarking/convergence"
 
-CONVERGING = [
+COMPARING = [
+    Mutation(
+        "every second pass backwards",
+        "benchmarking/summary.py",
+        "    return order[::-1] if is_backwards else order\n",
+        "    return order\n",
+        (f"{ROUNDS}::test_each_entry_is_first_and_follows_each_other_equally_often",),
+    ),
+    Mutation(
+        "the names of folders with equal points",
+        "benchmarking/claims.py",
+        " if len(given.folders) > 1 else point\n",
+        " if len(given.folders) > 2 else point\n",
+        ("tests/benchmarking/test_claims.py::test_folders_become_a_table",),
+    ),
     Mutation(
         "the upper end instead of the mean",
         f"{FOLDER}/summary.py",
