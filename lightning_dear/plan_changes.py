@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -44,6 +44,8 @@ class PlanChanges:
 
     Attributes:
         loss_scale: See `CodedExchange`; to be assigned to by whoever scales losses.
+        find_plan: Asked for the plan of what was recorded, before the planner is, which makes one
+            if it returns None; to be assigned to by whoever knows plans, the same on all ranks.
     """
 
     optimizer: Optimizer
@@ -64,6 +66,7 @@ class PlanChanges:
     early_refusal: str | None
     all_reduce_refusal: str | None = None
     loss_scale: LossScale = staticmethod(_no_scale)
+    find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
     _residuals: ResidualKeeper
     _uses_buckets: bool
     _has_new: bool
@@ -95,7 +98,9 @@ class PlanChanges:
             self._collectives,
             self._options,
         )
-        plan = self._fusion.plan(self._recording.tensors, self._collectives.world_size)
+        tensors, world_size = self._recording.tensors, self._collectives.world_size
+        found = None if self.find_plan is None else self.find_plan(tensors)
+        plan = self._fusion.plan(tensors, world_size) if found is None else found
         agree_on_plan(plan, self._recording, self._collectives)
         return self._activate(plan)
 

@@ -91,8 +91,9 @@ class Tuning:
         self._search: PlanSearch | None = None
         self._has_ended = False
         self._num_steps = 0
-        self._tensors: list[TensorSpec] | None = None
+        self._tensors: Sequence[TensorSpec] | None = None
         self._course = self._run()
+        self._part.find_plan = self._take_found_plan
 
     def before_forward(self) -> None:
         """To be called between steps, before a forward. Collective, blocks.
@@ -105,7 +106,7 @@ class Tuning:
         self._num_steps = self._part.num_steps
         if self._tensors is not None and self._part.tensors is not self._tensors:
             # The training has other parameters than those planned for.
-            self.plan, self._search = None, None
+            self._search = None
             self._course = self._run()
         self._has_ended = next(self._course, self) is self
 
@@ -120,7 +121,7 @@ class Tuning:
         while self._part.plan is None:
             yield
         self._tensors = self._part.tensors
-        if self._collectives.world_size == 1 or self._takes_found_plan():
+        if self._collectives.world_size == 1 or self.plan is not None:
             return
         times = yield from self._profile()
         has_codec = self._pipeline.codec is not None
@@ -152,25 +153,33 @@ class Tuning:
         plan: BucketPlan | None = self._rank_0s(self._search and self._search.next())
         return plan
 
-    def _takes_found_plan(self) -> bool:
-        found, self.found = self.found, None
-        if found is None:
-            return False
+    def _take_found_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan | None:
+        """The plan found before, if it fits what has just been recorded. Local.
+
+        From the first step on: what a compressor loses depends on the plan, so that with another
+        one in between a training that resumes would not have the same bits.
+        """
+        self.plan = None
+        found, world_size = self.found, self._collectives.world_size
+        if found is None or world_size == 1:
+            return None
+        self.found = None
         try:
-            plan = BucketPlan.from_dict(found, self._part.tensors, self._collectives.world_size)
+            plan = BucketPlan.from_dict(found, tensors, world_size)
         except ValueError as error:
             self._say(f"The plan found before is not used, another one is searched for: {error}")
-            return False
+            return None
         share, most = plan.all_reduced_share, getattr(self._planner, "all_reduced_share", 1)
         if share > most:
             self._say(
                 "The plan found before is not used, another one is searched for: it all-reduces"
                 f" {share:.0%} of all elements, more than all_reduced_share={most}"
             )
-            return False
-        self._adopt(plan)
+            return None
+        self.plan = self._allowed(plan)
+        self.found = self.plan.to_dict(tensors)
         self._say(f"The plan found before is used again: {plan.name}")
-        return True
+        return self.plan
 
     def _profile(self) -> Generator[None, None, ModelTimes]:
         own: list[ModelTimes] = []
@@ -213,11 +222,16 @@ class Tuning:
         own = median(end - begin for begin, end in zip(moments, moments[1:], strict=False))
         return max(self._collectives.all_gather_object(own))
 
-    def _use(self, plan: BucketPlan) -> BucketPlan:
+    def _allowed(self, plan: BucketPlan) -> BucketPlan:
+        """`plan` without what is not done here."""
         if self._pipeline.early_refusal is not None:
             plan = replace(plan, early=())
         if self._pipeline.all_reduce_refusal is not None:
             plan = replace(plan, all_reduced=())
+        return plan
+
+    def _use(self, plan: BucketPlan) -> BucketPlan:
+        plan = self._allowed(plan)
         if plan != self._part.plan:
             self._part.replan(plan)
         return plan

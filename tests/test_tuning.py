@@ -98,6 +98,10 @@ class _Part:
     parameters: Sequence[torch.Tensor] = (torch.zeros(1),)
     used: list[BucketPlan] = field(default_factory=list)
     uses_configured_codec: bool = True
+    find_plan: Any = None
+
+    def record(self, tensors: Sequence[Any], start: BucketPlan) -> None:
+        self.tensors, self.plan = tensors, self.find_plan(tensors) or start
 
     def replan(self, plan: BucketPlan) -> None:
         assert self.plan is not None
@@ -138,7 +142,7 @@ def _train(tuner: Tuning, pipeline: _Pipeline, num_steps: int, step_s: Training 
     part = pipeline.parts[0]
     for step in range(1, num_steps + 1):
         if part.plan is None:
-            part.plan, part.tensors = FIRST, TENSORS
+            part.record(TENSORS, FIRST)
         part.used.append(part.plan)
         CLOCK.now_s += step_s(pipeline)
         part.times = TIMES if pipeline.num_measured else None
@@ -431,6 +435,8 @@ def test_a_plan_found_before_is_used_at_once() -> None:
     assert again.plan == first.plan == pipeline.parts[0].plan
     assert again.found == first.found
     assert said == ["The plan found before is used again: mergecomp"]
+    # From the first step on: the starting plan would lose other bits.
+    assert pipeline.parts[0].used == [first.plan]
 
 
 def test_a_plan_for_other_ranks_is_searched_for_anew() -> None:
@@ -488,8 +494,7 @@ def test_other_parameters_bring_another_search() -> None:
     tuner, pipeline, said = _tuning(MergeCompFusion())
     _train(tuner, pipeline, 100)
     part = pipeline.parts[0]
-    part.tensors = TENSORS[:-1]
-    part.plan = ThresholdFusion().plan(part.tensors, 2)
+    part.record(TENSORS[:-1], ThresholdFusion().plan(TENSORS[:-1], 2))
     part.num_steps += 1
     tuner.before_forward()
     assert tuner.is_searching
@@ -504,7 +509,7 @@ def test_the_same_parameters_recorded_again_need_no_other_search() -> None:
     tuner, pipeline, _ = _tuning(MergeCompFusion())
     _train(tuner, pipeline, 100)
     part, found = pipeline.parts[0], tuner.plan
-    part.plan, part.tensors = FIRST, list(TENSORS)
+    part.record(list(TENSORS), FIRST)
     part.num_steps += 1
     tuner.before_forward()
     assert not tuner.is_searching
@@ -515,7 +520,8 @@ def test_steps_that_were_left_out_do_not_count() -> None:
     pipeline = _Pipeline()
     tuner = Tuning(pipeline, AutoFusion(), lambda line: None)
     part = pipeline.parts[0]
-    part.plan, part.tensors, part.num_steps = FIRST, TENSORS, 1
+    part.record(TENSORS, FIRST)
+    part.num_steps = 1
     tuner.before_forward()
     for _ in range(3):
         tuner.before_forward()

@@ -26,7 +26,7 @@ from tests.lightning.nets import Net
 NUM_STEPS, SAVED_AT = 6, 4
 
 
-class _StepNet(Net):
+class StepNet(Net):
     """Takes its samples by step, since Lightning serves an epoch's first ones after resuming."""
 
     def training_step(self, _: Any, batch_idx: int) -> Any:
@@ -36,7 +36,7 @@ class _StepNet(Net):
 
 def _save(folder: Path, model: str, optimizer: str) -> Any:
     """Trains to the end, saving on the way; returns the weights of the steps after it."""
-    recorder, net = WeightRecorder(), _StepNet(model, optimizer)
+    recorder, net = WeightRecorder(), StepNet(model, optimizer)
     callback = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AT, save_top_k=-1)
     options = {"max_steps": NUM_STEPS, "num_samples": 48, "enable_checkpointing": True}
     fit(dear(), net, recorder, callback, model=model, **options)
@@ -48,7 +48,7 @@ def _file(folder: Path) -> str:
 
 
 def _resume(folder: Path, model: str, optimizer: str) -> Any:
-    recorder, net = WeightRecorder(), _StepNet(model, optimizer)
+    recorder, net = WeightRecorder(), StepNet(model, optimizer)
     options = {"max_steps": NUM_STEPS, "num_samples": 48, "ckpt_path": _file(folder)}
     fit(dear(), net, recorder, model=model, **options)
     return recorder.seen

@@ -26,8 +26,9 @@ from lightning_dear.planning import (
     predict,
 )
 from tests.distributed.harness import distributed, run_ranks
-from tests.lightning.fitting import assert_ranks_agree, assert_same, dear, fit
+from tests.lightning.fitting import WeightRecorder, assert_ranks_agree, assert_same, dear, fit
 from tests.lightning.nets import Net, copies
+from tests.lightning.test_sharded_saving import StepNet
 
 SMALL = ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005)
 NUM_STEPS = 4 + 2 * 7 + 2
@@ -192,6 +193,26 @@ def test_a_resumed_run_takes_the_plan_found_or_finds_another_for_other_ranks(
     assert run_ranks(_resume, 2, tmp_path, _Small()) == [(found[0], found[0], said)] * 2
     for _, _, said in run_ranks(_resume, 3, tmp_path, _Small()):
         assert "made for 2 ranks, not for 3" in said[0]
+
+
+class _SmallWithCodecs(_Small):
+    plans_for_codecs = True
+
+    def search(self, tensors: Any, world_size: int, times: Any, link: Any, codecs: Any = 0) -> Any:
+        return super().search(tensors, world_size, times, link)
+
+
+@distributed(world_sizes=[2])
+def test_a_run_resumed_with_a_compressor_has_the_same_bits(tmp_path: Path) -> None:
+    """Which numbers share a block hangs on the plan: the first step has to have it already."""
+    whole, resumed = WeightRecorder(), WeightRecorder()
+    options: dict[str, Any] = {"max_steps": NUM_STEPS + 3, "max_epochs": -1, "compressor": "int8"}
+    saver = ModelCheckpoint(tmp_path, "last", every_n_train_steps=NUM_STEPS)
+    _tuned(_SmallWithCodecs(), StepNet(), whole, saver, enable_checkpointing=True, **options)
+    path = str(tmp_path / "last.ckpt")
+    _tuned(_SmallWithCodecs(), StepNet(), resumed, ckpt_path=path, **options)
+    assert len(resumed.seen) == 3
+    assert_same(resumed.seen, whole.seen[NUM_STEPS:], "weights")
 
 
 def test_a_plan_found_by_another_planner_is_not_used(tmp_path: Path) -> None:

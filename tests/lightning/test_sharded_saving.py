@@ -31,7 +31,7 @@ def folders(**options: Any) -> DearStrategy:
     return dear(save_distributed_checkpoint=True, **options)
 
 
-class _StepNet(Net):
+class StepNet(Net):
     """Takes its samples by step, since Lightning serves an epoch's first ones after resuming."""
 
     def training_step(self, _: Any, batch_idx: int) -> Any:
@@ -47,14 +47,14 @@ def _train(strategy: Any, folder: Path, model: str, optimizer: str) -> Any:
     recorder = WeightRecorder()
     callback = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AT, save_top_k=-1)
     options = {"max_steps": NUM_STEPS, "num_samples": 72, "enable_checkpointing": True}
-    fit(strategy, _StepNet(model, optimizer), recorder, callback, model=model, **options)
+    fit(strategy, StepNet(model, optimizer), recorder, callback, model=model, **options)
     return recorder.seen[SAVED_AT:]
 
 
 def _resume(strategy: Any, path: Path, model: str, optimizer: str) -> Any:
     recorder = WeightRecorder()
     options = {"max_steps": NUM_STEPS, "num_samples": 72, "ckpt_path": str(path)}
-    fit(strategy, _StepNet(model, optimizer), recorder, model=model, **options)
+    fit(strategy, StepNet(model, optimizer), recorder, model=model, **options)
     assert len(recorder.seen) == NUM_STEPS - SAVED_AT
     return recorder.seen
 
@@ -118,21 +118,21 @@ def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path: Path) -> None:
         every_n_train_steps=1,
     )  # fmt: skip
     options = {"max_steps": NUM_STEPS, "num_samples": 72, "enable_checkpointing": True}
-    net = _StepNet()
+    net = StepNet()
     trainer = fit(folders(), net, callback, **options)
     names = ["last.ckpt", f"step={NUM_STEPS - 1}.ckpt", f"step={NUM_STEPS}.ckpt"]
     assert sorted(os.listdir(tmp_path)) == names
     assert all(load(tmp_path / name)["global_step"] > NUM_STEPS - 2 for name in names)
     trained = copies(net)
     for path in ("best", "last", str(tmp_path / names[-1])):
-        other = _StepNet()
+        other = StepNet()
         (results,) = trainer.test(other, data(), ckpt_path=path, verbose=False)
         assert results["test_loss"] > 0
         assert_same(copies(other), trained, f"weights of {path}")
     # Resuming from "last" goes on from there.
     recorder = WeightRecorder()
     resumed = {**options, "max_steps": NUM_STEPS + 2, "ckpt_path": "last"}
-    fit(folders(), _StepNet(), recorder, ModelCheckpoint(tmp_path), **resumed)
+    fit(folders(), StepNet(), recorder, ModelCheckpoint(tmp_path), **resumed)
     assert len(recorder.seen) == 2
 
 
@@ -143,7 +143,7 @@ def test_last_may_be_a_link(tmp_path: Path) -> None:
         monitor="step", mode="max",
     )  # fmt: skip
     options = {"max_steps": NUM_STEPS, "num_samples": 72, "enable_checkpointing": True}
-    fit(folders(), _StepNet(), callback, **options)
+    fit(folders(), StepNet(), callback, **options)
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", f"step={NUM_STEPS}.ckpt"]
     assert (tmp_path / "last.ckpt").is_symlink()
     assert load(tmp_path / "last.ckpt")["global_step"] == NUM_STEPS
