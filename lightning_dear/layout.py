@@ -257,6 +257,13 @@ def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOption
     devices = {str(parameter.device) for _, parameter in managed}
     if len(devices) > 1:
         return f"Trained parameters lie on several devices ({', '.join(sorted(devices))}); use one."
+    others = [(name, one.dtype) for name, one in managed if not one.is_floating_point()]
+    if others and options.codec is not None:
+        name, dtype = others[0]
+        return (
+            f"compressor={options.codec.name!r} encodes real numbers, and '{name}' is of {dtype}."
+            " Keep its real and imaginary part as two parameters, or use compressor='none'."
+        )
     return None
 
 

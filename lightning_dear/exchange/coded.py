@@ -62,7 +62,7 @@ class CodedExchange(CompressedExchange):
         super().__init__(collectives, first_number, options.codec, loss_scale)
         self._dense = dense
         self._encodes_reduce, self._encodes_gather = map(options.encodes, ("reduce", "gather"))
-        place = collectives.rank, collectives.world_size
+        place = collectives.rank, collectives.world_size, first_number
         self.coded: Sequence[CodedBucket] = [
             CodedBucket(
                 bucket,

@@ -38,6 +38,7 @@ class CodedBucket(CompressedBucket):
         codec: What its tensors are configured for: that one, or another.
         rank: This rank.
         world_size: How many there are.
+        first_number: See `DenseExchange`; no two buckets draw the same random numbers.
         is_encoded: Whether that encodes them, rather than let them travel as they are.
 
     Attributes:
@@ -57,6 +58,7 @@ class CodedBucket(CompressedBucket):
         codec: Codec,
         rank: int,
         world_size: int,
+        first_number: int = 0,
         *,
         is_encoded: bool = True,
     ) -> None:
@@ -75,6 +77,7 @@ class CodedBucket(CompressedBucket):
         super().__init__(bucket, codec if is_encoded else Fp32(), worker, owner, world_size)
         self._rank = rank
         self._world_size = world_size
+        self._stream = first_number + bucket.number
         self._has_incoming = options.encodes("reduce")
         self._clip_norm = getattr(keeps, "clip_norm", None)
         self._make_room()
@@ -189,7 +192,7 @@ class CodedBucket(CompressedBucket):
 
     def _next(self, half: str) -> Encoded:
         self.counts[half] += 1
-        return Encoded(self.codec, f"{half} {self.number} {self.counts[half]}")
+        return Encoded(self.codec, f"{half} {self._stream} {self.counts[half]}")
 
     def _generator(self, encoded: Encoded) -> Generator | None:
         """A generator in a state that depends on the key alone, so that a resumed run goes on."""

@@ -125,10 +125,12 @@ class _Task:
         chosen = [_Groups([indices_of(pieces)]) for _, pieces in families]
         for place, (itemsize, pieces) in enumerate(families):
             plans: dict[BucketPlan, _Groups] = {}
+            before = chosen[place]
             for grouping in self._groupings(pieces, itemsize):
                 chosen[place] = _groups_of(pieces, grouping)
                 plans.setdefault(self._plan_of(chosen), chosen[place])
-            chosen[place] = plans[self._fastest(plans)]
+            # None, if what is kept of thousands of ways takes longer than the known step.
+            chosen[place] = plans[self._fastest(plans)] if plans else before
         return self._fastest([self._plan_of(chosen), *self._simple_plans()])
 
     def _groupings(self, pieces: Sequence[Piece], itemsize: int) -> list[Grouping]:

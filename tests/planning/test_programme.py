@@ -23,6 +23,7 @@ from lightning_dear.planning import (
     TensorSpec,
     ThresholdFusion,
     choose_early,
+    mergecomp,
     predict,
 )
 from lightning_dear.planning import programme as programme_module
@@ -196,6 +197,21 @@ def test_of_too_many_ways_the_promising_are_kept(monkeypatch: pytest.MonkeyPatch
     found = best_groupings(course)
     assert len(found) <= 4
     assert best_s <= found[0].step_s <= 1.1 * best_s
+
+
+def test_where_no_way_is_short_enough_simple_plans_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many ways may be dropped as there are, where only so many are kept."""
+    tensors, times = chain([3, 1, 4, 1, 5], [1.0] * 5, [2.0] * 5)
+    link = LinkCost(alpha_s=0.5, beta_s=1 / (UNIT * ITEMSIZE))
+    int8 = CodecCost(Linear(0.3, 0.2 / UNIT), *[Linear(0.1, 0.1 / UNIT)] * 3, *[Linear(0, 1)] * 2)
+    costs = CodecCosts(int8, CodecCost(encode=Linear(0.1)), may_mix=True)
+    course = course_of(_pieces(tensors, times), ITEMSIZE, WORLD_SIZE, times, link, costs)
+    assert best_groupings(course, known_s=0.0) == []
+    monkeypatch.setattr(mergecomp, "_SLACK", 0.0)
+    plan = MergeCompFusion().best_plan(tensors, WORLD_SIZE, times, link, costs)
+    heuristic = MergeCompHeuristicFusion().best_plan(tensors, WORLD_SIZE, times, link, costs)
+    steps_s = [predict(one, tensors, times, link, costs).step_s for one in (plan, heuristic)]
+    assert steps_s[0] <= steps_s[1]
 
 
 def test_buckets_suit_early_gathers_too() -> None:

@@ -124,6 +124,12 @@ def _fit_sparse() -> None:
     fit(dear(), _SparseNet())
 
 
+def _fit_complex() -> None:
+    net = UntouchedNet(sgd)
+    net.net.register_parameter("phases", nn.Parameter(torch.zeros(3, dtype=torch.cfloat)))
+    fit(dear(compressor="int8"), net)
+
+
 def _fit_different(kind: str) -> None:
     """One rank alone is wrong; all say so, and none is left waiting."""
     net = UntouchedNet(sgd)
@@ -199,6 +205,13 @@ OPTIMIZERS = (
         message="SGD's parameter group 0 holds 2 parameter(s) that are not the module's",
         why="no rank would send them",
         instead="make them attributes of the LightningModule",
+    ),
+    row(
+        name="complex parameters with a compressor",
+        run=_fit_complex,
+        message="compressor='int8' encodes real numbers, and 'net.phases' is of torch.complex64",
+        why="a codec reads real numbers",
+        instead="two real parameters, or `compressor='none'`",
     ),
     row(
         name="sparse gradients",
