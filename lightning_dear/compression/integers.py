@@ -80,7 +80,9 @@ class _BlockIntegers(BlockCodec):
 class Int8(_BlockIntegers):
     """Round to 127 levels of either sign, relative to the largest of each block: B + 4 bytes.
 
-    q = round(x / s), s = max|x| / 127: the error of an element is at most s / 2.
+    q = round(x / s), s = max|x| / 127: the error of an element is at most s / 2. A large number
+    spoils its own block alone (Dettmers et al. 2022, "8-bit optimizers via block-wise
+    quantization").
 
     Args:
         block_size: Elements that share a scale: a multiple of 8 from 8 to 65536.
@@ -105,9 +107,10 @@ class Int8(_BlockIntegers):
 class Int4(_BlockIntegers):
     """Round to 7 levels of either sign, relative to the largest of each block: B / 2 + 4 bytes.
 
-    q = round(x / s), s = max|x| / 7: the error of an element is at most s / 2. Byte i of a block
-    holds q_i + 16 q_(i + h), h being half a block, rounded up: two contiguous halves, not even and
-    odd elements. Where the last block is odd, its last byte holds one number.
+    q = round(x / s), s = max|x| / 7: the error of an element is at most s / 2. Blocks are those of
+    Dettmers et al. 2022, "8-bit optimizers via block-wise quantization". Byte i of one holds
+    q_i + 16 q_(i + h), h being half a block, rounded up: two contiguous halves, not even and odd
+    elements. Where the last block is odd, its last byte holds one number.
 
     Args:
         block_size: Elements that share a scale: a multiple of 8 from 8 to 65536.

@@ -38,7 +38,8 @@ class Sparse(Codec):
 
     def entries(self, numel: int) -> int:
         """How many numbers of a row travel (k)."""
-        return max(1, math.ceil(self.density * numel)) if numel else 0
+        # 0.07 * 100 is a little more than 7 in floating point.
+        return max(1, math.ceil(round(self.density * numel, 6))) if numel else 0
 
     def at_density(self, density: float) -> Self:
         """The same codec with another density in (0, 1]."""
@@ -49,8 +50,9 @@ class Sparse(Codec):
 class TopK(Sparse):
     """The k largest |x|, as k fp32 values and then k int32 places: 8 k bytes.
 
-    Contractive with d = k / numel where `selector` is exact. Threshold selectors find about k and
-    may leave slots empty; these hold the value 0 and the place 0, and decoding adds, so that they
+    Contractive, |C(x) - x|^2 <= (1 - d) |x|^2, with d = k / numel where `selector` is exact (Stich
+    et al. 2018, "Sparsified SGD with memory", section 2). Threshold selectors find about k and may
+    leave slots empty; these hold the value 0 and the place 0, and decoding adds, so that they
     change nothing.
 
     Args:
@@ -181,7 +183,8 @@ class RandomK(Sparse):
     """k numbers at random places that all ranks draw alike: 4 k bytes, no places among them.
 
     A row is cut into k strata at floor(i numel / k), whose lengths differ by 1 at most. Of each
-    stratum one number travels, the same one in all rows of a call.
+    stratum one number travels, the same one in all rows of a call. (Stich et al. 2018, "Sparsified
+    SGD with memory", section 2, draw k places of all.)
 
     Args:
         unbiased: False: numbers travel as they are; contractive, E|C(x) - x|^2 <= (1 - d) |x|^2

@@ -76,7 +76,25 @@ def test_the_row_of_the_low_rank_one_is_true() -> None:
 def test_every_codec_has_tests_of_its_own_and_says_what_it_does(name: str) -> None:
     codec = CODECS[name]
     assert re.search(rf"\b{codec.__name__}\(", TESTS.replace("CODECS[name]()", ""))
-    assert len(inspect.getdoc(codec) or "") > 100
+    says, (*_, paper) = inspect.getdoc(codec) or "", ROWS[name]
+    assert re.search(r"[=<]", says), "no formula"
+    assert name == "fp32" or paper in " ".join(says.split()), "another paper, or none"
+
+
+@pytest.mark.parametrize("name", COMPRESSORS[1:])
+def test_only_what_is_unbiased_or_votes_goes_without_feedback(name: str) -> None:
+    compressor = {**CODECS, "powersgd": PowerSGD}[name]
+    if name == "dgc":
+        with pytest.raises(ValueError, match="dgc is nothing but a form of error feedback"):
+            compressor(error_feedback=False, allow_biased=True)
+    elif compressor().kind == "contractive":
+        with pytest.raises(ValueError, match=f"{name} without error feedback.*allow_biased=True"):
+            compressor(error_feedback=False)
+        assert not compressor(error_feedback=False, allow_biased=True).has_feedback
+    else:
+        assert not compressor(error_feedback=False).has_feedback
+        with pytest.raises(ValueError, match=f"{name} is .* diverges"):
+            compressor(error_feedback=True)
 
 
 def test_the_example_of_the_page_runs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -23,14 +24,14 @@ from tests.compression.battery import (
 )
 from tests.compression.inputs import LARGEST, SIZES, normal, rows
 
-DENSITIES = (0.001, 0.01, 0.1, 0.25, 1.0)
+DENSITIES = (0.001, 0.01, 0.07, 0.1, 0.25, 1.0)
 SELECTORS = ("exact", "sampled", "sidco")
 
 densities = st.sampled_from(DENSITIES)
 
 
 def num_entries(density: float, numel: int) -> int:
-    return max(1, math.ceil(density * numel)) if numel else 0
+    return max(1, math.ceil(Fraction(str(density)) * numel)) if numel else 0
 
 
 @settings(max_examples=60)
@@ -43,6 +44,9 @@ def test_topk(some: Tensor, density: float, selector: str) -> None:
     assert torch.equal(came_back, torch.where(came_back != 0, some, 0.0)), "a number was changed"
     assert ((came_back != 0).sum(1) <= num_entries(density, some.shape[1])).all()
     assert torch.equal(came_back.any(1), some.any(1)), "nothing of a row was sent"
+    # What is sent is no smaller than what is lost, however few a threshold finds.
+    sent = (came_back != 0).sum(1).double()
+    assert (relative_error(codec, some) <= 1 - sent / max(1, some.shape[1]) + 1e-12).all()
 
 
 @settings(max_examples=60)
@@ -200,6 +204,11 @@ def test_wire_bytes(numel: int, density: float) -> None:
     assert TopK(density=density).wire_bytes(numel) == 8 * k
     assert DGC(density=density).wire_bytes(numel) == 8 * k
     assert RandomK(density=density).wire_bytes(numel) == 4 * k
+
+
+def test_the_share_of_a_hundred_is_counted_in_decimals() -> None:
+    assert TopK(density=0.07).entries(100) == 7
+    assert TopK(density=0.0701).entries(100) == 8
 
 
 def test_compression_ratios() -> None:
