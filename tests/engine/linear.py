@@ -60,7 +60,7 @@ class Run:
         self.part = self.pipeline.parts[0]
         self.num_steps = 0
         self.expected = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
-        self.magnitude = 0.0
+        self.magnitudes = [0.0] * len(SHAPES)
 
     def backward(self, leaves_out: bool = False, scale: float = 1.0, step: int = -1) -> None:
         """Forward and backward of a step's own batch, or of step `step`'s."""
@@ -87,32 +87,45 @@ class Run:
     def count(self, step: int, leaves_out: bool = False) -> None:
         """Adds a batch's mean gradient to what should arrive."""
         for rank in range(dist.get_world_size()):
-            for total, one in zip(self.expected, gradients_of(step, rank, leaves_out), strict=True):
+            for number, one in enumerate(gradients_of(step, rank, leaves_out)):
                 if one is not None:
-                    total += one.double() / dist.get_world_size()
-                    self.magnitude += float(one.double().norm()) / dist.get_world_size()
+                    mean = one.double() / dist.get_world_size()
+                    self.expected[number] += mean
+                    self.magnitudes[number] += float(mean.norm())
 
     def resume(self, other: Run) -> None:
         """Goes on with the weights of `other`, and what arrived and should have."""
         other.pipeline.complete_parameters()
         self.model.load_state_dict(other.model.state_dict())
-        self.num_steps, self.magnitude = other.num_steps, other.magnitude
+        self.num_steps, self.magnitudes = other.num_steps, list(other.magnitudes)
         self.expected = [one.clone() for one in other.expected]
 
-    def error(self, rate: float = 1.0) -> float:
-        """|sum of what arrived + what is still to be sent - sum of the gradients| / magnitude."""
+    def error(self, rate: float = 1.0, masters: Sequence[Tensor] | None = None) -> float:
+        """|sum of what arrived + what is still to be sent - sum of the gradients| / magnitude.
+
+        What arrived is read from `masters`, if there are any, or else from the weights.
+        """
+        distances = self._distances(rate, masters)
+        return sum(one**2 for one in distances) ** 0.5 / sum(self.magnitudes)
+
+    def errors(self, rate: float = 1.0) -> list[float]:
+        """The same of each tensor for itself."""
+        distances = self._distances(rate, None)
+        return [one / whole for one, whole in zip(distances, self.magnitudes, strict=True)]
+
+    def _distances(self, rate: float, masters: Sequence[Tensor] | None) -> list[float]:
         self.pipeline.complete_parameters()
         held = self.part._residuals._taken()
         own, owned = held.worker.get("residual", {}), held.owner.get("residual", {})
-        squares = 0.0
+        distances = []
         for number, weight in enumerate(self.model.weights):
-            total = -weight.detach().double()
+            total = -(weight if masters is None else masters[number]).detach().double()
             if weight in own:
                 total += summed(own[weight].double()).view(weight.shape) / rate
             if weight in owned:
                 total += owned[weight].double().view(weight.shape) / rate
-            squares += float((total - self.expected[number]).square().sum())
-        return squares**0.5 / self.magnitude
+            distances.append(float((total - self.expected[number]).norm()))
+        return distances
 
 
 def summed(own: Tensor) -> Tensor:

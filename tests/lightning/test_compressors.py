@@ -191,6 +191,18 @@ def test_dgc_warms_up_by_itself() -> None:
 
 
 @distributed(world_sizes=(2,))
+def test_integers_beside_the_weights_are_left_alone() -> None:
+    with pytest.raises(RuntimeError, match="floating point"):
+        torch.nn.Parameter(torch.tensor([3]))
+    net = Net("mlp", "sgd")
+    net.net.register_parameter("count", torch.nn.Parameter(torch.tensor([3]), requires_grad=False))
+    recorder = WeightRecorder()
+    fit(_ours("int8"), net, recorder)
+    assert net.net.count.tolist() == [3]
+    assert_ranks_agree(recorder.seen)
+
+
+@distributed(world_sizes=(2,))
 def test_accumulation_and_clipping() -> None:
     for name in COMPRESSORS:
         recorder = WeightRecorder()

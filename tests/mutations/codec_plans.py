@@ -8,11 +8,26 @@ PREDICT = "tests/planning/test_predict.py"
 PROGRAMME = "tests/planning/test_programme.py"
 PROBE = "tests/engine/test_codec_probe.py"
 TUNING = "tests/test_tuning.py"
+RESUMED = "tests/lightning/test_fusion_tuner.py"
 
 BY_HAND = f"{PREDICT}::test_a_step_that_encodes_by_hand"
 EXACT = f"{PROGRAMME}::test_exact_with_a_codec"
 
 CODEC_PLANS = [
+    Mutation(
+        "a found plan from the first step on",
+        "plan_changes.py",
+        "        found = None if self.find_plan is None else self.find_plan(tensors)\n",
+        "        found = None\n",
+        (f"{RESUMED}::test_a_run_resumed_with_a_compressor_has_the_same_bits",),
+    ),
+    Mutation(
+        "plans where the programme finds none",
+        "planning/mergecomp.py",
+        " if plans else before\n",
+        "\n",
+        (f"{PROGRAMME}::test_where_no_way_is_short_enough_simple_plans_remain",),
+    ),
     Mutation(
         "encodings that delay later gradients",
         "planning/predict.py",

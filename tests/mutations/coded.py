@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 ENGINE = "tests/engine/test_coded.py"
+BITS = "tests/engine/test_coded_bits.py"
 CHANGES = "tests/engine/test_codec_changes.py"
 FAILURES = "tests/engine/test_coded_failures.py"
 LAGGING = "tests/engine/test_lagging.py"
@@ -14,7 +15,7 @@ SCHEDULE = "tests/lightning/test_compression_schedule.py"
 TRAINER = "tests/lightning/test_compressors.py"
 
 LAW = f"{ENGINE}::test_what_is_lost_arrives_later"
-RESUMED = f"{ENGINE}::test_a_resumed_run_has_the_same_bits"
+RESUMED = f"{BITS}::test_a_resumed_run_has_the_same_bits"
 
 CODED = [
     Mutation(
@@ -207,7 +208,7 @@ CODED = [
         "exchange/coded_bucket.py",
         '        if encoded.codec.randomness == "private":\n',
         "        if True:\n",
-        (f"{ENGINE}::test_every_codec_leaves_the_same_bits_on_all_ranks",),
+        (f"{BITS}::test_every_codec_leaves_the_same_bits_on_all_ranks",),
     ),
     Mutation(
         "knowing what was published, for writes from outside",
@@ -242,7 +243,28 @@ CODED = [
         "residual_keeper.py",
         "        if self._coded:\n            self._put_in(held)",
         "        if False:\n            self._put_in(held)",
-        (f"{ENGINE}::test_loading_in_mid_run_brings_its_residuals",),
+        (f"{BITS}::test_loading_in_mid_run_brings_its_residuals",),
+    ),
+    Mutation(
+        "an equal share of all that workers kept",
+        "checkpoint/residuals.py",
+        "rows.sum(0) / world_size",
+        "rows.mean(0)",
+        (f"{BITS}::test_nothing_is_lost_where_other_ranks_go_on",),
+    ),
+    Mutation(
+        "other random numbers for other optimizers",
+        "exchange/coded_bucket.py",
+        "        self._stream = first_number + bucket.number\n",
+        "        self._stream = bucket.number\n",
+        (f"{BITS}::test_two_optimizers_draw_other_random_numbers",),
+    ),
+    Mutation(
+        "masking momentum where velocity was sent",
+        "compression/memory.py",
+        "        for name in self.names:\n            self._next(name, rows).masked_fill_(sent",
+        "        for name in self.names[1:]:\n            self._next(name, rows).masked_fill_(sent",
+        (f"{ENGINE}::test_dgc_sends_all_of_its_velocity",),
     ),
     Mutation(
         "forgetting the pipeline of the fit before",

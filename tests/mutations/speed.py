@@ -26,8 +26,8 @@ SPEED = [
     Mutation(
         "checking the first plan",
         "plan_changes.py",
-        "world_size)\n        agree_on_plan(plan, self._recording, self._collectives)\n",
-        "world_size)\n",
+        "else found\n        agree_on_plan(plan, self._recording, self._collectives)\n",
+        "else found\n",
         (f"{REPLAN}::test_a_first_plan_is_checked_too",),
     ),
     Mutation(
