@@ -215,8 +215,9 @@ def found_plan(entry: str, strategy: Any) -> tuple[BucketPlan, str]:
     tuners = [one for one in callbacks if isinstance(one, FusionTuner)]
     if any(one.is_searching for one in tuners):
         raise ValueError(
-            f"Entry {entry} was still looking for its plan after its tuning_steps; give it more, or"
-            " its fusion fewer (fusion.num_steps)."
+            f"Entry {entry} was still looking for its plan after its tuning_steps; give it more"
+            " (fusion=mergecomp takes 55 with a compressor), or its fusion fewer (fusion.num_steps"
+            " of auto, fusion.num_trials of bayesian)."
         )
     reasons = "".join(one.reason for one in tuners)
     return plan, f"plan: {reasons or plan.name}"

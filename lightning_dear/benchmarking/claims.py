@@ -13,7 +13,7 @@ import csv
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb, inf
 from pathlib import Path
 from statistics import geometric_mean, mean, median
@@ -38,6 +38,7 @@ class Claim:
         ratio: Median over the second half of step over `best`'s step.
         upper: Upper 95 % bound of that median; None where there are too few rounds for one.
         predicted_s: What the entry's plan was expected to take; None if nobody said.
+        void: Entries for which the machine was too busy.
         num_rounds: Of the second half.
     """
 
@@ -49,6 +50,7 @@ class Claim:
     upper: float | None
     predicted_s: float | None
     num_rounds: int
+    void: frozenset[str] = frozenset()
 
 
 def upper_bound(values: Sequence[float]) -> float | None:
@@ -136,10 +138,10 @@ def read_rounds(path: Path) -> dict[str, Rounds]:
     return dict(points)
 
 
-def read_notes(path: Path) -> dict[tuple[str, str], str]:
-    """(point, entry) -> its note, from a summary.csv."""
+def read_summary(path: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """(point, entry) -> its line of a summary.csv."""
     with path.open(newline="") as file:
-        return {(one["point"], one["entry"]): one["note"] for one in csv.DictReader(file)}
+        return {(one["point"], one["entry"]): one for one in csv.DictReader(file)}
 
 
 def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) -> str:
@@ -156,7 +158,7 @@ def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) ->
         lines.append(
             [
                 one.point or MISSING,
-                *(_ms(one.steps_s.get(name)) for name in columns),
+                *(_ms(one.steps_s.get(name)) + "*" * (name in one.void) for name in columns),
                 one.best,
                 f"{one.ratio:.3f} [{bound}]",
                 _figure(predicted),
@@ -173,6 +175,7 @@ def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) ->
             f"{entry} over the best other: geometric mean {geometric_mean(ratios):.3f}, largest"
             f" {max(ratios):.3f}, {min(one.num_rounds for one in claims)} paired rounds or more."
             f" Largest gain over {others[0]}: {max(gains):.2f}.",
+            *["*: void, the machine was busy."] * any(one.void for one in claims),
         ]
     )
 
@@ -203,13 +206,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     claims: list[Claim] = []
     problems: list[str] = []
     for folder in given.folders:
-        notes = read_notes(folder / "summary.csv")
+        summary = read_summary(folder / "summary.csv")
         for point, rounds in read_rounds(folder / "raw.csv").items():
             # Points of two folders may have the same label.
             label = f"{folder.name}: {point}" if len(given.folders) > 1 else point
-            note = notes.get((point, given.entry), "")
+            lines = {entry: line for (of, entry), line in summary.items() if of == point}
+            note = lines.get(given.entry, {}).get("note", "")
+            void = frozenset(entry for entry, line in lines.items() if line["is_void"] == "True")
             try:
-                claims.append(claim_of(label, rounds, given.entry, given.others, note))
+                claim = claim_of(label, rounds, given.entry, given.others, note)
+                claims.append(replace(claim, void=void))
             except ValueError as error:
                 problems.append(f"Not judged: {error}")
     if not claims:

@@ -9,6 +9,7 @@ the time between to arrive. The last bucket's Q is sent where buckets are waited
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -64,6 +65,13 @@ class LowRankExchange(CompressedExchange):
             )
             for bucket in flat.buckets
         ]
+        if collectives.rank == 0 and not any(one.factors for one in self.coded):
+            warnings.warn(
+                "compressor='powersgd' compresses nothing: no weight is a matrix of which"
+                f" rank={codec.rank} leaves 1/{codec.min_saving:g} or less (min_saving). Leave it"
+                " out, or choose a smaller rank.",
+                stacklevel=2,
+            )
         # Of the bucket whose second message is still to be sent.
         self._first = Work.done()
         self._send_second: Callable[[], None] | None = None

@@ -455,7 +455,7 @@ def test_the_plan_of_a_search_that_has_not_ended_is_no_result() -> None:
     tuner._tuning = SimpleNamespace(is_searching=False, reason="the best of two")
     assert found_plan("one", _tuned(tuner)) == (PLAN, "plan: the best of two")
     tuner._tuning = SimpleNamespace(is_searching=True)
-    with pytest.raises(ValueError, match=r"still looking for its plan.*fusion\.num_steps"):
+    with pytest.raises(ValueError, match=r"still looking for its plan.*fusion\.num_steps of auto"):
         found_plan("one", _tuned(tuner))
     with pytest.raises(ValueError, match="makes no plan to keep"):
         found_plan("one", SimpleNamespace())

@@ -86,8 +86,9 @@ def write_folder(folder: Path, point: str, num_rounds: int = 12) -> None:
                     writer.writerow(line)
     with (folder / "summary.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["point", "entry", "note"])
-        writer.writerow([point, "exact", "plan: 3 buckets, predicted 950 ms/step"])
+        writer.writerow(["point", "entry", "is_void", "note"])
+        writer.writerow([point, "exact", "False", "plan: 3 buckets, predicted 950 ms/step"])
+        writer.writerow([point, "layerwise", "True", ""])
 
 
 def test_folders_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +97,7 @@ def test_folders_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     write_folder(first, "p")
     write_folder(second, "p")
     assert read_rounds(first / "raw.csv")["p"]["exact"] == dict.fromkeys(range(12), 1.0)
-    row = "| 2000.0 | 1000.0 | layerwise | 0.500 [0.500] | 0.950 | 2.000 | 0.800 |"
+    row = "| 2000.0* | 1000.0 | layerwise | 0.500 [0.500] | 0.950 | 2.000 | 0.800 |"
     main([str(first), *arguments])
     assert f"| p {row}" in capsys.readouterr().out
     main([str(first), str(second), *arguments])
@@ -104,6 +105,7 @@ def test_folders_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"| first: p {row}" in printed
     assert f"| second: p {row}" in printed
     assert "geometric mean 0.500, largest 0.500, 6 paired rounds" in printed
+    assert printed.endswith("\n*: void, the machine was busy.\n")
     assert (first / "claims.md").read_text() == printed
 
 

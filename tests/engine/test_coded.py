@@ -211,6 +211,27 @@ def test_a_loss_scale_that_changes_changes_nothing() -> None:
             assert torch.equal(one, other), codec
 
 
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+@distributed(world_sizes=(2, 3))
+def test_each_half_sends_what_the_codec_says() -> None:
+    for codec in (Int8(), OneBit(), TopK(density=0.05), RandomK(density=0.1)):
+        run = Run(coded(codec), SingleFusion())
+        sent = []
+        for _ in range(2):
+            run.step()
+            run.pipeline.complete_parameters()
+            ledger = run.pipeline.collectives.ledger
+            sent.append((ledger.reduce_scatter_bytes, ledger.all_gather_bytes))
+        assert run.part.plan is not None
+        (bucket,) = run.part.plan.buckets
+        world_size = dist.get_world_size()
+        row_bytes = codec.wire_bytes(bucket.padded_numel // world_size)
+        halves = [last - first for first, last in zip(*sent, strict=True)]
+        assert halves == [(world_size - 1) * row_bytes] * 2, codec
+
+
 # --- scale ----------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -275,6 +276,16 @@ def test_only_factors_and_vectors_travel() -> None:
     numel = 2 * (61 + 31) + 2 * (7 + 131) + dense
     # An all-reduce over two ranks sends as much as its buffer holds.
     assert sent == 4 * numel
+
+
+@distributed(world_sizes=(2,))
+def test_compressing_nothing_is_warned_of() -> None:
+    for rank, count in ((50, 1), (2, 0)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            Run(ExchangeOptions("gradients", codec=PowerSGD(rank=rank))).step()
+        told = [one for one in said if "'powersgd' compresses nothing" in str(one.message)]
+        assert len(told) == (count if dist.get_rank() == 0 else 0)
 
 
 @distributed(world_sizes=(1, 2))
