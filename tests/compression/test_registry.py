@@ -25,10 +25,13 @@ from lightning_dear.compression.sparse import Sparse
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/compressors.md").read_text()
-ROWS = {
-    cells[1].strip(" `"): [cell.strip() for cell in cells[1:-1]]
-    for cells in (line.split("|") for line in PAGE.splitlines() if line.startswith("| `"))
-}
+TABLES = [
+    [cell.strip() for cell in line.split("|")[1:-1]]
+    for line in PAGE.splitlines()
+    if line.startswith("| `")
+]
+ROWS = {cells[0].strip("`"): cells for cells in TABLES if len(cells) == 7}
+OPTIONS = [cells for cells in TABLES if len(cells) == 4]
 TESTS = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
 COMMON = {"halves", "error_feedback", "allow_biased", "allow_lag"}
 GATHERS = {"small": "parameters", "large": "gradients, or parameters", "unbounded": "gradients"}
@@ -60,6 +63,26 @@ def test_the_row_is_true(name: str) -> None:
     assert DearStrategy(compressor=name)._options.gather == gathers.split(",")[0]
     assert ratio == f"{4 * numel / codec.wire_bytes(numel):.2f}"
     assert set(re.findall(r"`(\w+)`", options)) == vars(codec).keys() - COMMON
+
+
+def test_the_table_of_options_is_true_and_whole() -> None:
+    compressors = {**CODECS, "powersgd": PowerSGD}
+    told: dict[str, set[str]] = {name: set() for name in compressors}
+    for options, of, defaults, _ in OPTIONS:
+        names, named = re.findall(r"`(\w+)`", options), re.findall(r"`(\w+)`", of)
+        if of.startswith("all"):
+            named = [name for name in compressors if name not in named]
+        values = [one.strip(" `") for one in defaults.split(",")]
+        pairs = [(option, name) for option in names for name in named]
+        # One value for each option, or for each codec, or for all.
+        each = values if len(values) == len(pairs) else [v for v in values for _ in named]
+        for (option, name), value in zip(pairs, each, strict=True):
+            told[name].add(option)
+            default = vars(compressors[name]())[option]
+            assert value in (str(default).lower(), "null" if default is None else ""), option
+    hidden = {"fp32": COMMON}
+    for name, options_told in told.items():
+        assert options_told >= vars(compressors[name]()).keys() - hidden.get(name, set()), name
 
 
 def test_the_row_of_the_low_rank_one_is_true() -> None:
