@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lightning_dear.checkpoint.folder import is_folder, load, remove, save
-from lightning_dear.checkpoint.format import KEY, check, stamp
-from lightning_dear.sharded_optimizer import MASTER_KEY
+from lightning_dear.checkpoint.format import KEY, check, forget_masters, stamp
 
 
 class CheckpointAccess(DDPStrategy):
@@ -61,7 +59,7 @@ class CheckpointAccess(DDPStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         check(checkpoint)
         if KEY not in checkpoint:
-            _forget_masters(checkpoint)
+            forget_masters(checkpoint)
         return checkpoint
 
     @override
@@ -87,11 +85,3 @@ class CheckpointAccess(DDPStrategy):
                 "save_distributed_checkpoint=True writes folders itself and would not use"
                 f" {type(self.checkpoint_io).__name__}; leave out one of them."
             )
-
-
-def _forget_masters(checkpoint: Mapping[str, Any]) -> None:
-    """Another strategy wrote this, and has stepped the weights, not the masters that it kept."""
-    for optimizer_state in checkpoint.get("optimizer_states", ()):
-        for state in optimizer_state.get("state", {}).values():
-            if isinstance(state, dict):
-                state.pop(MASTER_KEY, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -59,6 +60,16 @@ def closure_skipped(optimizer: Optimizer) -> RuntimeError:
     return RuntimeError(
         f"{type(optimizer).__name__}.step() did not call its closure, so strategy='dear'"
         " could not reduce the gradients; call the closure before the update."
+    )
+
+
+def warn_of_zeros(optimizer: Optimizer) -> None:
+    """Warns, once, that gradients are cleared and not zeroed."""
+    warnings.warn(
+        f"{type(optimizer).__name__}.zero_grad(set_to_none=False) does what set_to_none=True does"
+        " under strategy='dear': a parameter that the next step does not use is left alone, while"
+        " momentum and weight decay would go on with zeros. Leave set_to_none out.",
+        stacklevel=3,
     )
 
 

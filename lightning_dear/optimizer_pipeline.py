@@ -188,7 +188,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
             self._recorder.note_gradient(index)
         else:
             with self._leaving_out_codecs():
-                self._active.reducer.on_gradient(index)
+                self._active.reducer.on_gradient(index, launches=self.launches_in_backward)
         if self._early_steps is not None:
             self._early_steps.poll()
 
@@ -278,8 +278,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         self.reduce(votes=True)
         assert self._active is not None
         self._active.exchange.check()
-        self._active.adopt_writes(but=self.sharded.stepped_early)
-        self.sharded.adopt_state()
+        self._take_over(but=self.sharded.stepped_early)
         # From here to the end of the step nobody reads parameters: others' may arrive.
         self._active.gatherer.expect(early=False)
         if self._times_recorder is not None:

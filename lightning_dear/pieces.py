@@ -85,5 +85,7 @@ def cut_state(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
         return value
     if key != "step" and value.shape == parameter.shape:
         flat = as_flat(value, parameter.stride())
-        return flat[piece.start : piece.stop].to(parameter.device, copy=True)
+        # Beside fp32 masters state is fp32, also what DDP has kept in 16 bits.
+        dtype = piece.parameter.dtype if piece.has_master and flat.is_floating_point() else None
+        return flat[piece.start : piece.stop].to(parameter.device, dtype, copy=True)
     return value.clone()

@@ -124,6 +124,18 @@ class Pipeline:
         self.all_reduce_refusal = why_not_all_reduce(options, is_one_optimizer=is_one)
         for part in self.parts:
             part.all_reduce_refusal = self.all_reduce_refusal
+        if not is_one:
+            self.hold_back()
+
+    def hold_back(self) -> None:
+        """Where collectives must keep one order, gradients are sent before each step from now on.
+
+        In a backward that reaches several optimizers, buckets of one may be full sooner or later
+        than the other's, differently on each rank.
+        """
+        if not self.collectives.reads_flags_freely:
+            for part in self.parts:
+                part.launches_in_backward = False
 
     def _first_refusal(self, options: ExchangeOptions) -> str | None:
         if options.is_of_gradients:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -44,6 +44,7 @@ class PlanChanges:
 
     Attributes:
         loss_scale: See `CodedExchange`; to be assigned to by whoever scales losses.
+        launches_in_backward: Whether full buckets are sent then, rather than before the step.
         find_plan: Asked for the plan of what was recorded, before the planner is, which makes one
             if it returns None; to be assigned to by whoever knows plans, the same on all ranks.
     """
@@ -66,6 +67,7 @@ class PlanChanges:
     early_refusal: str | None
     all_reduce_refusal: str | None = None
     loss_scale: LossScale = staticmethod(_no_scale)
+    launches_in_backward: bool = True
     find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
     _residuals: ResidualKeeper
     _uses_buckets: bool
@@ -226,13 +228,26 @@ class PlanChanges:
         self._activate(plan)
         self.sharded.adopt_state()
 
+    def _take_over(self, but: Collection[int] = ()) -> None:
+        """What was written to parameters, and given as state, since the last step; writes win.
+
+        16-bit weights whose masters come from a checkpoint were perhaps changed after it: there the
+        bits tell.
+
+        Args:
+            but: Numbers of buckets whose parameters are left alone.
+        """
+        if self._active is not None:
+            self._active.adopt_writes(but)
+            if self.sharded.adopt_state():
+                self._active.adopt_writes(but)
+
     def _put_state_together(self) -> None:
         """Completes parameters and makes `optimizer.state` whole again. Collective, blocks."""
         assert self.plan is not None
         self.complete_parameters("re-plan")
         assert self._active is not None
-        self._active.adopt_writes()
-        self.sharded.adopt_state()
+        self._take_over()
         with self._instruments.not_counting():
             state = whole_state(self.sharded, self.plan, self.parameters, self._collectives)
             self._residuals.release()

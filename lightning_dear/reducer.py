@@ -106,8 +106,8 @@ class GradientReducer:
             if number not in self._works:
                 self._exchange.expect_reduce(self._buckets[number])
 
-    def on_gradient(self, index: int) -> None:
-        """Parameter `index` has a new `.grad`: takes it once the recorded number of calls is met.
+    def on_gradient(self, index: int, *, launches: bool) -> None:
+        """Takes parameter `index`'s `.grad` at its last recorded call; may launch full buckets.
 
         Raises:
             RuntimeError: If its bucket is already under way and the backend (NCCL) lets no rank
@@ -119,7 +119,8 @@ class GradientReducer:
         self._num_calls[index] += 1
         if self._num_calls[index] >= self._expected[index]:
             self._collect(index)
-            self._launch_ready()
+            if launches:
+                self._launch_ready()
 
     def check_was_complete(self, index: int) -> None:
         """Raises `RuntimeError` if parameter `index` is still being gathered."""
@@ -298,13 +299,14 @@ class GradientReducer:
         self._num_rounds = 0
         for used, placement in zip(self._used, self._placements, strict=True):
             if placement.gradient is not None:
-                placement.parameter.grad = placement.gradient if used else None
+                placement.parameter.grad = placement.gradient.detach() if used else None
 
+    @torch.no_grad()
     def conceal(self) -> list[bool]:
         """Takes the exposed gradients back, with whatever was done to them. All ranks call; blocks.
 
         Returns:
-            As `reduce`; a parameter whose `.grad` was set to None is unused.
+            As `reduce`; what counts is whether a parameter has a `.grad` now.
         """
         self._num_rounds = 1
         for index, placement in enumerate(self._placements):
@@ -312,8 +314,8 @@ class GradientReducer:
             if home is None:
                 self._used[index] = gradient is not None
                 continue
-            self._used[index] &= gradient is not None
-            if gradient is not None and gradient is not home:
+            self._used[index] = gradient is not None
+            if gradient is not None and gradient.data_ptr() != home.data_ptr():
                 home.copy_(gradient)
             placement.parameter.grad = None
         for bucket in self._buckets:
@@ -341,8 +343,8 @@ def warn_of_leftovers(optimizer: Optimizer) -> None:
     """Warns, once, that gradients of the step before would still count under plain torch."""
     warnings.warn(
         f"{type(optimizer).__name__}.zero_grad() was not called since its last step. Under"
-        " strategy='dear' what a step has used is forgotten; without it the next gradients would be"
-        " added to it. If that is meant, accumulate before the step; if gradients are cleared in"
-        " another way, call the optimizer's zero_grad() to be rid of this warning.",
+        " strategy='dear' what a step has used is forgotten, not added to. If adding is meant,"
+        " accumulate before the step; if gradients are cleared in another way, call zero_grad() to"
+        " be rid of this warning.",
         stacklevel=2,
     )

@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.bucket import FlatBuffers, Placement
+from lightning_dear.checkpoint.format import MASTER_KEY
 from lightning_dear.deferred_step import DeferredStep
 from lightning_dear.elementwise import closure_skipped
 from lightning_dear.plain_mode import plain_mode
-from lightning_dear.sharded_optimizer import MASTER_KEY, ShardedOptimizer, StepListener
+from lightning_dear.sharded_optimizer import ShardedOptimizer, StepListener
 
 
 class GatherListener(StepListener, Protocol):
@@ -98,13 +99,14 @@ class ReplicatedOptimizer(ShardedOptimizer):
         self._used = tuple(used)
 
     @override
-    def adopt_state(self) -> None:
+    def adopt_state(self) -> bool:
         """Nothing to take over: `optimizer.state` is where state lives.
 
         But for masters, which nobody steps here: they would be old when they are read again.
         """
         for state in self.optimizer.state.values():
             state.pop(MASTER_KEY, None)
+        return False
 
     def _on_saving(self, optimizer: Optimizer) -> None:
         self._gathers.complete_parameters("optimizer state")

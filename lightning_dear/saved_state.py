@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ class SavedState:
 
     def complete_parameters(self, reason: str = "read") -> None:
         """See `OptimizerPipeline`."""
+        raise NotImplementedError
+
+    def _take_over(self, but: Collection[int] = ()) -> None:
         raise NotImplementedError
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -91,6 +94,4 @@ class SavedState:
             )
         self.sharded.restore()
         self.complete_parameters(reason)
-        if self._active is not None:
-            self._active.adopt_writes()
-            self.sharded.adopt_state()
+        self._take_over()

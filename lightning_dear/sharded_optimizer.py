@@ -18,12 +18,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import LOW_PRECISION, FlatBuffers, as_flat
-from lightning_dear.elementwise import closure_skipped, inner_step
+from lightning_dear.checkpoint.format import MASTER_KEY
+from lightning_dear.elementwise import closure_skipped, inner_step, warn_of_zeros
 from lightning_dear.pieces import Piece, cut_state, shard_pieces
 from lightning_dear.step_runs import mark_stepped, step_runs
-
-MASTER_KEY = "master_weight"
-"""Key of a 16-bit parameter's fp32 master in its saved optimizer state."""
 
 
 class StepListener(Protocol):
@@ -150,18 +148,22 @@ class ShardedOptimizer:
         """This rank's pieces of bucket `number`."""
         return self._in_bucket[number]
 
-    def adopt_state(self) -> None:
+    def adopt_state(self) -> bool:
         """Cuts state that stands in `optimizer.state` under whole parameters into pieces.
 
         Takes the managed parameters' state out of `optimizer.state`. After a `load_state_dict`
         what the pieces had before is forgotten, otherwise only what is given replaces it.
+
+        Returns:
+            Whether masters were among it.
         """
         whole = self.optimizer.state
         if self._was_loaded:
             self._state.clear()
             self._was_loaded = False
         if not whole:
-            return
+            return False
+        brings_masters = False
         for piece in self.pieces:
             parameter = self._parameters[piece.tensor_index]
             own = {
@@ -171,11 +173,12 @@ class ShardedOptimizer:
             master = own.pop(MASTER_KEY, None)
             if master is not None and piece.has_master:
                 piece.parameter.copy_(master)
-                piece.was_stepped = True
+                piece.was_stepped = brings_masters = True
             if own:
                 self._state[piece.parameter] = own
         for parameter in self._parameters:
             whole.pop(parameter, None)
+        return brings_masters
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._loading = state_dict
@@ -197,6 +200,8 @@ class ShardedOptimizer:
                     optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
 
     def _on_zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("set_to_none", args[0] if args else True):
+            warn_of_zeros(self.optimizer)
         self._listener.drop_gradients()
         self._zero_grad(*args, **kwargs)
 

@@ -15,6 +15,23 @@ READABLE = (1,)
 """Format numbers that can be read."""
 
 
+MASTER_KEY = "master_weight"
+"""Of an optimizer's state: the fp32 numbers that are stepped, where weights follow them."""
+
+
+def forget_masters(checkpoint: Mapping[str, Any]) -> None:
+    """Drops masters from the optimizers' states in `checkpoint`, which another strategy wrote.
+
+    It has stepped the weights, and kept the masters as it keeps all state that it does not know.
+    """
+    for value in checkpoint.values():
+        for state in value if isinstance(value, list) else [value]:
+            if isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys():
+                for own in state["state"].values():
+                    if isinstance(own, dict):
+                        own.pop(MASTER_KEY, None)
+
+
 def stamp(checkpoint: dict[str, Any]) -> None:
     """Writes the format number into `checkpoint`, beside what else stands under `KEY`."""
     checkpoint[KEY] = {**checkpoint.get(KEY, {}), "format": FORMAT}

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.checkpoint.format import KEY, check, stamp
+from lightning_dear.checkpoint.format import KEY, check, forget_masters, stamp
 from lightning_dear.fabric.access import inner
 from lightning_dear.fabric.module import DearModule, part_of
 
@@ -99,6 +99,8 @@ class CheckingIO(CheckpointIO):
         """
         checkpoint = self._inner.load_checkpoint(*args, **kwargs)
         check(checkpoint)
+        if KEY not in checkpoint:
+            forget_masters(checkpoint)
         return checkpoint
 
     @override

@@ -193,6 +193,9 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
             # Keeps messages apart whose backwards mix in another order per rank.
             first_number=self._num_optimizers % _MAX_OPTIMIZERS,
         )
+        for one in self._trained:
+            # It may have begun as the only one.
+            one.pipeline.hold_back()
         pipeline.refuse_early("under Fabric nobody says which backward belongs to which step")
         self._num_optimizers += len(optimizers)
         _sync(module, self.world_size)

@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
 from tests.engine.delays import Delays
+from tests.engine.linear import SOMETIMES, Known, Run, gradients_of
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 from tests.engine.training import new_pipeline
 
@@ -195,7 +198,21 @@ def _clip(model: nn.Module) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
-@pytest.mark.parametrize("change", [_scale, _replace, _drop_first, _clip])
+def _pull(model: nn.Module) -> None:
+    """With a graph, as nobody has said no_grad."""
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad + 0.01 * parameter
+
+
+def _pull_in_place(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.add_(parameter, alpha=0.01)
+
+
+CHANGES = [_scale, _replace, _drop_first, _clip, _pull, _pull_in_place]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @distributed(world_sizes=(1, 2, 3))
 def test_what_is_done_to_exposed_gradients_counts(change: Callable[[nn.Module], None]) -> None:
     def change_exposed(part: OptimizerPipeline, model: nn.Module) -> None:
@@ -203,6 +220,22 @@ def test_what_is_done_to_exposed_gradients_counts(change: Callable[[nn.Module], 
         change(model)
 
     assert_equal(_train([0], change_exposed), _reference([0], change))
+
+
+@distributed(world_sizes=(1, 2, 3))
+def test_a_gradient_given_to_what_nobody_used_counts() -> None:
+    for options in (ExchangeOptions(), ExchangeOptions("gradients")):
+        run = Run(options)
+        run.step()
+        run.backward(leaves_out=True)
+        run.part.expose_gradients()
+        unused = run.model.weights[SOMETIMES]
+        assert unused.grad is None
+        before = unused.detach().clone()
+        unused.grad = torch.ones_like(unused)
+        run.optimizer.step()
+        run.pipeline.complete_parameters()
+        torch.testing.assert_close(unused.detach(), before - 1)
 
 
 @distributed(world_sizes=(1, 2, 3))
@@ -389,3 +422,43 @@ def test_two_optimizers_number_their_buckets_apart() -> None:
         optimizer.step()
     assert len(numbers) == len(set(numbers)) > 2
     pipeline.detach()
+
+
+@distributed(world_sizes=(2,))
+def test_two_optimizers_send_in_one_order_where_collectives_must_keep_it() -> None:
+    """Though one rank has left a parameter of the first out: its bucket is not full in backward."""
+    model = Known()
+    halves = [list(model.weights[start::2]) for start in range(2)]
+    optimizers = [torch.optim.SGD(half, lr=1.0) for half in halves]
+    pipeline = new_pipeline(model, optimizers[0], NoFusion(), more=optimizers[1:])
+    pipeline.collectives.reads_flags_freely = False  # as on NCCL
+    pipeline.hold_back()
+    launch, numbers = pipeline.collectives.launch_reduce_scatter, list[int]()
+    pipeline.collectives.launch_reduce_scatter = lambda *given: (
+        numbers.append(given[3]) or launch(*given)
+    )
+    for step in range(2):
+        numbers.clear()
+        with pipeline.forward():
+            left_out = step == 1 and dist.get_rank() == 1
+            loss = model(gradients_of(step, dist.get_rank(), left_out))
+        with pipeline.backward():
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    orders: list[list[int]] = [[], []]
+    dist.all_gather_object(orders, numbers)
+    assert len(numbers) == len(model.weights)
+    assert orders[0] == orders[1]
+    pipeline.detach()
+
+
+@distributed(world_sizes=(1,))
+def test_zeroing_instead_of_clearing_is_warned_of() -> None:
+    run = Run(ExchangeOptions())
+    for given, count in (({}, 0), ({"set_to_none": True}, 0), ({"set_to_none": False}, 1)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run.optimizer.zero_grad(**given)
+        assert len(said) == count, given

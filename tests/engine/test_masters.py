@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.sharded_optimizer import MASTER_KEY
+from lightning_dear.checkpoint.format import MASTER_KEY
 from tests.distributed.harness import distributed
 from tests.engine.delays import Delays
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights
@@ -127,6 +127,21 @@ def test_masters_survive_saving_and_loading(optimizer: str) -> None:
         assert_equal(ours.step(number), theirs.step(number))
     for one in (ours, theirs):
         one.pipeline.detach()
+
+
+@distributed(world_sizes=(1, 2, 3))
+def test_what_is_written_after_loading_reaches_the_masters() -> None:
+    ours, theirs = _Ours("adamw", torch.bfloat16), _Reference("adamw", torch.bfloat16)
+    ours.name = "adamw"
+    for number in range(6):
+        if number == 3:
+            _reload(ours)
+            with torch.no_grad():
+                for model in (ours.model, theirs.model):
+                    next(model.parameters()).data[:1] *= 0.5
+                next(theirs.masters.parameters()).data[:1] = next(theirs.model.parameters())[:1]
+        assert_equal(ours.step(number), theirs.step(number))
+    ours.pipeline.detach()
 
 
 @distributed(world_sizes=(1, 2))

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dear.checkpoint.format import FORMAT, KEY
-from lightning_dear.sharded_optimizer import MASTER_KEY
+from lightning_dear.checkpoint.format import FORMAT, KEY, MASTER_KEY
 from tests.distributed.harness import distributed, run_ranks
 from tests.engine.models import batch, build, distance, loss_of, optimizer_for
 from tests.fabric.running import STRATEGIES, dear, new_fabric
@@ -107,6 +106,22 @@ def test_masters_survive(tmp_path: Path) -> None:
     assert_same(resumed[0][0], whole[0][0], "weights")
     assert_same_optimizer(resumed[0][1], whole[0][1])
     assert MASTER_KEY in whole[0][1]["state"][0]
+
+
+def test_masters_that_another_strategy_has_not_stepped_are_forgotten(tmp_path: Path) -> None:
+    options = {"precision": "bf16-true"}
+    run_ranks(_train, 2, "dear", 0, 3, save=tmp_path / "ours", **options)
+    theirs = {"load": tmp_path / "ours", "save": tmp_path / "theirs"}
+    run_ranks(_train, 2, "ddp", 3, 6, **theirs, **options)
+    content = torch.load(tmp_path / "theirs", weights_only=True)
+    for state in content["optimizer"]["state"].values():
+        del state[MASTER_KEY]
+    torch.save(content, tmp_path / "without")
+    resumed, expected = (
+        run_ranks(_train, 2, "dear", 6, 8, load=tmp_path / name, **options)
+        for name in ("theirs", "without")
+    )
+    assert_same(resumed[0][0], expected[0][0], "weights")
 
 
 @distributed([2])

@@ -283,9 +283,40 @@ FLUSHES = [
     Mutation(
         "taking over loaded state",
         "optimizer_pipeline.py",
-        "        self.sharded.adopt_state()\n        # From here",
-        "        # From here",
+        "        self._take_over(but=self.sharded.stepped_early)\n",
+        "        self._active.adopt_writes(but=self.sharded.stepped_early)\n",
         (f"{STATE}::test_resuming_gives_the_bits_of_the_uninterrupted_run",),
+    ),
+    Mutation(
+        "weights written after masters were loaded",
+        "plan_changes.py",
+        "            if self.sharded.adopt_state():\n                self._active",
+        "            if self.sharded.adopt_state() and False:\n                self._active",
+        (f"{MASTERS}::test_what_is_written_after_loading_reaches_the_masters",),
+    ),
+    Mutation(
+        "forgetting masters that nobody has stepped",
+        "fabric/checkpoints.py",
+        "            forget_masters(checkpoint)\n",
+        "            pass\n",
+        (
+            "tests/fabric/test_checkpoints.py"
+            "::test_masters_that_another_strategy_has_not_stepped_are_forgotten",
+        ),
+    ),
+    Mutation(
+        "gradients given to what nobody used",
+        "reducer.py",
+        "            self._used[index] = gradient is not None\n            if gradient",
+        "            self._used[index] &= gradient is not None\n            if gradient",
+        (f"{GRADIENTS}::test_a_gradient_given_to_what_nobody_used_counts",),
+    ),
+    Mutation(
+        "sending before the step where order counts",
+        "pipeline.py",
+        "                part.launches_in_backward = False\n",
+        "                pass\n",
+        (f"{GRADIENTS}::test_two_optimizers_send_in_one_order_where_collectives_must_keep_it",),
     ),
     Mutation(
         "putting assigned parameters back",
