@@ -124,14 +124,14 @@ class Pipeline:
         self.all_reduce_refusal = why_not_all_reduce(options, is_one_optimizer=is_one)
         for part in self.parts:
             part.all_reduce_refusal = self.all_reduce_refusal
-        if not is_one:
+        if len(optimizers) > 1:
             self.hold_back()
 
     def hold_back(self) -> None:
-        """Where collectives must keep one order, gradients are sent before each step from now on.
+        """Where collectives must keep one order, sends gradients before each step from now on.
 
-        In a backward that reaches several optimizers, buckets of one may be full sooner or later
-        than the other's, differently on each rank.
+        For several optimizers, of one pipeline or of more: in a backward that reaches them, buckets
+        of one may be full sooner or later than another's, differently on each rank.
         """
         if not self.collectives.reads_flags_freely:
             for part in self.parts:

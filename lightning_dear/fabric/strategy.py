@@ -178,8 +178,9 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         check_module_states(module)
         say_what_is_gathered(self._gather, self._options)
         collectives = new_collectives(self.root_device, self._timeout)
-        others = [one.pipeline.parts for one in self._trained if one.module is not module]
-        self._options.check(collectives, len(optimizers) + sum(map(len, others)))
+        others = [one.pipeline for one in self._trained if one.module is not module]
+        num_others = sum(len(other.parts) for other in others)
+        self._options.check(collectives, len(optimizers) + num_others)
         states = self._end_training_of(module)
         check_apart(module, self._trained)
         pipeline = Pipeline(
@@ -193,9 +194,8 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
             # Keeps messages apart whose backwards mix in another order per rank.
             first_number=self._num_optimizers % _MAX_OPTIMIZERS,
         )
-        for one in self._trained:
-            # It may have begun as the only one.
-            one.pipeline.hold_back()
+        for one in [*others, pipeline] if others else []:
+            one.hold_back()
         pipeline.refuse_early("under Fabric nobody says which backward belongs to which step")
         self._num_optimizers += len(optimizers)
         _sync(module, self.world_size)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_dear.pairwise import PairwiseCollectives
 from tests.distributed.harness import distributed
 from tests.engine.models import batch, build, loss_of, optimizer_for
 from tests.fabric.running import dear, new_fabric
@@ -53,6 +55,21 @@ def test_messages_of_two_models_are_told_apart() -> None:
         kept.append(fabric.setup(raw, optimizer_for("sgd", raw)))
     numbers = {part._number for one in kept for part in strategy.pipeline_of(one[1]).parts}
     assert len(numbers) == 2
+
+
+@distributed([2])
+def test_two_models_hold_their_gradients_back_where_collectives_must_keep_one_order() -> None:
+    fabric = new_fabric(dear())
+    strategy: Any = fabric.strategy
+    kept = []
+    with mock.patch.object(PairwiseCollectives, "reads_flags_freely", False):  # as on NCCL
+        for expected in ([True], [False, False]):
+            raw = build("mlp")
+            kept.append(fabric.setup(raw, optimizer_for("sgd", raw)))
+            # Set up again it is still the same training.
+            kept[-1] = fabric.setup(raw, optimizer_for("sgd", raw))
+            parts = [strategy.pipeline_of(one[1]).parts[0] for one in kept]
+            assert [part.launches_in_backward for part in parts] == expected
 
 
 class _Holding(nn.Module):

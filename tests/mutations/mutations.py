@@ -319,6 +319,16 @@ FLUSHES = [
         (f"{GRADIENTS}::test_two_optimizers_send_in_one_order_where_collectives_must_keep_it",),
     ),
     Mutation(
+        "the same of two models",
+        "fabric/strategy.py",
+        "            one.hold_back()\n",
+        "            pass\n",
+        (
+            "tests/fabric/test_pipelines.py::test_two_models_hold_their_gradients_back_where"
+            "_collectives_must_keep_one_order",
+        ),
+    ),
+    Mutation(
         "putting assigned parameters back",
         "optimizer_pipeline.py",
         "        self._trained.restore_replaced()\n",
