@@ -319,6 +319,16 @@ FLUSHES = [
         (f"{GRADIENTS}::test_two_optimizers_send_in_one_order_where_collectives_must_keep_it",),
     ),
     Mutation(
+        "fp32 state beside fp32 masters",
+        "pieces.py",
+        " if piece.has_master and flat.is_floating_point() else None\n",
+        " if False else None\n",
+        (
+            "tests/fabric/test_checkpoints.py"
+            "::test_what_ddp_has_kept_in_16_bits_is_fp32_beside_masters",
+        ),
+    ),
+    Mutation(
         "the same of two models",
         "fabric/strategy.py",
         "            one.hold_back()\n",
