@@ -43,7 +43,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: mock.patch.object(
             reducer.GradientReducer,
             "on_gradient",
-            lambda self, index: (self._collect(index), self._launch_ready()),
+            lambda self, index, *, launches: (self._collect(index), self._launch_ready()),
         ),
     ),
     "scaling by 1/P": (
