@@ -39,7 +39,7 @@ def raw_lines(point: Point, block: Block) -> list[dict[str, Any]]:
 
 
 def _figures(step: Step) -> dict[str, Any]:
-    # More digits than a clock can tell double the file.
+    # A clock tells no more, and the file has hundreds of thousands of them.
     return {
         name: float(f"{value:.6g}") if isinstance(value, float) else value
         for name, value in asdict(step).items()
