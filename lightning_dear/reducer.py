@@ -311,10 +311,9 @@ class GradientReducer:
         self._num_rounds = 1
         for index, placement in enumerate(self._placements):
             gradient, home = placement.parameter.grad, placement.gradient
-            if home is None:
-                self._used[index] = gradient is not None
-                continue
             self._used[index] = gradient is not None
+            if home is None:
+                continue
             if gradient is not None and gradient.data_ptr() != home.data_ptr():
                 home.copy_(gradient)
             placement.parameter.grad = None

@@ -33,6 +33,7 @@ TABLES = [
 ROWS = {cells[0].strip("`"): cells for cells in TABLES if len(cells) == 7}
 OPTIONS = [cells for cells in TABLES if len(cells) == 4]
 TESTS = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+CLASSES = {**CODECS, "powersgd": PowerSGD}
 COMMON = {"halves", "error_feedback", "allow_biased", "allow_lag"}
 GATHERS = {"small": "parameters", "large": "gradients, or parameters", "unbounded": "gradients"}
 
@@ -66,23 +67,22 @@ def test_the_row_is_true(name: str) -> None:
 
 
 def test_the_table_of_options_is_true_and_whole() -> None:
-    compressors = {**CODECS, "powersgd": PowerSGD}
-    told: dict[str, set[str]] = {name: set() for name in compressors}
+    told: dict[str, set[str]] = {name: set() for name in CLASSES}
     for options, of, defaults, _ in OPTIONS:
         names, named = re.findall(r"`(\w+)`", options), re.findall(r"`(\w+)`", of)
         if of.startswith("all"):
-            named = [name for name in compressors if name not in named]
+            named = [name for name in CLASSES if name not in named]
         values = [one.strip(" `") for one in defaults.split(",")]
         pairs = [(option, name) for option in names for name in named]
         # One value for each option, or for each codec, or for all.
         each = values if len(values) == len(pairs) else [v for v in values for _ in named]
         for (option, name), value in zip(pairs, each, strict=True):
             told[name].add(option)
-            default = vars(compressors[name]())[option]
+            default = vars(CLASSES[name]())[option]
             assert value in (str(default).lower(), "null" if default is None else ""), option
     hidden = {"fp32": COMMON}
     for name, options_told in told.items():
-        assert options_told >= vars(compressors[name]()).keys() - hidden.get(name, set()), name
+        assert options_told >= vars(CLASSES[name]()).keys() - hidden.get(name, set()), name
 
 
 def test_the_row_of_the_low_rank_one_is_true() -> None:
@@ -106,7 +106,7 @@ def test_every_codec_has_tests_of_its_own_and_says_what_it_does(name: str) -> No
 
 @pytest.mark.parametrize("name", COMPRESSORS[1:])
 def test_only_what_is_unbiased_or_votes_goes_without_feedback(name: str) -> None:
-    compressor = {**CODECS, "powersgd": PowerSGD}[name]
+    compressor = CLASSES[name]
     if name == "dgc":
         with pytest.raises(ValueError, match="dgc is nothing but a form of error feedback"):
             compressor(error_feedback=False, allow_biased=True)
