@@ -182,8 +182,7 @@ def activate(
         plan.uncompressed,
     )
     place = collectives, first_number
-    reducing = partial(waiting, "reduce_scatter")
-    exchange = new_exchange(options, *coding, *place, flat, loss_scale, reducing)
+    exchange = new_exchange(options, *coding, *place, flat, loss_scale)
     depth = options.depth
     gatherer = ParameterGatherer(
         module,
@@ -202,6 +201,6 @@ def activate(
         exchange,
         collectives,
         gatherer.is_pending,
-        reducing,
+        partial(waiting, "reduce_scatter"),
     )
     return ActivePlan(plan, flat, reducer, gatherer, exchange)

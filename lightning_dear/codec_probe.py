@@ -6,7 +6,6 @@ What starting a bucket's messages costs comes on top, from `launch_probe`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from statistics import median
 from typing import Any, cast
 
@@ -159,7 +158,6 @@ class _Probe:
             0,
             flat,
             lambda: None,
-            lambda _: nullcontext(),
         )
 
     @torch.no_grad()

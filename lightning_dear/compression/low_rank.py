@@ -23,12 +23,12 @@ class PowerSGD(Compressor):
 
         P = mean of M Q,  P orthonormal,  Q = mean of M^T P,  C(M) = P Q^T
 
-    Both means are all-reduces in backward, so that every rank has the whole mean gradient and all
-    optimizer state; nothing is gathered. A tensor of more than two dimensions is a matrix of the
-    first one, in the order of its storage, and all others. Vectors, and matrices of which it would
-    save too little, travel as they are, among the numbers of P. Each rank factors P and multiplies
-    for itself: bits are equal on all ranks where their linear algebra gives equal bits for equal
-    input.
+    Both means are all-reduces, of P in backward and of Q after it, so that every rank has the whole
+    mean gradient and all optimizer state; nothing is gathered. A tensor of more than two dimensions
+    is a matrix of the first one, in the order of its storage, and all others. Vectors, and matrices
+    of which it would save too little, travel as they are, among the numbers of P. Each rank factors
+    P and multiplies for itself: bits are equal on all ranks where their linear algebra gives equal
+    bits for equal input.
 
     Args:
         rank: r, at least 1; at most the smaller dimension of a matrix counts.

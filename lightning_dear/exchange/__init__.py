@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Sequence
 
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.compression import Codec, PowerSGD
@@ -26,7 +25,6 @@ def new_exchange(
     first_number: int,
     flat: FlatBuffers,
     loss_scale: LossScale,
-    waiting: Callable[[str], AbstractContextManager[None]],
 ) -> DenseExchange:
     """The exchange that `options` ask for, of the buckets in `flat`.
 
@@ -41,7 +39,7 @@ def new_exchange(
     place = collectives, first_number
     if isinstance(options.codec, PowerSGD):
         low_rank = options.codec, uncompressed
-        return LowRankExchange(dense, *low_rank, *place, flat, loss_scale, waiting)
+        return LowRankExchange(dense, *low_rank, *place, flat, loss_scale)
     coding = options, codecs, uncompressed
     return CodedExchange(dense, *coding, *place, flat.buckets, loss_scale)
 

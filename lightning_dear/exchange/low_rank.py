@@ -1,17 +1,26 @@
 """The low-rank exchange: two all-reduces of thin factors make the mean gradient (PowerSGD).
 
-    gradients + residual M -> P = M Q -> all-reduce -> orthonormal P -> Q = M^T P -> all-reduce
+    gradients + residual M -> P = M Q -> all-reduce                                     (backward)
+    mean P -> orthonormal P -> Q = M^T P -> all-reduce                            (after backward)
     mean = P Q^T, on every rank; residual = M - P Q^T of this rank's own Q
 
-All in backward, in one order on all ranks: P of bucket k, then Q of bucket k - 1, whose P has had
-the time between to arrive. The last bucket's Q is sent where buckets are waited for.
+A bucket's P is sent when the bucket is full. After backward the Qs follow, each made while those
+before travel. All ranks keep one order: every P in plan order, then every Q in plan order.
+
+Nothing in backward may wait for another rank, not even for a P. Backward can have collectives of
+its own (SyncBatchNorm's). A rank that waits in one fills no more buckets until all ranks are there;
+if another rank waits for the P of such a bucket, nobody moves again. Nor can a Q go out in backward
+without a wait, whenever its P turns out to be there: that is between other Ps on each rank, and
+all-reduces are matched by their order. A process group of their own would give the Qs an order on
+gloo, for as many connections again; NCCL wants one order over all groups, and its host runs too far
+ahead of the device to find a P there. So backward hides the way of the Ps, not that of the Qs.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import Tensor
@@ -37,7 +46,6 @@ class LowRankExchange(CompressedExchange):
         first_number: See `DenseExchange`.
         flat: All buckets, and the shapes of what lies in them.
         loss_scale: Asked at each encoding.
-        waiting: Entered around waits in backward, with a reason.
     """
 
     def __init__(
@@ -49,11 +57,9 @@ class LowRankExchange(CompressedExchange):
         first_number: int,
         flat: FlatBuffers,
         loss_scale: LossScale,
-        waiting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         super().__init__(collectives, first_number, codec, loss_scale)
         self._dense = dense
-        self._waiting = waiting
         shapes = [storage_shape(placement.parameter) for placement in flat.placements]
         self.coded: Sequence[LowRankBucket] = [
             LowRankBucket(
@@ -72,9 +78,8 @@ class LowRankExchange(CompressedExchange):
                 " out, or choose a smaller rank.",
                 stacklevel=2,
             )
-        # Of the bucket whose second message is still to be sent.
-        self._first = Work.done()
-        self._send_second: Callable[[], None] | None = None
+        # What is to be done for the second messages of buckets whose first are on their way.
+        self._unsent: deque[Callable[[], None]] = deque()
         self._seconds: dict[int, Work] = {}
 
     @override
@@ -83,37 +88,34 @@ class LowRankExchange(CompressedExchange):
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
-        """Starts summing the bucket's first message, and then sends the one before its second.
+        """Starts summing the bucket's first message. Does not block.
 
-        Blocks until the first message of the bucket before has been summed.
+        To be called for all buckets, in plan order, before the first of them is waited for: that
+        wait sends the second messages of all.
         """
         low, scale = self.coded[bucket.number], self._loss_scale()
         with device_work():
             self._look_for_inf(low.compensated(scale))
             messages = low.encode_first()
         first = self._all_reduce(bucket, messages.first)
-        with self._waiting("factors"):
-            self._first.wait()
-        self._send_waiting()
-        self._first = first
-        self._send_second = partial(self._launch_second, low, messages, scale)
+        self._unsent.append(partial(self._launch_second, first, low, messages, scale))
         return Work(partial(self._arrive, low), partial(low.decode, messages))
 
-    def _launch_second(self, low: LowRankBucket, messages: Messages, scale: Tensor | None) -> None:
-        self._first.wait()
+    def _launch_second(
+        self, first: Work, low: LowRankBucket, messages: Messages, scale: Tensor | None
+    ) -> None:
+        first.wait()
         with device_work():
             low.encode_second(messages, scale)
         self._seconds[low.number] = self._all_reduce(low.bucket, messages.second)
 
-    def _send_waiting(self) -> None:
-        waiting, self._send_second = self._send_second, None
-        if waiting is not None:
-            waiting()
-
     def _arrive(self, low: LowRankBucket) -> None:
-        # Nobody has come after the last bucket.
-        self._send_waiting()
-        self._seconds.pop(low.number).wait()
+        while self._unsent:
+            self._unsent[0]()
+            # Only now: a wait that has failed must fail again.
+            self._unsent.popleft()
+        self._seconds[low.number].wait()
+        del self._seconds[low.number]
 
     def _all_reduce(self, bucket: Bucket, message: Tensor) -> Work:
         if not message.numel():
