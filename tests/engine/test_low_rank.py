@@ -267,15 +267,19 @@ def test_factors_go_into_checkpoints_and_survive_another_plan() -> None:
 
 @distributed(world_sizes=(2,))
 def test_only_factors_and_vectors_travel() -> None:
-    run = Run(OPTIONS, SingleFusion())
-    run.step()
-    before = run.pipeline.collectives.ledger.all_reduce_bytes
-    run.step()
-    sent = run.pipeline.collectives.ledger.all_reduce_bytes - before
+    """Those that need no answer in backward, the others after it."""
     dense = 31 + 1 + 301
-    numel = 2 * (61 + 31) + 2 * (7 + 131) + dense
-    # An all-reduce over two ranks sends as much as its buffer holds.
-    assert sent == 4 * numel
+    first, second = 2 * (61 + 7) + dense, 2 * (31 + 131)
+    for fusion in (NoFusion(), SingleFusion()):
+        run = Run(OPTIONS, fusion)
+        run.step()
+        ledger = run.pipeline.collectives.ledger
+        before = ledger.all_reduce_bytes
+        run.backward()
+        # An all-reduce over two ranks sends as much as its buffer holds.
+        assert ledger.all_reduce_bytes - before == 4 * first
+        run.optimizer.step()
+        assert ledger.all_reduce_bytes - before == 4 * (first + second)
 
 
 @distributed(world_sizes=(2,))

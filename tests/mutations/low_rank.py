@@ -6,31 +6,48 @@ from tests.mutations.mutation import Mutation
 
 LOW_RANK_TESTS = "tests/engine/test_low_rank.py"
 GROUPS = "tests/engine/test_codec_groups.py"
+BACKWARD = "tests/engine/test_backward_waits_for_nobody.py"
 
 LAW = f"{LOW_RANK_TESTS}::test_what_is_lost_arrives_later"
 BETWEEN = f"{LOW_RANK_TESTS}::test_the_same_whatever_happens_in_between"
 
 LOW_RANK = [
     Mutation(
-        "sending the last bucket's second message",
+        "no wait for another rank in backward",
         "exchange/low_rank.py",
-        "        self._send_waiting()\n        self._seconds",
-        "        self._seconds",
-        (LAW,),
+        "        self._unsent.append(partial(",
+        "        first.wait()\n        self._unsent.append(partial(",
+        (f"{BACKWARD}::test_one_rank_uses_a_layer_less_often_in_front_of_a_collective",),
+    ),
+    Mutation(
+        "no second message in backward",
+        "exchange/low_rank.py",
+        "        return Work(partial(self._arrive, low), ",
+        "        self._unsent.pop()()\n        return Work(partial(self._arrive, low), ",
+        (f"{LOW_RANK_TESTS}::test_only_factors_and_vectors_travel",),
     ),
     Mutation(
         "waiting for the first message",
         "exchange/low_rank.py",
-        "            self._first.wait()\n        self._send_waiting()\n",
-        "            pass\n        self._send_waiting()\n",
+        "        first.wait()\n",
+        "",
         (LAW,),
     ),
     Mutation(
         "waiting for the second message",
         "exchange/low_rank.py",
-        "        self._seconds.pop(low.number).wait()\n",
-        "        self._seconds.pop(low.number)\n",
+        "        self._seconds[low.number].wait()\n",
+        "",
         (f"{LOW_RANK_TESTS}::test_it_is_as_near_as_torchs_own",),
+    ),
+    Mutation(
+        "raising again where a wait has failed",
+        "exchange/low_rank.py",
+        "            self._unsent[0]()\n"
+        "            # Only now: a wait that has failed must fail again.\n"
+        "            self._unsent.popleft()\n",
+        "            self._unsent.popleft()()\n",
+        ("tests/engine/test_low_rank_failures.py",),
     ),
     Mutation(
         "keeping what the factors do not bring",
