@@ -67,8 +67,8 @@ class ExchangeOptions:
             return
         if not self.decouple:
             raise ValueError(
-                f"decouple=False all-reduces gradients, which {codec.name} cannot encode: a sum of"
-                " encoded numbers is none. Leave out one of them."
+                f"decouple=False all-reduces gradients, and {codec.name} encodes each part for its"
+                " owner alone. Leave out one of them."
             )
         if not self.is_of_gradients and getattr(codec, "clip_norm", None) is not None:
             raise ValueError(
@@ -216,7 +216,7 @@ def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> s
     if options.codec is not None and options.all_reduces:
         return f"with {options.codec.name} there are all-reduces of factors alone"
     if options.codec is not None:
-        return f"a sum of what {options.codec.name} encodes is none"
+        return f"{options.codec.name} encodes each part for its owner alone"
     if options.is_of_gradients:
         return (
             "gather='gradients' steps every bucket on every rank, and all-reduces all of them with"

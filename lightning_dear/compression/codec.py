@@ -43,6 +43,10 @@ class Codec(Compressor):
 
     Attributes:
         randomness: See `Randomness`.
+        is_summable: Whether rows of bytes are rows of fp32 numbers, and decode(a + b) is decode(a)
+            + decode(b) with the same generator. Then a reduce-scatter sums what ranks send, and the
+            sum is decoded. False is right for any codec: what each rank sends is decoded, and that
+            is summed.
         block_size: Elements that share statistics. A row that is cut at multiples of it decodes to
             the same numbers. None: the whole row.
 
@@ -51,6 +55,7 @@ class Codec(Compressor):
     """
 
     randomness: ClassVar[Randomness] = "none"
+    is_summable: ClassVar[bool] = False
 
     halves: str = "both"
     allow_lag: bool = False

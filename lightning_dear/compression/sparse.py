@@ -186,6 +186,8 @@ class RandomK(Sparse):
     stratum one number travels, the same one in all rows of a call. (Stich et al. 2018, "Sparsified
     SGD with memory", section 2, draw k places of all.)
 
+    Values at the same places add up, so that a reduce-scatter sums them on their way.
+
     Args:
         unbiased: False: numbers travel as they are; contractive, E|C(x) - x|^2 <= (1 - d) |x|^2
             with d = 1 / ceil(numel / k). True: each is multiplied by its stratum's length, so that
@@ -194,6 +196,7 @@ class RandomK(Sparse):
 
     name: ClassVar[str] = "randomk"
     randomness: ClassVar[Randomness] = "shared"
+    is_summable: ClassVar[bool] = True
 
     unbiased: bool = False
 

@@ -1,11 +1,13 @@
 """The exchange that encodes: bytes travel, and what encoding loses stays with who encoded it.
 
     gradients + residual -> encode -> all-to-all -> decode, sum -> mean                    (reduce)
+    gradients + residual -> encode -> reduce-scatter -> decode -> mean     (where bytes add up)
     mean + owner's residual -> encode -> all-gather -> decode -> mean                      (gather)
     stepped shard - replica -> encode -> all-gather -> decode, add -> replica  (or this one instead)
 
 Every rank, the owner too, takes its numbers from the bytes, so that all have the same bits. Sums
-are made in fp32 and in rank order. Either half may travel as it is.
+are made in fp32 and in rank order (by NCCL, where that sums bytes, in its own order). Either half
+may travel as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from lightning_dear.device_work import device_work
 from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.exchange.reduction import Reduction
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.plain_mode import plain_mode
 from lightning_dear.summing import sum_in_source_order
@@ -62,7 +65,7 @@ class CodedExchange(CompressedExchange):
         super().__init__(collectives, first_number, options.codec, loss_scale)
         self._dense = dense
         self._encodes_reduce, self._encodes_gather = map(options.encodes, ("reduce", "gather"))
-        place = collectives.rank, collectives.world_size, first_number
+        place = collectives, first_number
         self.coded: Sequence[CodedBucket] = [
             CodedBucket(
                 bucket,
@@ -78,17 +81,18 @@ class CodedExchange(CompressedExchange):
 
     @override
     def expect_reduce(self, bucket: Bucket) -> None:
-        if self._encodes_reduce:
-            number = self._first_number + bucket.number
-            self._collectives.expect_all_to_all(self.coded[bucket.number].incoming, number)
-        else:
+        reduction = self.coded[bucket.number].reduction
+        if reduction is None:
             self._dense.expect_reduce(bucket)
+        else:
+            reduction.expect(self._first_number + bucket.number)
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
         """Encodes the bucket's gradients and starts sending each rank its part."""
         coded = self.coded[bucket.number]
-        if not self._encodes_reduce:
+        reduction = coded.reduction
+        if reduction is None:
             with device_work():
                 self._look_for_inf(coded.clear_padding())
             return self._dense.launch_reduce(bucket)
@@ -97,19 +101,18 @@ class CodedExchange(CompressedExchange):
             rows = coded.compensated(scale)
             self._look_for_inf(rows)
             encoded = coded.encode_reduce(rows, scale)
-        number = self._first_number + bucket.number
-        work = self._collectives.launch_all_to_all(coded.outgoing, coded.incoming, number)
-        return Work(work.wait, partial(self._sum, coded, coded.incoming, encoded, scale))
+        work = reduction.launch(self._first_number + bucket.number)
+        return Work(work.wait, partial(self._sum, coded, reduction, encoded, scale))
 
     def _sum(
-        self, coded: CodedBucket, incoming: Tensor, encoded: Encoded, scale: Tensor | None
+        self, coded: CodedBucket, reduction: Reduction, encoded: Encoded, scale: Tensor | None
     ) -> None:
-        rows, mean = coded.rows(), coded.bucket.mean
-        coded.decode(incoming, rows, encoded)
+        rows, mean = coded.rows(reduction.rows), coded.bucket.mean
+        coded.decode(reduction.wires, rows, encoded)
         sum_in_source_order(list(rows), mean)
         if encoded.codec.kind == "vote":
             # Signs have neither the mean's 1/P nor the loss scale.
-            mean.mul_(1 / len(rows))
+            mean.mul_(1 / self._collectives.world_size)
             if scale is not None:
                 mean.mul_(scale)
 
@@ -163,7 +166,7 @@ class CodedExchange(CompressedExchange):
     ) -> None:
         # In whatever context somebody reads a parameter.
         with device_work(), plain_mode(coded.bucket.parameters.device.type):
-            rows = coded.rows()
+            rows = coded.rows(slice(None))
             coded.decode(wire, rows, encoded)
             if is_nan is not None:
                 # Many codecs cannot send it.

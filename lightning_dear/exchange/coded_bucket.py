@@ -13,7 +13,9 @@ from lightning_dear.bucket import Bucket
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.compression.memory import Memory, owner_memory, worker_memory
 from lightning_dear.exchange.compressed_bucket import CompressedBucket, zero_or_nan
+from lightning_dear.exchange.reduction import Reduction, new_reduction
 from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.work import Collectives
 
 
 @dataclass(frozen=True)
@@ -36,28 +38,27 @@ class CodedBucket(CompressedBucket):
         bucket: Its gradients, and its mean, are read and written.
         options: With a codec.
         codec: What its tensors are configured for: that one, or another.
-        rank: This rank.
-        world_size: How many there are.
+        collectives: What moves its bytes.
         first_number: See `DenseExchange`; no two buckets draw the same random numbers.
         is_encoded: Whether that encodes them, rather than let them travel as they are.
 
     Attributes:
         outgoing: [world_size, bytes of a shard] uint8, what this rank sends to each.
-        incoming: As long, what each sends to this rank.
-        gathered: As long, what each has encoded of its shard: `outgoing` itself, whose sends have
+        reduction: What brings it to the owners; None: gradients travel as they are.
+        gathered: As large, what each has encoded of its shard: `outgoing` itself, whose sends have
             ended by then.
     """
 
     codec: Codec
     configured: Codec
+    reduction: Reduction | None
 
     def __init__(
         self,
         bucket: Bucket,
         options: ExchangeOptions,
         codec: Codec,
-        rank: int,
-        world_size: int,
+        collectives: Collectives,
         first_number: int = 0,
         *,
         is_encoded: bool = True,
@@ -67,6 +68,7 @@ class CodedBucket(CompressedBucket):
         has_momentum = isinstance(codec, Fp32) and options.codec.brings_momentum
         keeps = options.codec if has_momentum else codec
         device, numel = bucket.gradients.device, bucket.gradients.numel()
+        world_size = collectives.world_size
         worker = owner = Memory(0, device)
         if options.encodes("reduce"):
             worker = worker_memory(keeps, numel, device)
@@ -75,10 +77,10 @@ class CodedBucket(CompressedBucket):
             owner = owner_memory(codec, numel // world_size, device)
         # What a plan does not encode keeps what it has, as in a dense step.
         super().__init__(bucket, codec if is_encoded else Fp32(), worker, owner, world_size)
-        self._rank = rank
-        self._world_size = world_size
+        self._collectives = collectives
+        self._rank, self._world_size = collectives.rank, world_size
         self._stream = first_number + bucket.number
-        self._has_incoming = options.encodes("reduce")
+        self._encodes_reduce = options.encodes("reduce")
         self._clip_norm = getattr(keeps, "clip_norm", None)
         self._make_room()
 
@@ -87,7 +89,9 @@ class CodedBucket(CompressedBucket):
         num_bytes = self.codec.wire_bytes(self.spec.padded_numel // self._world_size)
         shape = self._world_size, num_bytes
         self.outgoing = self.bucket.gradients.new_empty(shape, dtype=torch.uint8)
-        self.incoming = torch.empty_like(self.outgoing) if self._has_incoming else self.outgoing
+        self.reduction = None
+        if self._encodes_reduce:
+            self.reduction = new_reduction(self.codec, self._collectives, self.outgoing)
 
     @property
     def gathered(self) -> Tensor:
@@ -97,7 +101,7 @@ class CodedBucket(CompressedBucket):
     @override
     def detach(self) -> None:
         super().detach()
-        del self.outgoing, self.incoming
+        del self.outgoing, self.reduction
 
     # --- fp32 rows of what may be in another dtype ----------------------------------------------
 
@@ -105,9 +109,9 @@ class CodedBucket(CompressedBucket):
         """`flat` as fp32 rows, one for each rank; a view where it is fp32 itself."""
         return flat.view(num_rows or self._world_size, -1).float()
 
-    def rows(self) -> Tensor:
-        """Rows to decode into: the gradients, or where these are not fp32 new ones."""
-        rows = self.bucket.gradients.view(self._world_size, -1)
+    def rows(self, part: slice) -> Tensor:
+        """Rows to decode some ranks' into: the gradients, or where these are not fp32 new ones."""
+        rows = self.bucket.gradients.view(self._world_size, -1)[part]
         return rows if rows.dtype == torch.float32 else torch.empty_like(rows, dtype=torch.float32)
 
     def write(self, rows: Tensor) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
-from lightning_dear.compression.codec import WIRE_ALIGNMENT, Codec
+from lightning_dear.compression.codec import WIRE_ALIGNMENT, Codec, field
 
 
 def generator_for(codec: Codec, seed: int = 7) -> torch.Generator | None:
@@ -42,6 +44,8 @@ def check_all(codec: Codec, rows: Tensor) -> None:
     assert torch.isfinite(came_back).all()
     assert torch.equal(rows, before), "the rows were changed"
     assert torch.equal(torch.get_rng_state(), state), "the user's random numbers were used"
+    if codec.is_summable:
+        _check_sums(codec, rows / len(rows))
     if codec.randomness == "none":
         _check_rows_are_independent(codec, rows, came_back)
         _check_cuts(codec, rows, came_back)
@@ -59,6 +63,17 @@ def _check_cuts(codec: Codec, rows: Tensor, came_back: Tensor) -> None:
     middle = rows.shape[1] // size // 2 * size
     parts = [round_trip(codec, part.contiguous()) for part in rows.tensor_split([middle], 1)]
     assert torch.equal(came_back, torch.cat(parts, 1)), "a cut between blocks changed numbers"
+
+
+def _check_sums(codec: Codec, rows: Tensor) -> None:
+    """The sum of all rows' bytes, as fp32 numbers, decodes to that of what comes back."""
+    wire = encoded(codec, rows)
+    numbers = field(wire, torch.float32, 0, wire.shape[1] // 4)
+    total = reduce(torch.add, numbers.split(1))
+    came_back = decoded(codec, total.view(torch.uint8), rows.shape[1])
+    expected = reduce(torch.add, decoded(codec, wire, rows.shape[1]).split(1))
+    slack = 1e-6 * float(rows.abs().max()) if rows.numel() else 0.0
+    torch.testing.assert_close(came_back, expected, rtol=1e-5, atol=slack, msg="do not add up")
 
 
 def relative_error(codec: Codec, rows: Tensor, seed: int = 7) -> Tensor:

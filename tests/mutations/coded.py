@@ -13,6 +13,7 @@ MEMORY = "tests/compression/test_memory.py"
 SELECTORS = "tests/compression/test_selectors.py"
 SCHEDULE = "tests/lightning/test_compression_schedule.py"
 TRAINER = "tests/lightning/test_compressors.py"
+SUMMABLE = "tests/engine/test_summable.py"
 
 LAW = f"{ENGINE}::test_what_is_lost_arrives_later"
 RESUMED = f"{BITS}::test_a_resumed_run_has_the_same_bits"
@@ -143,9 +144,23 @@ CODED = [
     Mutation(
         "the mean of a vote",
         "exchange/coded.py",
-        "            mean.mul_(1 / len(rows))\n",
+        "            mean.mul_(1 / self._collectives.world_size)\n",
         "",
         (f"{ENGINE}::test_a_vote_is_that_of_the_majority",),
+    ),
+    Mutation(
+        "summing on their way bytes that add up",
+        "exchange/reduction.py",
+        "    kind = SumThenDecode if codec.is_summable else DecodeThenSum\n",
+        "    kind = DecodeThenSum\n",
+        (f"{SUMMABLE}::test_only_bytes_that_add_up_are_summed_on_their_way",),
+    ),
+    Mutation(
+        "decoding bytes that do not add up before they are summed",
+        "exchange/reduction.py",
+        "    kind = SumThenDecode if codec.is_summable else DecodeThenSum\n",
+        "    kind = SumThenDecode\n",
+        (LAW,),
     ),
     Mutation(
         "telling all ranks of inf",
