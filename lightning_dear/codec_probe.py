@@ -6,6 +6,7 @@ What starting a bucket's messages costs comes on top, from `launch_probe`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, NoFusion, TensorSpec
 from lightning_dear.planning.codec_cost import NO_CODEC
 from lightning_dear.planning.plan import ALIGNMENT, aligned
+from lightning_dear.summing import shard_of, sum_in_source_order
 from lightning_dear.work import Collectives, Work
 
 _SMALL_NUMEL, _LARGE_NUMEL = 1 << 16, 1 << 22
@@ -148,7 +150,7 @@ class _Probe:
             lags=options.encodes_differences,
         )
         self._bucket = flat.buckets[0]
-        self._nobody = _Nobody(rank, world_size)
+        self._nobody = _Nobody(collectives)
         self._exchange = new_exchange(
             options,
             [None],
@@ -190,15 +192,22 @@ class _Probe:
 class _Nobody:
     """The part of `Collectives` that an exchange uses; what it sends comes back from every rank."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, collectives: Collectives) -> None:
+        self.rank, self.world_size = collectives.rank, collectives.world_size
+        self.scratch_numel = collectives.scratch_numel
         self.reads_flags_freely = True
         self._sent: list[tuple[Tensor, Tensor]] = []
 
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
-        return Work(lambda: None)
+        # No scratch: nothing is encoded, or the backend itself sums.
+        if not received.numel():
+            return Work(lambda: None)
+        own = shard_of(buffer, self.rank, self.world_size)
+        others = received.view(-1, own.numel())
+        self._sent.append((own, others))
+        return Work(lambda: None, partial(sum_in_source_order, [own, *others], out))
 
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
         self._sent.append((rows, incoming))

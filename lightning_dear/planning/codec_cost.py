@@ -50,8 +50,8 @@ class CodecCost:
     Attributes:
         encode: Seconds to encode a bucket, what is kept of it included, and to start its messages;
             of its elements.
-        decode_sum: Seconds to decode all ranks' parts of this rank's shard and to sum them; of the
-            bucket's elements.
+        decode_sum: Seconds to decode all ranks' parts of this rank's shard and to sum them, or to
+            decode their sum (with summing, where the host does that); of the bucket's elements.
         encode_shard: Seconds to encode the owner's shard, and to start its messages; of the shard's
             elements.
         decode: Seconds to decode what was gathered; of the bucket's elements.

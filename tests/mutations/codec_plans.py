@@ -87,6 +87,13 @@ CODEC_PLANS = [
         (f"{PROBE}::test_starting_messages_costs_every_bucket_the_same",),
     ),
     Mutation(
+        "timing the sum of what adds up",
+        "codec_probe.py",
+        "        return Work(lambda: None, partial(sum_in_source_order, [own, *others], out))\n",
+        "        return Work(lambda: None)\n",
+        ("tests/engine/test_summable.py::test_the_cost_is_that_of_a_sum_and_of_decoding_one_row",),
+    ),
+    Mutation(
         "adding what no cost shows",
         "planning/predict.py",
         "        step_s=stepped_s + times.forward_s + delay_s + codecs.unseen_s,\n",
