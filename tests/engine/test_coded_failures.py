@@ -23,6 +23,7 @@ from lightning_dear.compression import (
     Int8,
     LoCo,
     PowerSGD,
+    RandomK,
     SignSGD,
     Signum,
     TopK,
@@ -52,6 +53,7 @@ CODECS = (
     QSGD(),
     Int8(halves="gather"),
     Bf16(halves="gather"),
+    RandomK(density=0.1),
 )
 
 WITHOUT_FEEDBACK: dict[str, Any] = {"error_feedback": False, "allow_biased": True}
