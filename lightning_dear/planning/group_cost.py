@@ -16,6 +16,13 @@ it, where it is stepped whole) d. Then
 
 as gathers run, and forward reads, in the opposite order: what is added last is read first. That is
 exact if forward does read in that order. Each line rises with what it is made of.
+
+A group costs what `predict` says its bucket costs. It is encoded and sent with its padding: each
+tensor rounded up to `ALIGNMENT` elements, their sum to `ALIGNMENT` x number of ranks. That depends
+on where the group begins and ends, and on nothing before it: so of two ways to the same place, one
+that is behind in no figure stays so, whatever comes next. And groups that are rounded up one by one
+are never less than all of them rounded up at once, which is what `Course.least_s` counts for what
+is left. Only the optimizer's steps are for tensors alone: it does not step padding.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ import numpy as np
 from lightning_dear.planning.codec_cost import CodecCost, CodecCosts, Linear
 from lightning_dear.planning.cost import LinkCost, sent_bytes
 from lightning_dear.planning.pieces import Piece
+from lightning_dear.planning.plan import ALIGNMENT, aligned
 from lightning_dear.planning.times import ModelTimes
 
 Rows = np.ndarray
@@ -40,7 +48,13 @@ FREE, SUMMED, LATE, CLOCK, BEHIND, ENCODED, PASSED, DECODED = range(8)
 
 @dataclass(frozen=True)
 class GroupCost:
-    """Seconds that a group takes, by its bytes: e, r, s, p, g and d of the module's words."""
+    """Seconds that a group takes, by its bytes: e, r, s, p, g and d of the module's words.
+
+    Attributes:
+        encode: Of all bytes, padding included, as are all but the last two.
+        step_s: For each byte that is no padding, on top of `publish`.
+        late_step_s: The same on top of `decode`, where it is stepped whole.
+    """
 
     encode: Linear
     reduce: Linear
@@ -48,11 +62,19 @@ class GroupCost:
     publish: Linear
     gather: Linear
     decode: Linear
+    step_s: float
+    late_step_s: float
 
-    def of(self, nbytes: float) -> tuple[float, ...]:
-        """Of a group of `nbytes`, in the order of the attributes."""
-        kinds = self.encode, self.reduce, self.sum, self.publish, self.gather, self.decode
-        return tuple(kind.of(nbytes) for kind in kinds)
+    def of(self, padded_bytes: int, nbytes: int) -> tuple[float, ...]:
+        """e, r, s, p, g and d of a group of `padded_bytes`, of which `nbytes` are no padding."""
+        return (
+            self.encode.of(padded_bytes),
+            self.reduce.of(padded_bytes),
+            self.sum.of(padded_bytes),
+            self.publish.of(padded_bytes) + self.step_s * nbytes,
+            self.gather.of(padded_bytes),
+            self.decode.of(padded_bytes) + self.late_step_s * nbytes,
+        )
 
 
 def group_cost(
@@ -63,7 +85,7 @@ def group_cost(
     step_s: float,
     late_step_s: float,
 ) -> GroupCost:
-    """What `codec`, `link` and the optimizer's steps cost, as lines over a group's bytes.
+    """What `codec` and `link` cost, as lines over a group's bytes, and the optimizer's steps.
 
     The steps in seconds for a byte: of shards, and of whole buckets in forward.
     """
@@ -78,25 +100,35 @@ def group_cost(
         alpha_s = link.reduce_scatter_s(size.alpha, world_size)
         return Linear(alpha_s, link.beta_s * sent_bytes(size.beta, world_size) / itemsize)
 
-    publish, decode = line(codec.encode_shard, world_size), line(codec.decode)
     return GroupCost(
         encode=line(codec.encode),
         reduce=sent(codec.reduce_bytes),
         sum=line(codec.decode_sum),
-        publish=Linear(publish.alpha, publish.beta + step_s),
+        publish=line(codec.encode_shard, world_size),
         gather=sent(codec.gather_bytes),
-        decode=Linear(decode.alpha, decode.beta + late_step_s),
+        decode=line(codec.decode),
+        step_s=step_s,
+        late_step_s=late_step_s,
     )
 
 
 def least_cost(costs: Sequence[GroupCost]) -> GroupCost:
-    """What no group can be cheaper than, however it is encoded."""
+    """What no group can be cheaper than, however it is encoded; steps do not depend on that."""
 
     def least(kind: str) -> Linear:
         lines: list[Linear] = [getattr(cost, kind) for cost in costs]
         return Linear(min(one.alpha for one in lines), min(one.beta for one in lines))
 
-    return GroupCost(*map(least, ("encode", "reduce", "sum", "publish", "gather", "decode")))
+    return GroupCost(
+        encode=least("encode"),
+        reduce=least("reduce"),
+        sum=least("sum"),
+        publish=least("publish"),
+        gather=least("gather"),
+        decode=least("decode"),
+        step_s=costs[0].step_s,
+        late_step_s=costs[0].late_step_s,
+    )
 
 
 class Course:
@@ -107,19 +139,34 @@ class Course:
         costs: Of a group, for each way to encode it: the codec's, then, if there may be any, that
             of uncompressed ones.
         times: For the lengths of forward and backward.
+        unit_bytes: Of which a bucket's size is a multiple.
+
+    Attributes:
+        total: Bytes of the first so many pieces, without padding.
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], costs: Sequence[GroupCost], times: ModelTimes
+        self,
+        pieces: Sequence[Piece],
+        costs: Sequence[GroupCost],
+        times: ModelTimes,
+        unit_bytes: int,
     ) -> None:
         self.pieces = pieces
         self.costs = costs
         self._least = least_cost(costs)
         self._lengths_s = times.forward_s, times.backward_s
         self.total = [0, *accumulate(piece.nbytes for piece in pieces)]
+        self._aligned = [0, *accumulate(piece.aligned_bytes for piece in pieces)]
+        self._unit_bytes = unit_bytes
         self._ready_s = list(accumulate((piece.ready_s for piece in pieces), max))
         self.start = np.zeros((1, 8))
         self.start[0, [LATE, CLOCK]] = -np.inf
+
+    def _cost_s(self, cost: GroupCost, begin: int, end: int) -> tuple[float, ...]:
+        """Of a group of the pieces from `begin` to `end`, in the bucket that they would make."""
+        padded = aligned(self._aligned[end] - self._aligned[begin], self._unit_bytes)
+        return cost.of(padded, self.total[end] - self.total[begin])
 
     def extended(self, rows: Rows, begin: int, end: int, first_use_s: float, kind: int) -> Rows:
         """Ways up to piece `begin`, with a group of the pieces up to `end`, encoded by `kind`.
@@ -131,8 +178,9 @@ class Course:
             first_use_s: When forward first reads one of the group.
             kind: Place among `costs`.
         """
-        cost = self.costs[kind].of(self.total[end] - self.total[begin])
-        encode_s, reduce_s, sum_s, publish_s, gather_s, decode_s = cost
+        encode_s, reduce_s, sum_s, publish_s, gather_s, decode_s = self._cost_s(
+            self.costs[kind], begin, end
+        )
         after = rows + (0, 0, 0, 0, encode_s + sum_s, encode_s, publish_s + decode_s, decode_s)
         launched_s = self._ready_s[end - 1] + after[:, ENCODED]
         after[:, FREE] = np.maximum(rows[:, FREE], launched_s) + reduce_s
@@ -158,8 +206,8 @@ class Course:
     def least_s(self, rows: Rows, end: int) -> Rows:
         """The shortest step that each way could still lead to; the step's length at the end."""
         forward_s, backward_s = self._lengths_s
-        rest = self.total[-1] - self.total[end]
-        left = self._least.of(rest) if end < len(self.pieces) else (0.0,) * 6
+        size = len(self.pieces)
+        left = self._cost_s(self._least, end, size) if end < size else (0.0,) * 6
         encode_s, reduce_s, sum_s, publish_s, gather_s, decode_s = left
         reduced_s = np.maximum(
             backward_s + rows[:, BEHIND] + (encode_s + sum_s),
@@ -193,4 +241,4 @@ def course_of(
     steps_s = times.step_s / nbytes, times.late_step_s / nbytes
     kinds = (codecs.compressed, codecs.uncompressed) if codecs.may_mix else (codecs.compressed,)
     costs = [group_cost(kind, itemsize, world_size, link, *steps_s) for kind in kinds]
-    return Course(pieces, costs, times)
+    return Course(pieces, costs, times, ALIGNMENT * world_size * itemsize)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_dear.planning.mgwfbp import backward_order
-from lightning_dear.planning.plan import TensorSpec
+from lightning_dear.planning.plan import TensorSpec, aligned
 from lightning_dear.planning.times import ModelTimes
 
 
@@ -17,12 +17,14 @@ class Piece:
     Attributes:
         indices: Of the tensors.
         nbytes: Size of all.
+        aligned_bytes: The same as they lie in a bucket, each rounded up to whole `ALIGNMENT`s.
         ready_s: When the last gradient is there.
         first_use_s: When forward first reads one of them.
     """
 
     indices: tuple[int, ...]
     nbytes: int
+    aligned_bytes: int
     ready_s: float
     first_use_s: float
 
@@ -31,6 +33,7 @@ class Piece:
         return Piece(
             self.indices + other.indices,
             self.nbytes + other.nbytes,
+            self.aligned_bytes + other.aligned_bytes,
             max(self.ready_s, other.ready_s),
             min(self.first_use_s, other.first_use_s),
         )
@@ -67,6 +70,7 @@ def _piece_of(tensor: TensorSpec, times: ModelTimes) -> Piece:
     return Piece(
         (tensor.index,),
         tensor.numel * tensor.itemsize,
+        aligned(tensor.numel) * tensor.itemsize,
         times.ready_s.get(tensor.index, times.backward_s),
         times.first_use_s.get(tensor.index, times.forward_s),
     )

@@ -80,6 +80,8 @@ def predict(
 ) -> Prediction:
     """The steady-state step of `plan`.
 
+    Buckets are encoded, sent and decoded with their padding, and stepped without it.
+
     Backward: reduce-scatters and all-reduces in plan order, each launched when its last gradient is
     there, and early gathers in their order, each launched when its bucket is reduced; the link
     takes what was launched first. Then the step, bucket by bucket, each other all-gather when its
@@ -94,7 +96,7 @@ def predict(
     for plans with early or all-reduced buckets. What a codec's costs do not show is added to the
     step.
     """
-    nbytes = bucket_bytes(plan, tensors)
+    nbytes = _stepped_bytes(plan, tensors)
     costs = bucket_costs(plan, tensors, codecs)
     timeline = reduced_timeline(plan, tensors, times, link, codecs)
     encode_s = sum(costs[number].encode_s for number in plan.reduce_order)
@@ -142,6 +144,15 @@ def bucket_costs(
         codecs.of(plan, number).of(bucket.padded_numel, itemsize[number], plan.world_size)
         for number, bucket in enumerate(plan.buckets)
     ]
+
+
+def _stepped_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
+    """Size of each bucket without its padding, which no optimizer steps.
+
+    So shards take as long to step with every plan, and each tensor its share of that.
+    """
+    itemsize = _itemsizes(plan, tensors)
+    return [bucket.numel * size for bucket, size in zip(plan.buckets, itemsize, strict=True)]
 
 
 def _itemsizes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
