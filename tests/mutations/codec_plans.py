@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 PREDICT = "tests/planning/test_predict.py"
 PROGRAMME = "tests/planning/test_programme.py"
+PADDING = "tests/planning/test_padding.py"
 PROBE = "tests/engine/test_codec_probe.py"
 TUNING = "tests/test_tuning.py"
 RESUMED = "tests/lightning/test_fusion_tuner.py"
@@ -48,6 +49,20 @@ CODEC_PLANS = [
         "        read_s = after[:, DECODED] - first_use_s\n",
         "        read_s = decode_s - first_use_s\n",
         (EXACT,),
+    ),
+    Mutation(
+        "counting what fills a bucket up",
+        "planning/group_cost.py",
+        "        padded = aligned(self._aligned[end] - self._aligned[begin], self._unit_bytes)\n",
+        "        padded = self._aligned[end] - self._aligned[begin]\n",
+        (PADDING,),
+    ),
+    Mutation(
+        "stepping no padding",
+        "planning/predict.py",
+        "    nbytes = _stepped_bytes(plan, tensors)\n",
+        "    nbytes = bucket_bytes(plan, tensors)\n",
+        (PADDING,),
     ),
     Mutation(
         "comparing ways by the encodings so far",

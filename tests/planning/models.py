@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -57,6 +58,16 @@ def chains(draw: st.DrawFn, max_size: int = 10) -> tuple[list[TensorSpec], Model
 
     return chain(each(st.integers(1, 20)), each(seconds), each(seconds))
 
+
+@st.composite
+def unaligned_chains(draw: st.DrawFn, max_size: int = 10) -> tuple[list[TensorSpec], ModelTimes]:
+    """Chains whose tensors need padding; many of them are smaller than any bucket."""
+    tensors, times = draw(chains(max_size))
+    sizes = st.one_of(st.integers(1, 2 * ALIGNMENT), st.integers(1, 20 * UNIT))
+    return [replace(one, numel=draw(sizes)) for one in tensors], times
+
+
+world_sizes = st.sampled_from([1, 2, 3, 4, 8])
 
 links = st.builds(
     LinkCost,

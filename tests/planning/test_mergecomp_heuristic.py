@@ -23,7 +23,16 @@ from lightning_dear.planning.group_cost import Course, course_of
 from lightning_dear.planning.mergecomp_heuristic import best_cuts
 from lightning_dear.planning.pieces import families_of_pieces
 from lightning_dear.planning.search import described
-from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, chains, codecs, links
+from tests.planning.models import (
+    ITEMSIZE,
+    UNIT,
+    WORLD_SIZE,
+    chain,
+    codecs,
+    links,
+    unaligned_chains,
+    world_sizes,
+)
 
 Model = tuple[list[TensorSpec], ModelTimes]
 
@@ -38,26 +47,28 @@ INT8 = CodecCosts(
 )
 
 
-def _course(model: Model, link: LinkCost, codecs: CodecCosts) -> Course:
+def _course(
+    model: Model, link: LinkCost, codecs: CodecCosts, world_size: int = WORLD_SIZE
+) -> Course:
     tensors, times = model
     [(itemsize, pieces)] = families_of_pieces(tensors, times, len(tensors))
-    return course_of(pieces, itemsize, WORLD_SIZE, times, link, codecs)
+    return course_of(pieces, itemsize, world_size, times, link, codecs)
 
 
 @settings(max_examples=40)
-@given(chains(max_size=8), links, codecs)
+@given(unaligned_chains(max_size=8), world_sizes, links, codecs)
 def test_the_course_of_a_step_is_the_prediction(
-    model: Model, link: LinkCost, codecs: CodecCosts
+    model: Model, world_size: int, link: LinkCost, codecs: CodecCosts
 ) -> None:
     tensors, times = model
-    times = replace(times, step_s=3.0)
+    times = replace(times, step_s=3.0, late_step_s=2.0)
     size = len(tensors)
     order = [one.index for one in sorted(tensors, key=lambda one: one.ready)]
     cuts = sorted({max(size // 3, 1), max(size // 2, 1), size})
     groups = [order[begin:end] for begin, end in zip([0, *cuts], cuts, strict=False)]
-    plan = fuse_groups("", tensors, WORLD_SIZE, groups)
+    plan = fuse_groups("", tensors, world_size, groups)
     expected_s = predict(plan, tensors, times, link, codecs).step_s
-    found_s = _course((tensors, times), link, codecs).step_s(cuts)
+    found_s = _course((tensors, times), link, codecs, world_size).step_s(cuts)
     assert found_s == pytest.approx(expected_s, rel=1e-9)
 
 

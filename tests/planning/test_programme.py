@@ -32,7 +32,16 @@ from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.group_cost import course_of
 from lightning_dear.planning.pieces import Piece, families_of_pieces, pre_merged
 from lightning_dear.planning.programme import best_groupings
-from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, chains, codecs, links
+from tests.planning.models import (
+    ITEMSIZE,
+    UNIT,
+    WORLD_SIZE,
+    chain,
+    codecs,
+    links,
+    unaligned_chains,
+    world_sizes,
+)
 
 Model = tuple[list[TensorSpec], ModelTimes]
 
@@ -44,12 +53,12 @@ def _groupings(count: int) -> Iterator[list[list[int]]]:
         yield [list(range(*span)) for span in itertools.pairwise(edges)]
 
 
-def _plans(tensors: list[TensorSpec], may_mix: bool) -> Iterator[BucketPlan]:
+def _plans(tensors: list[TensorSpec], world_size: int, may_mix: bool) -> Iterator[BucketPlan]:
     """Every plan of neighbours, and every choice of what to leave uncompressed."""
     order = [one.index for one in sorted(tensors, key=lambda one: one.ready)]
     for groups in _groupings(len(order)):
         members = [[order[place] for place in group] for group in groups]
-        plan = fuse_groups("", tensors, WORLD_SIZE, members)
+        plan = fuse_groups("", tensors, world_size, members)
         for left in itertools.product([False, True] if may_mix else [False], repeat=len(groups)):
             yield replace(plan, uncompressed=tuple(n for n, is_left in enumerate(left) if is_left))
 
@@ -59,19 +68,21 @@ def _pieces(tensors: list[TensorSpec], times: ModelTimes) -> list[Piece]:
 
 
 @settings(max_examples=15)
-@given(chains(max_size=7), links, codecs, st.integers(0, 9).map(float))
-def test_exact_with_a_codec(model: Model, link: LinkCost, codecs: CodecCosts, s: float) -> None:
+@given(unaligned_chains(max_size=7), world_sizes, links, codecs, st.integers(0, 9).map(float))
+def test_exact_with_a_codec(
+    model: Model, world_size: int, link: LinkCost, codecs: CodecCosts, s: float
+) -> None:
     tensors, times = model[0], replace(model[1], step_s=s)
 
     def step_s(plan: BucketPlan) -> float:
         return predict(plan, tensors, times, link, codecs).step_s
 
-    best_s = min(map(step_s, _plans(tensors, codecs.may_mix)))
-    plan = MergeCompFusion().best_plan(tensors, WORLD_SIZE, times, link, codecs)
+    best_s = min(map(step_s, _plans(tensors, world_size, codecs.may_mix)))
+    plan = MergeCompFusion().best_plan(tensors, world_size, times, link, codecs)
     # One may be faster that cuts a tensor.
     assert step_s(plan) <= best_s * (1 + 1e-9)
     whole = MergeCompFusion().best_plan(
-        tensors, WORLD_SIZE, replace(times, allows_cuts=False), link, codecs
+        tensors, world_size, replace(times, allows_cuts=False), link, codecs
     )
     assert step_s(whole) == pytest.approx(best_s, rel=1e-9)
     assert not plan.early
@@ -79,26 +90,31 @@ def test_exact_with_a_codec(model: Model, link: LinkCost, codecs: CodecCosts, s:
 
 
 @settings(max_examples=3)
-@given(chains(max_size=10).filter(lambda one: len(one[0]) > 8), links, codecs)
-def test_exact_for_ten_tensors(model: Model, link: LinkCost, codecs: CodecCosts) -> None:
+@given(
+    unaligned_chains(max_size=10).filter(lambda one: len(one[0]) > 8), world_sizes, links, codecs
+)
+def test_exact_for_ten_tensors(
+    model: Model, world_size: int, link: LinkCost, codecs: CodecCosts
+) -> None:
     tensors, times = model
-    course = course_of(_pieces(*model), ITEMSIZE, WORLD_SIZE, times, link, codecs)
+    course = course_of(_pieces(*model), ITEMSIZE, world_size, times, link, codecs)
     found_s = best_groupings(course)[0].step_s
     best_s = min(
         predict(plan, tensors, times, link, codecs).step_s
-        for plan in _plans(tensors, codecs.may_mix)
+        for plan in _plans(tensors, world_size, codecs.may_mix)
     )
     assert found_s == pytest.approx(best_s, rel=1e-9)
 
 
 @settings(max_examples=40)
-@given(chains(max_size=9), links)
-def test_exact_for_both_halves_without_a_codec(model: Model, link: LinkCost) -> None:
+@given(unaligned_chains(max_size=9), world_sizes, links)
+def test_exact_for_both_halves_without_a_codec(
+    model: Model, world_size: int, link: LinkCost
+) -> None:
     tensors, times = model
-    course = course_of(_pieces(*model), ITEMSIZE, WORLD_SIZE, times, link, NO_CODEC)
-    best_s = min(
-        predict(plan, tensors, times, link).step_s for plan in _plans(tensors, may_mix=False)
-    )
+    course = course_of(_pieces(*model), ITEMSIZE, world_size, times, link, NO_CODEC)
+    plans = _plans(tensors, world_size, may_mix=False)
+    best_s = min(predict(plan, tensors, times, link).step_s for plan in plans)
     assert best_groupings(course)[0].step_s == pytest.approx(best_s)
 
 
@@ -138,19 +154,24 @@ def test_exact_where_thousands_of_ways_are_unbeaten() -> None:
 
 
 @settings(max_examples=40)
-@given(chains(max_size=8), links)
-def test_no_plan_of_neighbours_is_predicted_to_be_faster(model: Model, link: LinkCost) -> None:
+@given(unaligned_chains(max_size=8), world_sizes, links)
+def test_no_plan_of_neighbours_is_predicted_to_be_faster(
+    model: Model, world_size: int, link: LinkCost
+) -> None:
     tensors, times = model
-    plan = MergeCompFusion().best_plan(tensors, WORLD_SIZE, times, link)
-    best_s = min(predict(one, tensors, times, link).step_s for one in _plans(tensors, False))
+    plan = MergeCompFusion().best_plan(tensors, world_size, times, link)
+    plans = _plans(tensors, world_size, may_mix=False)
+    best_s = min(predict(one, tensors, times, link).step_s for one in plans)
     # More buckets must gain more than 0.2 %.
     assert predict(plan, tensors, times, link).step_s <= 1.002 * best_s + 1e-9
 
 
 @settings(max_examples=20)
-@given(chains(max_size=30), links, codecs, st.integers(1, 6), st.randoms())
+@given(
+    unaligned_chains(max_size=30), world_sizes, links, codecs, st.integers(1, 6), st.randoms()
+)
 def test_no_simpler_plan_is_predicted_to_be_faster(
-    model: Model, link: LinkCost, codecs: CodecCosts, most: int, random: object
+    model: Model, size: int, link: LinkCost, codecs: CodecCosts, most: int, random: object
 ) -> None:
     tensors, times = model
     # Forward reads in any order: the programme is not exact.
@@ -161,14 +182,14 @@ def test_no_simpler_plan_is_predicted_to_be_faster(
     def step_s(plan: BucketPlan) -> float:
         return predict(plan, tensors, times, link, codecs).step_s
 
-    found = MergeCompFusion(max_pieces=most).best_plan(tensors, WORLD_SIZE, times, link, codecs)
+    found = MergeCompFusion(max_pieces=most).best_plan(tensors, size, times, link, codecs)
     assert found.name == "mergecomp"
-    others = [rule.plan(tensors, WORLD_SIZE) for rule in (NoFusion(), SingleFusion())]
-    others.append(ThresholdFusion().plan(tensors, WORLD_SIZE))
+    others = [rule.plan(tensors, size) for rule in (NoFusion(), SingleFusion())]
+    others.append(ThresholdFusion().plan(tensors, size))
     if codecs.may_mix:
         others += [replace(one, uncompressed=tuple(range(len(one.buckets)))) for one in others]
     search = MergeCompHeuristicFusion()
-    others.append(search.best_plan(tensors, WORLD_SIZE, times, link, codecs))
+    others.append(search.best_plan(tensors, size, times, link, codecs))
     assert step_s(found) <= min(map(step_s, others))
 
 
@@ -245,7 +266,7 @@ def test_groups_over_a_size_hold_one_piece() -> None:
 
 
 @settings(max_examples=40)
-@given(chains(max_size=30), st.integers(1, 12))
+@given(unaligned_chains(max_size=30), st.integers(1, 12))
 def test_small_neighbours_are_joined_until_few_enough_are_left(model: Model, most: int) -> None:
     pieces = _pieces(*model)
     joined = pre_merged(pieces, most)
@@ -258,12 +279,14 @@ def test_small_neighbours_are_joined_until_few_enough_are_left(model: Model, mos
     for piece in joined:
         parts = [by_index[index] for index in piece.indices]
         assert piece.nbytes == sum(part.nbytes for part in parts)
+        assert piece.aligned_bytes == sum(part.aligned_bytes for part in parts)
         assert piece.ready_s == max(part.ready_s for part in parts)
         assert piece.first_use_s == min(part.first_use_s for part in parts)
 
 
 def test_the_smallest_are_joined_first() -> None:
-    pieces = [Piece((i,), size, 0.0, 0.0) for i, size in enumerate([9000, 100, 9000, 9000, 200])]
+    sizes = [9000, 100, 9000, 9000, 200]
+    pieces = [Piece((i,), size, size, 0.0, 0.0) for i, size in enumerate(sizes)]
     assert [piece.indices for piece in pre_merged(pieces, 3)] == [(0, 1), (2,), (3, 4)]
 
 
