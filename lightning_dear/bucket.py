@@ -117,15 +117,27 @@ class Bucket:
         through `.data`. Where parameters lag, the master moves by as much as they were moved.
         """
         if self.lags:
-            # Moved by as much, since the lag is still to be sent; by 0 where nothing was written.
-            dtype = self.shard.dtype
-            self.shard.add_(self.replica.to(dtype) - self.published.to(dtype))
-            self.note_published()
+            self._adopt_moves()
         elif self.is_staged and not self.has_master:
             self.shard.copy_(self.replica)
         elif self.has_master:
             was_written = self.replica != self.shard.to(self.replica.dtype)
             torch.where(was_written, self.replica.to(self.shard.dtype), self.shard, out=self.shard)
+
+    def _adopt_moves(self) -> None:
+        """Moves `shard` with `replica`, by 0 where nobody wrote: the lag is still to be sent.
+
+        Not so where weights come back from a divergence, whose lag would swamp them: if `replica`
+        was moved by more than twice its new norm, or was not finite, `shard` becomes what it is.
+        """
+        dtype, norm = self.shard.dtype, torch.linalg.vector_norm
+        replica, published = self.replica.to(dtype), self.published.to(dtype)
+        lag = torch.sub(self.shard, published)
+        moved = torch.where(replica == published, self.shard, replica + lag)
+        # Never so if a norm is nan.
+        is_move = norm(replica - published) <= 2 * norm(replica)
+        torch.where(is_move, moved, replica, out=self.shard)
+        self.note_published()
 
     def adopt_gradients(self) -> None:
         """Takes what was changed of this rank's shard of the whole mean gradient into `mean`."""

@@ -19,6 +19,7 @@ from lightning_dear.active_plan import (
     agree_on_plan,
     agree_on_recording,
 )
+from lightning_dear.checkpoint.format import MASTER_KEY
 from lightning_dear.checkpoint.whole_state import whole_state
 from lightning_dear.compression import Compressor, Fp32, check_replaces
 from lightning_dear.exchange import LossScale
@@ -241,6 +242,19 @@ class PlanChanges:
             self._active.adopt_writes(but)
             if self.sharded.adopt_state():
                 self._active.adopt_writes(but)
+
+    def masters_dropped(self) -> None:
+        """See `StepListener`. Rank 0 warns, once a load; all ranks may call."""
+        if self._collectives.rank == 0:
+            warnings.warn(
+                f"The masters in a checkpoint ('{MASTER_KEY}') are dropped: its weights are behind"
+                " them by what a compressor had left to be sent, or are rounded, and this training"
+                " steps the weights themselves, from what they are now. To lose nothing, resume"
+                " with the compressor, gather and precision of the run that saved; to change the"
+                " compressor or gather, let that run call strategy.sync_replicas() before it"
+                " saves.",
+                stacklevel=2,
+            )
 
     def _put_state_together(self) -> None:
         """Completes parameters and makes `optimizer.state` whole again. Collective, blocks."""

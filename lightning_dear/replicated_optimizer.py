@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +14,12 @@ from typing_extensions import override
 
 from lightning_dear.bucket import FlatBuffers, Placement
 from lightning_dear.checkpoint.format import MASTER_KEY
+from lightning_dear.checkpoint.loading import differs
 from lightning_dear.deferred_step import DeferredStep
 from lightning_dear.elementwise import closure_skipped
 from lightning_dear.plain_mode import plain_mode
-from lightning_dear.sharded_optimizer import ShardedOptimizer, StepListener
-
-
-class GatherListener(StepListener, Protocol):
-    """What the pipeline does besides where gradients are gathered."""
-
-    def launch(self, number: int) -> None:
-        """Bucket `number`'s own shard of the mean gradient may travel."""
-
-    def complete_parameters(self, reason: str = "read") -> None:
-        """Blocks until every bucket has arrived, and been stepped by `ReplicatedOptimizer`."""
+from lightning_dear.sharded_optimizer import ShardedOptimizer
+from lightning_dear.step_listener import GatherListener
 
 
 class ReplicatedOptimizer(ShardedOptimizer):
@@ -104,8 +96,11 @@ class ReplicatedOptimizer(ShardedOptimizer):
 
         But for masters, which nobody steps here: they would be old when they are read again.
         """
-        for state in self.optimizer.state.values():
-            state.pop(MASTER_KEY, None)
+        is_lost = False
+        for parameter, own in self.optimizer.state.items():
+            is_lost |= differs(own.pop(MASTER_KEY, None), parameter)
+        if is_lost:
+            self._listener.masters_dropped()
         return False
 
     def _on_saving(self, optimizer: Optimizer) -> None:

@@ -10,40 +10,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_dear.bucket import LOW_PRECISION, FlatBuffers, as_flat
+from lightning_dear.bucket import FlatBuffers, as_flat
 from lightning_dear.checkpoint.format import MASTER_KEY
+from lightning_dear.checkpoint.loading import differs, undo_casts
 from lightning_dear.elementwise import closure_skipped, inner_step, warn_of_zeros
 from lightning_dear.pieces import Piece, cut_state, shard_pieces
+from lightning_dear.step_listener import StepListener
 from lightning_dear.step_runs import mark_stepped, step_runs
-
-
-class StepListener(Protocol):
-    """What the pipeline does around the optimizer's inner step."""
-
-    def drop_gradients(self) -> None:
-        """The user called `zero_grad`: what backward has produced since the last step is void."""
-
-    def before_step(self) -> None:
-        """Blocks until the pieces have their gradients and their state."""
-
-    def steps_first(self) -> Sequence[int]:
-        """All buckets that are gathered, in the order of their gathers; the others come last."""
-
-    def stepping(self) -> None:
-        """A run of buckets is about to be stepped."""
-
-    def stepped(self, number: int) -> None:
-        """Bucket `number`'s own shard holds new values."""
-
-    def after_step(self) -> None:
-        """All buckets have been stepped and the groups hold the user's parameters again."""
 
 
 class ShardedOptimizer:
@@ -105,6 +85,9 @@ class ShardedOptimizer:
             bucket.number: shard_pieces(bucket, rank, world_size) for bucket in buffers.buckets
         }
         self._whole = frozenset(bucket.number for bucket in buffers.buckets if bucket.is_whole)
+        self._has_master = [
+            buffers.buckets[placement.buckets[0]].has_master for placement in buffers.placements
+        ]
         self.pieces = list(chain(*self._in_bucket.values()))
         self._state = defaultdict(dict)
         for piece in self.pieces:
@@ -159,8 +142,7 @@ class ShardedOptimizer:
         """
         whole = self.optimizer.state
         if self._was_loaded:
-            self._state.clear()
-            self._was_loaded = False
+            self._forget()
         if not whole:
             return False
         brings_masters = False
@@ -176,28 +158,37 @@ class ShardedOptimizer:
                 piece.was_stepped = brings_masters = True
             if own:
                 self._state[piece.parameter] = own
-        for parameter in self._parameters:
-            whole.pop(parameter, None)
+        self._take_out(whole)
         return brings_masters
+
+    def _take_out(self, whole: dict[Tensor, Any]) -> None:
+        """Takes the managed parameters' state out of `whole`, and says if a master is lost."""
+        is_lost = False
+        for parameter, has_master in zip(self._parameters, self._has_master, strict=True):
+            master = whole.pop(parameter, {}).get(MASTER_KEY)
+            is_lost |= not has_master and differs(master, parameter)
+        if is_lost:
+            self._listener.masters_dropped()
+
+    def _forget(self) -> None:
+        """Back to before the first step: masters, which were of other weights, are the weights."""
+        self._was_loaded = False
+        self._state.clear()
+        for piece in self.pieces:
+            if piece.has_master:
+                weights = self._parameters[piece.tensor_index].detach()
+                piece.parameter.copy_(cut_state(MASTER_KEY, weights, weights, piece))
+                piece.was_stepped = False
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._loading = state_dict
 
     @torch.no_grad()
     def _on_loaded(self, optimizer: Optimizer) -> None:
-        """Post-hook: torch has cast 16-bit parameters' state to 16 bits; takes it as it was."""
         self._was_loaded = True
         loaded, self._loading = self._loading, None
-        if loaded is None:
-            return
-        saved_groups = (group["params"] for group in loaded["param_groups"])
-        groups = (group["params"] for group in optimizer.param_groups)
-        for key, parameter in zip(chain(*saved_groups), chain(*groups), strict=True):
-            if parameter.dtype not in LOW_PRECISION:
-                continue
-            for name, value in loaded["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
-                    optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+        if loaded is not None:
+            undo_casts(optimizer, loaded)
 
     def _on_zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("set_to_none", args[0] if args else True):

@@ -117,7 +117,8 @@ class CodedBucket(CompressedBucket):
     def write(self, rows: Tensor) -> None:
         """Takes over what was decoded into `rows`: adds differences, or makes means gradients."""
         if self.bucket.lags:
-            self.bucket.follow(rows.view(-1))
+            # Codecs that send signs decode the zeros there to something else.
+            self.bucket.follow(rows.view(-1).index_fill_(0, self._padding, 0.0))
         elif rows.data_ptr() != self.bucket.gradients.data_ptr():
             self.bucket.gradients.copy_(rows.view(-1))
 
