@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -11,14 +12,18 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.checkpoint import residuals
-from lightning_dear.checkpoint.residuals import KEY, Residuals
+from lightning_dear.checkpoint.by_parameter import Residuals
+from lightning_dear.checkpoint.residuals import KEY
 from lightning_dear.checkpoint.sharded_state import ShardedState
 from lightning_dear.exchange import CompressedBucket
 from lightning_dear.work import Collectives
 
 
 class ResidualKeeper:
-    """Holds what encoding has left to be sent while there is no plan.
+    """Holds what encoding has left to be sent of parameters that are in no bucket.
+
+    That is all of them while there is no plan, and later those that are frozen, until another plan
+    has them again.
 
     Args:
         optimizer: Whose state dict brings residuals; mutated: a hook.
@@ -35,17 +40,16 @@ class ResidualKeeper:
         self._hook = optimizer.register_load_state_dict_pre_hook(self._on_loading)
 
     def attach(self, coded: Sequence[CompressedBucket], parameters: Sequence[Parameter]) -> None:
-        """Gives what is held to the buckets of a new plan."""
+        """Gives what is held of `parameters`, which are all of a new plan's, to its buckets."""
         self._coded, self._parameters = coded, parameters
-        held, self._held = self._held, None
-        if held is not None:
-            self._put_in(held)
+        if self._held is not None:
+            self._put_in(self._held)
 
     def release(self) -> None:
         """Takes over what the buckets have; their plan ends. Collective, blocks."""
         if self._coded:
             self._held = self._taken()
-        self._coded = ()
+        self._coded = self._parameters = ()
 
     def detach(self) -> None:
         """Removes the hook and lets go of the flat buffers; residuals stay readable. Idempotent."""
@@ -57,8 +61,11 @@ class ResidualKeeper:
             one.detach()
 
     def _put_in(self, held: Residuals) -> None:
-        residuals.put_in(self._coded, held, self._parameters)
-        lost = residuals.unknown_names(self._coded, held, self._parameters)
+        planned = set(self._parameters)
+        own, others = held.of(lambda one: one in planned), held.of(lambda one: one not in planned)
+        self._held = None if others.is_of_nothing else others
+        residuals.put_in(self._coded, own, self._parameters)
+        lost = residuals.unknown_names(self._coded, own, self._parameters)
         if lost and self._collectives.rank == 0:
             warnings.warn(
                 f"What a compressor had left to be sent ({', '.join(lost)}) is dropped: this"
@@ -68,34 +75,32 @@ class ResidualKeeper:
             )
 
     def _taken(self) -> Residuals:
-        return residuals.take_out(self._coded, self._parameters, self._collectives)
+        """Of all parameters, in buckets and not. Collective, blocks."""
+        own = residuals.take_out(self._coded, self._parameters, self._collectives)
+        return own if self._held is None else own.joined(self._held)
 
     def add_to(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """`state_dict` with all ranks' residuals, if there are any. Collective, blocks."""
         held = self._taken() if self._coded else self._held
         if held is None:
             return state_dict
-        return {**state_dict, KEY: residuals.packed(held, self._numbers(), self._collectives)}
+        numbers = self._numbers()
+        held = held.of(lambda one: one in numbers)
+        return {**state_dict, KEY: residuals.packed(held, numbers, self._collectives)}
 
     def add_to_sharded(self, state: dict[str, Any]) -> dict[str, Any]:
         """`state` with this rank's chunks of all residuals, if there are any. Local."""
         if not self._coded and self._held is None:
             return state
         rank, world_size = self._collectives.rank, self._collectives.world_size
-        parts = (
-            residuals.parts_of(self._coded, self._parameters)
-            if self._coded
-            else residuals.parts_held(self._held or Residuals())
-        )
-        what = parts, self._common_to_all(), self._numbers()
-        own, chunks = residuals.sharded(*what, rank, world_size)
+        held, numbers = self._held or Residuals(), self._numbers()
+        held = held.of(lambda one: one in numbers)
+        in_buckets = residuals.parts_of(self._coded, self._parameters)
+        common = residuals.common_to_all(self._coded, self._parameters).joined(held)
+        parts = chain(in_buckets, residuals.parts_held(held))
+        own, chunks = residuals.sharded(parts, common, numbers, rank, world_size)
         before = state if isinstance(state, ShardedState) else ShardedState(state, (), ())
         return ShardedState({**before, KEY: own}, (*before.chunks, *chunks), before.parameters)
-
-    def _common_to_all(self) -> Residuals:
-        if self._coded:
-            return residuals.common_to_all(self._coded, self._parameters)
-        return self._held or Residuals()
 
     def _numbers(self) -> dict[Tensor, int]:
         """Parameter -> its number in the optimizer's state dict."""
@@ -112,7 +117,7 @@ class ResidualKeeper:
             rank, world_size = self._collectives.rank, self._collectives.world_size
             parameter_of = dict(zip(saved, own, strict=True))
             held = residuals.unpacked(state_dict[KEY], parameter_of, rank, world_size)
-        if self._coded:
+        if self._parameters:
             self._put_in(held)
         else:
             self._held = held if KEY in state_dict else None

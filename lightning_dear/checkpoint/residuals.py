@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,34 +22,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.bucket import as_flat, storage_strides
+from lightning_dear.checkpoint.by_parameter import ByParameter, Residuals
 from lightning_dear.checkpoint.sharded_state import Chunk
+from lightning_dear.compression.memory import RunningMean
 from lightning_dear.exchange import CompressedBucket
 from lightning_dear.planning.plan import Slice
 from lightning_dear.work import STATE_NUMBERS, Collectives
 
 KEY = "residuals"
 """In an optimizer's state dict."""
-
-ByParameter = dict[Tensor, Tensor]
-
-
-@dataclass
-class Residuals:
-    """What lies here, whole parameters each.
-
-    Attributes:
-        worker: Name -> parameter -> this rank's own numbers, flat, in the order of its storage.
-        owner: Name -> parameter -> what owners keep, likewise, the same on all ranks.
-        factors: Parameter -> its low-rank factor, the same on all ranks.
-        counts: Half -> how often it was encoded.
-        rates: Parameter -> `CompressedBucket.rate` of where its numbers come from.
-    """
-
-    worker: dict[str, ByParameter] = field(default_factory=dict)
-    owner: dict[str, ByParameter] = field(default_factory=dict)
-    factors: ByParameter = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    rates: dict[Tensor, float] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -74,10 +54,11 @@ def take_out(
 
 def common_to_all(coded: Sequence[CompressedBucket], parameters: Sequence[Parameter]) -> Residuals:
     """What all ranks have alike: factors, the buckets' own, counts and rates. Local."""
+    halves = coded[0].counts if coded else ()
     return Residuals(
         factors={parameters[at]: own for one in coded for at, own in one.factors.items()},
         # The most, as some buckets may travel as they are.
-        counts={half: max(one.counts[half] for one in coded) for half in coded[0].counts},
+        counts={half: max(one.counts[half] for one in coded) for half in halves},
         rates={parameters[part.tensor]: one.rate for one in coded for part in one.spec.slices},
     )
 
@@ -208,7 +189,7 @@ def _numbered(
 def unpacked(
     state: Mapping[str, Any], parameter_of: Mapping[int, Parameter], rank: int, world_size: int
 ) -> Residuals:
-    """This rank's part of what stands in a state dict, copied. Local.
+    """This rank's part of what stands in a state dict, copied to the parameters' device. Local.
 
     With another number of ranks than saved it, each gets an equal share of all that workers kept.
     """
@@ -221,22 +202,38 @@ def unpacked(
     ) -> dict[str, ByParameter]:
         return {
             name: {
-                parameter_of[number]: as_flat(
-                    change(numbers), storage_strides(parameter_of[number])
-                )
+                parameter_of[number]: _beside(parameter_of[number], change(numbers))
                 for number, numbers in of.items()
             }
             for name, of in named.items()
         }
 
+    # Earlier versions have saved no factors, and no rates.
+    factors, rates = state.get("factors", {}), state.get("rates", {})
     return Residuals(
-        by_parameter(state["worker"], own),
+        by_parameter(_as_named_now(state["worker"]), own),
         by_parameter(state["owner"], Tensor.clone),
-        # Earlier versions have saved none, and no rates.
-        {parameter_of[number]: one.clone() for number, one in state.get("factors", {}).items()},
+        {
+            parameter_of[number]: factor.to(parameter_of[number].device, copy=True)
+            for number, factor in factors.items()
+        },
         dict(state["counts"]),
-        {parameter_of[number]: rate for number, rate in state.get("rates", {}).items()},
+        {parameter_of[number]: rate for number, rate in rates.items()},
     )
+
+
+def _beside(parameter: Tensor, numbers: Tensor) -> Tensor:
+    """`numbers` in the order of the parameter's storage, on its device, as collectives need it."""
+    return as_flat(numbers, storage_strides(parameter)).to(parameter.device)
+
+
+def _as_named_now(worker: Mapping[str, Mapping[int, Tensor]]) -> dict[str, Mapping[int, Tensor]]:
+    """Earlier versions called signum's running mean momentum; dgc's comes with a residual."""
+    is_signums = "residual" not in worker
+    return {
+        RunningMean.names[0] if is_signums and name == "momentum" else name: of
+        for name, of in worker.items()
+    }
 
 
 Part = tuple[str, str, Tensor, "Chunk | None"]

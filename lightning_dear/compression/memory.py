@@ -235,7 +235,7 @@ class RunningMean(Memory):
         momentum: In [0, 1).
     """
 
-    names: ClassVar[tuple[str, ...]] = ("momentum",)
+    names: ClassVar[tuple[str, ...]] = ("running_mean",)
 
     def __init__(self, numel: int, device: torch.device, momentum: float) -> None:
         super().__init__(numel, device)
@@ -245,7 +245,8 @@ class RunningMean(Memory):
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
         # Gradients that come in several rounds of one step add up.
         decay = 1.0 if self._has_pending else self._momentum
-        mean = torch.mul(self._latest("momentum", rows), decay, out=self._next("momentum", rows))
+        before, mean = self._latest("running_mean", rows), self._next("running_mean", rows)
+        torch.mul(before, decay, out=mean)
         gradients = rows if scale is None else rows.div_(scale)
         rows.copy_(mean.add_(gradients, alpha=1 - self._momentum))
         if scale is not None:

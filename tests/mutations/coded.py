@@ -256,7 +256,7 @@ CODED = [
     Mutation(
         "residuals of a fit before",
         "residual_keeper.py",
-        "        if self._coded:\n            self._put_in(held)",
+        "        if self._parameters:\n            self._put_in(held)",
         "        if False:\n            self._put_in(held)",
         (f"{BITS}::test_loading_in_mid_run_brings_its_residuals",),
     ),
