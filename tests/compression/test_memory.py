@@ -113,7 +113,7 @@ def test_two_rounds_of_a_step_count_once(codec: Codec) -> None:
         mean = 0.9 * mean + 0.1 * (one + other)
         memory.commit()
     if isinstance(codec, Signum):
-        torch.testing.assert_close(memory.kept["momentum"].double(), mean, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(memory.kept["running_mean"].double(), mean, rtol=1e-4, atol=1e-5)
     elif not isinstance(codec, DGC):
         left = memory.kept["residual"].double()
         torch.testing.assert_close(arrived + left, total, rtol=1e-4, atol=1e-3)
