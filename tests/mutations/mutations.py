@@ -7,6 +7,7 @@ from tests.mutations.codec_plans import CODEC_PLANS
 from tests.mutations.coded import CODED
 from tests.mutations.comparing import COMPARING
 from tests.mutations.gathering import GATHERING
+from tests.mutations.loading import LOADING
 from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation
 from tests.mutations.speed import SPEED
@@ -275,9 +276,9 @@ FLUSHES = [
     ),
     Mutation(
         "state as it was loaded, not cast to 16 bits",
-        "sharded_optimizer.py",
-        "            if parameter.dtype not in LOW_PRECISION:\n",
-        "            if True:\n",
+        "checkpoint/loading.py",
+        "        if parameter.dtype not in LOW_PRECISION:\n",
+        "        if True:\n",
         (f"{MASTERS}::test_masters_survive_saving_and_loading",),
     ),
     Mutation(
@@ -450,6 +451,7 @@ MUTATIONS = [
     *ALL_REDUCED,
     *CODED,
     *LOW_RANK,
+    *LOADING,
     *CODEC_PLANS,
     *COMPARING,
 ]
