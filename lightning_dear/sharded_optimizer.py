@@ -176,8 +176,9 @@ class ShardedOptimizer:
         self._state.clear()
         for piece in self.pieces:
             if piece.has_master:
-                weights = self._parameters[piece.tensor_index].detach()
-                piece.parameter.copy_(cut_state(MASTER_KEY, weights, weights, piece))
+                parameter = self._parameters[piece.tensor_index]
+                weights = cut_state(MASTER_KEY, parameter.detach(), parameter, piece)
+                piece.parameter.copy_(weights)
                 piece.was_stepped = False
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

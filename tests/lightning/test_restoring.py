@@ -50,9 +50,7 @@ def _fit(
     return recorder.seen, trainer.optimizers[0].param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize(
-    ("compressor", "precision"), [("int8", "32-true"), ("int4", "32-true"), ("none", "bf16-true")]
-)
+@pytest.mark.parametrize(("compressor", "precision"), [("int4", "32-true"), ("none", "bf16-true")])
 @distributed(world_sizes=(2,))
 def test_a_search_for_a_learning_rate_leaves_nothing_behind(
     tmp_path: Path, compressor: str, precision: Any
