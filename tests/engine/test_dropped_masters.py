@@ -85,7 +85,7 @@ def _without_masters(saved: Saved) -> Saved:
     return without
 
 
-@distributed(world_sizes=(1, 2))
+@distributed(world_sizes=(2,))
 def test_where_weights_lag_behind_them_rank_0_says_so_once() -> None:
     saved = _save(LAGGING)
     is_first = dist.get_rank() == 0

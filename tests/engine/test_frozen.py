@@ -64,7 +64,7 @@ def _error(run: Run) -> float:
     return distance / run.magnitudes[SOMETIMES]
 
 
-@distributed(world_sizes=(1, 2))
+@distributed(world_sizes=(2,))
 def test_nothing_is_lost_of_what_is_frozen_meanwhile() -> None:
     for options in CASES:
         run = Run(options)

@@ -13,7 +13,7 @@ LOADING = [
     Mutation(
         "masters that begin with weights loaded without masters",
         "sharded_optimizer.py",
-        "                piece.parameter.copy_(cut_state(MASTER_KEY, weights, weights, piece))\n",
+        "                piece.parameter.copy_(weights)\n",
         "                pass\n",
         (f"{RESTORING}::test_a_state_from_before_the_first_step_starts_anew",),
     ),
