@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_dear.compression import (
     CODECS,
@@ -25,13 +26,14 @@ from lightning_dear.compression import (
     PowerSGD,
     RandomK,
     SignSGD,
+    Signum,
     TopK,
 )
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from lightning_dear.planning.plan import aligned
 from tests.distributed.harness import distributed
-from tests.engine.linear import SHAPES, Run, gradients_of, summed, unscale
+from tests.engine.linear import SHAPES, Run, gradients_of, unscale
 from tests.engine.models import weights
 
 CONTRACTIVE = (
@@ -111,14 +113,26 @@ def test_the_same_where_one_half_is_encoded() -> None:
 
 @distributed(world_sizes=(2,))
 def test_the_same_with_another_plan_in_mid_run() -> None:
-    for codec in (Int4(block_size=64), TopK(density=0.05)):
+    _check_plans(5)
+
+
+@pytest.mark.slow
+@distributed(world_sizes=(1, 3, 4), timeout_s=240)
+def test_the_same_with_other_plans_in_fifty_steps() -> None:
+    _check_plans(17)
+
+
+def _check_plans(num_steps: int) -> None:
+    for codec in CONTRACTIVE:
         run = Run(coded(codec))
         for fusion in (NoFusion(), SingleFusion(), None):
-            for _ in range(7):
-                run.step()
+            for step in range(num_steps):
+                run.step(leaves_out=step % 5 == 3)
             if fusion is not None:
                 run.part.replan(fusion.plan(run.part.tensors, dist.get_world_size()))
-        assert run.error() <= 1e-5, codec
+        rate = codec.rate if isinstance(codec, LoCo) else 1.0
+        assert run.error(rate) <= 1e-5, codec
+        assert max(run.errors(rate)) <= 1e-4, codec
 
 
 @distributed(world_sizes=(2,))
@@ -138,33 +152,6 @@ def test_the_same_with_several_backwards_a_step() -> None:
         run.backward(step=100 + run.num_steps)
         run.count(100 + run.num_steps)
         run.step()
-    assert run.error() <= 1e-5
-
-
-@distributed(world_sizes=(1, 2, 3))
-def test_dgc_sends_all_of_its_velocity() -> None:
-    """What arrives + residuals = sum of u, with u = momentum u + g, 0 where v was sent before."""
-    run = Run(coded(DGC(density=0.05, selector="exact", momentum=0.9)))
-    velocity = [torch.zeros(shape).double() for shape in SHAPES]
-    expected = [torch.zeros(shape).double() for shape in SHAPES]
-    for step in range(10):
-        run.step()
-        run.pipeline.complete_parameters()
-        held = run.part._residuals._taken().worker
-        for number, weight in enumerate(run.model.weights):
-            gradient = gradients_of(step, dist.get_rank())[number]
-            assert gradient is not None
-            velocity[number] = 0.9 * velocity[number] + gradient / dist.get_world_size()
-            expected[number] += summed(velocity[number].clone())
-            # What was sent, and nothing else, is exactly 0.
-            velocity[number][held["residual"][weight].view(weight.shape) == 0] = 0
-            torch.testing.assert_close(
-                held["momentum"][weight].double().view(weight.shape),
-                velocity[number],
-                rtol=1e-4,
-                atol=1e-4 * float(gradient.abs().max()),
-            )
-    run.expected = expected
     assert run.error() <= 1e-5
 
 
@@ -214,10 +201,13 @@ def test_a_loss_scale_that_changes_changes_nothing() -> None:
 # --- bytes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("gather", ["gradients", "parameters"])
 @distributed(world_sizes=(2, 3))
-def test_each_half_sends_what_the_codec_says() -> None:
-    for codec in (Int8(), OneBit(), TopK(density=0.05), RandomK(density=0.1)):
-        run = Run(coded(codec), SingleFusion())
+def test_each_half_sends_what_the_codec_says(gather: str) -> None:
+    for codec in (make() for make in CODECS.values()):
+        if gather == "parameters" and codec.lag != "small":
+            continue
+        run = Run(coded(codec, gather), SingleFusion())
         sent = []
         for _ in range(2):
             run.step()
@@ -253,19 +243,30 @@ def test_equal_gradients_arrive_as_they_are() -> None:
             )
 
 
-@distributed(world_sizes=(1, 3))
+@distributed(world_sizes=(1, 2, 3, 4))
 def test_a_vote_is_that_of_the_majority() -> None:
-    for halves in ("both", "reduce"):
-        run = Run(coded(SignSGD(halves=halves)))
-        run.step()
-        run.pipeline.complete_parameters()
-        ranks = range(dist.get_world_size())
-        all_gradients = [gradients_of(0, rank) for rank in ranks]
-        for number, weight in enumerate(run.model.weights):
-            votes = torch.stack([torch.where(own[number] < 0, -1.0, 1.0) for own in all_gradients])
-            mean = votes.mean(0)
-            expected = mean if halves == "reduce" else torch.where(mean < 0, -1.0, 1.0)
-            torch.testing.assert_close(-weight.detach(), expected)
+    """A tie counts as +1, as zeros do; where votes are only added up, it is the 0 that they are."""
+    for codec in (SignSGD(), Signum()):
+        for halves, tie in (("both", 1.0), ("reduce", 0.0)):
+            run = Run(coded(codec, halves=halves))
+            run.step()
+            run.pipeline.complete_parameters()
+            ranks = range(dist.get_world_size())
+            all_gradients = [gradients_of(0, rank) for rank in ranks]
+            num_ties = 0
+            for number, weight in enumerate(run.model.weights):
+                votes = torch.stack([_signs(own[number]) for own in all_gradients])
+                mean = votes.mean(0)
+                expected = mean if halves == "reduce" else mean.sign()
+                expected[mean == 0] = tie
+                num_ties += int((mean == 0).sum())
+                torch.testing.assert_close(-weight.detach(), expected)
+            assert (num_ties > 100) is (len(ranks) % 2 == 0)
+
+
+def _signs(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return torch.where(gradient < 0, -1.0, 1.0)
 
 
 @distributed(world_sizes=(1,))
