@@ -8,7 +8,9 @@ ENGINE = "tests/engine/test_coded.py"
 BITS = "tests/engine/test_coded_bits.py"
 CHANGES = "tests/engine/test_codec_changes.py"
 FAILURES = "tests/engine/test_coded_failures.py"
+DGC = "tests/engine/test_dgc_law.py"
 LAGGING = "tests/engine/test_lagging.py"
+OTHER_RANKS = "tests/engine/test_other_ranks.py"
 MEMORY = "tests/compression/test_memory.py"
 SELECTORS = "tests/compression/test_selectors.py"
 SCHEDULE = "tests/lightning/test_compression_schedule.py"
@@ -215,7 +217,7 @@ CODED = [
         "decoding by the codec that encoded",
         "exchange/coded_bucket.py",
         "        encoded.codec.decode(wire, rows, self._generator(encoded))\n",
-        "        self._codec.decode(wire, rows, self._generator(encoded))\n",
+        "        self.codec.decode(wire, rows, self._generator(encoded))\n",
         (f"{CHANGES}::test_densities_may_change_with_gathers_still_under_way",),
     ),
     Mutation(
@@ -265,7 +267,7 @@ CODED = [
         "checkpoint/residuals.py",
         "rows.sum(0) / world_size",
         "rows.mean(0)",
-        (f"{BITS}::test_nothing_is_lost_where_other_ranks_go_on",),
+        (f"{OTHER_RANKS}::test_nothing_is_lost_where_other_ranks_go_on",),
     ),
     Mutation(
         "other random numbers for other optimizers",
@@ -279,7 +281,21 @@ CODED = [
         "compression/memory.py",
         "        for name in self.names:\n            self._next(name, rows).masked_fill_(sent",
         "        for name in self.names[1:]:\n            self._next(name, rows).masked_fill_(sent",
-        (f"{ENGINE}::test_dgc_sends_all_of_its_velocity",),
+        (f"{DGC}::test_dgc_sends_all_of_its_velocity",),
+    ),
+    Mutation(
+        "velocity, not gradients, in what is sent",
+        "compression/memory.py",
+        '            torch.add(self._latest("residual", rows), momentum, out=waiting)\n',
+        '            waiting.copy_(self._latest("residual", rows))\n',
+        (f"{DGC}::test_dgc_sends_all_of_its_velocity",),
+    ),
+    Mutation(
+        "masters that other ranks go on with",
+        "sharded_optimizer.py",
+        "                piece.parameter.copy_(master)\n",
+        "                pass\n",
+        (f"{OTHER_RANKS}::test_masters_move_where_other_ranks_go_on",),
     ),
     Mutation(
         "forgetting the pipeline of the fit before",
