@@ -85,7 +85,5 @@ def test_one_rank_uses_a_layer_less_often_in_front_of_a_collective(kind: str) ->
     group = dist.new_group()
     ours = _train(OPTIONS[kind], group, sends_in_backward=True)
     assert_same_on_all_ranks(ours)
-    for one, other in zip(
-        ours, _train(OPTIONS[kind], group, sends_in_backward=False), strict=True
-    ):
+    for one, other in zip(ours, _train(OPTIONS[kind], group, sends_in_backward=False), strict=True):
         assert torch.equal(one, other)

@@ -27,8 +27,8 @@ from tests.distributed.harness import distributed
 from tests.engine import training
 from tests.engine.linear import Run, gradients_of, unscale
 from tests.engine.models import weights
-from tests.engine.test_coded_failures import _assert_kept, _kept
 from tests.engine.test_codec_probe import CLOCK, _line, _pipeline, _step
+from tests.engine.test_coded_failures import _assert_kept, _kept
 from tests.engine.test_parity import assert_equal_on_all_ranks
 
 SUMMED = {"expect_reduce_scatter", "launch_reduce_scatter"}

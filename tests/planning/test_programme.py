@@ -167,9 +167,7 @@ def test_no_plan_of_neighbours_is_predicted_to_be_faster(
 
 
 @settings(max_examples=20)
-@given(
-    unaligned_chains(max_size=30), world_sizes, links, codecs, st.integers(1, 6), st.randoms()
-)
+@given(unaligned_chains(max_size=30), world_sizes, links, codecs, st.integers(1, 6), st.randoms())
 def test_no_simpler_plan_is_predicted_to_be_faster(
     model: Model, size: int, link: LinkCost, codecs: CodecCosts, most: int, random: object
 ) -> None:
