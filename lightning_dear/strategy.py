@@ -44,6 +44,7 @@ from lightning_dear.support import (
     check_precision,
     say_what_is_gathered,
     warn_of_clipped_votes,
+    warn_of_lag,
 )
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -192,6 +193,7 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         assert self.lightning_module is not None
         check_optimizers(self.optimizers, self.precision_plugin)
         say_what_is_gathered(self._gather, self._options)
+        warn_of_lag(self._options)
         warn_of_clipped_votes(trainer, self._options.codec)
         before = self._pipeline.parts if self._pipeline is not None else ()
         parts = [part for part in before if part.optimizer in self.optimizers]

@@ -23,6 +23,10 @@ class PowerSGD(Compressor):
 
         P = mean of M Q,  P orthonormal,  Q = mean of M^T P,  C(M) = P Q^T
 
+    So C(M) = P P^T M, a projection, where M is the mean itself: |C(M) - M| <= |M| (norms of all
+    elements), and C(M) = M once Q spans the rows of an M of rank r or less. That holds as long as
+    |M| is an fp32 number, since the elements of P and Q may be as large.
+
     Both means are all-reduces, of P in backward and of Q after it, so that every rank has the whole
     mean gradient and all optimizer state; nothing is gathered. A tensor of more than two dimensions
     is a matrix of the first one, in the order of its storage, and all others. Vectors, and matrices

@@ -45,7 +45,12 @@ from lightning_dear.planning import FusionPlanner, resolve_fusion
 from lightning_dear.precision import loss_scale
 from lightning_dear.registration import START_METHODS
 from lightning_dear.strategy import DEFAULT_TIMEOUT
-from lightning_dear.support import check_optimizers, check_options, say_what_is_gathered
+from lightning_dear.support import (
+    check_optimizers,
+    check_options,
+    say_what_is_gathered,
+    warn_of_lag,
+)
 
 # Since Lightning 2.6 schedulers are set up as well.
 _SETS_UP_SCHEDULERS = (
@@ -177,6 +182,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         check_optimizers(optimizers, self.precision)  # type: ignore[arg-type]
         check_module_states(module)
         say_what_is_gathered(self._gather, self._options)
+        warn_of_lag(self._options)
         collectives = new_collectives(self.root_device, self._timeout)
         others = [one.pipeline for one in self._trained if one.module is not module]
         num_others = sum(len(other.parts) for other in others)

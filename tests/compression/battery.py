@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from lightning_dear.compression.codec import WIRE_ALIGNMENT, Codec, field
+
+
+@dataclass(frozen=True)
+class Again:
+    """How near y = C(x) comes to itself: |C(y) - y| <= relative |y| + absolute, each number."""
+
+    relative: float = 0.0
+    absolute: float = 0.0
+
+
+NEARLY = Again(relative=1e-5)
+"""Where a scale is measured once more, and rounded."""
 
 
 def generator_for(codec: Codec, seed: int = 7) -> torch.Generator | None:
@@ -34,8 +47,15 @@ def round_trip(codec: Codec, rows: Tensor, seed: int = 7) -> Tensor:
     return decoded(codec, encoded(codec, rows, seed), rows.shape[1], seed)
 
 
-def check_all(codec: Codec, rows: Tensor) -> None:
-    """Bytes, numbers and generators; nothing of how near they come."""
+def check_all(codec: Codec, rows: Tensor, again: Again | None = NEARLY) -> None:
+    """Bytes, numbers and generators; nothing of how near they come.
+
+    Args:
+        codec: Whatever it is.
+        rows: [R, numel] fp32, finite.
+        again: How near to itself what came back comes back; without random numbers only. None:
+            what comes back is not meant to travel unchanged.
+    """
     before, state = rows.clone(), torch.get_rng_state()
     wire = encoded(codec, rows)
     assert wire.shape[1] % WIRE_ALIGNMENT == 0
@@ -49,6 +69,16 @@ def check_all(codec: Codec, rows: Tensor) -> None:
     if codec.randomness == "none":
         _check_rows_are_independent(codec, rows, came_back)
         _check_cuts(codec, rows, came_back)
+        if again is not None:
+            check_again(codec, came_back, again)
+
+
+def check_again(codec: Codec, came_back: Tensor, again: Again, seed: int = 7) -> None:
+    """What has been decoded comes back once more, unchanged but for rounding."""
+    exact = came_back.double()
+    lost = (round_trip(codec, came_back, seed).double() - exact).abs()
+    off = lost > again.relative * exact.abs() + again.absolute
+    assert not off.any(), f"{int(off.sum())} numbers of {off.numel()} change when sent again"
 
 
 def _check_rows_are_independent(codec: Codec, rows: Tensor, came_back: Tensor) -> None:

@@ -1,64 +1,31 @@
-"""fp32, fp16 and bf16: the errors that their formats promise, and no infinities."""
+"""fp16 and bf16: their largest and smallest numbers, and their bytes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 from lightning_dear.compression.codec import Codec
-from lightning_dear.compression.floats import Bf16, Fp16, Fp32
+from lightning_dear.compression.floats import Bf16, Fp16
 from lightning_dear.compression.tiling import TILE_ELEMENTS
-from tests.compression.battery import check_all, check_contracts, encoded, round_trip
-from tests.compression.inputs import LARGEST, rows
+from tests.compression.battery import encoded, round_trip
+from tests.compression.formulas import FLOATS
+from tests.compression.inputs import LARGEST
 
-CODECS = (Bf16(), Fp16())
-RANGES = {
-    "bf16": (2.0**-8, 2.0**-134, (2 - 2.0**-7) * 2.0**127),
-    "fp16": (2.0**-11, 2.0**-25, 65504.0),
-}
-"""Relative error of normal numbers, absolute error of smaller ones, largest number."""
-
-both = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-
-
-@settings(max_examples=60)
-@given(st.sampled_from(CODECS), rows())
-def test_what_is_true_of_every_codec(codec: Codec, some: Tensor) -> None:
-    check_all(codec, some)
-    check_contracts(codec, some)
-
-
-@settings(max_examples=60)
-@given(rows())
-def test_fp32_loses_nothing(some: Tensor) -> None:
-    check_all(Fp32(), some)
-    assert torch.equal(round_trip(Fp32(), some), some)
-    assert Fp32().wire_bytes(some.shape[1]) == 4 * some.shape[1]
-
-
-@settings(max_examples=60)
-@given(st.sampled_from(CODECS), rows())
-def test_the_error_of_every_number(codec: Codec, some: Tensor) -> None:
-    relative, absolute, largest = RANGES[codec.name]
-    within = some.double().clamp(-largest, largest)
-    lost = (round_trip(codec, some).double() - within).abs()
-    assert (lost <= torch.clamp(relative * within.abs(), min=absolute)).all()
+both = pytest.mark.parametrize("codec", [Bf16(), Fp16()], ids=lambda codec: codec.name)
 
 
 @both
 def test_the_bounds_are_met(codec: Codec) -> None:
     """So that they cannot be halved: numbers half-way between two of the format."""
-    relative, absolute, _ = RANGES[codec.name]
+    relative, absolute, _ = FLOATS[codec.name]
     some = torch.tensor([[1 + relative, absolute, 3 * absolute]], dtype=torch.float64)
     assert round_trip(codec, some.float()).tolist() == [[1.0, 0.0, 4 * absolute]]
 
 
 @both
 def test_what_is_too_large_becomes_the_largest(codec: Codec) -> None:
-    largest = RANGES[codec.name][2]
+    largest = FLOATS[codec.name][2]
     some = torch.tensor([[LARGEST, -LARGEST, largest, -largest, 1.0]])
     assert round_trip(codec, some).tolist() == [[largest, -largest, largest, -largest, 1.0]]
 
@@ -66,13 +33,6 @@ def test_what_is_too_large_becomes_the_largest(codec: Codec) -> None:
 @both
 def test_signs_of_zeros(codec: Codec) -> None:
     assert round_trip(codec, torch.tensor([[0.0, -0.0]])).signbit().tolist() == [[False, True]]
-
-
-@both
-def test_what_comes_back_travels_unchanged(codec: Codec) -> None:
-    generator = torch.Generator().manual_seed(3)
-    once = round_trip(codec, torch.randn(3, 129, generator=generator))
-    assert torch.equal(round_trip(codec, once), once)
 
 
 @both

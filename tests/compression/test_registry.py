@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import is_hypothesis_test
 
 from lightning_dear import DearStrategy, compression
 from lightning_dear.compression import (
@@ -22,6 +23,8 @@ from lightning_dear.compression import (
     resolve_compressor,
 )
 from lightning_dear.compression.sparse import Sparse
+from tests.compression import test_properties
+from tests.compression.properties import PROPERTIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/compressors.md").read_text()
@@ -32,7 +35,6 @@ TABLES = [
 ]
 ROWS = {cells[0].strip("`"): cells for cells in TABLES if len(cells) == 7}
 OPTIONS = [cells for cells in TABLES if len(cells) == 4]
-TESTS = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
 CLASSES = {**CODECS, "powersgd": PowerSGD}
 COMMON = {"halves", "error_feedback", "allow_biased", "allow_lag"}
 GATHERS = {"small": "parameters", "large": "gradients, or parameters", "unbounded": "gradients"}
@@ -95,13 +97,21 @@ def test_the_row_of_the_low_rank_one_is_true() -> None:
     assert set(re.findall(r"`(\w+)`", options)) == vars(codec).keys() - COMMON
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_every_codec_has_tests_of_its_own_and_says_what_it_does(name: str) -> None:
-    codec = CODECS[name]
-    assert re.search(rf"\b{codec.__name__}\(", TESTS.replace("CODECS[name]()", ""))
-    says, (*_, paper) = inspect.getdoc(codec) or "", ROWS[name]
-    assert re.search(r"[=<]", says), "no formula"
-    assert name == "fp32" or paper in " ".join(says.split()), "another paper, or none"
+def test_one_test_goes_through_the_properties_of_every_compressor() -> None:
+    assert list(PROPERTIES) == list(COMPRESSORS[1:])
+    test = test_properties.test_every_formula_is_true
+    (over,) = [mark for mark in test.pytestmark if mark.name == "parametrize"]
+    assert over.args == ("name", PROPERTIES)
+    assert is_hypothesis_test(test)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS[1:])
+def test_every_compressor_says_what_is_tested_of_it(name: str) -> None:
+    properties, (*_, paper) = PROPERTIES[name], ROWS[name]
+    assert {type(one) for one in properties.instances} == {CLASSES[name]}
+    says = " ".join((inspect.getdoc(CLASSES[name]) or "").split())
+    assert properties.formula in says, "another formula, or none"
+    assert name == "fp32" or paper in says, "another paper, or none"
 
 
 @pytest.mark.parametrize("name", COMPRESSORS[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import pytest
 import torch
@@ -14,39 +13,17 @@ from torch import Tensor
 from lightning_dear.compression.codec import Codec, field
 from lightning_dear.compression.sparse import DGC, RandomK, TopK
 from tests.compression.battery import (
-    check_all,
-    check_contracts,
     check_is_unbiased,
     decoded,
     encoded,
     relative_error,
     round_trip,
 )
+from tests.compression.formulas import num_entries
 from tests.compression.inputs import LARGEST, SIZES, normal, rows
-
-DENSITIES = (0.001, 0.01, 0.07, 0.1, 0.25, 1.0)
-SELECTORS = ("exact", "sampled", "sidco")
+from tests.compression.properties import DENSITIES, SELECTORS
 
 densities = st.sampled_from(DENSITIES)
-
-
-def num_entries(density: float, numel: int) -> int:
-    return max(1, math.ceil(Fraction(str(density)) * numel)) if numel else 0
-
-
-@settings(max_examples=60)
-@given(rows(), densities, st.sampled_from(SELECTORS))
-def test_topk(some: Tensor, density: float, selector: str) -> None:
-    codec = TopK(density=density, selector=selector)
-    check_all(codec, some)
-    check_contracts(codec, some)
-    came_back = round_trip(codec, some)
-    assert torch.equal(came_back, torch.where(came_back != 0, some, 0.0)), "a number was changed"
-    assert ((came_back != 0).sum(1) <= num_entries(density, some.shape[1])).all()
-    assert torch.equal(came_back.any(1), some.any(1)), "nothing of a row was sent"
-    # What is sent is no smaller than what is lost, however few a threshold finds.
-    sent = (came_back != 0).sum(1).double()
-    assert (relative_error(codec, some) <= 1 - sent / max(1, some.shape[1]) + 1e-12).all()
 
 
 @settings(max_examples=60)
@@ -62,15 +39,6 @@ def test_exact_topk_keeps_its_share(some: Tensor, density: float) -> None:
     came_back = round_trip(codec, some).abs()
     expected = some.abs().sort(1, descending=True).values[:, :k]
     assert torch.equal(came_back.sort(1, descending=True).values[:, :k], expected)
-
-
-@settings(max_examples=50)
-@given(rows())
-def test_dgc(some: Tensor) -> None:
-    codec = DGC(density=0.05)
-    check_all(codec, some)
-    check_contracts(codec, some)
-    assert torch.equal(encoded(codec, some), encoded(TopK(density=0.05, selector="sampled"), some))
 
 
 def test_topk_by_hand() -> None:
@@ -117,17 +85,6 @@ def test_sent_mask_by_hand() -> None:
         mask = torch.ones(1, 6, dtype=torch.bool)
         codec.sent_mask(encoded(codec, row), mask)
         assert mask.tolist() == [[True, False, False, True, False, False]]
-
-
-@settings(max_examples=60)
-@given(rows(), densities, st.booleans())
-def test_randomk(some: Tensor, density: float, unbiased: bool) -> None:
-    codec = RandomK(density=density, unbiased=unbiased)
-    check_all(codec, some)
-    if not unbiased:
-        check_contracts(codec, some)
-        came_back = round_trip(codec, some)
-        assert torch.equal(came_back, torch.where(came_back != 0, some, 0.0))
 
 
 @settings(max_examples=40)
@@ -285,17 +242,3 @@ def test_densities_are_checked(codec: type[Codec], density: float) -> None:
 def test_other_options_are_checked(codec: type[Codec], options: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         codec(**options)
-
-
-@pytest.mark.parametrize(
-    "codec",
-    [*(TopK(selector=name) for name in SELECTORS), DGC(), RandomK(), RandomK(unbiased=True)],
-)
-def test_no_device_is_waited_for(codec: Codec) -> None:
-    """Meta tensors hold no numbers: whatever asks for one, or for how many there are, fails."""
-    some = torch.empty(3, 1000, device="meta")
-    wire = torch.empty(3, codec.wire_bytes(1000), device="meta", dtype=torch.uint8)
-    codec.encode(some, wire, torch.Generator())
-    codec.decode(wire, some, torch.Generator())
-    if isinstance(codec, TopK):
-        codec.sent_mask(wire, torch.empty(3, 1000, device="meta", dtype=torch.bool))

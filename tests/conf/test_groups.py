@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dear.apps import train
-from lightning_dear.compression import COMPRESSORS, resolve_compressor
+from lightning_dear.compression import COMPRESSORS, TopK, resolve_compressor
 from lightning_dear.paths import conf_dir
 from tests.conf.composing import composed, options_of
 
@@ -103,6 +103,13 @@ def test_every_compressor_reaches_the_strategy(option, tmp_path):
     with composed(tmp_path, f"compressor={option}") as config:
         strategy = instantiate(config.strategy, _convert_="all")
     assert strategy._options.codec == resolve_compressor(option)
+
+
+@pytest.mark.parametrize("density", [0.01, 0.05])
+def test_options_of_a_compressor_reach_the_strategy(density, tmp_path):
+    with composed(tmp_path, "compressor=topk", f"compressor.density={density}") as config:
+        strategy = instantiate(config.strategy, _convert_="all")
+    assert strategy._options.codec == TopK(density=density)
 
 
 def test_every_compressor_has_a_config():

@@ -9,9 +9,11 @@ BITS = "tests/engine/test_coded_bits.py"
 CHANGES = "tests/engine/test_codec_changes.py"
 FAILURES = "tests/engine/test_coded_failures.py"
 DGC = "tests/engine/test_dgc_law.py"
+LAG_WARNING = "tests/lightning/test_lag_warning.py"
 LAGGING = "tests/engine/test_lagging.py"
 OTHER_RANKS = "tests/engine/test_other_ranks.py"
 MEMORY = "tests/compression/test_memory.py"
+PROPERTIES = "tests/compression/test_properties.py"
 SELECTORS = "tests/compression/test_selectors.py"
 SCHEDULE = "tests/lightning/test_compression_schedule.py"
 TRAINER = "tests/lightning/test_compressors.py"
@@ -303,6 +305,34 @@ CODED = [
         "                self._schedule.connect(None)\n",
         "                pass\n",
         (f"{SCHEDULE}::test_a_schedule_is_driven_for_one_fit",),
+    ),
+    Mutation(
+        "clearing what lies behind a row of bytes",
+        "compression/floats.py",
+        "        wire[:, 2 * numel :].zero_()\n",
+        "",
+        (PROPERTIES, "-kfp16"),
+    ),
+    Mutation(
+        "a scale whose largest multiple is finite",
+        "compression/integers.py",
+        "clamp_(_FP32.tiny, largest)",
+        "clamp_(_FP32.tiny)",
+        (PROPERTIES, "-kint8 or int4"),
+    ),
+    Mutation(
+        "warning of weights that stay behind",
+        "strategy.py",
+        "        warn_of_lag(self._options)\n",
+        "",
+        (f"{LAG_WARNING}::test_rank_0_says_it_once_a_fit",),
+    ),
+    Mutation(
+        "warning of them under Fabric",
+        "fabric/strategy.py",
+        "        warn_of_lag(self._options)\n",
+        "",
+        (f"{LAG_WARNING}::test_fabric_says_it_too",),
     ),
     Mutation(
         "warning of clipped votes",
