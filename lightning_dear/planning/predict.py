@@ -78,9 +78,7 @@ def predict(
     link: LinkCost,
     codecs: CodecCosts = NO_CODEC,
 ) -> Prediction:
-    """The steady-state step of `plan`.
-
-    Buckets are encoded, sent and decoded with their padding, and stepped without it.
+    """The steady-state step of `plan`. Padding is encoded, sent and decoded, and not stepped.
 
     Backward: reduce-scatters and all-reduces in plan order, each launched when its last gradient is
     there, and early gathers in their order, each launched when its bucket is reduced; the link
