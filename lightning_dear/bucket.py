@@ -125,18 +125,8 @@ class Bucket:
             torch.where(was_written, self.replica.to(self.shard.dtype), self.shard, out=self.shard)
 
     def _adopt_moves(self) -> None:
-        """Moves `shard` with `replica`, by 0 where nobody wrote: the lag is still to be sent.
-
-        Not so where weights come back from a divergence, whose lag would swamp them: if `replica`
-        was moved by more than twice its new norm, or was not finite, `shard` becomes what it is.
-        """
-        dtype, norm = self.shard.dtype, torch.linalg.vector_norm
-        replica, published = self.replica.to(dtype), self.published.to(dtype)
-        lag = torch.sub(self.shard, published)
-        moved = torch.where(replica == published, self.shard, replica + lag)
-        # Never so if a norm is nan.
-        is_move = norm(replica - published) <= 2 * norm(replica)
-        torch.where(is_move, moved, replica, out=self.shard)
+        """Moves `shard` with `replica`, by 0 where nobody wrote: the lag is still to be sent."""
+        follow_weights(self.shard, self.published, self.replica)
         self.note_published()
 
     def adopt_gradients(self) -> None:
@@ -145,6 +135,22 @@ class Bucket:
             own = self.gradients[self.own]
             was_changed = own != self.mean.to(own.dtype)
             torch.where(was_changed, own.to(self.mean.dtype), self.mean, out=self.mean)
+
+
+def follow_weights(master: Tensor, before: Tensor, weights: Tensor) -> None:
+    """Moves `master` by as much as `weights` were since they were `before`; it is mutated.
+
+    Where they were not moved it stays, bit for bit. Not so where weights come back from a
+    divergence, whose lag would swamp them: if they were moved by more than twice their new norm, or
+    were not finite, `master` becomes what they are.
+    """
+    dtype, norm = master.dtype, torch.linalg.vector_norm
+    weights, before = weights.to(dtype), before.to(dtype)
+    lag = torch.sub(master, before)
+    moved = torch.where(weights == before, master, weights + lag)
+    # Never so if a norm is nan.
+    is_move = norm(weights - before) <= 2 * norm(weights)
+    torch.where(is_move, moved, weights, out=master)
 
 
 @dataclass(frozen=True)

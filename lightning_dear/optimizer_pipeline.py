@@ -16,6 +16,7 @@ from lightning_dear.early_steps import EarlySteps
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import check_momentum
+from lightning_dear.left_weights import LeftWeights
 from lightning_dear.mean_gradients import MeanGradients
 from lightning_dear.plan_changes import PlanChanges
 from lightning_dear.planning import BucketPlan, FusionPlanner
@@ -80,6 +81,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
             else ShardedOptimizer(optimizer, self)
         )
         self._residuals = ResidualKeeper(optimizer, collectives)
+        self._left = LeftWeights(optimizer)
         self._module = module
         self._number = number
         self._collectives = collectives
@@ -344,5 +346,5 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         """The module and the optimizer are as they were. Parameters should be complete."""
         self._release()
         self.sharded.remove_hooks()
-        self.sharded.detach()
-        self._residuals.detach()
+        for part in (self.sharded, self._residuals, self._left):
+            part.detach()

@@ -24,7 +24,7 @@ class Piece:
         offset: Where the piece begins in the bucket.
         parameter: 1-D view of the elements in the bucket's `shard`, what the optimizer steps on.
         gradient: 1-D view of their mean gradient; None where autograd's own is read.
-        has_master: Whether `parameter` is an fp32 copy of 16-bit elements.
+        has_master: See `Bucket.has_master`.
         is_plain: Whether it is a whole, contiguous parameter, whose gradient needs no rearranging.
         was_stepped: Whether a step has changed `parameter`.
         group: Number of the parameter's group in its optimizer.

@@ -26,6 +26,7 @@ from lightning_dear.exchange import LossScale
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import TrainedParameters
+from lightning_dear.left_weights import LeftWeights
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS
 from lightning_dear.planning.whole import with_whole_tensors
@@ -71,6 +72,7 @@ class PlanChanges:
     launches_in_backward: bool = True
     find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
     _residuals: ResidualKeeper
+    _left: LeftWeights
     _uses_buckets: bool
     _has_new: bool
     _is_sending: bool
@@ -238,6 +240,7 @@ class PlanChanges:
         Args:
             but: Numbers of buckets whose parameters are left alone.
         """
+        self._left.follow()
         if self._active is not None:
             self._active.adopt_writes(but)
             if self.sharded.adopt_state():
@@ -272,6 +275,8 @@ class PlanChanges:
         """Back to before the first step, values and optimizer state kept. Collective, blocks."""
         if self._active is not None:
             self._put_state_together()
+            buckets, placements = self._active.flat.buckets, self._active.flat.placements
+            self._left.note(one.parameter for one in placements if buckets[one.buckets[0]].lags)
         self._release()
         # The state is whole in `optimizer.state`, until there is another plan.
         self.plan = None

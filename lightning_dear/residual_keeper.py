@@ -115,6 +115,9 @@ class ResidualKeeper:
             saved = [key for group in state_dict["param_groups"] for key in group["params"]]
             own = [p for group in optimizer.param_groups for p in group["params"]]
             rank, world_size = self._collectives.rank, self._collectives.world_size
+            if len(saved) != len(own):
+                # For torch to refuse, which says so.
+                return
             parameter_of = dict(zip(saved, own, strict=True))
             held = residuals.unpacked(state_dict[KEY], parameter_of, rank, world_size)
         if self._parameters:

@@ -85,9 +85,8 @@ class ShardedOptimizer:
             bucket.number: shard_pieces(bucket, rank, world_size) for bucket in buffers.buckets
         }
         self._whole = frozenset(bucket.number for bucket in buffers.buckets if bucket.is_whole)
-        self._has_master = [
-            buffers.buckets[placement.buckets[0]].has_master for placement in buffers.placements
-        ]
+        homes = [buffers.buckets[placement.buckets[0]] for placement in buffers.placements]
+        self._have_master = [(home.has_master, home.lags) for home in homes]
         self.pieces = list(chain(*self._in_bucket.values()))
         self._state = defaultdict(dict)
         for piece in self.pieces:
@@ -141,7 +140,8 @@ class ShardedOptimizer:
             Whether masters were among it.
         """
         whole = self.optimizer.state
-        if self._was_loaded:
+        was_loaded = self._was_loaded
+        if was_loaded:
             self._forget()
         if not whole:
             return False
@@ -158,15 +158,20 @@ class ShardedOptimizer:
                 piece.was_stepped = brings_masters = True
             if own:
                 self._state[piece.parameter] = own
-        self._take_out(whole)
+        self._take_out(whole, was_loaded)
         return brings_masters
 
-    def _take_out(self, whole: dict[Tensor, Any]) -> None:
-        """Takes the managed parameters' state out of `whole`, and says if a master is lost."""
+    def _take_out(self, whole: dict[Tensor, Any], was_loaded: bool) -> None:
+        """Takes the managed parameters' state out of `whole`, and says if a master is lost.
+
+        Of 16 bits those are lost, too, that were loaded and do not round to their weights.
+        """
         is_lost = False
-        for parameter, has_master in zip(self._parameters, self._has_master, strict=True):
+        for parameter, kind in zip(self._parameters, self._have_master, strict=True):
+            has_master, lags = kind
             master = whole.pop(parameter, {}).get(MASTER_KEY)
-            is_lost |= not has_master and differs(master, parameter)
+            if not has_master or (was_loaded and not lags):
+                is_lost |= differs(master, parameter, is_rounded=has_master)
         if is_lost:
             self._listener.masters_dropped()
 

@@ -255,7 +255,8 @@ def with_unseen(
     if start is None:
         return codecs
     plan, step_s = start
-    return replace(codecs, unseen_s=step_s - predict(plan, tensors, times, link, codecs).step_s)
+    unseen_s = step_s - predict(plan, tensors, times, link, codecs).step_s
+    return replace(codecs, unseen_s=unseen_s, fitted_to=plan)
 
 
 def measure_link(pipeline: Pipeline) -> LinkCost:

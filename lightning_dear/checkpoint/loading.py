@@ -28,6 +28,12 @@ def undo_casts(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
                 optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
 
 
-def differs(master: Tensor | None, parameter: Tensor) -> bool:
-    """Whether `parameter`'s numbers are not those of its loaded master. May wait for the device."""
-    return master is not None and not torch.equal(parameter.to(master.dtype), master)
+def differs(master: Tensor | None, parameter: Tensor, *, is_rounded: bool = False) -> bool:
+    """Whether `parameter`'s numbers are not those of its loaded master. May wait for the device.
+
+    Where `is_rounded`, those of the master in the parameter's precision.
+    """
+    if master is None:
+        return False
+    dtype = parameter.dtype if is_rounded else master.dtype
+    return not torch.allclose(parameter.to(dtype), master.to(dtype), 0, 0, equal_nan=True)

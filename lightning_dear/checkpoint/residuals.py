@@ -69,10 +69,12 @@ def put_in(
 ) -> None:
     """Overwrites what is kept in `coded`; what `residuals` do not know becomes 0. Local.
 
-    A factor that they do not know, or of another rank, stays what it is. Numbers of which they do
-    not know the rate count as of this training's, as earlier versions took all of them.
+    A factor that they do not know, or of another rank, becomes what it was at the start. Numbers of
+    which they do not know the rate count as of this training's, as earlier versions took all of
+    them.
     """
     for one in coded:
+        one.start_anew()
         one.counts.update(residuals.counts)
         for number, own in one.factors.items():
             factor = residuals.factors.get(parameters[number], own)
@@ -254,7 +256,7 @@ def parts_of(coded: Sequence[CompressedBucket], parameters: Sequence[Parameter])
 
 
 def parts_held(residuals: Residuals) -> Iterator[Part]:
-    """The same of what is held while there is no plan."""
+    """The same of what is held of parameters that are in no bucket."""
     for kind, named in (("worker", residuals.worker), ("owner", residuals.owner)):
         for name, own in named.items():
             for parameter, numbers in own.items():

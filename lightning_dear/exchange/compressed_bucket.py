@@ -71,6 +71,10 @@ class CompressedBucket(ABC):
             self.codec = codec
             self._make_room()
 
+    def start_anew(self) -> None:
+        """What is counted, and factors, as before the first step; memories stay as they are."""
+        self.counts.update(dict.fromkeys(self.counts, 0))
+
     @abstractmethod
     def _make_room(self) -> None:
         """Makes buffers for what `codec` sends, new ones."""

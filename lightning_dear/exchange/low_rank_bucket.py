@@ -94,9 +94,17 @@ class LowRankBucket(CompressedBucket):
             num_rows, num_columns = self._matrix_shape(piece)
             rank = low_rank.rank_of(num_rows, num_columns)
             if rank:
-                factor = starting_factor(num_columns, rank, f"{low_rank.name} {piece.tensor}")
-                self._factors[piece.tensor] = factor.to(device)
+                self._factors[piece.tensor] = torch.empty(num_columns, rank, device=device)
+        self._name = low_rank.name
+        self.start_anew()
         self._make_room()
+
+    @override
+    def start_anew(self) -> None:
+        super().start_anew()
+        for number, factor in self._factors.items():
+            num_columns, rank = factor.shape
+            factor.copy_(starting_factor(num_columns, rank, f"{self._name} {number}"))
 
     def _matrix_shape(self, piece: Slice) -> tuple[int, int]:
         shape = self._shapes[piece.tensor]

@@ -104,12 +104,14 @@ class CodecCosts:
             where what comes back is no gradient, such as a vote.
         unseen_s: Seconds of a step that no cost shows, such as ranks that wait for each other;
             negative where steps are shorter than all costs say. The same for every plan.
+        fitted_to: The plan whose measured step all these add up to, if there is one.
     """
 
     compressed: CodecCost = CodecCost()
     uncompressed: CodecCost = CodecCost()
     may_mix: bool = False
     unseen_s: float = 0.0
+    fitted_to: BucketPlan | None = None
 
     @property
     def are_none(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from typing_extensions import override
 
@@ -11,11 +12,17 @@ from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.contest import Contest, distinct
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
-from lightning_dear.planning.fusion import NoFusion, SingleFusion, ThresholdFusion, fuse_groups
+from lightning_dear.planning.fusion import (
+    FusionPlanner,
+    NoFusion,
+    SingleFusion,
+    ThresholdFusion,
+    fuse_groups,
+)
 from lightning_dear.planning.group_cost import course_of
 from lightning_dear.planning.mergecomp_heuristic import MergeCompHeuristicFusion, best_cuts
 from lightning_dear.planning.pieces import Piece, families_of_pieces, indices_of
-from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec
+from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec, same_buckets
 from lightning_dear.planning.predict import predict
 from lightning_dear.planning.programme import Grouping, best_groupings
 from lightning_dear.planning.search import PlanSearch, PredictingPlanner, described
@@ -31,6 +38,9 @@ _MIN_GAIN = 2e-3
 _SLACK = 1.05
 """How much longer than a known step one may be for the programme: `predict` knows other families,
 and in which order forward really reads."""
+
+_NUM_NEAREST = 2
+"""Measured plans that tell how far another one's prediction is off."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +59,10 @@ class MergeCompFusion(PredictingPlanner):
     predicted to be faster, and its plan is used without being measured against others.
 
     With a compressor it also says which buckets travel as they are, from what encoding and decoding
-    cost. Those share the host with messages, which no prediction sees to the last percent: so two
-    simpler plans, of MergeComp's own search and one bucket for all, are measured against it, and it
-    stays unless one of them is faster.
+    cost. Those share the host with messages, which no prediction sees to the last percent: so
+    simpler plans are measured against it, and it stays unless one of them is faster: that of
+    MergeComp's own search, one bucket for all, and, where buckets may be left uncompressed,
+    `ThresholdFusion`'s without any compression.
 
     The programme cuts no tensor. Tensors of different families are planned one after the other,
     each beside the plans of the others.
@@ -87,7 +98,7 @@ class MergeCompFusion(PredictingPlanner):
         task = _Task(tensors, world_size, codecs.restricted(times), link, codecs)
         best = self.best_plan(tensors, world_size, times, link, codecs)
         best, *others = distinct([best, *task.simpler_plans()])
-        return MergeCompSearch(best, others, tensors, task.step_s)
+        return MergeCompSearch(best, others, tensors, task.step_s, codecs.fitted_to)
 
     @override
     def best_plan(
@@ -156,9 +167,12 @@ class _Task:
         return predict(plan, self.tensors, self.times, self.link, self.codecs).step_s
 
     def simpler_plans(self) -> list[BucketPlan]:
-        """What MergeComp's own search finds, and one bucket for all; all compressed."""
-        single = SingleFusion().plan(self.tensors, self.world_size)
-        return [self._with_early(plan) for plan in (self._heuristic_plan(), single)]
+        """What MergeComp's own search finds, one bucket for all, and what needs no compressor."""
+        plans = [self._heuristic_plan(), self._plan_by(SingleFusion())]
+        if self.codecs.may_mix:
+            threshold = _uncompressed(self._plan_by(ThresholdFusion()))
+            plans.append(replace(threshold, name="threshold_uncompressed"))
+        return [self._with_early(plan) for plan in plans]
 
     def _heuristic_plan(self) -> BucketPlan:
         costs = self.times, self.link, self.codecs
@@ -166,14 +180,15 @@ class _Task:
 
     def _simple_plans(self) -> list[BucketPlan]:
         """What fixed rules make, compressed and not, and what MergeComp's own search finds."""
-        rules = SingleFusion(), NoFusion(), ThresholdFusion()
-        plans = [rule.plan(self.tensors, self.world_size) for rule in rules]
-        if not self.times.allows_cuts:
-            plans = [with_whole_tensors(plan, self.tensors) for plan in plans]
+        plans = [self._plan_by(rule) for rule in (SingleFusion(), NoFusion(), ThresholdFusion())]
         if self.codecs.may_mix:
-            plans += [replace(plan, uncompressed=tuple(range(len(plan.buckets)))) for plan in plans]
+            plans += [_uncompressed(plan) for plan in plans]
         plans.append(self._heuristic_plan())
         return [self._with_early(plan) for plan in plans if len(plan.buckets) <= MAX_BUCKETS]
+
+    def _plan_by(self, rule: FusionPlanner) -> BucketPlan:
+        plan = rule.plan(self.tensors, self.world_size)
+        return plan if self.times.allows_cuts else with_whole_tensors(plan, self.tensors)
 
     def _with_early(self, plan: BucketPlan) -> BucketPlan:
         if not self.times.allows_early:
@@ -186,6 +201,10 @@ class _Task:
         enough_s = (1 + _MIN_GAIN * self.codecs.are_none) * min(steps_s.values())
         good = [plan for plan, step_s in steps_s.items() if step_s <= enough_s]
         return min(good, key=lambda plan: (len(plan.buckets), steps_s[plan]))
+
+
+def _uncompressed(plan: BucketPlan) -> BucketPlan:
+    return replace(plan, uncompressed=tuple(range(len(plan.buckets))))
 
 
 def _groups_of(pieces: Sequence[Piece], grouping: Grouping) -> _Groups:
@@ -210,6 +229,7 @@ class MergeCompSearch(Contest):
         simpler: The others; distinct, and none of them the programme's.
         tensors: What the plans are made of.
         step_s: Predicts a plan's step, seconds.
+        fitted_to: A plan that takes what `step_s` says, if one was measured before.
     """
 
     def __init__(
@@ -218,10 +238,31 @@ class MergeCompSearch(Contest):
         simpler: Sequence[BucketPlan],
         tensors: Sequence[TensorSpec],
         step_s: Callable[[BucketPlan], float],
+        fitted_to: BucketPlan | None = None,
     ) -> None:
         super().__init__(programme, simpler)
         self._tensors = tensors
         self._step_s = step_s
+        self._fitted_to = fitted_to
+
+    def expected_s(self, plan: BucketPlan) -> float:
+        """The step of `plan`, seconds, as far as others tell: its own measurements have no say.
+
+        Its prediction, and what the two other measured plans with the nearest predictions took
+        beyond theirs, on average: the more a plan overlaps, the less of that comes true.
+        """
+        predicted_s = self._step_s(plan)
+        measured = [one for one in self.plans if self.count(one)]
+        known = [
+            (self._step_s(one), self.mean_s(one) - self._step_s(one))
+            for one in measured
+            if one is not plan
+        ]
+        start = self._fitted_to
+        if start is not None and not any(same_buckets(start, one) for one in (plan, *measured)):
+            known.append((self._step_s(start), 0.0))
+        nearest = sorted(known, key=lambda one: abs(one[0] - predicted_s))[:_NUM_NEAREST]
+        return predicted_s + (fmean(beyond_s for _, beyond_s in nearest) if nearest else 0.0)
 
     @property
     @override
@@ -229,7 +270,7 @@ class MergeCompSearch(Contest):
         """See `PlanSearch`; a plan's predicted step, then the measured ones, fastest first."""
         best = self.best
         which = "" if best is self.incumbent else f" of {best.name}"
-        predicted = f"predicted {1e3 * self._step_s(best):.3g} ms/step"
+        predicted = f"predicted {1e3 * self.expected_s(best):.3g} ms/step"
         what = f"mergecomp: {described(best, self._tensors)}{which}, {predicted}"
         others = sorted((one for one in self.plans if one is not best), key=self.mean_s)
         measured = [

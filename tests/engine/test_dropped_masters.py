@@ -114,6 +114,16 @@ def test_what_16_bits_round_is_said_too() -> None:
         assert _resume(options, saved)[1] == (dist.get_rank() == 0), options
 
 
+@distributed(world_sizes=(2,))
+def test_masters_of_16_bits_that_weights_lag_behind_are_lost_where_nothing_lags() -> None:
+    saved = _save(LAGGING, torch.bfloat16)
+    assert _resume(LAGGING, saved, torch.bfloat16)[1] == 0
+    for options in (DENSE, ExchangeOptions(codec=Int4(halves="reduce"))):
+        assert _resume(options, saved, torch.bfloat16)[1] == (dist.get_rank() == 0), options
+    synced = _save(LAGGING, torch.bfloat16, syncs=True)
+    assert _resume(DENSE, synced, torch.bfloat16)[1] == 0
+
+
 @distributed(world_sizes=(1,))
 def test_the_message_names_the_way_out() -> None:
     saved = _save(LAGGING)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -164,3 +165,74 @@ def _check_left_out(codec: Compressor | None) -> None:
     assert bool(again) is (codec is not None)
     for kept in again.values():
         assert all(one.shape != (2, *weight.shape) for one in kept.values())
+
+
+LAGGING = coded(Int4(block_size=64), "parameters")
+
+
+def _master(run: Run) -> torch.Tensor:
+    """Of the parameter that is frozen; collective."""
+    return run.part.optimizer_state_dict()["state"][SOMETIMES][MASTER_KEY].clone()
+
+
+@distributed(world_sizes=(1, 2))
+def test_what_is_written_to_a_frozen_weight_stays_and_moves_its_master() -> None:
+    run = Run(LAGGING)
+    _steps(run, 4)
+    _freeze(run)
+    _steps(run, 1, is_frozen=True)
+    weight = run.model.weights[SOMETIMES]
+    lag = _master(run) - weight.detach()
+    assert lag.norm() > 0 or dist.get_world_size() == 1
+    written = weight.detach() + 5.0
+    with torch.no_grad():
+        weight.copy_(written)
+    # In a checkpoint, while it is in no plan, and once it is in one again.
+    torch.testing.assert_close(_master(run), written + lag)
+    run.pipeline.complete_parameters()
+    _grow(run)
+    _steps(run, 1, is_frozen=True)
+    weight.requires_grad_(True)
+    _steps(run, 1, is_frozen=True)
+    run.pipeline.complete_parameters()
+    torch.testing.assert_close(_master(run), written + lag)
+    # What is left is less than it was, of a weight of about 5.
+    assert (weight.detach() - written - lag).norm() <= lag.norm()
+
+
+@distributed(world_sizes=(1, 2))
+def test_what_is_written_between_two_plans_stays() -> None:
+    run = Run(LAGGING)
+    _steps(run, 4)
+    weight = run.model.weights[SOMETIMES]
+    _grow(run)
+    # The plan ends here; the next one begins in the step.
+    run.backward(leaves_out=True)
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.add_(5.0)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.pipeline.complete_parameters()
+    assert (weight.detach() - before).mean() == pytest.approx(5.0, rel=0.2)
+    assert (_master(run) - before).mean() == pytest.approx(5.0, rel=0.2)
+
+
+@distributed(world_sizes=(2,))
+def test_masters_that_are_loaded_do_not_follow_what_was_written_before() -> None:
+    run = Run(LAGGING)
+    _steps(run, 4)
+    _freeze(run)
+    _steps(run, 1, is_frozen=True)
+    run.pipeline.complete_parameters()
+    weights = copy.deepcopy(run.model.state_dict())
+    state = copy.deepcopy(run.part.optimizer_state_dict())
+    weight = run.model.weights[SOMETIMES]
+    with torch.no_grad():
+        weight.add_(5.0)
+    moved = _master(run)
+    run.model.load_state_dict(weights)
+    run.optimizer.load_state_dict(state)
+    loaded = state["state"][SOMETIMES][MASTER_KEY]
+    assert torch.equal(_master(run), loaded)
+    assert not torch.allclose(moved, loaded)

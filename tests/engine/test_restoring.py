@@ -12,7 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dear.checkpoint.format import MASTER_KEY
-from lightning_dear.compression import Bf16, Codec, EFSignSGD, Int4, Int8, TopK
+from lightning_dear.compression import (
+    QSGD,
+    Bf16,
+    Codec,
+    EFSignSGD,
+    Int4,
+    Int8,
+    PowerSGD,
+    RandomK,
+    TopK,
+)
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.pipeline import Pipeline
 from tests.distributed.harness import distributed
@@ -66,10 +76,17 @@ CASES = [
 ]
 
 
+COUNTING = [
+    (ExchangeOptions("gradients", codec=codec), torch.float32)
+    for codec in (RandomK(density=0.2), QSGD(), PowerSGD(rank=1, min_saving=1.0))
+]
+"""Of random numbers that go on from step to step, or a factor that does."""
+
+
 @distributed(world_sizes=(1, 2))
 def test_a_state_from_before_the_first_step_starts_anew() -> None:
     """As callbacks restore one that look for a learning rate: nothing of the trial is left."""
-    for options, dtype in CASES:
+    for options, dtype in (*CASES, *COUNTING):
         training = _Training(options, dtype)
         before = training.save()
         assert not before[1]["state"]

@@ -116,6 +116,46 @@ CODEC_PLANS = [
         (f"{TUNING}::test_what_no_cost_shows_is_learnt_from_the_starting_plan",),
     ),
     Mutation(
+        "letting other plans say what a step takes",
+        "planning/mergecomp.py",
+        "            if one is not plan\n",
+        "",
+        (
+            "tests/planning/test_mergecomp_search.py"
+            "::test_a_plans_own_measurement_does_not_tell_what_it_is_expected_to_take",
+        ),
+    ),
+    Mutation(
+        "leaving out a start that has the buckets of a measured plan",
+        "planning/mergecomp.py",
+        "        if start is not None and not any(same_buckets(start, one)"
+        " for one in (plan, *measured)):\n",
+        "        if start is not None:\n",
+        (
+            "tests/planning/test_mergecomp_search.py"
+            "::test_a_start_with_the_buckets_of_a_measured_plan_tells_nothing_more",
+        ),
+    ),
+    Mutation(
+        "measuring what needs no compressor",
+        "planning/mergecomp.py",
+        "        if self.codecs.may_mix:\n            threshold",
+        "        if False:\n            threshold",
+        (
+            "tests/planning/test_mergecomp_search.py"
+            "::test_what_needs_no_compressor_is_measured_where_it_is_allowed",
+        ),
+    ),
+    Mutation(
+        "counting what the costs are fitted to among the plans that tell",
+        "planning/mergecomp.py",
+        "        return MergeCompSearch(best, others, tensors, task.step_s, codecs.fitted_to)\n",
+        "        return MergeCompSearch(best, others, tensors, task.step_s)\n",
+        (
+            "tests/planning/test_mergecomp_search.py::test_the_starting_plan_counts_among_those_that_tell",
+        ),
+    ),
+    Mutation(
         "leaving scheduled steps out of what no cost shows",
         "plan_changes.py",
         "        return self._codec in (None, self._options.codec)\n",

@@ -27,15 +27,15 @@ LOADING = [
     Mutation(
         "forgetting the lag of weights that diverged",
         "bucket.py",
-        "        torch.where(is_move, moved, replica, out=self.shard)\n",
-        "        self.shard.copy_(moved)\n",
+        "    torch.where(is_move, moved, weights, out=master)\n",
+        "    master.copy_(moved)\n",
         (f"{RESTORING}::test_weights_alone_come_back_from_a_divergence",),
     ),
     Mutation(
         "keeping the lag of weights that move a little",
         "bucket.py",
-        "        torch.where(is_move, moved, replica, out=self.shard)\n",
-        "        self.shard.copy_(replica)\n",
+        "    torch.where(is_move, moved, weights, out=master)\n",
+        "    master.copy_(weights)\n",
         (f"{RESTORING}::test_weights_that_shrink_at_every_step_keep_their_lag",),
     ),
     Mutation(
@@ -53,6 +53,44 @@ LOADING = [
         (FROZEN,),
     ),
     Mutation(
+        "masters that follow what is written to frozen weights",
+        "plan_changes.py",
+        "        self._left.follow()\n",
+        "",
+        (f"{FROZEN}::test_what_is_written_to_a_frozen_weight_stays_and_moves_its_master",),
+    ),
+    Mutation(
+        "noting what weights are when their plan ends",
+        "left_weights.py",
+        "                self._before[parameter] = parameter.detach().clone()\n",
+        "                pass\n",
+        (f"{FROZEN}::test_what_is_written_between_two_plans_stays",),
+    ),
+    Mutation(
+        "forgetting noted weights when others are loaded",
+        "left_weights.py",
+        "lambda _: self._before.clear()",
+        "lambda _: None",
+        (f"{FROZEN}::test_masters_that_are_loaded_do_not_follow_what_was_written_before",),
+    ),
+    Mutation(
+        "saying that masters of 16 bits are lost",
+        "sharded_optimizer.py",
+        "            if not has_master or (was_loaded and not lags):\n",
+        "            if not has_master:\n",
+        (
+            f"{DROPPED}::"
+            "test_masters_of_16_bits_that_weights_lag_behind_are_lost_where_nothing_lags",
+        ),
+    ),
+    Mutation(
+        "counting anew after a load",
+        "checkpoint/residuals.py",
+        "        one.start_anew()\n",
+        "",
+        (f"{RESTORING}::test_a_state_from_before_the_first_step_starts_anew",),
+    ),
+    Mutation(
         "what encoding left of what is frozen in folders",
         "residual_keeper.py",
         "        parts = chain(in_buckets, residuals.parts_held(held))\n",
@@ -62,8 +100,8 @@ LOADING = [
     Mutation(
         "saying that masters are dropped",
         "sharded_optimizer.py",
-        "            is_lost |= not has_master and differs(master, parameter)\n",
-        "            pass\n",
+        "                is_lost |= differs(master, parameter, is_rounded=has_master)\n",
+        "                pass\n",
         (f"{DROPPED}::test_where_weights_lag_behind_them_rank_0_says_so_once",),
     ),
     Mutation(
