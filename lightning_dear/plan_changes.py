@@ -240,19 +240,23 @@ class PlanChanges:
         Args:
             but: Numbers of buckets whose parameters are left alone.
         """
-        self._left.follow()
+        self._left.follow(self.parameters)
         if self._active is not None:
             self._active.adopt_writes(but)
             if self.sharded.adopt_state():
                 self._active.adopt_writes(but)
+            if self._options.encodes_differences:
+                # What has its master there still is in no plan.
+                self._left.note(list(self.optimizer.state))
 
     def masters_dropped(self) -> None:
         """See `StepListener`. Rank 0 warns, once a load; all ranks may call."""
         if self._collectives.rank == 0:
             warnings.warn(
-                f"The masters in a checkpoint ('{MASTER_KEY}') are dropped: its weights are behind"
-                " them by what a compressor had left to be sent, or are rounded, and this training"
-                " steps the weights themselves, from what they are now. To lose nothing, resume"
+                f"The masters in a checkpoint ('{MASTER_KEY}') are dropped, where weights differ:"
+                " these are behind them by what a compressor had left to be sent, are rounded, or"
+                " were written to after loading, and this training"
+                " goes on from the weights, from what they are now. To lose nothing, resume"
                 " with the compressor, gather and precision of the run that saved; to change the"
                 " compressor or gather, let that run call strategy.sync_replicas() before it"
                 " saves.",

@@ -110,14 +110,16 @@ class ResidualKeeper:
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Pre-hook of `load_state_dict`: what was kept before belongs to other weights."""
+        groups = state_dict["param_groups"], optimizer.param_groups
+        saved_sizes, own_sizes = ([len(one["params"]) for one in all_own] for all_own in groups)
+        if saved_sizes != own_sizes:
+            # torch refuses that, and says so: nothing is loaded.
+            return
         held = Residuals()
         if KEY in state_dict:
             saved = [key for group in state_dict["param_groups"] for key in group["params"]]
             own = [p for group in optimizer.param_groups for p in group["params"]]
             rank, world_size = self._collectives.rank, self._collectives.world_size
-            if len(saved) != len(own):
-                # For torch to refuse, which says so.
-                return
             parameter_of = dict(zip(saved, own, strict=True))
             held = residuals.unpacked(state_dict[KEY], parameter_of, rank, world_size)
         if self._parameters:

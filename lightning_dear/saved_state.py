@@ -14,6 +14,7 @@ from lightning_dear.checkpoint.sharded_state import sharded_state
 from lightning_dear.checkpoint.whole_state import consolidate
 from lightning_dear.exchange import CodedExchange
 from lightning_dear.instruments import Instruments
+from lightning_dear.left_weights import LeftWeights
 from lightning_dear.planning import BucketPlan
 from lightning_dear.residual_keeper import ResidualKeeper
 from lightning_dear.sharded_optimizer import ShardedOptimizer
@@ -30,6 +31,7 @@ class SavedState:
     _collectives: Collectives
     _instruments: Instruments
     _residuals: ResidualKeeper
+    _left: LeftWeights
 
     @property
     def parameters(self) -> Sequence[Parameter]:
@@ -72,6 +74,7 @@ class SavedState:
             RuntimeError: See `prepare_state`.
         """
         self.prepare_state("sync_replicas")
+        self._left.sync()
         if self._active is None or not isinstance(self._active.exchange, CodedExchange):
             return
         for bucket in self._active.flat.buckets:
@@ -94,4 +97,5 @@ class SavedState:
             )
         self.sharded.restore()
         self.complete_parameters(reason)
+        self._left.follow()
         self._take_over()

@@ -216,7 +216,7 @@ def found_plan(entry: str, strategy: Any) -> tuple[BucketPlan, str]:
     if any(one.is_searching for one in tuners):
         raise ValueError(
             f"Entry {entry} was still looking for its plan after its tuning_steps; give it more"
-            " (fusion=mergecomp takes 55 with a compressor), or its fusion fewer (fusion.num_steps"
+            " (fusion=mergecomp takes 60 with a compressor), or its fusion fewer (fusion.num_steps"
             " of auto, fusion.num_trials of bayesian)."
         )
     reasons = "".join(one.reason for one in tuners)

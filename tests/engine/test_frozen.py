@@ -206,7 +206,7 @@ def test_what_is_written_between_two_plans_stays() -> None:
     _steps(run, 4)
     weight = run.model.weights[SOMETIMES]
     _grow(run)
-    # The plan ends here; the next one begins in the step.
+    # The plan ends with the forward, and the next one begins with the end of backward.
     run.backward(leaves_out=True)
     before = weight.detach().clone()
     with torch.no_grad():
@@ -236,3 +236,60 @@ def test_masters_that_are_loaded_do_not_follow_what_was_written_before() -> None
     loaded = state["state"][SOMETIMES][MASTER_KEY]
     assert torch.equal(_master(run), loaded)
     assert not torch.allclose(moved, loaded)
+
+
+@distributed(world_sizes=(1, 2))
+def test_what_is_written_to_a_frozen_weight_after_a_load_stays() -> None:
+    run, resumed = Run(LAGGING), Run(LAGGING)
+    _steps(run, 4)
+    _freeze(run)
+    _steps(run, 1, is_frozen=True)
+    run.pipeline.complete_parameters()
+    state = copy.deepcopy(run.part.optimizer_state_dict())
+    _freeze(resumed)
+    resumed.resume(run)
+    resumed.optimizer.load_state_dict(state)
+    _steps(resumed, 1, is_frozen=True)
+    weight = resumed.model.weights[SOMETIMES]
+    lag = _master(resumed) - weight.detach()
+    written = weight.detach() + 5.0
+    with torch.no_grad():
+        weight.copy_(written)
+    weight.requires_grad_(True)
+    _steps(resumed, 1, is_frozen=True)
+    resumed.pipeline.complete_parameters()
+    torch.testing.assert_close(_master(resumed), written + lag)
+    assert (weight.detach() - written - lag).norm() <= lag.norm()
+
+
+@distributed(world_sizes=(1, 2))
+def test_replicas_of_frozen_weights_are_made_equal_to_their_masters() -> None:
+    run = Run(LAGGING)
+    _steps(run, 4)
+    _freeze(run)
+    # Between two plans, and while others have one.
+    for _ in range(2):
+        _steps(run, 1, is_frozen=True)
+        run.part.sync_replicas()
+        weight, master = run.model.weights[SOMETIMES], _master(run)
+        assert torch.equal(weight.detach(), master)
+        with torch.no_grad():
+            weight.mul_(1.01)
+
+
+@distributed(world_sizes=(2,))
+def test_a_state_that_torch_refuses_leaves_everything_as_it_was() -> None:
+    run = Run(coded(Int4(block_size=64)))
+    _steps(run, 3)
+    state = copy.deepcopy(run.part.optimizer_state_dict())
+    for has_residuals in (True, False):
+        other = copy.deepcopy(state)
+        other["param_groups"][0]["params"].append(99)
+        if not has_residuals:
+            del other["residuals"]
+        with pytest.raises(ValueError, match="parameter group"):
+            run.optimizer.load_state_dict(other)
+        held = run.part.optimizer_state_dict()["residuals"]
+        assert held["counts"] == state["residuals"]["counts"]
+        for number, kept in state["residuals"]["worker"]["residual"].items():
+            assert torch.equal(held["worker"]["residual"][number], kept)

@@ -55,9 +55,37 @@ LOADING = [
     Mutation(
         "masters that follow what is written to frozen weights",
         "plan_changes.py",
+        "        self._left.follow(self.parameters)\n",
+        "",
+        (f"{FROZEN}::test_what_is_written_to_a_frozen_weight_stays_and_moves_its_master",),
+    ),
+    Mutation(
+        "noting weights that are frozen when they are loaded",
+        "plan_changes.py",
+        "                self._left.note(list(self.optimizer.state))\n",
+        "                pass\n",
+        (f"{FROZEN}::test_what_is_written_to_a_frozen_weight_after_a_load_stays",),
+    ),
+    Mutation(
+        "masters of frozen weights in checkpoints",
+        "saved_state.py",
         "        self._left.follow()\n",
         "",
         (f"{FROZEN}::test_what_is_written_to_a_frozen_weight_stays_and_moves_its_master",),
+    ),
+    Mutation(
+        "replicas of frozen weights",
+        "saved_state.py",
+        "        self._left.sync()\n",
+        "",
+        (f"{FROZEN}::test_replicas_of_frozen_weights_are_made_equal_to_their_masters",),
+    ),
+    Mutation(
+        "leaving a refused state alone",
+        "residual_keeper.py",
+        "        if saved_sizes != own_sizes:\n",
+        "        if False:\n",
+        (f"{FROZEN}::test_a_state_that_torch_refuses_leaves_everything_as_it_was",),
     ),
     Mutation(
         "noting what weights are when their plan ends",
