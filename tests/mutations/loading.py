@@ -57,7 +57,7 @@ LOADING = [
         "plan_changes.py",
         "        self._left.follow(self.parameters)\n",
         "",
-        (f"{FROZEN}::test_what_is_written_to_a_frozen_weight_stays_and_moves_its_master",),
+        (f"{FROZEN}::test_what_is_written_to_a_frozen_weight_after_a_load_stays",),
     ),
     Mutation(
         "noting weights that are frozen when they are loaded",
