@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from torch.nn import Parameter
 
 from lightning_dear.apps.bench_build import build_strategy
 from lightning_dear.apps.bench_config import as_override, composed, overrides_of
 from lightning_dear.benchmarking.convergence.broken import check_broken
 from lightning_dear.benchmarking.convergence.records import Metric
 from lightning_dear.benchmarking.convergence.summary import Asked
+from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.layout import check_momentum
 
 _OWN_KEYS = ("name", "reference", "below", "control", "broken", "lr_factors")
 _IN_A_KEY = ("model", "data", "trainer", "strategy")
@@ -93,6 +97,7 @@ def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
     check_broken(one.get("broken"))
     overrides = overrides_of({key: value for key, value in one.items() if key not in _OWN_KEYS})
     own = composed(overrides)
+    _check_momentum(name, own)
     reference = _reference_of(name, one.get("reference"), before, own)
     # Nothing goes dense before votes, which try other learning rates instead.
     has_shares = reference is not None and not _votes(own)
@@ -110,6 +115,18 @@ def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
     if max_steps < 1:
         raise ValueError(f"trainer.max_steps must be at least 1, got {max_steps} ({name}).")
     return Entry(asked, overrides, lr, tuple(factors), shares, max_steps, one.get("broken"))
+
+
+def _check_momentum(name: str, cfg: DictConfig) -> None:
+    """Raise ValueError for what the strategy would refuse when it is the entry's turn."""
+    codec = instantiate(cfg.compressor)
+    if not getattr(codec, "brings_momentum", False):
+        return
+    optimizer = instantiate(cfg.optimizer)([Parameter(torch.zeros(1))])
+    try:
+        check_momentum(optimizer, ExchangeOptions("gradients", codec=codec))
+    except ValueError as error:
+        raise ValueError(f"Entry {name}: {error} Add optimizer: sgd_plain to it.") from None
 
 
 def _votes(cfg: DictConfig) -> bool:

@@ -182,6 +182,8 @@ def test_nothing_goes_dense_before_votes_which_try_more_learning_rates() -> None
             "a has 3 lr_factors and must have 6",
         ),
         ("[dense,{name: a, compressor: topk, broken: x}]", "Unknown broken='x'"),
+        ("[dense,dgc]", "Entry dgc: .* keeps momentum itself.* Add optimizer: sgd_plain"),
+        ("[dense,{name: a, compressor: signum}]", "Entry a: .* keeps momentum itself"),
     ],
 )
 def test_wrong_entries_are_refused(entries: str, message: str) -> None:
