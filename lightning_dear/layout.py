@@ -167,10 +167,11 @@ def check_layout(
     ]
     settings = [_options(optimizer, number) for number, optimizer in enumerate(optimizers)]
     reports = collectives.all_gather_object((problem, described, settings, repr(options)))
+    if problem is not None:
+        raise ValueError(problem)
     for rank, (other_problem, *_) in enumerate(reports):
         if other_problem is not None:
-            where = "" if rank == collectives.rank else f" (found on rank {rank})"
-            raise ValueError(other_problem + where)
+            raise ValueError(f"{other_problem} (found on rank {rank})")
     for rank, (_, other, _, other_options) in enumerate(reports):
         if other != reports[0][1]:
             raise ValueError(_difference(rank, reports[0][1], other))

@@ -65,9 +65,11 @@ def resolve_compressor(compressor: str | Compressor | NoCompression) -> Compress
     if compressor == "none" or type(compressor) is NoCompression:
         return None
     if not isinstance(compressor, str):
+        kind = compressor if isinstance(compressor, type) else type(compressor)
+        got = f"the class {kind.__name__}" if kind is compressor else kind.__name__
         raise TypeError(
-            f"compressor must be one of {', '.join(COMPRESSORS)} or an instance from"
-            f" lightning_dear.compression, got {type(compressor).__name__}."
+            f"compressor must be one of {', '.join(COMPRESSORS)} or an instance of a class from"
+            f" lightning_dear.compression, such as Int8(), or of your own; got {got}."
         )
     if compressor in _COMPRESSORS:
         return _COMPRESSORS[compressor]()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, get_args
 
 Kind = Literal["contractive", "unbiased", "vote"]
 """What is true of what comes back, C(x), of an x that is sent.
@@ -48,6 +48,7 @@ class Compressor(ABC):
 
     def __post_init__(self) -> None:
         """Check what all have in common; subclasses call it first."""
+        self._check_numbers_and_names()
         if self.error_feedback and self.kind != "contractive":
             raise ValueError(
                 f"{self.name} is {self.kind}: error feedback diverges with such a codec. Leave"
@@ -68,6 +69,18 @@ class Compressor(ABC):
                 f"allow_biased=True of {self.name} has no effect with error feedback. Leave"
                 " allow_biased out, or set error_feedback=False with it if that is meant."
             )
+
+    def _check_numbers_and_names(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if type(one.default) in (int, float) and not isinstance(value, (int, float)):
+                raise ValueError(f"{one.name} of {self.name} must be a number, got {value!r}.")
+        for what, value, names in ("kind", self.kind, Kind), ("lag", self.lag, Lag):
+            if value not in get_args(names):
+                raise ValueError(
+                    f"Unknown {what} {value!r} of {self.name}; valid names:"
+                    f" {', '.join(get_args(names))}."
+                )
 
     @property
     @abstractmethod

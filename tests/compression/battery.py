@@ -31,7 +31,9 @@ def generator_for(codec: Codec, seed: int = 7) -> torch.Generator | None:
 
 def encoded(codec: Codec, rows: Tensor, seed: int = 7, dirt: int = 0xFF) -> Tensor:
     """The bytes of `rows`, in memory that held something else before."""
-    wire = torch.full((len(rows), codec.wire_bytes(rows.shape[1])), dirt, dtype=torch.uint8)
+    nbytes = codec.wire_bytes(rows.shape[1])
+    assert nbytes % WIRE_ALIGNMENT == 0, f"{nbytes} bytes are no multiple of {WIRE_ALIGNMENT}"
+    wire = torch.full((len(rows), nbytes), dirt, dtype=torch.uint8)
     codec.encode(rows, wire, generator_for(codec, seed))
     return wire
 
@@ -58,10 +60,10 @@ def check_all(codec: Codec, rows: Tensor, again: Again | None = NEARLY) -> None:
     """
     before, state = rows.clone(), torch.get_rng_state()
     wire = encoded(codec, rows)
-    assert wire.shape[1] % WIRE_ALIGNMENT == 0
     assert torch.equal(wire, encoded(codec, rows, dirt=0)), "some bytes are not written"
     came_back = decoded(codec, wire, rows.shape[1])
     assert torch.isfinite(came_back).all()
+    assert torch.isfinite(round_trip(codec, _extremes(rows.shape[1]))).all(), "of extreme rows"
     assert torch.equal(rows, before), "the rows were changed"
     assert torch.equal(torch.get_rng_state(), state), "the user's random numbers were used"
     if codec.is_summable:
@@ -71,6 +73,15 @@ def check_all(codec: Codec, rows: Tensor, again: Again | None = NEARLY) -> None:
         _check_cuts(codec, rows, came_back)
         if again is not None:
             check_again(codec, came_back, again)
+
+
+def _extremes(numel: int) -> Tensor:
+    """Rows of zeros, of denormals, of the largest numbers, of one such among small ones."""
+    signs = torch.ones(numel)
+    signs[::2] = -1.0
+    rows = torch.stack([0.0 * signs, 1e-44 * signs, 3e38 * signs, 1e-30 * signs])
+    rows[-1, :1] = 3e38
+    return rows
 
 
 def check_again(codec: Codec, came_back: Tensor, again: Again, seed: int = 7) -> None:
@@ -83,7 +94,7 @@ def check_again(codec: Codec, came_back: Tensor, again: Again, seed: int = 7) ->
 
 def _check_rows_are_independent(codec: Codec, rows: Tensor, came_back: Tensor) -> None:
     alone = [round_trip(codec, row[None]) for row in rows]
-    assert torch.equal(came_back, torch.cat(alone))
+    assert torch.equal(came_back, torch.cat(alone)), "a row depends on others"
 
 
 def _check_cuts(codec: Codec, rows: Tensor, came_back: Tensor) -> None:
@@ -114,8 +125,11 @@ def relative_error(codec: Codec, rows: Tensor, seed: int = 7) -> Tensor:
 
 
 def check_contracts(codec: Codec, rows: Tensor) -> None:
-    """What is lost is never more than what there was."""
+    """What is lost is never more than what there was, and of random numbers less."""
     assert (relative_error(codec, rows) <= 1.0 + 1e-6).all()
+    if rows.numel():
+        ordinary = torch.randn(2, rows.shape[1], generator=torch.Generator().manual_seed(1))
+        assert (relative_error(codec, ordinary) < 1.0).all(), "nothing of it comes back"
 
 
 def check_is_unbiased(codec: Codec, rows: Tensor, num_draws: int = 400) -> None:

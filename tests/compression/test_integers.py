@@ -155,7 +155,7 @@ def test_more_than_one_tile(codec: Integers, num_rows: int, numel: int) -> None:
 @pytest.mark.parametrize("codec", [Int8, Int4])
 @pytest.mark.parametrize("size", [0, -8, 4, 12, 65544, 1 << 20, 128.0, "128", None, True])
 def test_block_sizes_that_are_refused(codec: type[Integers], size: Any) -> None:
-    with pytest.raises(ValueError, match="multiple of 8 from 8 to 65536"):
+    with pytest.raises(ValueError, match="multiple of 8 from 8 to 65536|must be a number"):
         codec(block_size=size)
 
 

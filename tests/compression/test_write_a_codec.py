@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from torch import Tensor
 
 from lightning_dear import DearStrategy, compression
-from lightning_dear.compression import Codec, Int8, resolve_compressor
+from lightning_dear.compression import Codec, Int8, TopK, resolve_compressor
 from lightning_dear.exchange_options import ExchangeOptions
 from tests.compression.battery import check_all, check_contracts
 from tests.compression.inputs import rows
@@ -63,3 +64,46 @@ def test_entry_points_name_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_compressor("wrong")
     with pytest.raises(ValueError, match="powersgd, theirs, wrong"):
         resolve_compressor("int9")
+
+
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    """It would be trained without feedback."""
+    page = type(_codec_of_the_page())
+    for wrong, message in (
+        ({"kind": "wonderful"}, "Unknown kind 'wonderful' of row_int8; valid names: contractive,"),
+        ({"lag": "tiny"}, "Unknown lag 'tiny' of row_int8; valid names: small"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            type("Wrong", (page,), wrong)()
+
+
+@pytest.mark.parametrize(
+    ("method", "broken", "message"),
+    [
+        ("decode", lambda self, wire, rows, generator=None: rows.zero_(), "nothing of it"),
+        ("wire_bytes", lambda self, numel: 4 + numel, "are no multiple of 4"),
+    ],
+)
+def test_the_battery_finds_out_what_the_page_forbids(
+    method: str, broken: Any, message: str
+) -> None:
+    codec = type("Wrong", (type(_codec_of_the_page()),), {method: broken})()
+    some = torch.randn(3, 1001)
+
+    def check() -> None:
+        check_all(codec, some)
+        check_contracts(codec, some)
+
+    with pytest.raises(AssertionError, match=message):
+        check()
+
+
+def test_a_class_instead_of_an_instance_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"such as Int8\(\).*got the class Int8"):
+        resolve_compressor(Int8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["abc", "0.1", None])
+def test_options_that_are_no_numbers_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="density of topk must be a number, got"):
+        TopK(density=value)
