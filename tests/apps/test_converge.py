@@ -162,7 +162,8 @@ def test_references_come_first_and_have_as_many_tries() -> None:
 
 def test_nothing_goes_dense_before_votes_which_try_more_learning_rates() -> None:
     small = "{name: small, compressor: signsgd, lr_factors: [6, 5, 4, 3, 2, 1]}"
-    with job(f"entries=[dense,signum,{small}]") as cfg:
+    signum = "{name: signum, compressor: signum, optimizer: sgd_plain}"
+    with job(f"entries=[dense,{signum},{small}]") as cfg:
         tries = [tries_of(find(cfg, name)) for name in ("signum", "small")]
         usual = list(cfg.reference_lr_factors)
     assert tries == [[Options(one, 0.0) for one in each] for each in (usual, range(6, 0, -1))]
