@@ -249,7 +249,7 @@ class MergeCompSearch(Contest):
         """The step of `plan`, seconds, as far as others tell: its own measurements have no say.
 
         Its prediction, and what the two other measured plans with the nearest predictions took
-        beyond theirs, on average: the more a plan overlaps, the less of that comes true.
+        beyond theirs, on average: several buckets take more beyond theirs than a single one.
         """
         predicted_s = self._step_s(plan)
         measured = [one for one in self.plans if self.count(one)]
