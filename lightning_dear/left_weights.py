@@ -54,8 +54,10 @@ class LeftWeights:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Gives weights that are noted the values of their masters, which all ranks have. Local."""
-        self.follow()
+        """Gives weights that are noted the values of their masters, which all ranks have. Local.
+
+        After `follow`, or what was written to them is lost.
+        """
         for parameter in self._before:
             parameter.copy_(self._optimizer.state[parameter][MASTER_KEY])
             self._before[parameter].copy_(parameter)

@@ -255,8 +255,8 @@ class PlanChanges:
             warnings.warn(
                 f"The masters in a checkpoint ('{MASTER_KEY}') are dropped, where weights differ:"
                 " these are behind them by what a compressor had left to be sent, are rounded, or"
-                " were written to after loading, and this training"
-                " goes on from the weights, from what they are now. To lose nothing, resume"
+                " were written to after loading, and this training goes on from them, as they are"
+                " now. To lose nothing, resume"
                 " with the compressor, gather and precision of the run that saved; to change the"
                 " compressor or gather, let that run call strategy.sync_replicas() before it"
                 " saves.",

@@ -170,6 +170,14 @@ def _check_left_out(codec: Compressor | None) -> None:
 LAGGING = coded(Int4(block_size=64), "parameters")
 
 
+def _lagging_and_frozen() -> Run:
+    run = Run(LAGGING)
+    _steps(run, 4)
+    _freeze(run)
+    _steps(run, 1, is_frozen=True)
+    return run
+
+
 def _master(run: Run) -> torch.Tensor:
     """Of the parameter that is frozen; collective."""
     return run.part.optimizer_state_dict()["state"][SOMETIMES][MASTER_KEY].clone()
@@ -177,10 +185,7 @@ def _master(run: Run) -> torch.Tensor:
 
 @distributed(world_sizes=(1, 2))
 def test_what_is_written_to_a_frozen_weight_stays_and_moves_its_master() -> None:
-    run = Run(LAGGING)
-    _steps(run, 4)
-    _freeze(run)
-    _steps(run, 1, is_frozen=True)
+    run = _lagging_and_frozen()
     weight = run.model.weights[SOMETIMES]
     lag = _master(run) - weight.detach()
     assert lag.norm() > 0 or dist.get_world_size() == 1
@@ -220,10 +225,7 @@ def test_what_is_written_between_two_plans_stays() -> None:
 
 @distributed(world_sizes=(2,))
 def test_masters_that_are_loaded_do_not_follow_what_was_written_before() -> None:
-    run = Run(LAGGING)
-    _steps(run, 4)
-    _freeze(run)
-    _steps(run, 1, is_frozen=True)
+    run = _lagging_and_frozen()
     run.pipeline.complete_parameters()
     weights = copy.deepcopy(run.model.state_dict())
     state = copy.deepcopy(run.part.optimizer_state_dict())
@@ -240,10 +242,7 @@ def test_masters_that_are_loaded_do_not_follow_what_was_written_before() -> None
 
 @distributed(world_sizes=(1, 2))
 def test_what_is_written_to_a_frozen_weight_after_a_load_stays() -> None:
-    run, resumed = Run(LAGGING), Run(LAGGING)
-    _steps(run, 4)
-    _freeze(run)
-    _steps(run, 1, is_frozen=True)
+    run, resumed = _lagging_and_frozen(), Run(LAGGING)
     run.pipeline.complete_parameters()
     state = copy.deepcopy(run.part.optimizer_state_dict())
     _freeze(resumed)
@@ -264,10 +263,8 @@ def test_what_is_written_to_a_frozen_weight_after_a_load_stays() -> None:
 
 @distributed(world_sizes=(1, 2))
 def test_replicas_of_frozen_weights_are_made_equal_to_their_masters() -> None:
-    run = Run(LAGGING)
-    _steps(run, 4)
-    _freeze(run)
-    # Between two plans, and while others have one.
+    run = _lagging_and_frozen()
+    # The second time after a write.
     for _ in range(2):
         _steps(run, 1, is_frozen=True)
         run.part.sync_replicas()
