@@ -21,7 +21,7 @@ class GradientAccess:
     _last_of: list[Optimizer] | None = None
 
     def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
-        """Norm of the mean gradient that the next step will use, from the shards of all ranks.
+        """Norm of the mean gradient as it came, from the shards of all ranks.
 
         For `on_before_optimizer_step`, or in manual optimisation before `step()`. All ranks call;
         blocks until the gradients are reduced.

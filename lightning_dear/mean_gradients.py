@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_dear import gradients
 from lightning_dear.active_plan import ActivePlan
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.sharded_optimizer import ShardedOptimizer
 from lightning_dear.work import Collectives
 
@@ -22,6 +24,7 @@ class MeanGradients:
     optimizer: Optimizer
     sharded: ShardedOptimizer
     _collectives: Collectives
+    _options: ExchangeOptions
     _active: ActivePlan | None
     _is_exposed: bool
     _is_reduced: bool
@@ -62,12 +65,16 @@ class MeanGradients:
         ]
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Norm of the mean gradient that the next step will use. All ranks call; blocks."""
+        """Norm of the mean gradient, as it came. All ranks call; blocks.
+
+        The next step uses it, or what is left of it if it is encoded to be gathered.
+        """
         with self._on_shards(mutates=False):
             return gradients.global_norm(self._counted(), norm_type, self._collectives, self._like)
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
+        self._warn_of_votes()
         with self._on_shards(mutates=True) as own:
             norm = gradients.global_norm(self._counted(), norm_type, self._collectives, self._like)
             gradients.scale_to_norm(own, norm, max_norm)
@@ -75,8 +82,24 @@ class MeanGradients:
 
     def clip_by_value(self, clip_value: float) -> None:
         """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
+        self._warn_of_votes()
         with self._on_shards(mutates=True) as own:
             gradients.clip_to_value(own, clip_value)
+
+    def _warn_of_votes(self) -> None:
+        codec = self._options.codec
+        if codec is None or codec.kind != "vote" or self._collectives.rank:
+            return
+        effect = (
+            "only the signs of their mean are sent back, so that this changes nothing"
+            if self._options.encodes("gather")
+            else "they are means of signs, of the same size whatever they were before: by norm this"
+            " only makes the learning rate smaller, by value it does nothing from 1 on"
+        )
+        warnings.warn(
+            f"Gradients are clipped, and with compressor={codec.name!r} {effect}. Leave it out.",
+            stacklevel=3,
+        )
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""

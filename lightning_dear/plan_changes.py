@@ -160,7 +160,9 @@ class PlanChanges:
         )
 
     def use_codec(self, codec: Compressor) -> None:
-        """Encodes with `codec` from the next step on. All ranks call, between two steps. Local.
+        """Encodes with `codec` from the next step on. All ranks call, after the same step. Local.
+
+        Gradients that have been sent, or whose sending has begun, go on as they have begun.
 
         Raises:
             ValueError: Without a compressor, and for one that keeps something else between steps,
@@ -171,7 +173,8 @@ class PlanChanges:
             replace(self._options, codec=codec)
         self._codec = codec
         if self._active is not None:
-            self._active.exchange.use(codec)
+            is_idle = not (self._is_sending or self._is_reduced)
+            self._active.exchange.use(codec, is_idle=is_idle)
 
     @property
     def uses_configured_codec(self) -> bool:

@@ -15,13 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.exchange import DenseExchange
+from lightning_dear.exchange.flags import LATE, UNUSED, USED, RoundFlags
 from lightning_dear.planning.plan import BucketPlan
 from lightning_dear.watcher import Watched, Watcher
 from lightning_dear.work import Collectives, Work
-
-_UNUSED, _USED, _LATE = 0, 1, 2
-"""What a rank says of a parameter, in a byte: it got no gradient, a gradient, or another one after
-its bucket had been launched."""
 
 
 class GradientReducer:
@@ -223,14 +220,14 @@ class GradientReducer:
         ]
         self._num_rounds += 1
         self._start_round()
-        return _LATE in said_by_any
+        return LATE in said_by_any
 
     def _check_none_came_after_its_step(self, said_by_any: Sequence[int]) -> None:
         """On all ranks alike, wherever the bucket was stepped."""
         if not self.steps_early:
             return
         for name, said, placement in zip(self._names, said_by_any, self._placements, strict=True):
-            if said == _LATE and not self._early.isdisjoint(placement.buckets):
+            if said == LATE and not self._early.isdisjoint(placement.buckets):
                 raise RuntimeError(
                     f"Another gradient for '{name}' came after its first had been used for an"
                     " update during backward: this step ran backward through it more often than"
@@ -243,35 +240,31 @@ class GradientReducer:
         for index, placement in enumerate(self._placements):
             gradient = placement.parameter.grad
             if gradient is not None and self._is_launched(index):
-                says.append(_LATE)
+                says.append(LATE)
                 continue
             if gradient is not None:
                 self._collect(index)
             elif not self._collected[index] and placement.gradient is not None:
                 placement.gradient.zero_()
-            says.append(_USED if self._collected[index] else _UNUSED)
+            says.append(USED if self._collected[index] else UNUSED)
         return says
 
     def _wait(self, says: list[int]) -> list[int]:
         """Blocks for the round's buckets; returns the most that any rank says per parameter."""
-        device, signal = self._buckets[0].parameters.device, self._collectives.signal
-        flags = torch.ones(len(says) + 2, dtype=torch.uint8, device=device)
-        uses_all = all(one == _USED for one in says)
-        if not uses_all:
-            flags[:-2] = torch.tensor(says)
-        flags[-2] = self._exchange.take_found_inf()
-        flags[-1] = self._collectives.rank == 0 and signal.ask()
-        work = self._collectives.launch_any(flags)
+        voting = self._exchange.voting
+        voted = [
+            number
+            for number, one in enumerate(self._placements)
+            if voting and not voting.isdisjoint(one.buckets)
+        ]
+        device = self._buckets[0].parameters.device
+        flags = RoundFlags(says, voted, self._exchange, self._collectives, device)
         with self._waiting("gradients"):
-            for one in (*self._works.values(), work):
+            for one in (*self._works.values(), flags.work):
                 one.wait()
-        self._exchange.hear_found_inf(flags[-2])
-        # Where reading flags blocks the host, late gradients were refused, and a rank that used
-        # everything learns nothing new from them.
-        if uses_all and not self._collectives.reads_flags_freely:
-            return says
-        *said, _, heard = flags.tolist()
-        signal.heard = heard > 0
+        said, split = flags.hear()
+        if split:
+            self._exchange.refuse_votes([self._names[number] for number in split])
         return said
 
     def release(self) -> None:

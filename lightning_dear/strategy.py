@@ -43,7 +43,6 @@ from lightning_dear.support import (
     check_planner,
     check_precision,
     say_what_is_gathered,
-    warn_of_clipped_votes,
     warn_of_lag,
 )
 
@@ -194,7 +193,6 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         check_optimizers(self.optimizers, self.precision_plugin)
         say_what_is_gathered(self._gather, self._options)
         warn_of_lag(self._options)
-        warn_of_clipped_votes(trainer, self._options.codec)
         before = self._pipeline.parts if self._pipeline is not None else ()
         parts = [part for part in before if part.optimizer in self.optimizers]
         states = [part.optimizer_state_dict() for part in parts]

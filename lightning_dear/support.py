@@ -16,7 +16,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_dear.compression import Compressor
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.planning.search import PredictingPlanner
@@ -106,16 +105,6 @@ def warn_of_lag(options: ExchangeOptions) -> None:
             " DearMonitor logs it as dear/lag, and strategy.encoding_figures() returns it."
             " strategy.sync_replicas() makes both equal, as before weights are exported;"
             " gather='gradients' without allow_lag has no lag."
-        )
-
-
-def warn_of_clipped_votes(trainer: pl.Trainer, codec: Compressor | None) -> None:
-    """Warns, once, if votes are clipped: it bounds nothing, and changes the learning rate."""
-    if codec is not None and codec.kind == "vote" and trainer.gradient_clip_val:
-        rank_zero_warn(
-            f"gradient_clip_val={trainer.gradient_clip_val:g} clips what {codec.name} makes, which"
-            " is -1 or 1 for every element whatever the gradient: by norm it only makes the"
-            " learning rate smaller, by value it does nothing from 1 on. Leave it out."
         )
 
 

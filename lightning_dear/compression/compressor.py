@@ -12,7 +12,8 @@ Kind = Literal["contractive", "unbiased", "vote"]
 contractive: |C(x) - x|^2 <= (1 - d) |x|^2 for a d > 0. What is lost is kept and added to the next
 gradient (error feedback), so that nothing is lost for good.
 unbiased: E[C(x)] = x. Nothing is kept: with feedback it would diverge.
-vote: only the sign of each number travels, and the majority's sign comes back.
+vote: only the sign of each number travels, and the majority's sign comes back; with halves="reduce"
+the mean of the signs, with halves="gather" the sign of the mean.
 """
 
 Lag = Literal["small", "large", "unbounded"]

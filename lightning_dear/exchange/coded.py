@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 
 from torch import Tensor
@@ -132,6 +133,25 @@ class CodedExchange(CompressedExchange):
                 " `with fabric.no_backward_sync(model):`, or use a compressor that does not vote,"
                 " such as 'efsignsgd'."
             )
+
+    @property
+    @override
+    def voting(self) -> AbstractSet[int]:
+        if not self._encodes_reduce:
+            return frozenset()
+        return {one.number for one in self.coded if one.codec.kind == "vote"}
+
+    @override
+    def refuse_votes(self, names: Sequence[str]) -> None:
+        """An absent gradient would be a vote for +1: zeros count as positive."""
+        first = ", ".join(f"'{name}'" for name in names[:3])
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        self._refusal = RuntimeError(
+            f"Some ranks have a gradient for {first}{more} and others have none, and"
+            f" compressor={self._codec.name!r} votes: who has no gradient cannot abstain. No"
+            " weight has changed. Let all ranks use the same parameters in a step, or use a"
+            " compressor that does not vote, such as 'efsignsgd'."
+        )
 
     # --- the gather half ----------------------------------------------------------------------
 

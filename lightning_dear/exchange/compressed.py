@@ -47,6 +47,7 @@ class CompressedExchange(DenseExchange):
         self._found_inf: Tensor | None = None
         self._refusal: RuntimeError | None = None
         self._is_nan: Tensor | None = None
+        self._next: Compressor | None = None
 
     def _look_for_inf(self, rows: Tensor) -> None:
         is_inf = zero_or_nan(rows) != 0
@@ -75,10 +76,11 @@ class CompressedExchange(DenseExchange):
 
     def _not_finite(self) -> GradientsNotFinite:
         return GradientsNotFinite(
-            f"A rank's gradients have nan or inf in them, which compressor={self._codec.name!r}"
-            " cannot send. No weight has changed, and no residual. Find the operation with"
-            " Trainer(detect_anomaly=True), or the hook that changes gradients; lower the learning"
-            " rate or clip gradients, or use precision='16-mixed', which leaves such steps out."
+            "A rank's gradients have nan or inf in them, which residuals of"
+            f" compressor={self._codec.name!r} would keep. No weight has changed, and no residual."
+            " Find the operation with Trainer(detect_anomaly=True), or the hook that changes"
+            " gradients; lower the learning rate or clip gradients, or use precision='16-mixed',"
+            " which leaves such steps out."
         )
 
     @override
@@ -96,15 +98,23 @@ class CompressedExchange(DenseExchange):
             raise self._refusal
 
     @override
-    def use(self, codec: Compressor) -> None:
-        """Encodes with another codec, from the next reduction on. All ranks, between two steps.
+    def use(self, codec: Compressor, *, is_idle: bool = True) -> None:
+        """Encodes with another codec, from the next reduction on. All ranks, all alike.
 
         It must need of what is kept between steps what the first codec has, or be `Fp32`. Buckets
         with another codec than the first keep theirs, but for `Fp32`.
         """
+        if not is_idle:
+            self._next = codec
+            return
+        self._next = None
         for coded in self.coded:
             follows = coded.configured == self._codec or isinstance(codec, Fp32)
             coded.use(codec if follows else coded.configured)
+
+    def _use_next(self) -> None:
+        if self._next is not None:
+            self.use(self._next)
 
     # --- around a step --------------------------------------------------------------------------
 
@@ -119,9 +129,11 @@ class CompressedExchange(DenseExchange):
         self._refusal = self._is_nan = None
         for coded in self.coded:
             coded.commit()
+        self._use_next()
 
     @override
     def discard(self) -> None:
         self._refusal = self._is_nan = None
         for coded in self.coded:
             coded.discard()
+        self._use_next()

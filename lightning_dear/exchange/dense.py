@@ -7,6 +7,7 @@ all-reduce, as DistributedDataParallel does it; nothing of it travels back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 
 from torch import Tensor
@@ -100,6 +101,14 @@ class DenseExchange:
     def look_again(self) -> None:
         """As the two above, of means that a hook may have changed. All ranks call; may block."""
 
+    @property
+    def voting(self) -> AbstractSet[int]:
+        """Numbers of the buckets in which every rank has a vote, and none can abstain."""
+        return frozenset()
+
+    def refuse_votes(self, names: Sequence[str]) -> None:
+        """Told, as all ranks are, of parameters in them that not every rank has a gradient for."""
+
     def add_earlier(self, bucket: Bucket, earlier: Tensor, *, is_empty: bool) -> None:
         """Adds to the bucket's mean what earlier rounds of the step have brought.
 
@@ -118,8 +127,13 @@ class DenseExchange:
         """Bytes of both halves as they are, over those that travel."""
         return 1.0
 
-    def use(self, codec: Compressor) -> None:
-        """Encodes with another codec from now on.
+    def use(self, codec: Compressor, *, is_idle: bool = True) -> None:
+        """Encodes with another codec from now on, or from the next `commit` or `discard` on.
+
+        Args:
+            codec: Which one.
+            is_idle: Whether nothing has been reduced, or is about to arrive, since the last of
+                those.
 
         Raises:
             ValueError: Here, since nothing is encoded.

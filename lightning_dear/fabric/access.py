@@ -92,7 +92,7 @@ class FabricAccess:
         return self.pipeline_of().statistics
 
     def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
-        """Norm of the mean gradient that the next step will use, from the shards of all ranks.
+        """Norm of the mean gradient as it came, from the shards of all ranks.
 
         For use between `fabric.backward` and `step()`. With a GradScaler it is that of the scaled
         gradient until `fabric.clip_gradients`. All ranks call; blocks until gradients are reduced.

@@ -42,6 +42,37 @@ def test_densities_may_change_with_gathers_still_under_way() -> None:
         assert run.error() <= 1e-5, codec
 
 
+@pytest.mark.parametrize("drops", [False, True], ids=["", "and dropped"])
+@distributed(world_sizes=(2,))
+def test_a_change_leaves_gradients_on_their_way_alone(drops: bool) -> None:
+    """One bucket waits for a gradient that does not come, and its receives are posted."""
+    for first, later in (
+        (TopK(density=0.5), TopK(density=0.1)),
+        (RandomK(density=0.5), Fp32()),
+        (Int8(), Fp32()),
+    ):
+        run = Run(ExchangeOptions("gradients", codec=first))
+        for _ in range(3):
+            run.step()
+        run.backward(leaves_out=True)
+        run.part.use_codec(later)
+        if drops:
+            run.optimizer.zero_grad()
+        else:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.count(run.num_steps, leaves_out=True)
+        before = run.part.encoding_figures()["compression_ratio"]
+        run.num_steps += 1
+        for _ in range(3):
+            run.step()
+        assert run.part.encoding_figures()["compression_ratio"] == before
+        assert run.error() <= 1e-5, first
+        active = run.part._active
+        assert active is not None
+        assert {coded.codec for coded in active.exchange.coded} == {later}
+
+
 @distributed(world_sizes=(1,))
 def test_what_cannot_take_over_is_refused() -> None:
     run = Run(ExchangeOptions("gradients", codec=TopK(density=0.5)))

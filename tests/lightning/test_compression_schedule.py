@@ -99,12 +99,12 @@ def test_a_schedule_is_driven_for_one_fit() -> None:
 
 @distributed(world_sizes=(1,))
 def test_clipping_votes_is_warned_of() -> None:
-    for compressor, count in (("signsgd", 1), ("int8", 0)):
+    for compressor in ("signsgd", "int8"):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             fit(dear(compressor=compressor), Net("mlp", "sgd"), gradient_clip_val=0.5)
-        clipped = [one for one in said if "gradient_clip_val=0.5 clips what" in str(one.message)]
-        assert len(clipped) == count
+        is_warned = any("Gradients are clipped, and with" in str(one.message) for one in said)
+        assert is_warned is (compressor == "signsgd")
 
 
 def test_the_monitor_reads_nothing_where_nothing_is_logged() -> None:

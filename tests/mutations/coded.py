@@ -17,6 +17,7 @@ PROPERTIES = "tests/compression/test_properties.py"
 SELECTORS = "tests/compression/test_selectors.py"
 SCHEDULE = "tests/lightning/test_compression_schedule.py"
 TRAINER = "tests/lightning/test_compressors.py"
+VOTES = "tests/engine/test_votes.py"
 SUMMABLE = "tests/engine/test_summable.py"
 
 LAW = f"{ENGINE}::test_what_is_lost_arrives_later"
@@ -87,21 +88,49 @@ CODED = [
         "exchange/coded.py",
         "        if not is_empty:\n",
         "        if False:\n",
-        (f"{FAILURES}::test_votes_of_a_second_round_are_refused_on_all_ranks",),
+        (f"{VOTES}::test_votes_of_a_second_round_are_refused_on_all_ranks",),
+    ),
+    Mutation(
+        "changing no codec under gradients on their way",
+        "plan_changes.py",
+        "            is_idle = not (self._is_sending or self._is_reduced)\n",
+        "            is_idle = True\n",
+        (f"{CHANGES}::test_a_change_leaves_gradients_on_their_way_alone",),
+    ),
+    Mutation(
+        "changing it after them",
+        "exchange/compressed.py",
+        "        if self._next is not None:\n",
+        "        if False:\n",
+        (f"{CHANGES}::test_a_change_leaves_gradients_on_their_way_alone",),
+    ),
+    Mutation(
+        "refusing votes of some ranks only",
+        "exchange/flags.py",
+        "            if lacked and said[number] != UNUSED\n",
+        "            if False\n",
+        (f"{VOTES}::test_a_gradient_that_one_rank_lacks_is_refused_on_all",),
+    ),
+    Mutation(
+        "hearing of them where all were used here",
+        "exchange/flags.py",
+        " and not self._voting:\n",
+        ":\n",
+        (f"{VOTES}::test_a_gradient_that_one_rank_lacks_is_refused_on_all",),
     ),
     Mutation(
         "not counting the votes of a round without a gradient after others",
         "exchange/coded.py",
         "        bucket.mean.copy_(earlier)\n",
         "        pass\n",
-        (f"{FAILURES}::test_votes_without_a_gradient_do_not_count",),
+        (f"{VOTES}::test_votes_without_a_gradient_do_not_count",),
     ),
     Mutation(
         "not counting the votes of a round without a gradient before others",
         "reducer.py",
         "self._num_rounds > 0 and any(self._used)",
         "self._num_rounds > 0",
-        (f"{FAILURES}::test_votes_without_a_gradient_do_not_count",),
+        (f"{VOTES}::test_votes_without_a_gradient_do_not_count",),
     ),
     Mutation(
         "sending nan past a threshold",
@@ -336,10 +365,10 @@ CODED = [
     ),
     Mutation(
         "warning of clipped votes",
-        "strategy.py",
-        "        warn_of_clipped_votes(trainer, self._options.codec)\n",
-        "",
-        (f"{SCHEDULE}::test_clipping_votes_is_warned_of",),
+        "mean_gradients.py",
+        '        if codec is None or codec.kind != "vote" or self._collectives.rank:\n',
+        "        if True:\n",
+        (f"{VOTES}::test_clipping_votes_is_warned_of",),
     ),
     Mutation(
         "refusing densities that no step would have",

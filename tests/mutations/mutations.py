@@ -162,7 +162,7 @@ GUARDS = [
     Mutation(
         "leaving late gradients to another round",
         "reducer.py",
-        "        return _LATE in said_by_any\n",
+        "        return LATE in said_by_any\n",
         "        return False\n",
         (f"{GRADIENTS}::test_gradients_that_come_after_the_launch_are_added",),
     ),
