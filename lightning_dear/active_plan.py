@@ -77,12 +77,14 @@ class Recording:
         expected: How often each parameter's gradient is accumulated in one backward.
         ungated: See `ForwardRecorder`; this rank's own.
         codecs: What encodes each tensor row by row; tensors of several never share a bucket.
+        seed: What torch's random numbers were last seeded with.
     """
 
     tensors: list[TensorSpec]
     expected: list[int]
     ungated: Mapping[int, Module | None]
     codecs: list[Codec | None]
+    seed: int
 
 
 def agree_on_recording(
@@ -92,9 +94,12 @@ def agree_on_recording(
     collectives: Collectives,
     options: ExchangeOptions,
 ) -> Recording:
-    """Takes rank 0's order of reads and gradients for everybody's. Collective, blocks."""
-    recorded = collectives.all_gather_object((recorder.first_use, recorder.gradients))
-    first_use, gradients = recorded[0]
+    """Takes rank 0's order of reads and gradients, and its seed, for everybody's.
+
+    Collective, blocks.
+    """
+    own = recorder.first_use, recorder.gradients, torch.initial_seed()
+    first_use, gradients, seed = collectives.all_gather_object(own)[0]
     codecs = [
         options.codec_of(name, parameter.ndim)
         for name, parameter in zip(names, parameters, strict=True)
@@ -104,6 +109,7 @@ def agree_on_recording(
         [gradients.get(index, 1) for index in range(len(parameters))],
         recorder.ungated,
         codecs,
+        seed,
     )
 
 

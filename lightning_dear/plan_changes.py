@@ -131,7 +131,8 @@ class PlanChanges:
             self._active.exchange.use(self._codec)
         rank, num_shards = self._options.shards(self._collectives)
         self.sharded.attach(self._active.flat, self.parameters, rank, num_shards)
-        self._residuals.attach(self._active.exchange.coded, self.parameters)
+        coded, seed = self._active.exchange.coded, self._recording.seed
+        self._residuals.attach(coded, self.parameters, seed)
         return self._active
 
     def _without_refused(self, plan: BucketPlan) -> BucketPlan:

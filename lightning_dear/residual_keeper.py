@@ -36,12 +36,24 @@ class ResidualKeeper:
         self._coded: Sequence[CompressedBucket] = ()
         self._parameters: Sequence[Parameter] = ()
         self._held: Residuals | None = None
+        self._seed: int | None = None
         self._is_detached = False
         self._hook = optimizer.register_load_state_dict_pre_hook(self._on_loading)
 
-    def attach(self, coded: Sequence[CompressedBucket], parameters: Sequence[Parameter]) -> None:
-        """Gives what is held of `parameters`, which are all of a new plan's, to its buckets."""
+    def attach(
+        self, coded: Sequence[CompressedBucket], parameters: Sequence[Parameter], seed: int
+    ) -> None:
+        """Gives what is held of `parameters`, which are all of a new plan's, to its buckets.
+
+        Args:
+            coded: Of the new plan.
+            parameters: See above.
+            seed: Of what they draw at random, if none is in use and none was loaded.
+        """
         self._coded, self._parameters = coded, parameters
+        self._seed = seed if self._seed is None else self._seed
+        for one in coded:
+            one.start_anew(self._seed)
         if self._held is not None:
             self._put_in(self._held)
 
@@ -61,6 +73,7 @@ class ResidualKeeper:
             one.detach()
 
     def _put_in(self, held: Residuals) -> None:
+        self._seed = self._seed if held.seed is None else held.seed
         planned = set(self._parameters)
         own, others = held.of(lambda one: one in planned), held.of(lambda one: one not in planned)
         self._held = None if others.is_of_nothing else others

@@ -23,6 +23,7 @@ class Residuals:
         factors: Parameter -> its low-rank factor, the same on all ranks.
         counts: Half -> how often it was encoded.
         rates: Parameter -> `CompressedBucket.rate` of where its numbers come from.
+        seed: `CompressedBucket.seed` of all of them; None: not known.
     """
 
     worker: dict[str, ByParameter] = field(default_factory=dict)
@@ -30,6 +31,7 @@ class Residuals:
     factors: ByParameter = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     rates: dict[Tensor, float] = field(default_factory=dict)
+    seed: int | None = None
 
     @property
     def is_of_nothing(self) -> bool:
@@ -37,7 +39,10 @@ class Residuals:
         return not (self.worker or self.owner or self.factors)
 
     def of(self, belongs: Callable[[Tensor], bool]) -> Residuals:
-        """What parameters have for which `belongs` holds, and the counts; tensors are shared."""
+        """What parameters have for which `belongs` holds, the counts and the seed.
+
+        Tensors are shared.
+        """
 
         def own(numbers: Mapping[Tensor, T]) -> dict[Tensor, T]:
             return {one: number for one, number in numbers.items() if belongs(one)}
@@ -52,6 +57,7 @@ class Residuals:
             own(self.factors),
             dict(self.counts),
             own(self.rates),
+            self.seed,
         )
 
     def joined(self, other: Residuals) -> Residuals:
@@ -69,4 +75,5 @@ class Residuals:
             {**other.factors, **self.factors},
             {**other.counts, **self.counts},
             {**other.rates, **self.rates},
+            other.seed if self.seed is None else self.seed,
         )

@@ -7,8 +7,12 @@ something besides for their shards. In a state dict both stand beside the optimi
                owner:   name -> parameter number -> [*shape]
                factors: parameter number -> the low-rank factor that all ranks have
                counts:  half -> how often a bucket was encoded
+               seed:    of what codecs draw at random; rank 0's, when training began
                rates:   parameter number -> of its feedback: a "residual" is what is still to be
                         sent, times this
+
+Whoever goes on from that draws by its seed, whatever his own is. Earlier versions saved none, and
+drew without: what goes on from theirs does so too.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from lightning_dear.bucket import as_flat, storage_strides
 from lightning_dear.checkpoint.by_parameter import ByParameter, Residuals
 from lightning_dear.checkpoint.sharded_state import Chunk
 from lightning_dear.compression.memory import RunningMean
-from lightning_dear.exchange import CompressedBucket
+from lightning_dear.exchange import NO_SEED, CompressedBucket
 from lightning_dear.planning.plan import Slice
 from lightning_dear.work import STATE_NUMBERS, Collectives
 
@@ -53,13 +57,14 @@ def take_out(
 
 
 def common_to_all(coded: Sequence[CompressedBucket], parameters: Sequence[Parameter]) -> Residuals:
-    """What all ranks have alike: factors, the buckets' own, counts and rates. Local."""
+    """What all ranks have alike: factors, the buckets' own, counts, rates and the seed. Local."""
     halves = coded[0].counts if coded else ()
     return Residuals(
         factors={parameters[at]: own for one in coded for at, own in one.factors.items()},
         # The most, as some buckets may travel as they are.
         counts={half: max(one.counts[half] for one in coded) for half in halves},
         rates={parameters[part.tensor]: one.rate for one in coded for part in one.spec.slices},
+        seed=coded[0].seed if coded else None,
     )
 
 
@@ -74,7 +79,7 @@ def put_in(
     them.
     """
     for one in coded:
-        one.start_anew()
+        one.start_anew(residuals.seed)
         one.counts.update(residuals.counts)
         for number, own in one.factors.items():
             factor = residuals.factors.get(parameters[number], own)
@@ -167,6 +172,7 @@ def packed(
         "owner": _numbered(residuals.owner, number_of, of_owners),
         "factors": {number_of[one]: factor for one, factor in residuals.factors.items()},
         "counts": residuals.counts,
+        "seed": residuals.seed,
         "rates": {number_of[one]: rate for one, rate in residuals.rates.items()},
     }
 
@@ -210,7 +216,7 @@ def unpacked(
             for name, of in named.items()
         }
 
-    # Earlier versions have saved no factors, and no rates.
+    # Earlier versions have saved no factors, no rates and no seed.
     factors, rates = state.get("factors", {}), state.get("rates", {})
     return Residuals(
         by_parameter(_as_named_now(state["worker"]), own),
@@ -221,6 +227,7 @@ def unpacked(
         },
         dict(state["counts"]),
         {parameter_of[number]: rate for number, rate in rates.items()},
+        state.get("seed", NO_SEED),
     )
 
 
@@ -290,7 +297,7 @@ def sharded(
             before = rank * parameter.numel() if kind == "worker" else 0
             own.append(Chunk(before + chunk.start, chunk.values))
     state: dict[str, Any] = {"worker": {}, "owner": {}, "factors": {}}
-    state["counts"] = dict(common.counts)
+    state["counts"], state["seed"] = dict(common.counts), common.seed
     state["rates"] = {number_of[one]: rate for one, rate in common.rates.items()}
     stand_ins: list[tuple[Tensor, Sequence[Chunk]]] = []
     for (kind, name, parameter), own in chunks.items():

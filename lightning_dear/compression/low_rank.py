@@ -69,9 +69,9 @@ class PowerSGD(Compressor):
         return rank if saves else 0
 
 
-def starting_factor(num_columns: int, rank: int, name: str) -> Tensor:
-    """A random orthonormal Q [m, r], the same for the same tensor on all ranks."""
-    digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+def starting_factor(num_columns: int, rank: int, key: str) -> Tensor:
+    """A random orthonormal Q [m, r], the same for the same key on all ranks."""
+    digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
     generator = Generator().manual_seed(int.from_bytes(digest, "big"))
     return orthonormal(torch.randn(num_columns, rank, generator=generator))
 

@@ -8,7 +8,7 @@ from lightning_dear.bucket import FlatBuffers
 from lightning_dear.compression import Codec, PowerSGD
 from lightning_dear.exchange.coded import CodedExchange
 from lightning_dear.exchange.compressed import LossScale
-from lightning_dear.exchange.compressed_bucket import CompressedBucket
+from lightning_dear.exchange.compressed_bucket import NO_SEED, CompressedBucket
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.gradients import GradientExchange
 from lightning_dear.exchange.limited import LimitedGathers
@@ -51,5 +51,6 @@ __all__ = [
     "GradientExchange",
     "LimitedGathers",
     "LossScale",
+    "NO_SEED",
     "new_exchange",
 ]

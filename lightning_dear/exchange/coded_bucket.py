@@ -197,7 +197,7 @@ class CodedBucket(CompressedBucket):
 
     def _next(self, half: str) -> Encoded:
         self.counts[half] += 1
-        return Encoded(self.codec, f"{half} {self._stream} {self.counts[half]}")
+        return Encoded(self.codec, self._seeded(f"{half} {self._stream} {self.counts[half]}"))
 
     def _generator(self, encoded: Encoded) -> Generator | None:
         """A generator in a state that depends on the key alone, so that a resumed run goes on."""

@@ -12,6 +12,9 @@ from lightning_dear.bucket import Bucket
 from lightning_dear.compression import Compressor
 from lightning_dear.compression.memory import Memory
 
+NO_SEED = -1
+"""In the place of a seed, which is never negative: where training began without one."""
+
 
 class CompressedBucket(ABC):
     """What has to be kept, and given back, of one bucket, whatever it is encoded to.
@@ -33,6 +36,7 @@ class CompressedBucket(ABC):
         codec: In use at present.
         configured: Of this bucket, unless a schedule says otherwise.
         counts: Half -> how often it has been encoded; equal on all ranks, not for all buckets.
+        seed: Of all that is drawn at random, equal on all ranks; or `NO_SEED`.
         factors: Tensor number -> what all ranks alike keep of it besides.
     """
 
@@ -49,6 +53,7 @@ class CompressedBucket(ABC):
         self.number, self.spec, self.own = bucket.number, bucket.spec, bucket.own
         self.worker, self.owner = worker, owner
         self.counts = {"reduce": 0, "gather": 0}
+        self.seed = NO_SEED
         self._num_owners = world_size if bucket.is_all_reduced else 1
         self._unused: list[slice] = []
         self._padding, self._own_padding = self._find_padding()
@@ -71,9 +76,19 @@ class CompressedBucket(ABC):
             self.codec = codec
             self._make_room()
 
-    def start_anew(self) -> None:
-        """What is counted, and factors, as before the first step; memories stay as they are."""
+    def start_anew(self, seed: int | None) -> None:
+        """What is counted, and factors, as before the first step; memories stay as they are.
+
+        Args:
+            seed: Of what is drawn from now on; None: the one there is.
+        """
         self.counts.update(dict.fromkeys(self.counts, 0))
+        if seed is not None:
+            self.seed = seed
+
+    def _seeded(self, key: str) -> str:
+        """`key`, another one under every seed; without a seed, as earlier versions had it."""
+        return key if self.seed == NO_SEED else f"{self.seed} {key}"
 
     @abstractmethod
     def _make_room(self) -> None:

@@ -96,15 +96,16 @@ class LowRankBucket(CompressedBucket):
             if rank:
                 self._factors[piece.tensor] = torch.empty(num_columns, rank, device=device)
         self._name = low_rank.name
-        self.start_anew()
+        self.start_anew(None)
         self._make_room()
 
     @override
-    def start_anew(self) -> None:
-        super().start_anew()
+    def start_anew(self, seed: int | None) -> None:
+        super().start_anew(seed)
         for number, factor in self._factors.items():
             num_columns, rank = factor.shape
-            factor.copy_(starting_factor(num_columns, rank, f"{self._name} {number}"))
+            key = self._seeded(f"{self._name} {number}")
+            factor.copy_(starting_factor(num_columns, rank, key))
 
     def _matrix_shape(self, piece: Slice) -> tuple[int, int]:
         shape = self._shapes[piece.tensor]

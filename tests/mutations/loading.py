@@ -114,7 +114,7 @@ LOADING = [
     Mutation(
         "counting anew after a load",
         "checkpoint/residuals.py",
-        "        one.start_anew()\n",
+        "        one.start_anew(residuals.seed)\n",
         "",
         (f"{RESTORING}::test_a_state_from_before_the_first_step_starts_anew",),
     ),

@@ -10,6 +10,7 @@ from tests.mutations.gathering import GATHERING
 from tests.mutations.loading import LOADING
 from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation
+from tests.mutations.seeds import SEEDS
 from tests.mutations.speed import SPEED
 
 READING = "tests/engine/test_reading.py"
@@ -454,4 +455,5 @@ MUTATIONS = [
     *LOADING,
     *CODEC_PLANS,
     *COMPARING,
+    *SEEDS,
 ]
