@@ -7,6 +7,7 @@ from tests.mutations.mutation import Mutation
 DTYPE = "tests/engine/test_default_dtype.py"
 SAME = f"{DTYPE}::test_training_is_the_same_within_any_default_dtype"
 SHORT = "test_a_stranger_with_a_small_rate_passes_within_a_short_default_dtype"
+UNUSED = "tests/engine/test_lagging_unused.py"
 
 KEPT = [
     Mutation(
@@ -71,5 +72,31 @@ KEPT = [
         "partial(torch.empty, dtype=torch.float32, device=device)",
         "partial(torch.empty, device=device)",
         ("tests/test_tuning.py::test_the_link_is_measured_in_fp32_within_any_default_dtype",),
+    ),
+    Mutation(
+        "not moving what nobody uses, whatever its bytes say",
+        "exchange/coded_bucket.py",
+        "                differences[part].zero_()\n",
+        "                pass\n",
+        (f"{UNUSED}::test_what_nobody_uses_stays_where_it_is",),
+    ),
+    Mutation(
+        "sending zeros of what nobody uses",
+        "exchange/coded_bucket.py",
+        "        row = self.read(self.bucket.lag(self.bucket.mean), 1)\n"
+        "        for part in self._own_unused:\n"
+        "            row[:, part].zero_()\n",
+        "        row = self.read(self.bucket.lag(self.bucket.mean), 1)\n",
+        (f"{UNUSED}::test_what_nobody_uses_takes_nothing_of_a_message",),
+    ),
+    Mutation(
+        "the norm of all that is still to be sent, at any rate",
+        "exchange/compressed_bucket.py",
+        "            / memory.rate\n",
+        "",
+        (
+            "tests/engine/test_coded_failures.py"
+            "::test_the_norm_of_residuals_is_that_of_what_has_not_arrived",
+        ),
     ),
 ]
