@@ -1,4 +1,4 @@
-"""What residuals are made of, and what becomes of what nobody uses."""
+"""What residuals are made of, what is taken, and what becomes of what nobody uses."""
 
 from __future__ import annotations
 
@@ -98,5 +98,14 @@ KEPT = [
             "tests/engine/test_coded_failures.py"
             "::test_the_norm_of_residuals_is_that_of_what_has_not_arrived",
         ),
+    ),
+    Mutation(
+        "taking rows that are not finite",
+        "compression/floats.py",
+        "        wire[:, 2 * numel :].zero_()\n",
+        "        wire[:, 2 * numel :].zero_()\n"
+        "        if not rows.isfinite().all():\n"
+        "            raise OverflowError\n",
+        ("tests/compression/test_properties.py", "-kfp16"),
     ),
 ]
