@@ -6,6 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,8 +116,9 @@ def used_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _steps_alike_on_parts(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     shape = (_NUM_ROWS, _NUM_COLUMNS)
-    start = torch.randn(_NUM_ROWS * _NUM_COLUMNS, generator=generator)
-    gradients = torch.randn(_NUM_STEPS, start.numel(), generator=generator)
+    draw = partial(torch.randn, dtype=torch.float32, generator=generator)
+    start = draw(_NUM_ROWS * _NUM_COLUMNS)
+    gradients = draw(_NUM_STEPS, start.numel())
     whole, parts = start.clone().view(shape), start.clone().chunk(2)
     _step(optimizer, group, [whole], [[gradient.view(shape)] for gradient in gradients])
     _step(optimizer, group, parts, [gradient.chunk(2) for gradient in gradients])

@@ -186,8 +186,9 @@ class PlanChanges:
         """What encoding saves and what it leaves over; empty without a codec. Local, no wait.
 
         "compression_ratio": bytes of both halves without it, over those with it.
-        "residual_norm": 2-norm of this rank's residuals. "lag": 2-norm of how far parameters are
-        behind this rank's shards, over that of the shards; of buckets that have arrived.
+        "residual_norm": 2-norm of what this rank has still to send; with feedback at a rate, its
+        residuals over the rate. "lag": 2-norm of how far parameters are behind this rank's shards,
+        over that of the shards; of buckets that have arrived.
         """
         exchange = None if self._active is None else self._active.exchange
         if self._active is None or exchange is None or not exchange.coded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,11 +96,12 @@ def _refusal(optimizer: Optimizer, why: str) -> str:
 
 def _steps_alike_one_by_one(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator) for shape in _SHAPES]
+    draw = partial(torch.randn, dtype=torch.float32, generator=generator)
+    start = [draw(shape) for shape in _SHAPES]
     together, apart = ([tensor.clone() for tensor in start] for _ in range(2))
     twins = [twin_of(optimizer, group, tensors) for tensors in (together, apart)]
     for _ in range(_NUM_STEPS):
-        gradients = [torch.randn(shape, generator=generator) for shape in _SHAPES]
+        gradients = [draw(shape) for shape in _SHAPES]
         _give(together, gradients)
         _step(twins[0])
         _step_apart(twins[1], apart, gradients)

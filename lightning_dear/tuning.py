@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -298,9 +299,10 @@ def _train_times(
     """
     clock = clock_of(device)
     # Written to, unlike `torch.zeros`, whose pages the kernel would make during the exchange.
-    buffers = [torch.empty(numel, device=device).zero_() for _ in range(count)]
+    made = partial(torch.empty, dtype=torch.float32, device=device)
+    buffers = [made(numel).zero_() for _ in range(count)]
     scratch = collectives.scratch_numel(numel)
-    received = [torch.empty(scratch, device=device).zero_() for _ in buffers]
+    received = [made(scratch).zero_() for _ in buffers]
 
     def reduce_scatter(place: int) -> Work:
         buffer = buffers[place]

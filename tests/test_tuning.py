@@ -37,6 +37,7 @@ from lightning_dear.planning.search import (
 )
 from lightning_dear.tuning import Tuning, measure_link
 from lightning_dear.work import WireLedger, Work
+from tests.engine.test_default_dtype import default_dtype
 from tests.planning.models import UNIT, chain
 
 TENSORS, TIMES = chain([(1 << 19) // UNIT] * 16, [0.01] * 16, [0.02] * 16)
@@ -330,6 +331,13 @@ def test_steps_after_a_change_are_dropped_and_a_pause_does_not_count() -> None:
     assert planner.link.beta_s == pytest.approx(1.1 * LINK_BETA_S)
     assert planner.link.all_reduce.alpha_s == pytest.approx(1.1 * 0.5 * LINK_ALPHA_S)
     assert planner.link.all_reduce.beta_s == pytest.approx(1.1 * 3 * LINK_BETA_S)
+
+
+def test_the_link_is_measured_in_fp32_within_any_default_dtype() -> None:
+    pipeline = _Pipeline()
+    with default_dtype(torch.float64):
+        link = measure_link(pipeline)  # type: ignore[arg-type]
+    assert link.beta_s == pytest.approx(1.1 * LINK_BETA_S)
 
 
 def test_measuring_the_link_counts_no_bytes() -> None:

@@ -112,7 +112,8 @@ def _collected(
     parameters: Sequence[Parameter],
 ) -> Tensor:
     """Flat, as the bucket is, at its rate; 0 where `named` has nothing of that name."""
-    flat = torch.zeros(one.spec.padded_numel, device=parameters[0].device)
+    device = parameters[0].device
+    flat = torch.zeros(one.spec.padded_numel, dtype=torch.float32, device=device)
     source = named.get(name, {})
     for part in one.spec.slices:
         parameter = parameters[part.tensor]

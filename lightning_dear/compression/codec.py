@@ -85,7 +85,9 @@ class Codec(Compressor):
         """Write the bytes of `rows`.
 
         Args:
-            rows: [R, numel] fp32, contiguous, finite; not mutated.
+            rows: [R, numel] fp32, contiguous; not mutated. There may be nan or inf in them: their
+                step will be left out or refused, so that what is written does not matter, but
+                neither this nor `decode` of it may raise.
             wire: [R, wire_bytes(numel)] uint8, contiguous; overwritten, every byte of it.
             generator: Where `randomness` asks for one; advanced.
         """

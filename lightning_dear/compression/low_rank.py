@@ -73,7 +73,8 @@ def starting_factor(num_columns: int, rank: int, key: str) -> Tensor:
     """A random orthonormal Q [m, r], the same for the same key on all ranks."""
     digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
     generator = Generator().manual_seed(int.from_bytes(digest, "big"))
-    return orthonormal(torch.randn(num_columns, rank, generator=generator))
+    shape = num_columns, rank
+    return orthonormal(torch.randn(shape, dtype=torch.float32, generator=generator))
 
 
 def orthonormal(factor: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class Memory:
     # --- how it is stored -----------------------------------------------------------------------
 
     def _zeros(self, numel: int, device: torch.device) -> Tensor:
-        return torch.zeros(numel, device=device)
+        return torch.zeros(numel, dtype=torch.float32, device=device)
 
     def _read(self, stored: Tensor) -> Tensor:
         """Flat fp32: a view, or a copy that counts once it is written back."""
@@ -215,7 +215,7 @@ class ShortResidual(Residual):
 
     @override
     def _read(self, stored: Tensor) -> Tensor:
-        rows = torch.empty((1, self._numel), device=stored.device)
+        rows = torch.empty((1, self._numel), dtype=torch.float32, device=stored.device)
         self._codec.decode(stored, rows)
         return rows[0]
 

@@ -191,7 +191,7 @@ class CodedExchange(CompressedExchange):
             if is_nan is not None:
                 # Many codecs cannot send it.
                 rows.masked_fill_(is_nan, math.nan)
-            coded.write(rows)
+            coded.write(rows, encoded)
 
     def _send_dense(self, coded: CodedBucket, launch: Callable[[], Work]) -> Work:
         # Never done at once, not even with one rank: whoever waits steps the bucket.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +26,13 @@ class Encoded:
     Attributes:
         codec: By which; another one may be in use when they arrive.
         key: In which state its generator was.
+        unused: Parts of the bucket that no rank has used in the step of these bytes; equal on all
+            ranks.
     """
 
     codec: Codec
     key: str
+    unused: Sequence[slice] = ()
 
 
 class CodedBucket(CompressedBucket):
@@ -114,11 +118,18 @@ class CodedBucket(CompressedBucket):
         rows = self.bucket.gradients.view(self._world_size, -1)[part]
         return rows if rows.dtype == torch.float32 else torch.empty_like(rows, dtype=torch.float32)
 
-    def write(self, rows: Tensor) -> None:
-        """Takes over what was decoded into `rows`: adds differences, or makes means gradients."""
+    def write(self, rows: Tensor, encoded: Encoded) -> None:
+        """Takes over what was decoded into `rows`: adds differences, or makes means gradients.
+
+        Differences of what no rank has used are not added. What is left of them is sent once it is
+        used again.
+        """
         if self.bucket.lags:
             # Codecs that send signs decode the zeros there to something else.
-            self.bucket.follow(rows.view(-1).index_fill_(0, self._padding, 0.0))
+            differences = rows.view(-1).index_fill_(0, self._padding, 0.0)
+            for part in encoded.unused:
+                differences[part].zero_()
+            self.bucket.follow(differences)
         elif rows.data_ptr() != self.bucket.gradients.data_ptr():
             self.bucket.gradients.copy_(rows.view(-1))
 
@@ -163,13 +174,15 @@ class CodedBucket(CompressedBucket):
         own = self.gathered[self._rank : self._rank + 1]
         self.codec.encode(row, own, self._generator(encoded))
         self.owner.note_sent(row, self.codec, own, self._generator(encoded), None)
-        self.owner.keep(self._unused)
+        self.owner.keep(self._own_unused)
         # The step is being made, and nothing can take it back.
         self.owner.commit()
         return encoded
 
     def _lag(self) -> Tensor:
         row = self.read(self.bucket.lag(self.bucket.mean), 1)
+        for part in self._own_unused:
+            row[:, part].zero_()
         # An update that is not finite shows on all ranks: codecs send nan, but inf not always.
         row.add_(zero_or_nan(row))
         row.view(-1).index_fill_(0, self._own_padding, 0.0)
@@ -179,7 +192,7 @@ class CodedBucket(CompressedBucket):
         row = self.read(self.bucket.mean, 1)
         self.owner.compensate(row, None)
         row.view(-1).index_fill_(0, self._own_padding, 0.0)
-        for part in self._unused:
+        for part in self._own_unused:
             row[:, part].zero_()
         return row
 
@@ -189,7 +202,7 @@ class CodedBucket(CompressedBucket):
             row = self.read(self.bucket.mean, 1)
             self.owner.compensate(row, None)
             self.bucket.mean.copy_(row[0])
-            self.owner.note_all_sent(but=self._unused)
+            self.owner.note_all_sent(but=self._own_unused)
 
     def decode(self, wire: Tensor, rows: Tensor, encoded: Encoded) -> None:
         """Decodes what `encode_reduce` or `encode_gather` has encoded, here and elsewhere."""
@@ -197,7 +210,9 @@ class CodedBucket(CompressedBucket):
 
     def _next(self, half: str) -> Encoded:
         self.counts[half] += 1
-        return Encoded(self.codec, self._seeded(f"{half} {self._stream} {self.counts[half]}"))
+        key = self._seeded(f"{half} {self._stream} {self.counts[half]}")
+        # What others have used is known once gradients have arrived.
+        return Encoded(self.codec, key, self._unused if half == "gather" else ())
 
     def _generator(self, encoded: Encoded) -> Generator | None:
         """A generator in a state that depends on the key alone, so that a resumed run goes on."""

@@ -55,7 +55,8 @@ class CompressedBucket(ABC):
         self.counts = {"reduce": 0, "gather": 0}
         self.seed = NO_SEED
         self._num_owners = world_size if bucket.is_all_reduced else 1
-        self._unused: list[slice] = []
+        self._unused: tuple[slice, ...] = ()
+        self._own_unused: tuple[slice, ...] = ()
         self._padding, self._own_padding = self._find_padding()
 
     def _find_padding(self) -> tuple[Tensor, Tensor]:
@@ -106,10 +107,14 @@ class CompressedBucket(ABC):
 
     @property
     def residual_norms(self) -> list[Tensor]:
-        """2-norms of what is still to be sent, of this rank's gradients and of its shard's mean."""
+        """2-norms of what is still to be sent, of this rank's gradients and of its shard's mean.
+
+        Of all of it, whatever the memories' rates: so codecs can be compared.
+        """
         pairs = (self.worker, self._padding), (self.owner, self._own_padding)
         return [
             torch.linalg.vector_norm(memory.kept["residual"].index_fill(0, padding, 0.0))
+            / memory.rate
             for memory, padding in pairs
             if "residual" in memory.names
         ]
@@ -134,21 +139,23 @@ class CompressedBucket(ABC):
             scale: What the mean is multiplied by.
             keeps: Whether residuals that have come from other ranks are kept, rather than lost.
         """
-        self._unused = []
-        if all(used):
-            return
-        own = self.own
-        for piece in self.spec.slices:
-            begin, end = max(piece.offset, own.start), min(piece.offset + piece.numel, own.stop)
-            if used[piece.tensor] or begin >= end:
+        self._unused = tuple(
+            slice(piece.offset, piece.offset + piece.numel)
+            for piece in self.spec.slices
+            if not used[piece.tensor]
+        )
+        own, own_unused = self.own, []
+        for part in self._unused:
+            begin, end = max(part.start, own.start), min(part.stop, own.stop)
+            if begin >= end:
                 continue
-            part = slice(begin - own.start, end - own.start)
-            self._unused.append(part)
+            own_unused.append(slice(begin - own.start, end - own.start))
             if keeps:
-                mean = self.bucket.mean[part]
+                mean = self.bucket.mean[own_unused[-1]]
                 share = mean / self._num_owners
                 self.worker.add(slice(begin, end), share if scale is None else share / scale)
                 mean.zero_()
+        self._own_unused = tuple(own_unused)
 
 
 def zero_or_nan(numbers: Tensor) -> Tensor:

@@ -94,7 +94,9 @@ class LowRankBucket(CompressedBucket):
             num_rows, num_columns = self._matrix_shape(piece)
             rank = low_rank.rank_of(num_rows, num_columns)
             if rank:
-                self._factors[piece.tensor] = torch.empty(num_columns, rank, device=device)
+                shape = num_columns, rank
+                factor = torch.empty(shape, dtype=torch.float32, device=device)
+                self._factors[piece.tensor] = factor
         self._name = low_rank.name
         self.start_anew(None)
         self._make_room()

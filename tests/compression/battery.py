@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import reduce
 
@@ -64,6 +65,7 @@ def check_all(codec: Codec, rows: Tensor, again: Again | None = NEARLY) -> None:
     came_back = decoded(codec, wire, rows.shape[1])
     assert torch.isfinite(came_back).all()
     assert torch.isfinite(round_trip(codec, _extremes(rows.shape[1]))).all(), "of extreme rows"
+    _check_takes_what_is_not_finite(codec, rows)
     assert torch.equal(rows, before), "the rows were changed"
     assert torch.equal(torch.get_rng_state(), state), "the user's random numbers were used"
     if codec.is_summable:
@@ -82,6 +84,18 @@ def _extremes(numel: int) -> Tensor:
     rows = torch.stack([0.0 * signs, 1e-44 * signs, 3e38 * signs, 1e-30 * signs])
     rows[-1, :1] = 3e38
     return rows
+
+
+def _check_takes_what_is_not_finite(codec: Codec, rows: Tensor) -> None:
+    """Nothing raises; what comes back does not matter, as the step is left out or refused."""
+    for wrong in (math.nan, math.inf, -math.inf):
+        among_others = rows.clone()
+        among_others[:, -1:] = wrong
+        for some in (among_others, torch.full_like(rows, wrong)):
+            try:
+                round_trip(codec, some)
+            except Exception as error:
+                raise AssertionError("rows of nan or inf raise") from error
 
 
 def check_again(codec: Codec, came_back: Tensor, again: Again, seed: int = 7) -> None:

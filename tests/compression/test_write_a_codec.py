@@ -77,11 +77,27 @@ def test_a_kind_that_does_not_exist_is_refused() -> None:
             type("Wrong", (page,), wrong)()
 
 
+def _encode_finite(self: Codec, rows: Tensor, wire: Tensor, generator: Any = None) -> None:
+    """Takes a nan, and raises at inf."""
+    if rows.isinf().any():
+        raise OverflowError
+    type(self).__mro__[1].encode(self, rows, wire, generator)  # type: ignore[attr-defined]
+
+
+def _decode_finite(self: Codec, wire: Tensor, rows: Tensor, generator: Any = None) -> None:
+    """Takes an inf, and raises at nan."""
+    if wire[:, :4].contiguous().view(torch.float32).isnan().any():
+        raise OverflowError
+    type(self).__mro__[1].decode(self, wire, rows, generator)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("method", "broken", "message"),
     [
         ("decode", lambda self, wire, rows, generator=None: rows.zero_(), "nothing of it"),
         ("wire_bytes", lambda self, numel: 4 + numel, "are no multiple of 4"),
+        ("encode", _encode_finite, "rows of nan or inf raise"),
+        ("decode", _decode_finite, "rows of nan or inf raise"),
     ],
 )
 def test_the_battery_finds_out_what_the_page_forbids(

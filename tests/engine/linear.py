@@ -34,7 +34,7 @@ def gradients_of(step: int, rank: int, leaves_out: bool = False) -> list[Tensor 
     """Other ones on each rank, of a scale that differs between tensors, heavy-tailed."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     made: list[Tensor | None] = [
-        (torch.randn(shape, generator=generator) ** 3) * 10.0 ** (number - 2)
+        (torch.randn(shape, generator=generator, dtype=torch.float32) ** 3) * 10.0 ** (number - 2)
         for number, shape in enumerate(SHAPES)
     ]
     if leaves_out:

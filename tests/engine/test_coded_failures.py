@@ -161,6 +161,25 @@ def test_the_norm_of_residuals_is_that_of_the_parameters(codec: Codec) -> None:
     torch.testing.assert_close(norm, torch.cat([one.flatten() for one in kept]).norm())
 
 
+@distributed(world_sizes=(1,))
+def test_the_norm_of_residuals_is_that_of_what_has_not_arrived() -> None:
+    """Also of a moving average, which is a part of that."""
+    for codec in (
+        Int4(block_size=64, halves="reduce"),
+        LoCo(block_size=64, halves="reduce"),
+        LoCo(block_size=64, halves="reduce", rate=0.5, residual_bits=8),
+    ):
+        run = Run(ExchangeOptions("gradients", codec=codec))
+        for _ in range(6):
+            run.step()
+        run.pipeline.complete_parameters()
+        # Weights are what has arrived, times -1.
+        pairs = zip(run.expected, run.model.weights, strict=True)
+        norm = torch.cat([(one + weight.detach()).flatten() for one, weight in pairs]).norm()
+        figure = float(run.part.encoding_figures()["residual_norm"])
+        assert figure == pytest.approx(float(norm), rel=0.02), codec
+
+
 @distributed(world_sizes=(2,))
 def test_nothing_is_encoded_between_parameters() -> None:
     """Of the zeros there, signs leave a residual, which would weigh in the scales."""

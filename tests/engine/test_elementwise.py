@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dear.elementwise import ELEMENTWISE, check_elementwise
+from tests.engine.test_default_dtype import default_dtype
 
 
 class _Lion(Optimizer):
@@ -114,6 +115,12 @@ def test_a_learning_rate_that_warms_up_from_zero_says_nothing() -> None:
             with pytest.raises(ValueError, match="cannot shard _GroupCounter: a matrix stepped"):
                 check_elementwise(optimizer)
     check_elementwise(_Lion(_parameters(), lr=0.0))
+
+
+def test_a_stranger_with_a_small_rate_passes_within_a_short_default_dtype() -> None:
+    """Its updates would be rounded away."""
+    with default_dtype(torch.bfloat16):
+        check_elementwise(_Lion([nn.Parameter(torch.zeros(3))], lr=1e-6))
 
 
 def test_refused_by_name() -> None:

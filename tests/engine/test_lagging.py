@@ -27,7 +27,6 @@ from lightning_dear.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import SOMETIMES, Run
 from tests.engine.models import batch, build, distance, loss_of, optimizer_for, weights
 from tests.engine.test_parity import assert_equal_on_all_ranks
 from tests.engine.training import new_pipeline, train_dear
@@ -190,23 +189,6 @@ def test_codecs_that_cannot_send_differences_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ExchangeOptions(**options)
-
-
-@distributed(world_sizes=(2,))
-def test_what_nobody_uses_does_not_drift() -> None:
-    """A sign decodes to a step even where there is nothing to send."""
-    codec = EFSignSGD(block_size=64, allow_lag=True)
-    run = Run(ExchangeOptions("parameters", codec=codec))
-    for _ in range(3):
-        run.step()
-    lags = []
-    for _ in range(20):
-        run.step(leaves_out=True)
-        run.pipeline.complete_parameters()
-        state = run.part.optimizer_state_dict()["state"]
-        masters = [state[number]["master_weight"] for number in sorted(state)]
-        lags.append(float((masters[SOMETIMES] - run.model.weights[SOMETIMES].detach()).norm()))
-    assert lags[-1] < lags[0]
 
 
 @distributed(world_sizes=(1, 2))

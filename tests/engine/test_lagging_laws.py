@@ -84,7 +84,10 @@ class Law:
         self.run.step(leaves_out=leaves_out)
         differences = self.wire.take_differences(self.codec)
         assert any(bool(one.any()) for one in differences)
-        torch._foreach_add_(self.replicas, differences)
+        for number, difference in enumerate(differences):
+            # What nobody has used is not moved, whatever its bytes say.
+            if not leaves_out or number != SOMETIMES:
+                self.replicas[number].add_(difference)
         for number, mean in enumerate(self.wire.take_means(self.codec)):
             # What nobody has used is not stepped: what came of it goes back to residuals.
             if not leaves_out or number != SOMETIMES:

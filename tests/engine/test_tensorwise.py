@@ -16,6 +16,7 @@ from lightning_dear.pairwise import PairwiseCollectives
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import NoFusion
 from lightning_dear.tensorwise import check_steppable, check_tensorwise
+from tests.engine.test_default_dtype import default_dtype
 from tests.engine.whole_tensor import LARS
 
 ALONE = PairwiseCollectives(None, None, 0, 1)
@@ -78,6 +79,13 @@ def test_each_tensor_on_its_own_is_accepted_and_left_as_it_was(kind: Any) -> Non
         check_tensorwise(one)
         assert [dict(group) for group in one.param_groups] == groups
         assert not one.state
+
+
+def test_a_stranger_with_a_small_rate_passes_within_a_short_default_dtype() -> None:
+    """Its updates would be rounded away."""
+    stranger = type("Mine", (torch.optim.SGD,), {})
+    with default_dtype(torch.bfloat16):
+        check_tensorwise(stranger(nn.Linear(3, 3).parameters(), lr=1e-6))
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ CODED = [
     Mutation(
         "not sending the owner's residual of what nobody will step",
         "exchange/coded_bucket.py",
-        "        self.owner.keep(self._unused)\n",
+        "        self.owner.keep(self._own_unused)\n",
         "",
         (LAW,),
     ),

@@ -41,8 +41,8 @@ LOADING = [
     Mutation(
         "nothing that follows between parameters",
         "exchange/coded_bucket.py",
-        "            self.bucket.follow(rows.view(-1).index_fill_(0, self._padding, 0.0))\n",
-        "            self.bucket.follow(rows.view(-1))\n",
+        "            differences = rows.view(-1).index_fill_(0, self._padding, 0.0)\n",
+        "            differences = rows.view(-1)\n",
         ("tests/engine/test_between_parameters.py",),
     ),
     Mutation(

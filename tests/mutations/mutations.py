@@ -7,6 +7,7 @@ from tests.mutations.codec_plans import CODEC_PLANS
 from tests.mutations.coded import CODED
 from tests.mutations.comparing import COMPARING
 from tests.mutations.gathering import GATHERING
+from tests.mutations.kept import KEPT
 from tests.mutations.loading import LOADING
 from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation
@@ -451,6 +452,7 @@ MUTATIONS = [
     *GATHERING,
     *ALL_REDUCED,
     *CODED,
+    *KEPT,
     *LOW_RANK,
     *LOADING,
     *CODEC_PLANS,
