@@ -299,12 +299,18 @@ class GradientReducer:
         """Takes the exposed gradients back, with whatever was done to them. All ranks call; blocks.
 
         Returns:
-            As `reduce`; what counts is whether a parameter has a `.grad` now.
+            As `reduce`; what counts is whether any rank has a `.grad` of a parameter now.
         """
         self._num_rounds = 1
-        for index, placement in enumerate(self._placements):
+        # Agreed on, since a hook may have cleared some on some ranks only.
+        own = torch.tensor([one.parameter.grad is not None for one in self._placements])
+        flags = own.to(self._buckets[0].parameters.device, torch.uint8)
+        self._collectives.launch_any(flags).wait()
+        for index, (placement, flag) in enumerate(
+            zip(self._placements, flags.tolist(), strict=True)
+        ):
             gradient, home = placement.parameter.grad, placement.gradient
-            self._used[index] = gradient is not None
+            self._used[index] = flag > 0 and (home is not None or gradient is not None)
             if home is None:
                 continue
             if gradient is not None and gradient.data_ptr() != home.data_ptr():

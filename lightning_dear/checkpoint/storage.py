@@ -165,9 +165,11 @@ class _Writer(FileSystemWriter):
     @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
-            # Others may make the folder at the same time, but write only after rank 0 has planned.
-            shutil.rmtree(self._folder, ignore_errors=True)
+            # Others may make the folder at the same time, so that it stays; they write only after
+            # rank 0 has planned.
             self._folder.mkdir(parents=True, exist_ok=True)
+            for left in self._folder.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     @override

@@ -461,6 +461,19 @@ def test_an_interrupted_save_leaves_the_earlier_one(
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+def test_what_is_left_is_cleared_away_without_the_folder(tmp_path: Path) -> None:
+    """Other ranks may be making it: they would find it gone in between."""
+    (tmp_path / "stray").touch()
+    (tmp_path / "strays" / "more").mkdir(parents=True)
+    writer = checkpoint_storage._Writer(tmp_path, lambda: None, lambda: None)
+    # While it is open no other folder gets its number.
+    handle = os.open(tmp_path, os.O_RDONLY)
+    writer.set_up_storage_writer(True)
+    assert tmp_path.stat().st_ino == os.fstat(handle).st_ino
+    assert not list(tmp_path.iterdir())
+    os.close(handle)
+
+
 def _die_while_writing(folder: Path, rank: int) -> None:
     _save_again(folder, 1.0)
     dist.barrier()

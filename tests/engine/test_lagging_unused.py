@@ -110,3 +110,26 @@ def test_dense_steps_and_syncing_bring_it_all_the_same() -> None:
         dense.step(leaves_out=True)
         for run in (synced, dense):
             assert not _lag(run).any(), codec
+
+
+@distributed(world_sizes=(2, 3))
+def test_a_gradient_that_a_hook_clears_on_one_rank_is_stepped_on_all() -> None:
+    """Or ranks would follow some differences, and others not."""
+    for options in (
+        ExchangeOptions("parameters", codec=EFSignSGD(allow_lag=True)),
+        ExchangeOptions("gradients", codec=Int4(block_size=64)),
+        ExchangeOptions("parameters"),
+    ):
+        cleared, plain = Run(options), Run(options)
+        for run in (cleared, plain):
+            run.step()
+            run.backward()
+            run.part.expose_gradients()
+            if run is cleared and dist.get_rank() == 1:
+                for weight in run.model.weights:
+                    weight.grad = None
+            run.optimizer.step()
+            run.pipeline.complete_parameters()
+        for left, right in zip(weights(cleared.model), weights(plain.model), strict=True):
+            assert torch.equal(left, right)
+        assert_equal_on_all_ranks(([weights(cleared.model)], []))
