@@ -37,6 +37,7 @@ from tests.planning.models import (
     UNIT,
     WORLD_SIZE,
     chain,
+    chains,
     codecs,
     links,
     unaligned_chains,
@@ -67,8 +68,14 @@ def _pieces(tensors: list[TensorSpec], times: ModelTimes) -> list[Piece]:
     return families_of_pieces(tensors, times, len(tensors))[0][1]
 
 
-@settings(max_examples=15)
-@given(unaligned_chains(max_size=7), world_sizes, links, codecs, st.integers(0, 9).map(float))
+@settings(max_examples=60)
+@given(
+    st.one_of(chains(max_size=7), unaligned_chains(max_size=7)),
+    world_sizes,
+    links,
+    codecs,
+    st.integers(0, 9).map(float),
+)
 def test_exact_with_a_codec(
     model: Model, world_size: int, link: LinkCost, codecs: CodecCosts, s: float
 ) -> None:
@@ -85,6 +92,8 @@ def test_exact_with_a_codec(
         tensors, world_size, replace(times, allows_cuts=False), link, codecs
     )
     assert step_s(whole) == pytest.approx(best_s, rel=1e-9)
+    course = course_of(_pieces(tensors, times), ITEMSIZE, world_size, times, link, codecs)
+    assert best_groupings(course)[0].step_s == pytest.approx(best_s, rel=1e-9)
     assert not plan.early
     assert codecs.may_mix or not plan.uncompressed
 
