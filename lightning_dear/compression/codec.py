@@ -6,6 +6,7 @@ knows nothing of that, nor of what was lost before. To write one, see docs/write
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -47,6 +48,8 @@ class Codec(Compressor):
             + decode(b) with the same generator. Then a reduce-scatter sums what ranks send, and the
             sum is decoded. False is right for any codec: what each rank sends is decoded, and that
             is summed.
+        largest: What larger numbers are clipped to. Under a loss scale they count as inf, so that
+            it becomes smaller.
         block_size: Elements that share statistics. A row that is cut at multiples of it decodes to
             the same numbers. None: the whole row.
 
@@ -56,6 +59,7 @@ class Codec(Compressor):
 
     randomness: ClassVar[Randomness] = "none"
     is_summable: ClassVar[bool] = False
+    largest: ClassVar[float] = math.inf
 
     halves: str = "both"
     allow_lag: bool = False

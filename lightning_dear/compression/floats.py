@@ -108,4 +108,5 @@ class Fp16(_HalfFloat):
     """
 
     name: ClassVar[str] = "fp16"
+    largest: ClassVar[float] = torch.finfo(torch.float16).max
     _dtype: ClassVar[torch.dtype] = torch.float16

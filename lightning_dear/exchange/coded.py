@@ -100,7 +100,7 @@ class CodedExchange(CompressedExchange):
         scale = self._loss_scale()
         with device_work():
             rows = coded.compensated(scale)
-            self._look_for_inf(rows)
+            self._look_for_inf(rows, math.inf if scale is None else coded.codec.largest)
             encoded = coded.encode_reduce(rows, scale)
         work = reduction.launch(self._first_number + bucket.number)
         return Work(work.wait, partial(self._sum, coded, reduction, encoded, scale))

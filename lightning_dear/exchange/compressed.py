@@ -49,8 +49,10 @@ class CompressedExchange(DenseExchange):
         self._is_nan: Tensor | None = None
         self._next: Compressor | None = None
 
-    def _look_for_inf(self, rows: Tensor) -> None:
+    def _look_for_inf(self, rows: Tensor, largest: float = math.inf) -> None:
         is_inf = zero_or_nan(rows) != 0
+        if largest < math.inf:
+            is_inf |= torch.linalg.vector_norm(rows, math.inf) > largest
         self._found_inf = is_inf if self._found_inf is None else self._found_inf | is_inf
 
     @override

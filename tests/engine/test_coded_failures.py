@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_dear.compression import (
     Bf16,
     Codec,
     EFSignSGD,
+    Fp16,
     Int4,
     Int8,
     LoCo,
@@ -211,6 +213,23 @@ def test_a_loss_scale_hears_of_inf_on_another_rank() -> None:
 
     run.part.unscale(unscale)
     assert not all(seen)
+
+
+@distributed(world_sizes=(2,))
+def test_a_loss_scale_hears_of_what_a_codec_would_clip() -> None:
+    """Or residuals would grow as long as the scale does."""
+    for scale, is_clipped in ((1024.0, True), (512.0, False)):
+        run = Run(ExchangeOptions("gradients", codec=Fp16()))
+        run.part.loss_scale = lambda scale=scale: torch.full((1,), scale)
+        # Halved on two ranks.
+        made = gradients_of(0, 0)
+        gradients = [torch.full_like(one, 200 * scale) for one in made if one is not None]
+        with run.pipeline.forward():
+            loss = run.model(gradients)
+        with run.pipeline.backward():
+            loss.backward()
+        with pytest.raises(RuntimeError, match="nan or inf") if is_clipped else nullcontext():
+            run.optimizer.step()
 
 
 @distributed(world_sizes=(2,))

@@ -105,6 +105,13 @@ CODED = [
         (f"{CHANGES}::test_a_change_leaves_gradients_on_their_way_alone",),
     ),
     Mutation(
+        "a smaller loss scale where numbers are clipped",
+        "compression/floats.py",
+        "    largest: ClassVar[float] = torch.finfo(torch.float16).max\n",
+        "",
+        (f"{FAILURES}::test_a_loss_scale_hears_of_what_a_codec_would_clip",),
+    ),
+    Mutation(
         "refusing votes of some ranks only",
         "exchange/flags.py",
         "            if lacked and said[number] != UNUSED\n",
