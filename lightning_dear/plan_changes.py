@@ -174,7 +174,8 @@ class PlanChanges:
             replace(self._options, codec=codec)
         self._codec = codec
         if self._active is not None:
-            is_idle = not (self._is_sending or self._is_reduced)
+            has_reduced = self._is_reduced or self._active.reducer.has_begun
+            is_idle = not (self._is_sending or has_reduced)
             self._active.exchange.use(codec, is_idle=is_idle)
 
     @property

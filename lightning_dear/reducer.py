@@ -81,6 +81,11 @@ class GradientReducer:
         self._exchange.discard()
         self.reset()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients of the step have been reduced, or are on their way."""
+        return self._num_rounds > 0 or bool(self._works)
+
     def reset(self) -> None:
         """Begins a step without gradients."""
         self._used = [False] * len(self._placements)
@@ -251,12 +256,8 @@ class GradientReducer:
 
     def _wait(self, says: list[int]) -> list[int]:
         """Blocks for the round's buckets; returns the most that any rank says per parameter."""
-        voting = self._exchange.voting
-        voted = [
-            number
-            for number, one in enumerate(self._placements)
-            if voting and not voting.isdisjoint(one.buckets)
-        ]
+        voting, placements = self._exchange.voting, enumerate(self._placements)
+        voted = [n for n, one in placements if voting and not voting.isdisjoint(one.buckets)]
         device = self._buckets[0].parameters.device
         flags = RoundFlags(says, voted, self._exchange, self._collectives, device)
         with self._waiting("gradients"):
@@ -306,11 +307,11 @@ class GradientReducer:
         own = torch.tensor([one.parameter.grad is not None for one in self._placements])
         flags = own.to(self._buckets[0].parameters.device, torch.uint8)
         self._collectives.launch_any(flags).wait()
-        for index, (placement, flag) in enumerate(
-            zip(self._placements, flags.tolist(), strict=True)
-        ):
+        # Whoever has all of them need not wait for a device to know.
+        used = own.tolist() if own.all() else flags.tolist()
+        for index, placement in enumerate(self._placements):
             gradient, home = placement.parameter.grad, placement.gradient
-            self._used[index] = flag > 0 and (home is not None or gradient is not None)
+            self._used[index] = bool(used[index]) and (home is not None or gradient is not None)
             if home is None:
                 continue
             if gradient is not None and gradient.data_ptr() != home.data_ptr():

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -169,7 +170,8 @@ class _Writer(FileSystemWriter):
             # rank 0 has planned.
             self._folder.mkdir(parents=True, exist_ok=True)
             for left in self._folder.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+                with suppress(OSError):
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     @override

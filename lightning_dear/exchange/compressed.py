@@ -78,11 +78,11 @@ class CompressedExchange(DenseExchange):
 
     def _not_finite(self) -> GradientsNotFinite:
         return GradientsNotFinite(
-            "A rank's gradients have nan or inf in them, which residuals of"
-            f" compressor={self._codec.name!r} would keep. No weight has changed, and no residual."
-            " Find the operation with Trainer(detect_anomaly=True), or the hook that changes"
-            " gradients; lower the learning rate or clip gradients, or use precision='16-mixed',"
-            " which leaves such steps out."
+            "A rank's gradients have nan or inf in them, which"
+            f" compressor={self._codec.name!r} cannot send, or would keep. No weight has changed,"
+            " and no residual. Find the operation with Trainer(detect_anomaly=True), or the hook"
+            " that changes gradients; lower the learning rate or clip gradients, or use"
+            " precision='16-mixed', which leaves such steps out."
         )
 
     @override

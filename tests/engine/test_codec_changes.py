@@ -10,7 +10,7 @@ import torch
 from lightning_dear.compression import Fp32, Int4, Int8, LoCo, RandomK, TopK
 from lightning_dear.exchange_options import ExchangeOptions
 from tests.distributed.harness import distributed
-from tests.engine.linear import SOMETIMES, Run
+from tests.engine.linear import SOMETIMES, Run, gradients_of
 
 
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
@@ -71,6 +71,25 @@ def test_a_change_leaves_gradients_on_their_way_alone(drops: bool) -> None:
         active = run.part._active
         assert active is not None
         assert {coded.codec for coded in active.exchange.coded} == {later}
+
+
+@distributed(world_sizes=(2,))
+def test_a_change_waits_for_a_step_of_several_rounds() -> None:
+    """Although the last backward is not to be sent yet, as in manual optimisation."""
+    run = Run(ExchangeOptions("gradients", codec=Int8()))
+    run.step()
+    run.backward()
+    run.part.grad_norm()
+    with run.pipeline.forward():
+        loss = run.model(gradients_of(9, 0))
+    with run.pipeline.backward(synchronize=False):
+        loss.backward()
+    active = run.part._active
+    assert active is not None
+    run.part.use_codec(Fp32())
+    assert {coded.codec for coded in active.exchange.coded} == {Int8()}
+    run.optimizer.zero_grad()
+    assert {coded.codec for coded in active.exchange.coded} == {Fp32()}
 
 
 @distributed(world_sizes=(1,))

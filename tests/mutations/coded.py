@@ -93,7 +93,7 @@ CODED = [
     Mutation(
         "changing no codec under gradients on their way",
         "plan_changes.py",
-        "            is_idle = not (self._is_sending or self._is_reduced)\n",
+        "            is_idle = not (self._is_sending or has_reduced)\n",
         "            is_idle = True\n",
         (f"{CHANGES}::test_a_change_leaves_gradients_on_their_way_alone",),
     ),
