@@ -39,8 +39,10 @@ def blocks(language: str, text: str = README) -> list[str]:
 def test_snippet_trains(tmp_path: Path) -> None:
     (snippet,) = blocks("python")
     script = tmp_path / "snippet.py"
-    # What a reader would add to see something, and the proof that "dear" and two ranks took part.
-    script.write_text(snippet + "    print(type(trainer.strategy).__name__, trainer.world_size)\n")
+    # What a reader would add to see something, and the proof that "dear" and two ranks took part;
+    # as one text, since both print.
+    shown = "{type(trainer.strategy).__name__} {trainer.world_size}"
+    script.write_text(snippet + f"    print(f'{shown}', flush=True)\n")
     result = subprocess.run(
         [sys.executable, script],
         cwd=tmp_path,

@@ -204,9 +204,9 @@ CODED = [
     ),
     Mutation(
         "telling all ranks of inf",
-        "reducer.py",
-        "        flags[-2] = self._exchange.take_found_inf()\n",
-        "        flags[-2] = False\n",
+        "exchange/flags.py",
+        "        self._flags[-2] = exchange.take_found_inf()\n",
+        "        self._flags[-2] = False\n",
         (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),
     ),
     Mutation(

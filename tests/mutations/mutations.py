@@ -310,8 +310,8 @@ FLUSHES = [
     Mutation(
         "gradients given to what nobody used",
         "reducer.py",
-        "            self._used[index] = gradient is not None\n",
-        "            self._used[index] &= gradient is not None\n",
+        "            self._used[index] = bool(used[index]) and",
+        "            self._used[index] &= bool(used[index]) and",
         (f"{GRADIENTS}::test_a_gradient_given_to_what_nobody_used_counts",),
     ),
     Mutation(
