@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-TILE_ELEMENTS = 1 << 18
-"""What a codec works on at once on a CPU: 1 MiB of fp32, so that the next pass finds it cached."""
+TILE_ELEMENTS = 1 << 19
+"""What a codec works on at once on a CPU: 2 MiB of fp32, so that the next pass finds it cached."""
 
 BLOCK_SIZES = range(8, 65536 + 1, 8)
 """Numbers of elements that may share statistics: whole bytes of bits, and a block fits a cache."""

@@ -31,6 +31,18 @@ def test_what_is_too_large_becomes_the_largest(codec: Codec) -> None:
 
 
 @both
+def test_tiles_whose_sum_is_not_finite(codec: Codec) -> None:
+    """The first tile's overflows though no number does; the second's is inf - inf."""
+    largest = FLOATS[codec.name][2]
+    some = torch.full((1, 2 * TILE_ELEMENTS), largest)
+    some[:, TILE_ELEMENTS:] = 0.5
+    expected = some.clone()
+    some[0, -2:] = torch.tensor([LARGEST, -LARGEST])
+    expected[0, -2:] = torch.tensor([largest, -largest])
+    assert torch.equal(round_trip(codec, some), expected)
+
+
+@both
 def test_signs_of_zeros(codec: Codec) -> None:
     assert round_trip(codec, torch.tensor([[0.0, -0.0]])).signbit().tolist() == [[False, True]]
 

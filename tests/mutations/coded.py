@@ -1,4 +1,4 @@
-"""What encoding must not do without."""
+"""What exchanging codes must not do without."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ ENGINE = "tests/engine/test_coded.py"
 BITS = "tests/engine/test_coded_bits.py"
 CHANGES = "tests/engine/test_codec_changes.py"
 FAILURES = "tests/engine/test_coded_failures.py"
-DGC = "tests/engine/test_dgc_law.py"
 LAG_WARNING = "tests/lightning/test_lag_warning.py"
 LAGGING = "tests/engine/test_lagging.py"
 OTHER_RANKS = "tests/engine/test_other_ranks.py"
-MEMORY = "tests/compression/test_memory.py"
-PROPERTIES = "tests/compression/test_properties.py"
-SELECTORS = "tests/compression/test_selectors.py"
 SCHEDULE = "tests/lightning/test_compression_schedule.py"
 TRAINER = "tests/lightning/test_compressors.py"
 VOTES = "tests/engine/test_votes.py"
@@ -24,13 +20,6 @@ LAW = f"{ENGINE}::test_what_is_lost_arrives_later"
 RESUMED = f"{BITS}::test_a_resumed_run_has_the_same_bits"
 
 CODED = [
-    Mutation(
-        "adding what was not sent to the next gradient",
-        "compression/memory.py",
-        "            rows.add_(residual)\n",
-        "            pass\n",
-        (LAW,),
-    ),
     Mutation(
         "keeping what is pending once the step is made",
         "reducer.py",
@@ -105,13 +94,6 @@ CODED = [
         (f"{CHANGES}::test_a_change_leaves_gradients_on_their_way_alone",),
     ),
     Mutation(
-        "a smaller loss scale where numbers are clipped",
-        "compression/floats.py",
-        "    largest: ClassVar[float] = torch.finfo(torch.float16).max\n",
-        "",
-        (f"{FAILURES}::test_a_loss_scale_hears_of_what_a_codec_would_clip",),
-    ),
-    Mutation(
         "refusing votes of some ranks only",
         "exchange/flags.py",
         "            if lacked and said[number] != UNUSED\n",
@@ -140,20 +122,6 @@ CODED = [
         (f"{VOTES}::test_votes_without_a_gradient_do_not_count",),
     ),
     Mutation(
-        "sending nan past a threshold",
-        "compression/selectors.py",
-        "    return (numbers.abs() <= floor).logical_not_()\n",
-        "    return numbers.abs() > floor\n",
-        (f"{SELECTORS}::test_of_rows_that_are_nan_nan_is_selected",),
-    ),
-    Mutation(
-        "a threshold where all numbers are nan",
-        "compression/selectors.py",
-        "    floor = floor.nan_to_num(nan=0.0)\n",
-        "",
-        (f"{SELECTORS}::test_of_rows_that_are_nan_nan_is_selected",),
-    ),
-    Mutation(
         "keeping what nobody will step",
         "reducer.py",
         "        self._exchange.note_used(self._used, keeps=True)\n",
@@ -166,20 +134,6 @@ CODED = [
         "        self.owner.keep(self._own_unused)\n",
         "",
         (LAW,),
-    ),
-    Mutation(
-        "one pass through momentum in several rounds",
-        "compression/memory.py",
-        "        decay = 1.0 if self._has_pending else self._momentum\n",
-        "        decay = self._momentum\n",
-        (f"{MEMORY}::test_two_rounds_of_a_step_count_once",),
-    ),
-    Mutation(
-        "taking the loss scale out of what is kept",
-        "compression/memory.py",
-        "            lost.div_(scale)\n",
-        "            pass\n",
-        (f"{ENGINE}::test_a_loss_scale_that_changes_changes_nothing",),
     ),
     Mutation(
         "the mean of a vote",
@@ -315,20 +269,6 @@ CODED = [
         (f"{BITS}::test_two_optimizers_draw_other_random_numbers",),
     ),
     Mutation(
-        "masking momentum where velocity was sent",
-        "compression/memory.py",
-        "        for name in self.names:\n            self._next(name, rows).masked_fill_(sent",
-        "        for name in self.names[1:]:\n            self._next(name, rows).masked_fill_(sent",
-        (f"{DGC}::test_dgc_sends_all_of_its_velocity",),
-    ),
-    Mutation(
-        "velocity, not gradients, in what is sent",
-        "compression/memory.py",
-        '            torch.add(self._latest("residual", rows), momentum, out=waiting)\n',
-        '            waiting.copy_(self._latest("residual", rows))\n',
-        (f"{DGC}::test_dgc_sends_all_of_its_velocity",),
-    ),
-    Mutation(
         "masters that other ranks go on with",
         "sharded_optimizer.py",
         "                piece.parameter.copy_(master)\n",
@@ -341,20 +281,6 @@ CODED = [
         "                self._schedule.connect(None)\n",
         "                pass\n",
         (f"{SCHEDULE}::test_a_schedule_is_driven_for_one_fit",),
-    ),
-    Mutation(
-        "clearing what lies behind a row of bytes",
-        "compression/floats.py",
-        "        wire[:, 2 * numel :].zero_()\n",
-        "",
-        (PROPERTIES, "-kfp16"),
-    ),
-    Mutation(
-        "a scale whose largest multiple is finite",
-        "compression/integers.py",
-        "clamp_(_FP32.tiny, largest)",
-        "clamp_(_FP32.tiny)",
-        (PROPERTIES, "-kint8 or int4"),
     ),
     Mutation(
         "warning of weights that stay behind",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.all_reduced import ALL_REDUCED
 from tests.mutations.codec_plans import CODEC_PLANS
+from tests.mutations.codecs import CODECS
 from tests.mutations.coded import CODED
 from tests.mutations.comparing import COMPARING
 from tests.mutations.gathering import GATHERING
@@ -451,6 +452,7 @@ MUTATIONS = [
     *SPEED,
     *GATHERING,
     *ALL_REDUCED,
+    *CODECS,
     *CODED,
     *KEPT,
     *LOW_RANK,
