@@ -182,6 +182,7 @@ def activate(
         num_shards,
         keeps_gradients=uses_buckets,
         lags=options.encodes_differences,
+        is_scattered=options.is_scattered,
     )
     coding = (
         [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets],

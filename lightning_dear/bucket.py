@@ -219,6 +219,7 @@ def allocate(
     *,
     keeps_gradients: bool,
     lags: bool,
+    is_scattered: bool = False,
 ) -> FlatBuffers:
     """Makes the buffers of `plan` and moves the parameters into them.
 
@@ -232,6 +233,7 @@ def allocate(
         scratch_numel: Elements of a bucket -> elements of its scratch (see `Bucket.received`).
         keeps_gradients: Whether gradients of 32 or 64 bits go into buckets, too.
         lags: Whether parameters follow what is stepped by encoded differences.
+        is_scattered: Whether each rank has a part of a whole mean, else zeros, not all of it.
     """
     by_family, homes = _by_family_and_tensor(plan)
     buckets: dict[int, Bucket] = {}
@@ -247,15 +249,13 @@ def allocate(
             spec = plan.buckets[number]
             for piece in spec.slices:
                 if piece.start == 0:
-                    where = offset + piece.offset
-                    placements[piece.tensor] = _place(
-                        parameters[piece.tensor], flat, gradients, where, homes[piece.tensor]
-                    )
+                    whole = parameters[piece.tensor], flat, gradients, offset + piece.offset
+                    placements[piece.tensor] = _place(*whole, homes[piece.tensor])
             part = slice(offset, offset + spec.padded_numel)
             place = number, spec, flat[part], gradients[part]
             if plan.world_size > 1 and (num_shards == 1 or number in plan.all_reduced):
-                whole = slice(0, spec.padded_numel)
-                bucket = _bucket(*place, flat.new_empty(0), whole, is_all_reduced=True)
+                own = slice(0, spec.padded_numel)
+                bucket = _bucket(*place, flat[:0], own, is_all_reduced=not is_scattered)
             else:
                 scratch = flat.new_empty(scratch_numel(spec.padded_numel))
                 own = shard_slice(spec.padded_numel, rank, num_shards)

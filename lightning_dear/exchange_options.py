@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from lightning_dear.compression import Codec, Compressor, LoCo, PowerSGD
+from lightning_dear.compression import Codec, Compressor, LoCo, PowerSGD, SparseAllReduce
 from lightning_dear.compression.groups import Groups, check_groups, codec_for
 from lightning_dear.compression.sparse import SMALLEST_LAGGING_DENSITY, Sparse
 from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE, message_delay_s
@@ -64,6 +64,9 @@ class ExchangeOptions:
     def _check_codec(self, codec: Compressor) -> None:
         if isinstance(codec, PowerSGD):
             self._check_low_rank(codec)
+            return
+        if isinstance(codec, SparseAllReduce):
+            self._check_sparse(codec)
             return
         if not self.decouple:
             raise ValueError(
@@ -128,6 +131,18 @@ class ExchangeOptions:
                 " leave it out."
             )
 
+    def _check_sparse(self, codec: SparseAllReduce) -> None:
+        if not self.is_of_gradients:
+            raise ValueError(
+                f"{codec.name} sends the mean gradient's largest elements, and gather='parameters'"
+                " has no use for these: set gather='gradients', or leave gather out."
+            )
+        if not self.decouple:
+            raise ValueError(
+                f"decouple=False all-reduces whole gradients, and {codec.name} a few numbers of"
+                " them. Leave out one of them."
+            )
+
     @property
     def all_reduces(self) -> bool:
         """Whether every rank gets whole means during backward, and nothing is gathered."""
@@ -168,22 +183,37 @@ class ExchangeOptions:
                 f"gather_depth={self.depth} works with gloo only: NCCL orders all-gathers on the"
                 " device by itself, and nobody on the host knows when one has ended. Leave it out."
             )
+        if self.is_scattered and not collectives.reads_flags_freely:
+            assert self.codec is not None
+            raise ValueError(
+                f"compressor={self.codec.name!r} works with gloo only: how many numbers travel"
+                " depends on the gradients, which with NCCL the host would have to wait for. Use"
+                " process_group_backend='gloo' on CPUs, or compressor='topk'."
+            )
         if self.all_reduces and num_optimizers > 1:
             what = "decouple=False" if self.codec is None else f"compressor={self.codec.name!r}"
             raise ValueError(
                 f"{what} works with one optimizer, and there are {num_optimizers}: two optimizers'"
                 " all-reduces could start in another order on other ranks. Leave it out."
             )
-        if self.all_reduces and message_delay_s() and collectives.rank == 0:
+        holds_all = not (self.all_reduces or self.is_scattered)
+        if not holds_all and message_delay_s() and collectives.rank == 0:
+            which = "all that is sent here" if self.all_reduces else "how ranks agree on thresholds"
             warnings.warn(
-                f"{MESSAGE_DELAY_VARIABLE} does not hold back all-reduces, which are all that is"
-                " sent here: unset it, or compare with nothing else.",
+                f"{MESSAGE_DELAY_VARIABLE} does not hold back all-reduces, which are {which}: unset"
+                " it, or compare with nothing else.",
                 stacklevel=2,
             )
 
+    @property
+    def is_scattered(self) -> bool:
+        """Whether of a whole mean gradient each rank has what lies in its region."""
+        return isinstance(self.codec, SparseAllReduce)
+
     def shards(self, collectives: Collectives) -> tuple[int, int]:
         """(number of this rank's shard, number of shards); one shard where each rank has all."""
-        return (0, 1) if self.all_reduces else (collectives.rank, collectives.world_size)
+        is_whole = self.all_reduces or self.is_scattered
+        return (0, 1) if is_whole else (collectives.rank, collectives.world_size)
 
 
 def _or_denser(codec: Compressor) -> str:

@@ -71,6 +71,16 @@ class GroupCollectives(Collectives):
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
         return None
 
+    @override
+    def launch_messages(
+        self, lane: str, messages: Sequence[Tensor], incoming: Tensor, bucket: int
+    ) -> Work:
+        raise NotImplementedError("Messages of unknown length need gloo.")
+
+    @override
+    def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
+        return None
+
     def ring_bytes(self, buffer: Tensor) -> int:
         """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""
         return buffer.nbytes // self.world_size * (self.world_size - 1)

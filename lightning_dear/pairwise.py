@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -102,6 +103,20 @@ class PairwiseCollectives(GroupCollectives):
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
 
     @override
+    def launch_messages(
+        self, lane: str, messages: Sequence[Tensor], incoming: Tensor, bucket: int
+    ) -> Work:
+        # gloo lets a message be shorter than the memory that waits for it.
+        outgoing = {peer: messages[peer] for peer in self._peers()}
+        receives = self._take_expected(lane, incoming, bucket)
+        place = self._group_of(lane), bucket
+        waits = self._exchange(self._rows_from_sources(incoming), outgoing, *place, receives)
+        head_bytes = sum(one.element_size() for one in outgoing.values())
+        self.ledger.metadata_bytes += head_bytes
+        self.ledger.add(lane, nbytes_of(outgoing) - head_bytes)
+        return self.new_work(lane, f"bucket {bucket}", waits)
+
+    @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
         rows = self._gather_rows(buffer)
@@ -145,6 +160,14 @@ class PairwiseCollectives(GroupCollectives):
     @override
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
         self._expect("all_gather", buffer, self._gather_rows(buffer), self.gather_group, bucket)
+
+    @override
+    def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
+        rows = self._rows_from_sources(incoming)
+        self._expect(lane, incoming, rows, self._group_of(lane), bucket)
+
+    def _group_of(self, lane: str) -> Any:
+        return self.reduce_group if lane == "reduce_scatter" else self.gather_group
 
     def _reduce_rows(self, received: Tensor) -> dict[int, Tensor]:
         return {

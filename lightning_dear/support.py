@@ -139,6 +139,13 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
             f" all-gathers, and {what} makes all-reduces instead. Use fusion='threshold', 'none' or"
             " 'single' with it."
         )
+    if isinstance(fusion, SearchingPlanner) and options.is_scattered:
+        assert options.codec is not None
+        raise ValueError(
+            f"fusion={getattr(fusion, 'name', type(fusion).__name__)!r} tries plans, and with each"
+            f" of them {options.codec.name} would begin with other thresholds and regions, and send"
+            " other bytes. Use fusion='threshold', 'none' or 'single' with it."
+        )
     plans_for_codecs = getattr(fusion, "plans_for_codecs", False)
     if isinstance(fusion, SearchingPlanner) and options.codec is not None and not plans_for_codecs:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -13,24 +13,38 @@ T = TypeVar("T")
 
 GRADIENT_NUMBERS = 1 << 22
 STATE_NUMBERS = 1 << 23
+SELECTION_NUMBERS = 3 << 22
 """Added to a bucket's number for exchanges that may be made while the bucket's own is under way, or
-is expected after a step that was broken off: of whole gradients, and of saved state."""
+is expected after a step that was broken off: of whole gradients, of saved state, and of what owners
+select."""
 
 
 @dataclass
 class WireLedger:
-    """Payload bytes that this rank handed to the network since the ledger was made."""
+    """Bytes that this rank handed to the network since the ledger was made.
+
+    Attributes:
+        metadata_bytes: Of what says how many numbers travel, and which.
+    """
 
     reduce_scatter_bytes: int = 0
     all_gather_bytes: int = 0
     all_reduce_bytes: int = 0
     other_bytes: int = 0
+    metadata_bytes: int = 0
+
+    def add(self, lane: str, nbytes: int) -> None:
+        """Adds to the bytes of "reduce_scatter" or "all_gather"."""
+        if lane == "reduce_scatter":
+            self.reduce_scatter_bytes += nbytes
+        else:
+            self.all_gather_bytes += nbytes
 
     @property
     def total_bytes(self) -> int:
         """Sum over all kinds, in bytes."""
         decoupled_bytes = self.reduce_scatter_bytes + self.all_gather_bytes
-        return decoupled_bytes + self.all_reduce_bytes + self.other_bytes
+        return decoupled_bytes + self.all_reduce_bytes + self.other_bytes + self.metadata_bytes
 
 
 @contextmanager
@@ -40,6 +54,17 @@ def uncounted(collectives: Collectives) -> Iterator[None]:
     try:
         yield
     finally:
+        collectives.ledger = ledger
+
+
+@contextmanager
+def as_metadata(collectives: Collectives) -> Iterator[None]:
+    """What is sent meanwhile says how many numbers travel, and which."""
+    ledger, collectives.ledger = collectives.ledger, WireLedger()
+    try:
+        yield
+    finally:
+        ledger.metadata_bytes += collectives.ledger.total_bytes
         collectives.ledger = ledger
 
 
@@ -148,6 +173,28 @@ class Collectives(Protocol):
 
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
         """Lets others' shards arrive in `buffer` from now on; as `expect_reduce_scatter`."""
+
+    def launch_messages(
+        self, lane: str, messages: Sequence[Tensor], incoming: Tensor, bucket: int
+    ) -> Work:
+        """Sends `messages[r]` to rank r; after `wait`, row s of `incoming` begins with rank s's.
+
+        But for this rank's own row, which is left alone. Where lengths must not be told beforehand
+        (gloo only).
+
+        Args:
+            lane: "reduce_scatter" or "all_gather", in the place of which it is.
+            messages: [n] each, n of at least 1 and at most the length of a row, the first element
+                of which says how long it is; not to be mutated before `wait`.
+            incoming: [world_size, most elements] of the same dtype; overwritten.
+            bucket: Number of the bucket, equal on all ranks.
+
+        Raises:
+            NotImplementedError: On other backends.
+        """
+
+    def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
+        """Lets others' messages arrive from now on; as `expect_reduce_scatter`."""
 
     def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
         """Sums the flat `buffer` over ranks, in place and on every rank, as the backend does it.

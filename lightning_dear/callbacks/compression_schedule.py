@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_dear.compression import DGC, Compressor, Fp32, resolve_compressor
+from lightning_dear.compression.density import FewOfMany
 from lightning_dear.compression.groups import groups_of
-from lightning_dear.compression.sparse import Sparse
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import BayesianFusion, FusionPlanner
@@ -83,7 +83,7 @@ class CompressionSchedule(Callback):
             raise ValueError(
                 "compression_schedule changes a compressor, and there is none: set compressor=."
             )
-        if self._densities and not isinstance(codec, Sparse):
+        if self._densities and not isinstance(codec, FewOfMany):
             raise ValueError(
                 f"densities belong to sparse codecs (topk, randomk, dgc), and {codec.name} is none."
             )
@@ -111,7 +111,7 @@ class CompressionSchedule(Callback):
             ValueError: Naming the density and what to set.
         """
         for step, density in self._densities.items():
-            if isinstance(options.codec, Sparse):
+            if isinstance(options.codec, FewOfMany):
                 try:
                     replace(options, codec=options.codec.at_density(density))
                 except ValueError as error:
@@ -147,7 +147,7 @@ class CompressionSchedule(Callback):
         if isinstance(codec, DGC):
             codec = codec.at_density(codec.density_at(step - self._dense_steps))
         place = bisect_right(list(self._densities), step)
-        if place and isinstance(codec, Sparse):
+        if place and isinstance(codec, FewOfMany):
             codec = codec.at_density(list(self._densities.values())[place - 1])
         return codec
 

@@ -24,6 +24,7 @@ class Residuals:
         counts: Half -> how often it was encoded.
         rates: Parameter -> `CompressedBucket.rate` of where its numbers come from.
         seed: `CompressedBucket.seed` of all of them; None: not known.
+        steering: First parameter of a bucket -> `CompressedBucket.steering` of it, this rank's.
     """
 
     worker: dict[str, ByParameter] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class Residuals:
     counts: dict[str, int] = field(default_factory=dict)
     rates: dict[Tensor, float] = field(default_factory=dict)
     seed: int | None = None
+    steering: ByParameter = field(default_factory=dict)
 
     @property
     def is_of_nothing(self) -> bool:
@@ -58,6 +60,7 @@ class Residuals:
             dict(self.counts),
             own(self.rates),
             self.seed,
+            own(self.steering),
         )
 
     def joined(self, other: Residuals) -> Residuals:
@@ -76,4 +79,5 @@ class Residuals:
             {**other.counts, **self.counts},
             {**other.rates, **self.rates},
             other.seed if self.seed is None else self.seed,
+            {**other.steering, **self.steering},
         )

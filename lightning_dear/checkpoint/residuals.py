@@ -10,6 +10,8 @@ something besides for their shards. In a state dict both stand beside the optimi
                seed:    of what codecs draw at random; rank 0's, when training began
                rates:   parameter number -> of its feedback: a "residual" is what is still to be
                         sent, times this
+               steering: number of a bucket's first parameter -> [number of ranks, n] fp64: by what
+                        each rank selects numbers in that bucket
 
 Whoever goes on from that draws by its seed, whatever his own is. Earlier versions saved none, and
 drew without: what goes on from theirs does so too.
@@ -57,7 +59,10 @@ def take_out(
 
 
 def common_to_all(coded: Sequence[CompressedBucket], parameters: Sequence[Parameter]) -> Residuals:
-    """What all ranks have alike: factors, the buckets' own, counts, rates and the seed. Local."""
+    """What all ranks have alike: factors, the buckets' own, counts, rates and the seed. Local.
+
+    And by what this rank selects, which is as long on all of them.
+    """
     halves = coded[0].counts if coded else ()
     return Residuals(
         factors={parameters[at]: own for one in coded for at, own in one.factors.items()},
@@ -65,7 +70,18 @@ def common_to_all(coded: Sequence[CompressedBucket], parameters: Sequence[Parame
         counts={half: max(one.counts[half] for one in coded) for half in halves},
         rates={parameters[part.tensor]: one.rate for one in coded for part in one.spec.slices},
         seed=coded[0].seed if coded else None,
+        steering={parameters[_first(one)]: own for one, own in _steered(coded)},
     )
+
+
+def _steered(coded: Sequence[CompressedBucket]) -> list[tuple[CompressedBucket, Tensor]]:
+    pairs = ((one, one.steering) for one in coded)
+    return [(one, own) for one, own in pairs if own is not None]
+
+
+def _first(one: CompressedBucket) -> int:
+    """Number of the tensor that a bucket is known by."""
+    return one.spec.slices[0].tensor
 
 
 @torch.no_grad()
@@ -81,6 +97,8 @@ def put_in(
     for one in coded:
         one.start_anew(residuals.seed)
         one.counts.update(residuals.counts)
+        if parameters[_first(one)] in residuals.steering:
+            one.steer(residuals.steering[parameters[_first(one)]])
         for number, own in one.factors.items():
             factor = residuals.factors.get(parameters[number], own)
             if factor.shape == own.shape:
@@ -165,6 +183,12 @@ def packed(
         collectives.launch_all_gather(rows.view(-1), STATE_NUMBERS).wait()
         return rows.as_strided(*_shape(parameter, world_size))
 
+    def steering(own: Tensor) -> Tensor:
+        rows = own.new_empty((world_size, len(own)))
+        rows[rank] = own
+        collectives.launch_all_gather(rows.view(-1), STATE_NUMBERS).wait()
+        return rows
+
     def of_owners(parameter: Tensor, whole: Tensor) -> Tensor:
         return whole.as_strided(*_shape(parameter))
 
@@ -175,6 +199,7 @@ def packed(
         "counts": residuals.counts,
         "seed": residuals.seed,
         "rates": {number_of[one]: rate for one, rate in residuals.rates.items()},
+        "steering": {number_of[one]: steering(own) for one, own in residuals.steering.items()},
     }
 
 
@@ -217,7 +242,7 @@ def unpacked(
             for name, of in named.items()
         }
 
-    # Earlier versions have saved no factors, no rates and no seed.
+    # Earlier versions have saved no factors, no rates, no seed and no steering.
     factors, rates = state.get("factors", {}), state.get("rates", {})
     return Residuals(
         by_parameter(_as_named_now(state["worker"]), own),
@@ -229,6 +254,12 @@ def unpacked(
         dict(state["counts"]),
         {parameter_of[number]: rate for number, rate in rates.items()},
         state.get("seed", NO_SEED),
+        {
+            parameter_of[number]: rows[rank].cpu()
+            for number, rows in state.get("steering", {}).items()
+            # Regions are of as many ranks.
+            if len(rows) == world_size
+        },
     )
 
 
@@ -309,4 +340,10 @@ def sharded(
     for parameter, factor in common.factors.items():
         stand_in = state["factors"][number_of[parameter]] = factor.to("meta")
         stand_ins.append((stand_in, [Chunk(0, factor.view(-1))] if rank == 0 else []))
+    state["steering"] = {}
+    for parameter, own_steering in common.steering.items():
+        shape = world_size, len(own_steering)
+        stand_in = torch.empty(shape, dtype=own_steering.dtype, device="meta")
+        state["steering"][number_of[parameter]] = stand_in
+        stand_ins.append((stand_in, [Chunk(rank * len(own_steering), own_steering)]))
     return state, stand_ins

@@ -6,11 +6,13 @@ from importlib.metadata import entry_points
 
 from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.compressor import Compressor
+from lightning_dear.compression.density import FewOfMany
 from lightning_dear.compression.floats import Bf16, Fp16, Fp32
 from lightning_dear.compression.integers import Int4, Int8, LoCo
 from lightning_dear.compression.low_rank import PowerSGD
 from lightning_dear.compression.signs import EFSignSGD, OneBit, SignSGD, Signum
-from lightning_dear.compression.sparse import DGC, RandomK, Sparse, TopK
+from lightning_dear.compression.sparse import DGC, RandomK, TopK
+from lightning_dear.compression.sparse_all_reduce import OkTopk, SparseAllReduce
 from lightning_dear.compression.stochastic import QSGD, Natural, TernGrad
 
 _CODECS = (
@@ -35,7 +37,11 @@ _CODECS = (
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _CODECS}
 """All codecs by name."""
 
-_COMPRESSORS: dict[str, type[Compressor]] = {**CODECS, PowerSGD.name: PowerSGD}
+_COMPRESSORS: dict[str, type[Compressor]] = {
+    **CODECS,
+    PowerSGD.name: PowerSGD,
+    OkTopk.name: OkTopk,
+}
 
 
 class NoCompression:
@@ -93,7 +99,7 @@ def check_replaces(codec: Compressor, configured: Compressor | None) -> None:
     """
     if configured is None:
         raise ValueError(f"{codec.name} cannot be used in mid-run: set compressor= first.")
-    if isinstance(codec, Sparse) and isinstance(configured, Sparse):
+    if isinstance(codec, FewOfMany) and isinstance(configured, FewOfMany):
         codec = codec.at_density(configured.density)
     if type(codec) is not Fp32 and codec != configured:
         raise ValueError(
@@ -118,11 +124,13 @@ __all__ = [
     "LoCo",
     "Natural",
     "NoCompression",
+    "OkTopk",
     "OneBit",
     "PowerSGD",
     "RandomK",
     "SignSGD",
     "Signum",
+    "SparseAllReduce",
     "TernGrad",
     "TopK",
     "check_replaces",

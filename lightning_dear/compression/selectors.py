@@ -52,7 +52,7 @@ def exact(rows: Tensor, k: int) -> Tensor:
 
 def sampled(rows: Tensor, k: int) -> Tensor:
     """Those above the threshold that a strided sample gives, as in DGC (Lin et al. 2018, 5)."""
-    return first_above(rows, _sampled_floor(rows, k), k)
+    return first_above(rows, sampled_floor(rows, k), k)
 
 
 def sidco(rows: Tensor, k: int) -> Tensor:
@@ -75,7 +75,7 @@ def sidco(rows: Tensor, k: int) -> Tensor:
         down = threshold * (off * mean / (mean + threshold).clamp_min(1e-30)).exp()
         threshold = torch.where(off >= 0, torch.minimum(up, threshold.lerp(top, LONGEST)), down)
     # Products of denormal numbers may round up to the largest one, above which there is none.
-    return first_above(rows, torch.minimum(threshold * scale, _just_below(largest)), k)
+    return first_above(rows, torch.minimum(threshold * scale, just_below(largest)), k)
 
 
 SELECTORS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -99,7 +99,7 @@ def first_above(rows: Tensor, floor: Tensor, k: int) -> Tensor:
     floor = floor.nan_to_num(nan=0.0)
     if rows.is_cpu:
         places = rows.new_full((1, k), rows.shape[1], dtype=torch.int64)
-        found = _all_above(rows, floor, k)[:k]
+        found = all_above(rows, floor, k)[:k]
         places[0, : len(found)] = found
         return places
     return first_above_static(rows, floor, k)
@@ -127,29 +127,29 @@ def sample_stride(k: int) -> int:
     return stride
 
 
-def _sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:
+def sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:
     """[R, 1]: just below the number that about k entries reach; `num_deviations` asks for more."""
     sample = rows[:, :: sample_stride(k)].abs()
     size = sample.shape[1]
     share = size * k / rows.shape[1]
     wanted = min(size, max(1, round(share + num_deviations * math.sqrt(share))))
-    return _just_below(sample.topk(wanted, sorted=False).values.amin(1, keepdim=True))
+    return just_below(sample.topk(wanted, sorted=False).values.amin(1, keepdim=True))
 
 
-def _just_below(threshold: Tensor) -> Tensor:
+def just_below(threshold: Tensor) -> Tensor:
     """The next float towards 0, so that > means >= for all but 0."""
     return threshold.nextafter(torch.zeros_like(threshold))
 
 
 def _exact_in_blocks(row: Tensor, k: int) -> Tensor:
     """[1, k] of one row on a CPU: `topk` of the few entries that can be among the k largest."""
-    places = _all_above(row, _sampled_floor(row, k, num_deviations=5.0))
+    places = all_above(row, sampled_floor(row, k, num_deviations=5.0))
     if len(places) < k:
         return row.abs().topk(k, sorted=False).indices
     return places[row[0, places].abs().topk(k, sorted=False).indices][None]
 
 
-def _all_above(row: Tensor, floor: Tensor, at_least: int | None = None) -> Tensor:
+def all_above(row: Tensor, floor: Tensor, at_least: int | None = None) -> Tensor:
     """Places of a row's entries above the floor, ascending; none past the first `at_least`'s block.
 
     For a CPU: how many there are is looked up.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_dear.compression.codec import Codec, Randomness, field
 from lightning_dear.compression.compressor import Kind, Lag
+from lightning_dear.compression.density import FewOfMany
 from lightning_dear.compression.selectors import SELECTORS, select
 
 RAMP = (0.25, 0.0625, 0.015, 0.004)
@@ -22,28 +23,12 @@ SMALLEST_LAGGING_DENSITY = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparse(Codec):
-    """Sends k = max(1, ceil(density numel)) numbers of a row; none of an empty row.
+class Sparse(FewOfMany, Codec):
+    """Sends `density` of the numbers of each row.
 
     Args:
-        density: Share of the numbers that travel, in (0, 1].
+        density: See `FewOfMany`.
     """
-
-    density: float = 0.01
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_density(self.density)
-
-    def entries(self, numel: int) -> int:
-        """How many numbers of a row travel (k)."""
-        # 0.07 * 100 is a little more than 7 in floating point.
-        return max(1, math.ceil(round(self.density * numel, 6))) if numel else 0
-
-    def at_density(self, density: float) -> Self:
-        """The same codec with another density in (0, 1]."""
-        return replace(self, density=density)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +220,3 @@ def _draw(rows: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Te
     # Integers: a fp32 number in [0, 1) reaches only 2^24 of a long stratum's places.
     drawn = torch.randint(2**62, (k,), generator=generator, device=rows.device)
     return bounds[:-1] + drawn % lengths, lengths
-
-
-def _check_density(density: float) -> None:
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be in (0, 1], got {density}.")

@@ -101,6 +101,15 @@ class CompressedBucket(ABC):
         return {}
 
     @property
+    def steering(self) -> Tensor | None:
+        """[n] fp64: by what this rank selects numbers in this bucket; None where by nothing."""
+        return None
+
+    def steer(self, steering: Tensor) -> None:
+        """Selects by that from now on, if it is of a bucket like this one. Between steps."""
+        return
+
+    @property
     def rate(self) -> float:
         """Of both memories, where they keep anything: one codec says how."""
         return (self.worker if self.worker.names else self.owner).rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -23,6 +24,7 @@ from lightning_dear.compression import (
     Int8,
     LoCo,
     Natural,
+    OkTopk,
     OneBit,
     PowerSGD,
     RandomK,
@@ -36,6 +38,7 @@ from tests.compression.battery import Again, check_all, check_contracts
 from tests.compression.formulas import UNIT
 from tests.compression.inputs import rows
 from tests.compression.low_rank import is_a_projection, matrices
+from tests.compression.sparse_sums import sums_up
 
 DENSITIES = (0.001, 0.01, 0.07, 0.1, 0.25, 1.0)
 SELECTORS = ("exact", "sampled", "sidco")
@@ -235,6 +238,17 @@ PROPERTIES: dict[str, Properties] = {
         instances=tuple(PowerSGD(rank=rank, min_saving=1.0) for rank in (1, 2, 4)),
         law=is_a_projection,
         inputs=matrices(),
+    ),
+    "oktopk": Properties(
+        formula="sum of acc = u + sum of residuals",
+        instances=(
+            OkTopk(density=0.1),
+            OkTopk(density=0.5, boundaries="mean", tau_prime=2),
+            OkTopk(density=0.02, message_cap=1.0, owner_cap=1.0, tau_prime=1),
+            OkTopk(density=1.0, message_cap=math.inf),
+        ),
+        law=sums_up,
+        inputs=rows(),
     ),
 }
 """Name -> how it is tested, by `test_properties.py` with inputs of all kinds."""

@@ -19,6 +19,7 @@ from lightning_dear.compression import (
     Codec,
     Int8,
     NoCompression,
+    OkTopk,
     PowerSGD,
     resolve_compressor,
 )
@@ -35,7 +36,7 @@ TABLES = [
 ]
 ROWS = {cells[0].strip("`"): cells for cells in TABLES if len(cells) == 7}
 OPTIONS = [cells for cells in TABLES if len(cells) == 4]
-CLASSES = {**CODECS, "powersgd": PowerSGD}
+CLASSES = {**CODECS, "powersgd": PowerSGD, "oktopk": OkTopk}
 COMMON = {"halves", "error_feedback", "allow_biased", "allow_lag"}
 GATHERS = {"small": "parameters", "large": "gradients, or parameters", "unbounded": "gradients"}
 
@@ -94,6 +95,16 @@ def test_the_row_of_the_low_rank_one_is_true() -> None:
     assert DearStrategy(compressor="powersgd")._options.all_reduces
     sent = (num_rows + num_columns) * codec.rank_of(num_rows, num_columns)
     assert ratio == f"{num_rows * num_columns / sent:.2f}"
+    assert set(re.findall(r"`(\w+)`", options)) == vars(codec).keys() - COMMON
+
+
+def test_the_row_of_the_sparse_all_reduce_is_true() -> None:
+    codec, numel = OkTopk(), 1 << 20
+    _, _, kind, gathers, ratio, options, _ = ROWS["oktopk"]
+    assert (kind, gathers) == (codec.kind, "gradients")
+    assert DearStrategy(compressor="oktopk")._options.gather == "gradients"
+    # Values and places of k numbers there, and of k sums back.
+    assert ratio == f"{2 * 4 * numel / (2 * 8 * codec.entries(numel)):.2f}"
     assert set(re.findall(r"`(\w+)`", options)) == vars(codec).keys() - COMMON
 
 

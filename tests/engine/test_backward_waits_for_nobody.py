@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dear.compression import Int8, PowerSGD
+from lightning_dear.compression import Int8, OkTopk, PowerSGD
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
@@ -27,6 +27,7 @@ OPTIONS = {
     "dense": ExchangeOptions(),
     "int8": ExchangeOptions(codec=Int8(block_size=64)),
     "powersgd": ExchangeOptions("gradients", codec=PowerSGD(rank=2, min_saving=1.0)),
+    "oktopk": ExchangeOptions("gradients", codec=OkTopk(density=0.1)),
     "all_reduce": ExchangeOptions("gradients", decouple=False),
 }
 

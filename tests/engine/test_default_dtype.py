@@ -15,6 +15,7 @@ from lightning_dear.compression import (
     Compressor,
     Int8,
     LoCo,
+    OkTopk,
     PowerSGD,
     RandomK,
     TopK,
@@ -32,6 +33,7 @@ CODECS: tuple[Compressor, ...] = (
     RandomK(density=0.1),
     DGC(density=0.05),
     PowerSGD(rank=1, min_saving=1.0),
+    OkTopk(density=0.1),
 )
 
 

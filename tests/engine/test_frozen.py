@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_dear.checkpoint.format import MASTER_KEY
-from lightning_dear.compression import DGC, Compressor, Int4, PowerSGD, TopK
+from lightning_dear.compression import DGC, Compressor, Int4, OkTopk, PowerSGD, TopK
 from lightning_dear.exchange_options import ExchangeOptions
 from tests.distributed.harness import distributed
 from tests.engine.linear import SOMETIMES, Run
@@ -23,6 +23,7 @@ CASES = [
     coded(Int4(block_size=64)),
     coded(TopK(density=0.05)),
     coded(PowerSGD(rank=1, min_saving=1.0)),
+    coded(OkTopk(density=0.1)),
     coded(Int4(block_size=64), "parameters"),
 ]
 

@@ -17,6 +17,7 @@ from lightning_dear.compression import (
     Int4,
     Int8,
     LoCo,
+    OkTopk,
     OneBit,
     PowerSGD,
     TopK,
@@ -33,6 +34,7 @@ OF_GRADIENTS: tuple[Compressor, ...] = (
     EFSignSGD(block_size=64),
     OneBit(block_size=64),
     PowerSGD(rank=1, min_saving=1.0),
+    OkTopk(density=0.1),
 )
 OF_DIFFERENCES: tuple[Compressor, ...] = (
     Fp16(),

@@ -19,6 +19,7 @@ from lightning_dear.compression import (
     EFSignSGD,
     Int4,
     Int8,
+    OkTopk,
     PowerSGD,
     RandomK,
     TopK,
@@ -78,9 +79,14 @@ CASES = [
 
 COUNTING = [
     (ExchangeOptions("gradients", codec=codec), torch.float32)
-    for codec in (RandomK(density=0.2), QSGD(), PowerSGD(rank=1, min_saving=1.0))
+    for codec in (
+        RandomK(density=0.2),
+        QSGD(),
+        PowerSGD(rank=1, min_saving=1.0),
+        OkTopk(density=0.2),
+    )
 ]
-"""Of random numbers that go on from step to step, or a factor that does."""
+"""Of random numbers that go on from step to step, or a factor, or a threshold, that does."""
 
 
 @distributed(world_sizes=(1, 2))

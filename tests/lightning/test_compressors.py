@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_dear.callbacks import CompressionSchedule, DearMonitor
 from lightning_dear.callbacks.completion_guard import CompletionGuard
-from lightning_dear.compression import DGC, Fp32, Int4, Int8, PowerSGD, TopK
+from lightning_dear.compression import DGC, Fp32, Int4, Int8, OkTopk, PowerSGD, TopK
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed, run_ranks
 from tests.engine.models import batch, build, loss_of, optimizer_for
@@ -35,6 +35,7 @@ COMPRESSORS: dict[str, dict[str, Any]] = {
     "qsgd": {"compressor": "qsgd"},
     "int4 one way": {"compressor": Int4(halves="reduce")},
     "powersgd": {"compressor": PowerSGD(rank=1)},
+    "oktopk": {"compressor": OkTopk(density=0.1)},
 }
 
 
@@ -58,7 +59,7 @@ def _save_and_resume(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        *((name, 2) for name in ("int8", "topk", "powersgd")),
+        *((name, 2) for name in ("int8", "topk", "powersgd", "oktopk")),
         *(
             pytest.param(name, world_size, marks=pytest.mark.slow)
             for name, world_size in (
@@ -97,7 +98,7 @@ def _save_anywhere(folder: Path, name: str) -> None:
 @distributed(world_sizes=(2,))
 def test_steps_that_a_loss_scale_leaves_out_leave_no_trace() -> None:
     """A scale that is too large at first: then nearly every step counts, with finite weights."""
-    for name in ("int8", "topk", "powersgd"):
+    for name in ("int8", "topk", "powersgd", "oktopk"):
         seen = {}
         for scale in (2.0**10, 2.0**30):
             scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
@@ -124,7 +125,7 @@ def _are_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
+@pytest.mark.parametrize("name", ["int8", "topk", "powersgd", "oktopk"])
 @distributed(world_sizes=(2,))
 def test_dense_steps_are_those_without_a_compressor(name: str) -> None:
     seen = {}
@@ -224,6 +225,7 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
         ("topk", {"compression_ratio", "residual_norm"}),
         ("qsgd", {"compression_ratio"}),
         ("powersgd", {"compression_ratio", "residual_norm"}),
+        ("oktopk", {"compression_ratio", "residual_norm"}),
     ):
         trainer = fit(_ours(name), Net("mlp", "sgd"), DearMonitor(), log_every_n_steps=2)
         logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
@@ -246,6 +248,8 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
         ({"compressor": "topk", "gather": "parameters"}, "ever further behind"),
         ({"compressor": "powersgd", "gather": "parameters"}, "whole mean gradient"),
         ({"compressor": "powersgd", "fusion": "mergecomp"}, "makes all-reduces instead"),
+        ({"compressor": "oktopk", "fusion": "mergecomp"}, "other thresholds and regions"),
+        ({"compressor": "oktopk", "gather": "parameters"}, "has no use for these"),
         (
             {
                 "compressor": "topk",

@@ -13,6 +13,7 @@ from tests.mutations.loading import LOADING
 from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation
 from tests.mutations.seeds import SEEDS
+from tests.mutations.sparse_sums import SPARSE_SUMS
 from tests.mutations.speed import SPEED
 
 READING = "tests/engine/test_reading.py"
@@ -449,6 +450,7 @@ MUTATIONS = [
     *FLUSHES,
     *STRATEGY,
     *CALLBACKS,
+    *SPARSE_SUMS,
     *SPEED,
     *GATHERING,
     *ALL_REDUCED,

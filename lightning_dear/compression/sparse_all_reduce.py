@@ -1,0 +1,104 @@
+"""Sparse all-reduces: of each rank a few numbers are summed, wherever they stand in a bucket.
+
+No codecs of rows: how many numbers travel to whom depends on the numbers. Their exchange is
+`exchange/sparse.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from typing_extensions import override
+
+from lightning_dear.compression.compressor import Kind
+from lightning_dear.compression.density import FewOfMany
+
+FEWEST_PER_RANK = 4
+"""A bucket of which fewer numbers than this many for each rank would travel goes as it is."""
+
+BOUNDARIES = ("histogram", "mean")
+"""Names of how ranks agree where a bucket's regions end: see `OkTopk`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAllReduce(FewOfMany):
+    """About `density` of each rank's gradients, and what it has left of earlier ones, are summed.
+
+    Args:
+        density: Share of a bucket's numbers; k = max(1, ceil(density numel)).
+    """
+
+    @property
+    @override
+    def kind(self) -> Kind:
+        return "contractive"
+
+    def saves(self, numel: int, world_size: int) -> bool:
+        """Whether a bucket of `numel` numbers travels so. Of a single rank nothing travels."""
+        return world_size > 1 and self.entries(numel) >= FEWEST_PER_RANK * world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class OkTopk(SparseAllReduce):
+    """The sparse all-reduce of near-optimal volume, whose halves are those of DeAR.
+
+    After Li and Hoefler 2022, "Near-Optimal Sparse Allreduce for Distributed Deep Learning",
+    algorithm 1. In backward each rank takes the numbers of acc = gradient / P + residual that reach
+    its local threshold, about k. Each goes to the owner of the region it lies in, and owners sum in
+    rank order. Afterwards they keep what reaches the global threshold, about k of all, and send
+    that to everybody: u. What of acc was sent and is in u is cleared, and the rest stays residual:
+    sum of acc = u + sum of residuals. At most 6 k (P - 1) / P words of 4 bytes, values and places,
+    are sent or received by a rank in a step, however many ranks there are.
+
+    The local threshold is the k-th largest number, exactly, every `tau_prime` steps, and is used
+    again in between, where it follows the count; it is set anew at once where fewer than 2 k / 3 or
+    more than 4 k / 3 numbers reach it. The global one is the k-th largest sum, by the same rule, of
+    all ranks' histograms.
+
+    Regions are such that all ranks' selections have about as many numbers in each. They follow the
+    selections of the step before, so that backward waits for nobody, every `tau` steps and in each
+    of the first 64. Where they do not fit, caps keep the bound: what is beyond them stays in the
+    residuals; the largest travel, of equal ones the first.
+
+    Args:
+        density: See `SparseAllReduce`.
+        tau: Steps between new regions, at least 1.
+        tau_prime: Steps between exact thresholds, at least 1.
+        boundaries: "histogram": quantiles of where all ranks' selections lie. "mean": means of each
+            rank's own quantiles, as in the paper.
+        message_cap: Most numbers of one rank in one region, over k / P; at least 1; at most 1.5
+            keeps the bound. inf: no limit.
+        owner_cap: Most numbers that one owner keeps, over k / P, and all together at most k; at
+            least 1; at most 1.25 keeps the bound. inf: no limit, not even k.
+        error_feedback: See `Compressor`.
+        allow_biased: See `Compressor`.
+
+    Raises:
+        ValueError: For options outside their range.
+    """
+
+    name: ClassVar[str] = "oktopk"
+
+    tau: int = 64
+    tau_prime: int = 32
+    boundaries: str = "histogram"
+    message_cap: float = 1.5
+    owner_cap: float = 1.25
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tau", "tau_prime"):
+            period = getattr(self, name)
+            if not isinstance(period, int) or period < 1:
+                raise ValueError(f"{name} of oktopk must be an integer >= 1, got {period!r}.")
+        if self.boundaries not in BOUNDARIES:
+            raise ValueError(
+                f"Unknown boundaries {self.boundaries!r} of oktopk; valid names:"
+                f" {', '.join(BOUNDARIES)}."
+            )
+        for name in ("message_cap", "owner_cap"):
+            cap = getattr(self, name)
+            if not cap >= 1:
+                raise ValueError(f"{name} of oktopk must be at least 1, got {cap!r}.")

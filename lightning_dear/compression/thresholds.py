@@ -1,0 +1,93 @@
+"""Which about k numbers are large, by a threshold that is used again from step to step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_dear.compression.selectors import all_above, just_below, sampled_floor
+
+FEWEST, MOST = 2 / 3, 4 / 3
+"""Of k: with fewer or more numbers above a threshold it is set anew."""
+
+STEADINESS = 0.1
+"""A threshold is multiplied by count / k to this power. Few numbers are far above it, so that one
+to the power of 1/6 or so would bring the count back at once; but counts go up and down."""
+
+
+def largest(numbers: Tensor, count: int) -> Tensor:
+    """Find the largest |x|: those other than 0, of equal ones the first, nan before all.
+
+    For a CPU: how many there are is looked up.
+
+    Args:
+        numbers: [numel] fp32; not mutated.
+        count: How many, at least 0.
+
+    Returns:
+        [count, or as many as are not 0] int64: places, ascending.
+    """
+    if count >= len(numbers):
+        return numbers.nonzero().view(-1)
+    if not count:
+        return torch.empty(0, dtype=torch.int64)
+    # With five deviations more than enough, nearly always.
+    places = all_above(numbers[None], sampled_floor(numbers[None], count, num_deviations=5.0))
+    if len(places) < count:
+        places = numbers.nonzero().view(-1)
+    return places[_largest(numbers[places].abs(), count)]
+
+
+def _largest(sizes: Tensor, count: int) -> Tensor:
+    """Places among `sizes`, all above 0 or nan, ascending."""
+    if count >= len(sizes):
+        return torch.arange(len(sizes))
+    # The smallest of those but nan, if any: nan counts as the largest.
+    floor = sizes.topk(count, sorted=False).values.nan_to_num(nan=math.inf).amin()
+    is_above = (sizes <= floor).logical_not_()
+    above = is_above.nonzero().view(-1)[:count]
+    equal = (sizes == floor).nonzero().view(-1)[: count - len(above)]
+    return torch.cat([above, equal]).sort().values
+
+
+class LocalThreshold:
+    """Finds about k numbers: exactly k every so often, and else those that reach a threshold.
+
+    Attributes:
+        value: What numbers have to reach; 0: not known.
+    """
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+        self._next = value
+
+    def find(self, numbers: Tensor, k: int, *, is_exact: bool) -> Tensor:
+        """Places of what is large, ascending; zeros are not. `commit` makes the threshold count.
+
+        Args:
+            numbers: [numel] fp32, on a CPU; not mutated.
+            k: How many to look for, at least 1.
+            is_exact: Whether exactly k (fewer if the others are 0).
+
+        Returns:
+            [n] int64, n from 2 k / 3 to 4 k / 3, or all that are not 0.
+        """
+        self._next = self.value
+        if not is_exact and self.value > 0:
+            places = all_above(numbers[None], just_below(numbers.new_full((1, 1), self.value)))
+            if FEWEST * k <= len(places) <= MOST * k:
+                self._next = self.value * (len(places) / k) ** STEADINESS
+                return places
+            if len(places) > k:
+                return self._note(numbers, places[largest(numbers[places], k)])
+        return self._note(numbers, largest(numbers, k))
+
+    def _note(self, numbers: Tensor, places: Tensor) -> Tensor:
+        self._next = float(numbers[places].abs().min()) if len(places) else 0.0
+        return places
+
+    def commit(self) -> None:
+        """The threshold that was last used is the next one's, too: its step is made."""
+        self.value = self._next

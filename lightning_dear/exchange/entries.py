@@ -1,0 +1,67 @@
+"""Some numbers of a bucket with their places, as they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_dear.compression.thresholds import largest
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Some numbers of a bucket.
+
+    Attributes:
+        places: [n] int64 or int32, ascending.
+        numbers: [n] fp32.
+    """
+
+    places: Tensor
+    numbers: Tensor
+
+    def packed(self) -> Tensor:
+        """[1 + 2 n] int32: n, the places, and the numbers' bits."""
+        count = torch.tensor([len(self.places)], dtype=torch.int32)
+        return torch.cat([count, self.places.int(), self.numbers.view(torch.int32)])
+
+    def at(self, kept: Tensor) -> Entries:
+        """Those that stand at [n] int64, ascending."""
+        return Entries(self.places[kept], self.numbers[kept])
+
+    def largest(self, most: int) -> Entries:
+        """The `most` largest, of equal ones the first."""
+        return self if len(self.places) <= most else self.at(largest(self.numbers, most))
+
+    def times(self, scale: Tensor | None) -> Entries:
+        """All numbers multiplied; None: by 1."""
+        return self if scale is None else Entries(self.places, self.numbers * scale)
+
+    def cut(self, regions: Sequence[int]) -> list[Entries]:
+        """What lies in each region, of which `regions` says where they begin, and the end."""
+        cuts = torch.searchsorted(self.places, torch.tensor(regions[1:-1])).tolist()
+        parts = self.places.tensor_split(cuts), self.numbers.tensor_split(cuts)
+        return [Entries(places, numbers) for places, numbers in zip(*parts, strict=True)]
+
+
+def joined(parts: Sequence[Entries]) -> Entries:
+    """All of them, one after the other."""
+    places, numbers = ([one.places for one in parts], [one.numbers for one in parts])
+    return Entries(torch.cat(places), torch.cat(numbers))
+
+
+def unpacked(row: Tensor) -> Entries:
+    """What `row` begins with; views."""
+    count = int(row[0])
+    return Entries(row[1 : 1 + count], row[1 + count : 1 + 2 * count].view(torch.float32))
+
+
+def is_among(places: Tensor, others: Tensor) -> Tensor:
+    """Which of `places` are in `others`, both ascending."""
+    if not len(others):
+        return torch.zeros_like(places, dtype=torch.bool)
+    at = torch.searchsorted(others, places).clamp_(max=len(others) - 1)
+    return others[at] == places

@@ -1,0 +1,193 @@
+"""The sparse exchange: of about k numbers of each rank about k sums come back (Ok-Topk).
+
+    gradients / P + residual -> local threshold -> to the regions' owners -> sum       (backward)
+    sums -> global threshold -> u                                          (before the step)
+    u -> to all ranks -> mean gradient; what was sent in vain -> residual      (the next forward)
+
+Nothing in backward waits for another rank: regions and thresholds are there before. Between its
+halves a step waits once for what all owners have counted, so that together they keep k, and now and
+then for histograms. On gloo messages are as long as what is in them, and say so themselves.
+
+What saves nothing, because it is short, or of a dense step, travels as it is, in equal shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dear.bucket import Bucket
+from lightning_dear.compression import OkTopk
+from lightning_dear.device_work import device_work
+from lightning_dear.exchange.compressed import CompressedExchange, LossScale
+from lightning_dear.exchange.entries import Entries
+from lightning_dear.exchange.global_selection import GlobalSelection
+from lightning_dear.exchange.sparse_bucket import SparseBucket
+from lightning_dear.plain_mode import plain_mode
+from lightning_dear.work import GRADIENT_NUMBERS, Collectives, Work
+
+
+class SparseExchange(CompressedExchange):
+    """Sums a few numbers of each rank at the owners of their regions, and spreads a few sums.
+
+    Args:
+        codec: Says which.
+        uncompressed: Numbers of buckets that travel as they are.
+        collectives: What moves the bytes.
+        first_number: See `DenseExchange`.
+        buckets: All of the plan's, each as long as its mean.
+        loss_scale: Asked at each selection.
+    """
+
+    def __init__(
+        self,
+        codec: OkTopk,
+        uncompressed: Collection[int],
+        collectives: Collectives,
+        first_number: int,
+        buckets: Sequence[Bucket],
+        loss_scale: LossScale,
+    ) -> None:
+        super().__init__(collectives, first_number, codec, loss_scale)
+        self.coded: Sequence[SparseBucket] = [
+            SparseBucket(bucket, codec, collectives, is_encoded=bucket.number not in uncompressed)
+            for bucket in buckets
+        ]
+
+    # --- the reduce half --------------------------------------------------------------------------
+
+    @override
+    def expect_reduce(self, bucket: Bucket) -> None:
+        one, number = self.coded[bucket.number], self._first_number + bucket.number
+        if one.is_sparse:
+            self._collectives.expect_messages("reduce_scatter", one.incoming, number)
+        else:
+            self._collectives.expect_reduce_scatter(one.received, number)
+
+    @override
+    def launch_reduce(self, bucket: Bucket) -> Work:
+        """Selects of the bucket's gradients and starts sending it to the regions' owners."""
+        one, number = self.coded[bucket.number], self._first_number + bucket.number
+        scale = self._loss_scale()
+        if not one.is_sparse:
+            return self._launch_as_it_is(one, number, scale)
+        with device_work():
+            waiting = one.accumulated(scale)
+            selected = one.select(waiting)
+            # Who is nan or inf is larger than the others.
+            self._look_for_inf(_not_empty(selected))
+            messages = one.messages(waiting, selected, scale)
+        launch = self._collectives.launch_messages
+        work = launch("reduce_scatter", messages, one.incoming, number)
+        return Work(work.wait, partial(one.sum_up, messages[self._collectives.rank]))
+
+    def _launch_as_it_is(self, one: SparseBucket, number: int, scale: Tensor | None) -> Work:
+        with device_work():
+            gradients = one.flushed(scale)
+            self._look_for_inf(gradients)
+        own = one.bucket.mean[one.own_shard]
+        launch = self._collectives.launch_reduce_scatter
+        work = launch(gradients, one.received, own, number)
+        return Work(work.wait, one.clear_others)
+
+    @override
+    def add_earlier(self, bucket: Bucket, earlier: Tensor, *, is_empty: bool) -> None:
+        super().add_earlier(bucket, earlier, is_empty=is_empty)
+        self.coded[bucket.number].restore_rejected()
+
+    @override
+    def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
+        super().note_used(used, keeps=keeps)
+        # What a rank refuses, all do.
+        if keeps and self._refusal is None:
+            sparse = [one for one in self.coded if one.is_sparse]
+            scale = self._loss_scale()
+            place = self._collectives, self._first_number
+            factor = 1.0 if scale is None else float(scale)
+            GlobalSelection(sparse, *place, factor).choose()
+
+    # --- the gather half --------------------------------------------------------------------------
+
+    @override
+    def expect_gather(self, bucket: Bucket) -> None:
+        one, number = self.coded[bucket.number], self._first_number + bucket.number
+        if one.is_sparse:
+            self._collectives.expect_messages("all_gather", one.gathered, number)
+        else:
+            self._collectives.expect_all_gather(bucket.gradients, number)
+
+    @override
+    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
+        """Packs what this rank's region keeps; what is returned sends it to all."""
+        one = self.coded[bucket.number]
+        if not one.is_sparse:
+            return partial(self._send_as_it_is, one)
+        return partial(self._send, one, one.message(), one.take_sent())
+
+    def _send(self, one: SparseBucket, message: Tensor, sent: list[Entries]) -> Work:
+        number = self._first_number + one.number
+        messages = [message] * self._collectives.world_size
+        launch = self._collectives.launch_messages
+        work = launch("all_gather", messages, one.gathered, number)
+        return Work(work.wait, partial(self._arrive, one, message, one.gathered, sent))
+
+    def _arrive(
+        self, one: SparseBucket, message: Tensor, gathered: Tensor, sent: list[Entries]
+    ) -> None:
+        # In whatever context somebody reads a parameter.
+        with device_work(), plain_mode(one.bucket.parameters.device.type):
+            one.put_back(sent, one.write(message, gathered))
+
+    def _send_as_it_is(self, one: SparseBucket) -> Work:
+        number = self._first_number + one.number
+        work = self._collectives.launch_all_gather(one.bucket.gradients, number)
+        # Never done at once, not even with one rank: whoever waits steps the bucket.
+        return Work(work.wait)
+
+    @override
+    def launch_gather_gradients(self, bucket: Bucket) -> Work:
+        one = self.coded[bucket.number]
+        number = self._first_number + bucket.number + GRADIENT_NUMBERS
+        if not one.is_sparse:
+            return self._collectives.launch_all_gather(bucket.gradients, number)
+        message, gathered = one.message(), torch.empty_like(one.gathered)
+        messages = [message] * self._collectives.world_size
+        work = self._collectives.launch_messages("all_gather", messages, gathered, number)
+        return Work(work.wait, partial(one.write, message, gathered))  # type: ignore[arg-type]
+
+    @override
+    def look_again(self) -> None:
+        """Of gradients that hooks were shown: this rank's region counts, where they were not 0."""
+        sparse = [one for one in self.coded if one.is_sparse]
+        is_denser = any([one.take_back() for one in sparse])
+        for one in self.coded:
+            one.clear_others()
+            self._look_for_inf(one.bucket.mean)
+        flags = torch.zeros(2, dtype=torch.uint8)
+        flags[0], flags[1] = self.take_found_inf(), is_denser
+        self._collectives.launch_any(flags).wait()
+        self.hear_found_inf(flags[0])
+        if flags[1]:
+            self._refusal = RuntimeError(
+                "A hook has changed elements of the mean gradient that were 0, which"
+                f" compressor={self._codec.name!r} does not send. No weight has changed. Scale or"
+                " clip gradients in hooks, or use another compressor."
+            )
+
+    @property
+    @override
+    def compression_ratio(self) -> float:
+        dense = sum(2 * one.bucket.gradients.nbytes for one in self.coded)
+        # Of k numbers there and k sums back, values and places.
+        sent = sum(
+            16 * one.k if one.is_sparse else 2 * one.bucket.gradients.nbytes for one in self.coded
+        )
+        return dense / sent
+
+
+def _not_empty(entries: Entries) -> Tensor:
+    return entries.numbers if len(entries.numbers) else entries.numbers.new_zeros(1)

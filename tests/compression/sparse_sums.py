@@ -1,0 +1,154 @@
+"""A sparse all-reduce of one bucket among the threads of one process, and what is true of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_dear.bucket import allocate
+from lightning_dear.compression import OkTopk
+from lightning_dear.exchange.sparse import SparseExchange
+from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice, aligned
+from lightning_dear.work import WireLedger, Work
+
+ROUNDING = 1e-6
+"""Of the largest number: what adding up a few ranks' fp32 numbers rounds off."""
+
+
+class Room:
+    """Where the ranks of one process meet."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._barrier = threading.Barrier(world_size, timeout=20.0)
+        self._brought: list[Any] = [None] * world_size
+
+    def swap(self, rank: int, value: Any) -> list[Any]:
+        """All ranks' values, in rank order. Blocks."""
+        self._brought[rank] = value
+        self._barrier.wait()
+        brought = list(self._brought)
+        self._barrier.wait()
+        return brought
+
+    def leave(self) -> None:
+        """Nobody need wait for this rank any more."""
+        self._barrier.abort()
+
+
+class InRoom:
+    """What a sparse exchange needs of `Collectives`, among threads; every launch blocks."""
+
+    reads_flags_freely = True
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self._room, self.rank, self.world_size = room, rank, room.world_size
+        self.ledger = WireLedger()
+
+    def scratch_numel(self, numel: int) -> int:
+        return numel
+
+    def launch_messages(
+        self, lane: str, messages: Sequence[Tensor], incoming: Tensor, bucket: int
+    ) -> Work:
+        for source, sent in enumerate(self._room.swap(self.rank, messages)):
+            if source != self.rank:
+                incoming[source, : len(sent[self.rank])] = sent[self.rank]
+        self._room.swap(self.rank, None)
+        return Work.done()
+
+    def launch_reduce_scatter(
+        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+    ) -> Work:
+        total = sum(self._room.swap(self.rank, buffer.clone()))
+        assert isinstance(total, Tensor)
+        out.copy_(total.view(self.world_size, -1)[self.rank])
+        return Work.done()
+
+    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+        rows = buffer.view(self.world_size, -1)
+        for source, row in enumerate(self._room.swap(self.rank, rows[self.rank].clone())):
+            rows[source] = row
+        return Work.done()
+
+    def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
+        buffer.copy_(sum(self._room.swap(self.rank, buffer.clone())))  # type: ignore[arg-type]
+        return Work.done()
+
+
+class Rank:
+    """One rank's exchange of a bucket that is one vector."""
+
+    def __init__(self, codec: OkTopk, numel: int, collectives: Any) -> None:
+        spec = BucketSpec("one", (Slice(0, 0, numel, 0),), aligned(numel, collectives.world_size))
+        plan = BucketPlan("one", collectives.world_size, (spec,), (0,))
+        weight = Parameter(torch.zeros(numel))
+        flat = allocate(
+            plan, [weight], 0, lambda _: 0, 1, keeps_gradients=True, lags=False, is_scattered=True
+        )
+        self._bucket = flat.buckets[0]
+        self._numel = numel
+        self.exchange = SparseExchange(codec, (), collectives, 0, flat.buckets, lambda: None)
+
+    def step(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """U and the residual, after a step."""
+        self._bucket.gradients.zero_()[: self._numel] = gradient
+        self.exchange.launch_reduce(self._bucket).wait()
+        self.exchange.note_used([True], keeps=True)
+        self.exchange.launch_gather(self._bucket).wait()
+        self.exchange.commit()
+        residual = self.exchange.coded[0].worker.kept["residual"]
+        return self._bucket.gradients[: self._numel].clone(), residual[: self._numel].clone()
+
+
+def in_ranks(world_size: int, run: Callable[[InRoom], Any]) -> list[Any]:
+    """What `run` returns on each rank."""
+    room = Room(world_size)
+
+    def guarded(rank: int) -> Any:
+        try:
+            return run(InRoom(room, rank))
+        except BaseException:
+            room.leave()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(guarded, range(world_size)))
+
+
+def sums_up(codec: OkTopk, rows: Tensor) -> None:
+    """Three steps of as many ranks as there are rows, the last of which brings nothing new."""
+    world_size, numel = rows.shape
+    if not numel:
+        return
+    # As means are made. Three times the largest number would be too much.
+    rows = rows / world_size / 2
+    some = [rows, rows, torch.zeros_like(rows)]
+
+    def run(collectives: InRoom) -> list[tuple[Tensor, Tensor]]:
+        rank = Rank(codec, numel, collectives)
+        return [rank.step(one[collectives.rank]) for one in some]
+
+    of_ranks = in_ranks(world_size, run)
+    k = codec.entries(numel)
+    before = torch.zeros_like(rows, dtype=torch.float64)
+    for step, gradients in enumerate(some):
+        us = [of_rank[step][0] for of_rank in of_ranks]
+        residuals = torch.stack([of_rank[step][1] for of_rank in of_ranks]).double()
+        assert all(torch.equal(u, us[0]) for u in us), "ranks differ"
+        assert torch.isfinite(us[0]).all()
+        waiting = before + gradients.double()
+        slack = ROUNDING * float(waiting.abs().max())
+        off = (waiting.sum(0) - us[0].double() - residuals.sum(0)).abs()
+        assert not (off > slack).any(), "something is lost, or counted twice"
+        if codec.saves(numel, world_size):
+            assert int(us[0].count_nonzero()) <= k, "more than k"
+        else:
+            assert not residuals.any()
+        before = residuals

@@ -1,0 +1,79 @@
+"""Which numbers are large: the k largest, and those above a threshold that is used again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dear.compression.thresholds import FEWEST, MOST, LocalThreshold, largest
+
+FEW = st.sampled_from([0.0, 0.5, -0.5, 1.0, -2.0, 3.0, 1e-44, 3e38, -math.inf])
+
+
+def plainly(numbers: list[float], count: int) -> list[int]:
+    """The largest |x| other than 0, of equal ones the first, places ascending."""
+    places = [place for place, one in enumerate(numbers) if one]
+    return sorted(sorted(places, key=lambda place: (-abs(numbers[place]), place))[:count])
+
+
+@given(st.lists(FEW, max_size=40), st.integers(0, 45))
+def test_the_largest_are_found_whatever_is_equal(numbers: list[float], count: int) -> None:
+    assert largest(torch.tensor(numbers), count).tolist() == plainly(numbers, count)
+
+
+@pytest.mark.parametrize("count", [1, 100, 20_000, 49_999])
+def test_the_largest_of_many(count: int) -> None:
+    numbers = (torch.randn(50_000, generator=torch.Generator().manual_seed(1)) * 8).round()
+    assert largest(numbers, count).tolist() == plainly(numbers.tolist(), count)
+
+
+def test_nan_comes_first() -> None:
+    some = torch.tensor([3.0, math.nan, 0.0, math.inf, math.nan])
+    assert largest(some, 1).tolist() == [1]
+    assert largest(some, 2).tolist() == [1, 4]
+    assert largest(some, 3).tolist() == [1, 3, 4]
+
+
+def _normal(seed: int, size: float = 1.0) -> Tensor:
+    return torch.randn(100_000, generator=torch.Generator().manual_seed(seed)) * size
+
+
+def test_a_threshold_is_used_again() -> None:
+    threshold, k = LocalThreshold(), 1000
+    assert len(threshold.find(_normal(0), k, is_exact=True)) == k
+    threshold.commit()
+    value, other = threshold.value, _normal(1, 1.02)
+    found = threshold.find(other, k, is_exact=False)
+    assert found.tolist() == (other.abs() >= value).nonzero()[:, 0].tolist()
+    assert len(found) != k
+    threshold.commit()
+    assert (threshold.value > value) == (len(found) > k)
+
+
+@pytest.mark.parametrize("size", [0.0, 0.2, 0.9, 0.97, 1.03, 1.1, 5.0])
+def test_the_count_stays_within_its_bands(size: float) -> None:
+    """Whatever the numbers become: where too few or too many reach it, exactly k are taken."""
+    threshold, k = LocalThreshold(), 1000
+    for step, factor in enumerate([1.0, *[size] * 40]):
+        numbers = _normal(step, factor)
+        found = threshold.find(numbers, k, is_exact=step == 0)
+        if size:
+            assert FEWEST * k <= len(found) <= MOST * k
+        assert numbers[found].all()
+        threshold.commit()
+    assert len(found) == (0 if size == 0 else pytest.approx(k, rel=0.15))
+
+
+def test_what_was_not_committed_does_not_count() -> None:
+    threshold = LocalThreshold()
+    threshold.find(_normal(0), 10, is_exact=True)
+    assert threshold.value == 0.0
+    threshold.commit()
+    before = threshold.value
+    threshold.find(torch.full((50,), math.nan), 10, is_exact=False)
+    assert threshold.value == before > 0

@@ -1,0 +1,136 @@
+"""Regions and the k-th largest number of all ranks, of which everybody must know the same."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dear.exchange.entries import Entries, is_among, joined, unpacked
+from lightning_dear.exchange.kth_largest import kth_largest
+from lightning_dear.exchange.regions import equal_regions, regions_of, summary_of
+from tests.distributed.harness import distributed
+
+SIZES = st.floats(2.0**-149, 2.0**127, width=32)
+
+
+# --- the k-th largest -----------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(SIZES, max_size=30), min_size=1, max_size=4), st.integers(1, 40))
+def test_the_kth_largest_is_found_to_the_bit(sets: list[list[float]], k: int) -> None:
+    found = kth_largest([torch.tensor(own) for own in sets], [k] * len(sets), lambda _: None)
+    for own, number in zip(sets, found, strict=True):
+        assert number == (sorted(own, reverse=True)[k - 1] if len(own) >= k else 0.0)
+
+
+@distributed(world_sizes=(1, 3))
+def test_the_kth_largest_of_all_ranks() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    of_all = torch.rand(world_size, 500, generator=torch.Generator().manual_seed(1))
+    found = kth_largest([of_all[rank], of_all[rank, :7]], [321, 9], dist.all_reduce)
+    assert found[0] == of_all.flatten().sort(descending=True).values[320]
+    assert found[1] == (0.0 if world_size == 1 else of_all[:, :7].flatten().sort().values[-9])
+
+
+# --- regions --------------------------------------------------------------------------------------
+
+
+def _places(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
+    numel = draw(st.integers(1, 5000))
+    of_rank = st.lists(st.integers(0, numel - 1), max_size=60, unique=True).map(sorted)
+    return numel, draw(st.lists(of_rank, min_size=1, max_size=8))
+
+
+@pytest.mark.parametrize("kind", ["histogram", "mean"])
+@given(data=st.data())
+@settings(deadline=None)
+def test_regions_cover_a_bucket(kind: str, data: st.DataObject) -> None:
+    numel, of_ranks = _places(data.draw)
+    regions = _regions(kind, [torch.tensor(own, dtype=torch.int64) for own in of_ranks], numel)
+    assert len(regions) == len(of_ranks) + 1
+    assert regions[0] == 0
+    assert regions[-1] == numel
+    assert all(begin <= end for begin, end in pairwise(regions))
+
+
+def _regions(kind: str, of_ranks: list[Tensor], numel: int) -> list[int]:
+    num_ranks = len(of_ranks)
+    total = sum(summary_of(kind, own, numel, num_ranks) for own in of_ranks)
+    assert isinstance(total, Tensor)
+    return regions_of(kind, total.tolist(), numel, num_ranks)
+
+
+def test_regions_hold_as_many_numbers_each() -> None:
+    """Also where all lie at one end: bins are the finest there is, and are cut in proportion."""
+    numel, num_ranks = 1 << 20, 8
+    for power in (1, 4, 12):
+        own = (torch.rand(20_000, generator=torch.Generator().manual_seed(2)) ** power) * numel
+        places = own.long().unique()
+        regions = _regions("histogram", [places] * num_ranks, numel)
+        shares = [
+            int(((places >= begin) & (places < end)).sum()) / len(places)
+            for begin, end in pairwise(regions)
+        ]
+        assert max(shares) <= (1.3 if power < 12 else 2.5) / num_ranks
+
+
+def test_means_of_quantiles_are_worse_where_ranks_differ() -> None:
+    """Half of the ranks select at the beginning, half at the end: why histograms are the rule."""
+    numel = 100_000
+    of_ranks = [torch.arange(1000) + (0 if rank % 2 else numel - 1000) for rank in range(4)]
+    union = torch.cat(of_ranks)
+    worst = {}
+    for kind in ("histogram", "mean"):
+        pairs = pairwise(_regions(kind, of_ranks, numel))
+        counts = [int(((union >= begin) & (union < end)).sum()) for begin, end in pairs]
+        worst[kind] = max(counts) / len(union) * 4
+    assert worst["histogram"] < 1.2
+    assert worst["mean"] > 1.9
+
+
+def test_regions_of_nothing_are_equal() -> None:
+    empty = torch.empty(0, dtype=torch.int64)
+    for kind in ("histogram", "mean"):
+        assert _regions(kind, [empty] * 3, 100) == equal_regions(100, 3) == [0, 33, 66, 100]
+
+
+def test_positions_of_many_ranks_add_up() -> None:
+    """Beyond 32 bits."""
+    numel = 2**31 - 1
+    total = [len(range(200)) * end for end in equal_regions(numel, 200)[1:]]
+    assert regions_of("mean", total, numel, 200) == equal_regions(numel, 200)
+
+
+# --- entries --------------------------------------------------------------------------------------
+
+
+def test_entries_come_back_from_their_message_whatever_follows() -> None:
+    some = Entries(torch.tensor([3, 7, 2**31 - 1]), torch.tensor([-0.0, math.nan, 1e-44]))
+    row = torch.cat([some.packed(), torch.full((5,), -1, dtype=torch.int32)])
+    back = unpacked(row)
+    assert back.places.tolist() == some.places.tolist()
+    assert torch.equal(back.numbers.view(torch.int32), some.numbers.view(torch.int32))
+
+
+@given(st.lists(st.integers(0, 30), unique=True), st.lists(st.integers(0, 30), unique=True))
+def test_what_is_among_others(places: list[int], others: list[int]) -> None:
+    own, rest = torch.tensor(sorted(places)).long(), torch.tensor(sorted(others)).long()
+    assert is_among(own, rest).tolist() == [place in others for place in sorted(places)]
+
+
+@given(st.lists(st.integers(0, 99), unique=True), st.lists(st.integers(0, 100), max_size=5))
+def test_cutting_loses_nothing(places: list[int], cuts: list[int]) -> None:
+    whole = Entries(torch.tensor(sorted(places)).long(), torch.arange(float(len(places))))
+    regions = [0, *sorted(cuts), 100]
+    parts = whole.cut(regions)
+    for (begin, end), part in zip(pairwise(regions), parts, strict=True):
+        assert all(begin <= place < end for place in part.places.tolist())
+    assert torch.equal(joined(parts).places, whole.places)
+    assert torch.equal(joined(parts).numbers, whole.numbers)
