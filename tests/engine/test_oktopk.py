@@ -137,6 +137,7 @@ def test_every_number_arrives_or_is_left_to_the_bit() -> None:
     world_size = dist.get_world_size()
     for caps in ({}, NO_CAPS, {"message_cap": 1.0, "owner_cap": 1.0}):
         run = run_of(OkTopk(density=0.05, tau_prime=3, tau=5, **caps))
+        before = [weight.detach().clone() for weight in run.model.weights]
         expected = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
         for step in range(15):
             generator = torch.Generator().manual_seed(step)
@@ -155,6 +156,12 @@ def test_every_number_arrives_or_is_left_to_the_bit() -> None:
             for number, ones in enumerate(zip(*of_ranks, strict=True)):
                 expected[number] += sum(ones)
             run.pipeline.complete_parameters()
+            pairs = zip(before, run.model.weights, strict=True)
+            moved = sum(int((old != new).sum()) for old, new in pairs)
+            before = [weight.detach().clone() for weight in run.model.weights]
+            (one,) = buckets_of(run)
+            # Of numbers of which many are equal.
+            assert not one.is_sparse or caps is NO_CAPS or moved <= one.k
             held = run.part._residuals._taken().worker["residual"]
             for weight, whole in zip(run.model.weights, expected, strict=True):
                 left = held[weight].double()

@@ -10,7 +10,6 @@ SELECTION = "exchange/global_selection.py"
 
 TO_THE_BIT = (f"{TESTS}::test_every_number_arrives_or_is_left_to_the_bit",)
 REFERENCE = (f"{TESTS}::test_bits_are_those_of_the_reference",)
-LAW = ("tests/compression/test_properties.py", "-koktopk")
 
 SPARSE_SUMS = [
     Mutation(
@@ -69,7 +68,7 @@ SPARSE_SUMS = [
         SELECTION,
         "            room -= sum(num_equal for _, num_equal in counts[:rank])\n",
         "",
-        LAW,
+        TO_THE_BIT,
     ),
     Mutation(
         "a threshold for the next step",
