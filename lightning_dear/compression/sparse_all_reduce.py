@@ -6,13 +6,16 @@ No codecs of rows: how many numbers travel to whom depends on the numbers. Their
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.compressor import Kind
 from lightning_dear.compression.density import FewOfMany
+from lightning_dear.compression.thresholds import MOST, LocalThreshold
 
 FEWEST_PER_RANK = 4
 """A bucket of which fewer numbers than this many for each rank would travel goes as it is."""
@@ -27,7 +30,25 @@ class SparseAllReduce(FewOfMany):
 
     Args:
         density: Share of a bucket's numbers; k = max(1, ceil(density numel)).
+        tau_prime: Steps between exact thresholds, at least 1.
+
+    Attributes:
+        all_reduces: Whether every rank gets the whole mean in backward, and nothing is gathered.
     """
+
+    all_reduces: ClassVar[bool] = False
+
+    tau_prime: int = 32
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_period("tau_prime")
+
+    def _check_period(self, name: str) -> None:
+        period = getattr(self, name)
+        if not isinstance(period, int) or period < 1:
+            raise ValueError(f"{name} of {self.name} must be an integer >= 1, got {period!r}.")
 
     @property
     @override
@@ -37,6 +58,18 @@ class SparseAllReduce(FewOfMany):
     def saves(self, numel: int, world_size: int) -> bool:
         """Whether a bucket of `numel` numbers travels so. Of a single rank nothing travels."""
         return world_size > 1 and self.entries(numel) >= FEWEST_PER_RANK * world_size
+
+    def find(self, waiting: Tensor, k: int, threshold: LocalThreshold, *, is_exact: bool) -> Tensor:
+        """Places of what a rank selects, about k; see `LocalThreshold.find`."""
+        return threshold.find(waiting, k, is_exact=is_exact)
+
+    def most_selected(self, k: int) -> int:
+        """Most numbers that a rank selects."""
+        return int(MOST * k)
+
+    @abstractmethod
+    def most_words(self, numel: int, world_size: int) -> float:
+        """Most words of 4 bytes, values and places, that a rank sends, or receives, in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +114,6 @@ class OkTopk(SparseAllReduce):
     name: ClassVar[str] = "oktopk"
 
     tau: int = 64
-    tau_prime: int = 32
     boundaries: str = "histogram"
     message_cap: float = 1.5
     owner_cap: float = 1.25
@@ -89,10 +121,7 @@ class OkTopk(SparseAllReduce):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tau", "tau_prime"):
-            period = getattr(self, name)
-            if not isinstance(period, int) or period < 1:
-                raise ValueError(f"{name} of oktopk must be an integer >= 1, got {period!r}.")
+        self._check_period("tau")
         if self.boundaries not in BOUNDARIES:
             raise ValueError(
                 f"Unknown boundaries {self.boundaries!r} of oktopk; valid names:"
@@ -102,3 +131,7 @@ class OkTopk(SparseAllReduce):
             cap = getattr(self, name)
             if not cap >= 1:
                 raise ValueError(f"{name} of oktopk must be at least 1, got {cap!r}.")
+
+    @override
+    def most_words(self, numel: int, world_size: int) -> float:
+        return 6 * self.entries(numel) * (world_size - 1) / world_size

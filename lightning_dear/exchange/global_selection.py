@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_dear.compression.thresholds import FEWEST, MOST, STEADINESS
 from lightning_dear.exchange.entries import Entries
 from lightning_dear.exchange.kth_largest import kth_largest
-from lightning_dear.exchange.sparse_bucket import NUM_FIRST_STEPS, SparseBucket
+from lightning_dear.exchange.region_bucket import NUM_FIRST_STEPS, RegionBucket
 from lightning_dear.work import SELECTION_NUMBERS, Collectives, as_metadata
 
 
@@ -31,7 +31,7 @@ class GlobalSelection:
 
     def __init__(
         self,
-        buckets: Sequence[SparseBucket],
+        buckets: Sequence[RegionBucket],
         collectives: Collectives,
         first_number: int,
         scale: float,
@@ -48,12 +48,12 @@ class GlobalSelection:
             self._choose_exactly(exact)
             self._add_up_summaries()
 
-    def _is_due(self, one: SparseBucket) -> bool:
-        return one.global_threshold <= 0 or one.is_due(one.sparse.tau_prime)
+    def _is_due(self, one: RegionBucket) -> bool:
+        return one.global_threshold <= 0 or one.is_due(one.ok.tau_prime)
 
     # --- by the last threshold --------------------------------------------------------------------
 
-    def _choose_by_threshold(self, buckets: Sequence[SparseBucket]) -> list[SparseBucket]:
+    def _choose_by_threshold(self, buckets: Sequence[RegionBucket]) -> list[RegionBucket]:
         """Returns those in which too few or too many reach it, where nothing was chosen."""
         found = [one.candidates(one.global_threshold * self._scale) for one in buckets]
         told = self._tell([(len(own.places), count) for own, count in found])
@@ -67,15 +67,15 @@ class GlobalSelection:
             one.note_threshold(one.global_threshold * (reached / one.k) ** STEADINESS)
         return left
 
-    def _of_all(self, own: Entries, num_all: int, one: SparseBucket) -> Entries:
+    def _of_all(self, own: Entries, num_all: int, one: RegionBucket) -> Entries:
         """At most k of all that owners keep: of each owner's as many as are its share of k."""
-        if num_all <= one.k or one.sparse.owner_cap == math.inf:
+        if num_all <= one.k or one.ok.owner_cap == math.inf:
             return own
         return own.largest(len(own.places) * one.k // num_all)
 
     # --- exactly ----------------------------------------------------------------------------------
 
-    def _choose_exactly(self, buckets: Sequence[SparseBucket]) -> None:
+    def _choose_exactly(self, buckets: Sequence[RegionBucket]) -> None:
         """The k largest, of equal ones the first: regions stand in the order of the ranks."""
         if not buckets:
             return
@@ -112,13 +112,13 @@ class GlobalSelection:
         due = [
             one
             for one in self._buckets
-            if one.counts["reduce"] <= NUM_FIRST_STEPS or one.is_due(one.sparse.tau)
+            if one.counts["reduce"] <= NUM_FIRST_STEPS or one.is_due(one.ok.tau)
         ]
         if not due:
             return
         summaries = [one.summary for one in due]
         # Positions of many ranks add up to more than 32 bits hold.
-        is_narrow = all(one.sparse.boundaries == "histogram" for one in due)
+        is_narrow = all(one.ok.boundaries == "histogram" for one in due)
         total = torch.cat(summaries).to(torch.int32 if is_narrow else torch.int64)
         self._add_up(total)
         parts = torch.split(total, [len(one) for one in summaries])

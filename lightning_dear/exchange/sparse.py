@@ -26,7 +26,7 @@ from lightning_dear.device_work import device_work
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.entries import Entries
 from lightning_dear.exchange.global_selection import GlobalSelection
-from lightning_dear.exchange.sparse_bucket import SparseBucket
+from lightning_dear.exchange.region_bucket import RegionBucket
 from lightning_dear.plain_mode import plain_mode
 from lightning_dear.work import GRADIENT_NUMBERS, Collectives, Work
 
@@ -53,8 +53,8 @@ class SparseExchange(CompressedExchange):
         loss_scale: LossScale,
     ) -> None:
         super().__init__(collectives, first_number, codec, loss_scale)
-        self.coded: Sequence[SparseBucket] = [
-            SparseBucket(bucket, codec, collectives, is_encoded=bucket.number not in uncompressed)
+        self.coded: Sequence[RegionBucket] = [
+            RegionBucket(bucket, codec, collectives, is_encoded=bucket.number not in uncompressed)
             for bucket in buckets
         ]
 
@@ -85,7 +85,7 @@ class SparseExchange(CompressedExchange):
         work = launch("reduce_scatter", messages, one.incoming, number)
         return Work(work.wait, partial(one.sum_up, messages[self._collectives.rank]))
 
-    def _launch_as_it_is(self, one: SparseBucket, number: int, scale: Tensor | None) -> Work:
+    def _launch_as_it_is(self, one: RegionBucket, number: int, scale: Tensor | None) -> Work:
         with device_work():
             gradients = one.flushed(scale)
             self._look_for_inf(gradients)
@@ -126,23 +126,25 @@ class SparseExchange(CompressedExchange):
         one = self.coded[bucket.number]
         if not one.is_sparse:
             return partial(self._send_as_it_is, one)
-        return partial(self._send, one, one.message(), one.take_sent())
+        return partial(self._send, one, one.message(), one.gathered, one.take_sent())
 
-    def _send(self, one: SparseBucket, message: Tensor, sent: list[Entries]) -> Work:
+    def _send(
+        self, one: RegionBucket, message: Tensor, gathered: Tensor, sent: list[Entries]
+    ) -> Work:
         number = self._first_number + one.number
         messages = [message] * self._collectives.world_size
         launch = self._collectives.launch_messages
-        work = launch("all_gather", messages, one.gathered, number)
-        return Work(work.wait, partial(self._arrive, one, message, one.gathered, sent))
+        work = launch("all_gather", messages, gathered, number)
+        return Work(work.wait, partial(self._arrive, one, message, gathered, sent))
 
     def _arrive(
-        self, one: SparseBucket, message: Tensor, gathered: Tensor, sent: list[Entries]
+        self, one: RegionBucket, message: Tensor, gathered: Tensor, sent: list[Entries]
     ) -> None:
         # In whatever context somebody reads a parameter.
         with device_work(), plain_mode(one.bucket.parameters.device.type):
             one.put_back(sent, one.write(message, gathered))
 
-    def _send_as_it_is(self, one: SparseBucket) -> Work:
+    def _send_as_it_is(self, one: RegionBucket) -> Work:
         number = self._first_number + one.number
         work = self._collectives.launch_all_gather(one.bucket.gradients, number)
         # Never done at once, not even with one rank: whoever waits steps the bucket.
