@@ -146,7 +146,7 @@ class ExchangeOptions:
     @property
     def all_reduces(self) -> bool:
         """Whether every rank gets whole means during backward, and nothing is gathered."""
-        return not self.decouple or isinstance(self.codec, PowerSGD)
+        return not self.decouple or (self.codec is not None and self.codec.all_reduces)
 
     @property
     def is_of_gradients(self) -> bool:
@@ -208,7 +208,7 @@ class ExchangeOptions:
     @property
     def is_scattered(self) -> bool:
         """Whether of a whole mean gradient each rank has what lies in its region."""
-        return isinstance(self.codec, SparseAllReduce)
+        return isinstance(self.codec, SparseAllReduce) and not self.codec.all_reduces
 
     def shards(self, collectives: Collectives) -> tuple[int, int]:
         """(number of this rank's shard, number of shards); one shard where each rank has all."""

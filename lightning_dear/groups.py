@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -73,7 +73,12 @@ class GroupCollectives(Collectives):
 
     @override
     def launch_messages(
-        self, lane: str, messages: Sequence[Tensor], incoming: Tensor, bucket: int
+        self,
+        lane: str,
+        messages: Mapping[int, Tensor],
+        sources: Collection[int],
+        incoming: Tensor,
+        bucket: int,
     ) -> Work:
         raise NotImplementedError("Messages of unknown length need gloo.")
 

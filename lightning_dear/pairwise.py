@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -104,13 +104,21 @@ class PairwiseCollectives(GroupCollectives):
 
     @override
     def launch_messages(
-        self, lane: str, messages: Sequence[Tensor], incoming: Tensor, bucket: int
+        self,
+        lane: str,
+        messages: Mapping[int, Tensor],
+        sources: Collection[int],
+        incoming: Tensor,
+        bucket: int,
     ) -> Work:
         # gloo lets a message be shorter than the memory that waits for it.
-        outgoing = {peer: messages[peer] for peer in self._peers()}
+        outgoing = {peer: messages[peer] for peer in self._peers() if peer in messages}
+        rows = {
+            one: row for one, row in self._rows_from_sources(incoming).items() if one in sources
+        }
         receives = self._take_expected(lane, incoming, bucket)
         place = self._group_of(lane), bucket
-        waits = self._exchange(self._rows_from_sources(incoming), outgoing, *place, receives)
+        waits = self._exchange(rows, outgoing, *place, receives)
         head_bytes = sum(one.element_size() for one in outgoing.values())
         self.ledger.metadata_bytes += head_bytes
         self.ledger.add(lane, nbytes_of(outgoing) - head_bytes)

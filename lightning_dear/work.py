@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -175,17 +175,23 @@ class Collectives(Protocol):
         """Lets others' shards arrive in `buffer` from now on; as `expect_reduce_scatter`."""
 
     def launch_messages(
-        self, lane: str, messages: Sequence[Tensor], incoming: Tensor, bucket: int
+        self,
+        lane: str,
+        messages: Mapping[int, Tensor],
+        sources: Collection[int],
+        incoming: Tensor,
+        bucket: int,
     ) -> Work:
         """Sends `messages[r]` to rank r; after `wait`, row s of `incoming` begins with rank s's.
 
-        But for this rank's own row, which is left alone. Where lengths must not be told beforehand
-        (gloo only).
+        Where lengths must not be told beforehand (gloo only). A message to this rank is not sent,
+        and its own row is left alone.
 
         Args:
             lane: "reduce_scatter" or "all_gather", in the place of which it is.
-            messages: [n] each, n of at least 1 and at most the length of a row, the first element
-                of which says how long it is; not to be mutated before `wait`.
+            messages: Rank -> [n], n of at least 1 and at most the length of a row, the first
+                element of which says how long it is; not to be mutated before `wait`.
+            sources: Ranks that send something here.
             incoming: [world_size, most elements] of the same dtype; overwritten.
             bucket: Number of the bucket, equal on all ranks.
 
@@ -194,7 +200,7 @@ class Collectives(Protocol):
         """
 
     def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
-        """Lets others' messages arrive from now on; as `expect_reduce_scatter`."""
+        """Lets messages of all others arrive from now on; as `expect_reduce_scatter`."""
 
     def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
         """Sums the flat `buffer` over ranks, in place and on every rank, as the backend does it.

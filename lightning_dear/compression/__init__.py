@@ -12,7 +12,14 @@ from lightning_dear.compression.integers import Int4, Int8, LoCo
 from lightning_dear.compression.low_rank import PowerSGD
 from lightning_dear.compression.signs import EFSignSGD, OneBit, SignSGD, Signum
 from lightning_dear.compression.sparse import DGC, RandomK, TopK
-from lightning_dear.compression.sparse_all_reduce import OkTopk, SparseAllReduce
+from lightning_dear.compression.sparse_all_reduce import (
+    Gaussiank,
+    GTopk,
+    OkTopk,
+    SparseAllReduce,
+    TopkA,
+    TopkDSA,
+)
 from lightning_dear.compression.stochastic import QSGD, Natural, TernGrad
 
 _CODECS = (
@@ -37,10 +44,12 @@ _CODECS = (
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _CODECS}
 """All codecs by name."""
 
+_SPARSE = (OkTopk, TopkA, TopkDSA, GTopk, Gaussiank)
+
 _COMPRESSORS: dict[str, type[Compressor]] = {
     **CODECS,
     PowerSGD.name: PowerSGD,
-    OkTopk.name: OkTopk,
+    **{one.name: one for one in _SPARSE},
 }
 
 
@@ -119,6 +128,8 @@ __all__ = [
     "EFSignSGD",
     "Fp16",
     "Fp32",
+    "GTopk",
+    "Gaussiank",
     "Int4",
     "Int8",
     "LoCo",
@@ -133,6 +144,8 @@ __all__ = [
     "SparseAllReduce",
     "TernGrad",
     "TopK",
+    "TopkA",
+    "TopkDSA",
     "check_replaces",
     "resolve_compressor",
 ]

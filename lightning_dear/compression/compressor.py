@@ -33,6 +33,7 @@ class Compressor(ABC):
     Attributes:
         name: In the table of compressors.
         brings_momentum: Whether momentum is kept for it, so that the optimizer must have none.
+        all_reduces: Whether every rank gets the whole mean in backward, and nothing is gathered.
         halves: What is compressed: "both" halves of an exchange, or one of them.
         lag: See `Lag`; what is true where nothing else is known.
         allow_lag: Whether a large lag is meant.
@@ -43,6 +44,7 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     brings_momentum: ClassVar[bool] = False
+    all_reduces: ClassVar[bool] = False
 
     error_feedback: bool | None = None
     allow_biased: bool = False

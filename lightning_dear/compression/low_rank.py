@@ -42,6 +42,7 @@ class PowerSGD(Compressor):
     """
 
     name: ClassVar[str] = "powersgd"
+    all_reduces: ClassVar[bool] = True
 
     rank: int = 4
     min_saving: float = 2.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import ClassVar
 
 from torch import Tensor
@@ -30,13 +31,49 @@ class SparseAllReduce(FewOfMany):
 
     Args:
         density: Share of a bucket's numbers; k = max(1, ceil(density numel)).
-        tau_prime: Steps between exact thresholds, at least 1.
-
-    Attributes:
-        all_reduces: Whether every rank gets the whole mean in backward, and nothing is gathered.
     """
 
-    all_reduces: ClassVar[bool] = False
+    @property
+    @override
+    def kind(self) -> Kind:
+        return "contractive"
+
+    def saves(self, numel: int, world_size: int) -> bool:
+        """Whether a bucket of `numel` numbers travels so. Of a single rank nothing travels."""
+        return world_size > 1 and self.entries(numel) >= FEWEST_PER_RANK * world_size
+
+    @abstractmethod
+    def find(self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int) -> Tensor:
+        """Places of what a rank selects, ascending; zeros are not.
+
+        Args:
+            waiting: [numel] fp32; not mutated.
+            k: About how many.
+            threshold: What was found before; mutated.
+            step: Number of the sparse step, from 0.
+        """
+
+    def most_selected(self, k: int) -> int:
+        """Most numbers that a rank sends; of more the largest."""
+        return k
+
+    @abstractmethod
+    def most_words(self, numel: int, world_size: int) -> float:
+        """Most words of 4 bytes, values and places, that a rank sends, or receives, in a step."""
+
+    def usual_words(self, numel: int, world_size: int) -> float:
+        """How many it is where thresholds and regions are right."""
+        return self.most_words(numel, world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByThreshold(SparseAllReduce):
+    """Selects by a threshold that is used again: see `LocalThreshold`.
+
+    Args:
+        density: See `SparseAllReduce`.
+        tau_prime: Steps between exact thresholds, at least 1.
+    """
 
     tau_prime: int = 32
 
@@ -50,30 +87,13 @@ class SparseAllReduce(FewOfMany):
         if not isinstance(period, int) or period < 1:
             raise ValueError(f"{name} of {self.name} must be an integer >= 1, got {period!r}.")
 
-    @property
     @override
-    def kind(self) -> Kind:
-        return "contractive"
-
-    def saves(self, numel: int, world_size: int) -> bool:
-        """Whether a bucket of `numel` numbers travels so. Of a single rank nothing travels."""
-        return world_size > 1 and self.entries(numel) >= FEWEST_PER_RANK * world_size
-
-    def find(self, waiting: Tensor, k: int, threshold: LocalThreshold, *, is_exact: bool) -> Tensor:
-        """Places of what a rank selects, about k; see `LocalThreshold.find`."""
-        return threshold.find(waiting, k, is_exact=is_exact)
-
-    def most_selected(self, k: int) -> int:
-        """Most numbers that a rank selects."""
-        return int(MOST * k)
-
-    @abstractmethod
-    def most_words(self, numel: int, world_size: int) -> float:
-        """Most words of 4 bytes, values and places, that a rank sends, or receives, in a step."""
+    def find(self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int) -> Tensor:
+        return threshold.find(waiting, k, is_exact=step % self.tau_prime == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OkTopk(SparseAllReduce):
+class OkTopk(ByThreshold):
     """The sparse all-reduce of near-optimal volume, whose halves are those of DeAR.
 
     After Li and Hoefler 2022, "Near-Optimal Sparse Allreduce for Distributed Deep Learning",
@@ -133,5 +153,116 @@ class OkTopk(SparseAllReduce):
                 raise ValueError(f"{name} of oktopk must be at least 1, got {cap!r}.")
 
     @override
+    def most_selected(self, k: int) -> int:
+        return int(MOST * k)
+
+    @override
     def most_words(self, numel: int, world_size: int) -> float:
         return 6 * self.entries(numel) * (world_size - 1) / world_size
+
+    @override
+    def usual_words(self, numel: int, world_size: int) -> float:
+        return 4 * self.entries(numel) * (world_size - 1) / world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopkA(ByThreshold):
+    """Every rank sends the k largest numbers of acc to all others, and everybody adds them up.
+
+    What was not sent stays residual: sum of acc = u + sum of residuals. After Renggli et al. 2019,
+    "SparCML", where it is the all-gather of sparse vectors: 2 k (P - 1) words, which grow with the
+    number of ranks. All of it travels in backward, and nothing is gathered.
+
+    Args:
+        density: See `SparseAllReduce`.
+        tau_prime: See `ByThreshold`.
+        error_feedback: See `Compressor`.
+        allow_biased: See `Compressor`.
+    """
+
+    name: ClassVar[str] = "topka"
+    all_reduces: ClassVar[bool] = True
+
+    @override
+    def most_words(self, numel: int, world_size: int) -> float:
+        return 2 * self.entries(numel) * (world_size - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gaussiank(SparseAllReduce):
+    """As `TopkA`, of what exceeds the threshold that a normal distribution of acc would have.
+
+    That is |x - mean| > s q, with s its standard deviation and q the (1 - density / 2) quantile of
+    the standard normal distribution (Shi et al. 2019, "Understanding Top-k Sparsification in
+    Distributed Deep Learning"). Gradients have heavier tails, so that mostly fewer than k do so.
+    Again sum of acc = u + sum of residuals, and at most k
+    numbers travel, the largest.
+
+    Args:
+        density: See `SparseAllReduce`.
+        error_feedback: See `Compressor`.
+        allow_biased: See `Compressor`.
+    """
+
+    name: ClassVar[str] = "gaussiank"
+    all_reduces: ClassVar[bool] = True
+
+    @override
+    def find(self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int) -> Tensor:
+        mean, deviation = waiting.mean(), waiting.std()
+        quantile = NormalDist().inv_cdf(1 - self.density / 2)
+        is_near = (waiting - mean).abs_() <= deviation * quantile
+        # So that what is nan, or has a mean that is, is selected, and found.
+        return (~is_near & (waiting != 0)).nonzero().view(-1)
+
+    @override
+    def most_words(self, numel: int, world_size: int) -> float:
+        return 2 * self.entries(numel) * (world_size - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopkDSA(ByThreshold):
+    """Owners of equal regions add up all ranks' k largest numbers, and send all sums to everybody.
+
+    What was not sent stays residual: sum of acc = u + sum of residuals. SparCML's split all-gather
+    with a dynamic switch (Renggli et al. 2019): as sums of many ranks have ever more numbers, they
+    travel as they are where a third of the bucket or more is not 0. With numbers spread evenly from
+    4 k (P - 1) / P words, if all ranks select the same, to (2 k + n) (P - 1) / P.
+
+    Args:
+        density: See `SparseAllReduce`.
+        tau_prime: See `ByThreshold`.
+        error_feedback: See `Compressor`.
+        allow_biased: See `Compressor`.
+    """
+
+    name: ClassVar[str] = "topkdsa"
+
+    @override
+    def most_words(self, numel: int, world_size: int) -> float:
+        """Where numbers are spread evenly."""
+        return (2 * self.entries(numel) + numel) * (world_size - 1) / world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class GTopk(ByThreshold):
+    """Pairs of ranks add up their k largest numbers and pass on k of the sums, up a tree.
+
+    After Shi et al. 2019, "A Distributed Synchronous SGD Algorithm with Global Top-k
+    Sparsification". The root's k sums go back down the tree: u. What a rank does not pass on it
+    adds to its own residual, so that sum of acc = u + sum of residuals. ceil(log2 P) rounds there
+    and as many back, of 2 k words each way. The rounds of all buckets come after backward.
+
+    Args:
+        density: See `SparseAllReduce`.
+        tau_prime: See `ByThreshold`.
+        error_feedback: See `Compressor`.
+        allow_biased: See `Compressor`.
+    """
+
+    name: ClassVar[str] = "gtopk"
+    all_reduces: ClassVar[bool] = True
+
+    @override
+    def most_words(self, numel: int, world_size: int) -> float:
+        return 2 * self.entries(numel) * (world_size - 1).bit_length()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from lightning_dear.bucket import FlatBuffers
-from lightning_dear.compression import Codec, OkTopk, PowerSGD
+from lightning_dear.compression import Codec, PowerSGD, SparseAllReduce
 from lightning_dear.exchange.coded import CodedExchange
 from lightning_dear.exchange.compressed import LossScale
 from lightning_dear.exchange.compressed_bucket import NO_SEED, CompressedBucket
@@ -14,6 +14,7 @@ from lightning_dear.exchange.gradients import GradientExchange
 from lightning_dear.exchange.limited import LimitedGathers
 from lightning_dear.exchange.low_rank import LowRankExchange
 from lightning_dear.exchange.sparse import SparseExchange
+from lightning_dear.exchange.sparse_whole import WholeSparseExchange
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.work import Collectives
 
@@ -41,8 +42,10 @@ def new_exchange(
     if isinstance(options.codec, PowerSGD):
         low_rank = options.codec, uncompressed
         return LowRankExchange(dense, *low_rank, *place, flat, loss_scale)
-    if isinstance(options.codec, OkTopk):
-        return SparseExchange(options.codec, uncompressed, *place, flat.buckets, loss_scale)
+    if isinstance(options.codec, SparseAllReduce):
+        sparse = options.codec, uncompressed, *place, flat.buckets, loss_scale
+        all_reduces = options.codec.all_reduces
+        return WholeSparseExchange(dense, *sparse) if all_reduces else SparseExchange(*sparse)
     coding = options, codecs, uncompressed
     return CodedExchange(dense, *coding, *place, flat.buckets, loss_scale)
 

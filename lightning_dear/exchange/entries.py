@@ -59,6 +59,17 @@ def unpacked(row: Tensor) -> Entries:
     return Entries(row[1 : 1 + count], row[1 + count : 1 + 2 * count].view(torch.float32))
 
 
+def added(one: Entries, other: Entries) -> Entries:
+    """The sums of both, where either has a number; places ascending."""
+    both = torch.cat([one.places, other.places.to(one.places.dtype)])
+    places: Tensor = torch.unique(both)
+    sums = one.numbers.new_zeros(len(places))
+    for part in (one, other):
+        at = torch.searchsorted(places, part.places.to(places.dtype))
+        sums.index_add_(0, at, part.numbers)
+    return Entries(places, sums)
+
+
 def is_among(places: Tensor, others: Tensor) -> Tensor:
     """Which of `places` are in `others`, both ascending."""
     if not len(others):

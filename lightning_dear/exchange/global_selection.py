@@ -14,6 +14,33 @@ from lightning_dear.exchange.kth_largest import kth_largest
 from lightning_dear.exchange.region_bucket import NUM_FIRST_STEPS, RegionBucket
 from lightning_dear.work import SELECTION_NUMBERS, Collectives, as_metadata
 
+FILLED = 3
+"""Where one number in so many is not 0, all of them travel in no more words than those alone."""
+
+
+def keep_all(buckets: Sequence[RegionBucket], collectives: Collectives, first_number: int) -> None:
+    """Keeps all sums of all owners, and tells ranks how many there are. All ranks call; blocks."""
+    found = [one.candidates(0.0)[0] for one in buckets]
+    with as_metadata(collectives):
+        own = [(len(entries.places), 0) for entries in found]
+        told = tell(own, collectives, SELECTION_NUMBERS + first_number)
+    for one, entries, counts in zip(buckets, found, told, strict=True):
+        one.keep(entries)
+        one.is_filled = FILLED * sum(count for count, _ in counts) >= one.numel
+
+
+def tell(
+    own: Sequence[tuple[int, int]], collectives: Collectives, number: int
+) -> list[list[tuple[int, int]]]:
+    """For each bucket all ranks' pairs of counts, in rank order. All ranks call; blocks."""
+    if not own:
+        return []
+    world_size, rank = collectives.world_size, collectives.rank
+    counts = torch.zeros((world_size, len(own), 2), dtype=torch.int32)
+    counts[rank] = torch.tensor(own)
+    collectives.launch_all_gather(counts.view(-1), number).wait()
+    return [[(a, b) for a, b in of_bucket] for of_bucket in counts.transpose(0, 1).tolist()]
+
 
 class GlobalSelection:
     """Chooses in all buckets of a step at once, so that ranks wait for each other but once.
@@ -96,14 +123,7 @@ class GlobalSelection:
     # --- what ranks tell each other ---------------------------------------------------------------
 
     def _tell(self, own: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """For each bucket all ranks' pairs of counts, in rank order."""
-        if not own:
-            return []
-        world_size, rank = self._collectives.world_size, self._collectives.rank
-        counts = torch.zeros((world_size, len(own), 2), dtype=torch.int32)
-        counts[rank] = torch.tensor(own)
-        self._collectives.launch_all_gather(counts.view(-1), self._number).wait()
-        return [[(a, b) for a, b in of_bucket] for of_bucket in counts.transpose(0, 1).tolist()]
+        return tell(own, self._collectives, self._number)
 
     def _add_up(self, numbers: Tensor) -> None:
         self._collectives.launch_all_reduce(numbers.view(-1), self._number).wait()

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket
 from lightning_dear.compression import OkTopk, SparseAllReduce
 from lightning_dear.compression.selectors import all_above, just_below
-from lightning_dear.exchange.entries import Entries, joined, unpacked
+from lightning_dear.exchange.entries import Entries, is_among, joined, unpacked
 from lightning_dear.exchange.regions import equal_regions, regions_of, summary_of
 from lightning_dear.exchange.sparse_bucket import SparseBucket
 from lightning_dear.work import Collectives
@@ -34,6 +34,7 @@ class RegionBucket(SparseBucket):
 
     Attributes:
         gathered: [world_size, n] int32, what each owner sends to all.
+        is_filled: Whether sums are so many that all of them travel, without places.
         regions: Where each rank's region begins, and the end.
         global_threshold: Of the owners' selections; 0: not known.
         chosen: [n] int64, ascending: what this rank's region keeps.
@@ -48,6 +49,8 @@ class RegionBucket(SparseBucket):
         is_encoded: bool,
     ) -> None:
         self._summary: Tensor | None = None
+        self._sent: list[Entries] = []
+        self.is_filled = False
         self.chosen = torch.empty(0, dtype=torch.int64)
         self._rejected: Entries | None = None
         super().__init__(bucket, configured, collectives, is_encoded=is_encoded)
@@ -113,14 +116,18 @@ class RegionBucket(SparseBucket):
 
     # --- the reduce half --------------------------------------------------------------------------
 
-    def messages(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> list[Tensor]:
-        """Cuts `selected` at the regions, and takes what is sent out of `waiting`."""
+    def messages(
+        self, waiting: Tensor, selected: Entries, scale: Tensor | None
+    ) -> dict[int, Tensor]:
+        """Cuts `selected` into each owner's, and takes what is sent out of `waiting`."""
         if isinstance(self.codec, OkTopk):
             shape = len(waiting), self._world_size
             self._summary = summary_of(self.codec.boundaries, selected.places, *shape)
         sent = [part.largest(self.most_sent) for part in selected.cut(self.regions)]
-        self.take_out(waiting, joined(sent))
-        return [part.times(scale).packed() for part in sent]
+        whole = joined(sent)
+        waiting.index_fill_(0, whole.places, 0.0)
+        self._sent.append(whole)
+        return {rank: part.times(scale).packed() for rank, part in enumerate(sent)}
 
     def clear_others(self) -> None:
         """Makes the mean 0 outside this rank's region."""
@@ -195,6 +202,22 @@ class RegionBucket(SparseBucket):
             gradients[part.places.long()] = part.numbers.to(gradients.dtype)
         return torch.cat([part.places for part in parts]).long()
 
+    def take_sent(self) -> list[Entries]:
+        """What this rank has sent for the step under way."""
+        taken, self._sent = self._sent, []
+        return taken
+
+    def put_back(self, sent: list[Entries], selected: Tensor) -> None:
+        """What was sent and not selected is to be sent still.
+
+        Args:
+            sent: By this rank.
+            selected: [n] int64, ascending: places of what all ranks have got.
+        """
+        for one in sent:
+            is_lost = ~is_among(one.places, selected)
+            self.worker.put_back(one.places[is_lost], one.numbers[is_lost])
+
     # --- around a step ----------------------------------------------------------------------------
 
     @override
@@ -215,7 +238,7 @@ class RegionBucket(SparseBucket):
     def discard(self) -> None:
         super().discard()
         self._next_regions, self._next_global = self.regions, self.global_threshold
-        self._rejected = None
+        self._sent, self._rejected = [], None
 
     @override
     def detach(self) -> None:

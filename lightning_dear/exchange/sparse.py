@@ -21,12 +21,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.compression import OkTopk
+from lightning_dear.compression import SparseAllReduce, TopkDSA
 from lightning_dear.device_work import device_work
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.entries import Entries
-from lightning_dear.exchange.global_selection import GlobalSelection
+from lightning_dear.exchange.global_selection import GlobalSelection, keep_all
 from lightning_dear.exchange.region_bucket import RegionBucket
+from lightning_dear.exchange.sparse_bucket import SparseBucket
 from lightning_dear.plain_mode import plain_mode
 from lightning_dear.work import GRADIENT_NUMBERS, Collectives, Work
 
@@ -45,7 +46,7 @@ class SparseExchange(CompressedExchange):
 
     def __init__(
         self,
-        codec: OkTopk,
+        codec: SparseAllReduce,
         uncompressed: Collection[int],
         collectives: Collectives,
         first_number: int,
@@ -79,10 +80,11 @@ class SparseExchange(CompressedExchange):
             waiting = one.accumulated(scale)
             selected = one.select(waiting)
             # Who is nan or inf is larger than the others.
-            self._look_for_inf(_not_empty(selected))
+            self._look_for_inf(not_empty(selected))
             messages = one.messages(waiting, selected, scale)
-        launch = self._collectives.launch_messages
-        work = launch("reduce_scatter", messages, one.incoming, number)
+        everybody = range(self._collectives.world_size)
+        place = everybody, one.incoming, number
+        work = self._collectives.launch_messages("reduce_scatter", messages, *place)
         return Work(work.wait, partial(one.sum_up, messages[self._collectives.rank]))
 
     def _launch_as_it_is(self, one: RegionBucket, number: int, scale: Tensor | None) -> Work:
@@ -104,18 +106,21 @@ class SparseExchange(CompressedExchange):
         super().note_used(used, keeps=keeps)
         # What a rank refuses, all do.
         if keeps and self._refusal is None:
-            sparse = [one for one in self.coded if one.is_sparse]
-            scale = self._loss_scale()
-            place = self._collectives, self._first_number
-            factor = 1.0 if scale is None else float(scale)
-            GlobalSelection(sparse, *place, factor).choose()
+            self._choose([one for one in self.coded if one.is_sparse])
+
+    def _choose(self, sparse: Sequence[RegionBucket]) -> None:
+        scale, place = self._loss_scale(), (self._collectives, self._first_number)
+        if isinstance(self._codec, TopkDSA):
+            keep_all(sparse, *place)
+        else:
+            GlobalSelection(sparse, *place, 1.0 if scale is None else float(scale)).choose()
 
     # --- the gather half --------------------------------------------------------------------------
 
     @override
     def expect_gather(self, bucket: Bucket) -> None:
         one, number = self.coded[bucket.number], self._first_number + bucket.number
-        if one.is_sparse:
+        if one.is_sparse and not one.is_filled:
             self._collectives.expect_messages("all_gather", one.gathered, number)
         else:
             self._collectives.expect_all_gather(bucket.gradients, number)
@@ -124,7 +129,10 @@ class SparseExchange(CompressedExchange):
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
         """Packs what this rank's region keeps; what is returned sends it to all."""
         one = self.coded[bucket.number]
-        if not one.is_sparse:
+        if one.is_filled:
+            # Of equal regions. All that was sent arrives.
+            one.take_sent()
+        if one.is_filled or not one.is_sparse:
             return partial(self._send_as_it_is, one)
         return partial(self._send, one, one.message(), one.gathered, one.take_sent())
 
@@ -132,10 +140,13 @@ class SparseExchange(CompressedExchange):
         self, one: RegionBucket, message: Tensor, gathered: Tensor, sent: list[Entries]
     ) -> Work:
         number = self._first_number + one.number
-        messages = [message] * self._collectives.world_size
-        launch = self._collectives.launch_messages
-        work = launch("all_gather", messages, gathered, number)
+        work = self._spread(message, gathered, number)
         return Work(work.wait, partial(self._arrive, one, message, gathered, sent))
+
+    def _spread(self, message: Tensor, gathered: Tensor, number: int) -> Work:
+        everybody = range(self._collectives.world_size)
+        messages, place = dict.fromkeys(everybody, message), (everybody, gathered, number)
+        return self._collectives.launch_messages("all_gather", messages, *place)
 
     def _arrive(
         self, one: RegionBucket, message: Tensor, gathered: Tensor, sent: list[Entries]
@@ -154,11 +165,10 @@ class SparseExchange(CompressedExchange):
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         one = self.coded[bucket.number]
         number = self._first_number + bucket.number + GRADIENT_NUMBERS
-        if not one.is_sparse:
+        if one.is_filled or not one.is_sparse:
             return self._collectives.launch_all_gather(bucket.gradients, number)
         message, gathered = one.message(), torch.empty_like(one.gathered)
-        messages = [message] * self._collectives.world_size
-        work = self._collectives.launch_messages("all_gather", messages, gathered, number)
+        work = self._spread(message, gathered, number)
         return Work(work.wait, partial(one.write, message, gathered))  # type: ignore[arg-type]
 
     @override
@@ -183,13 +193,19 @@ class SparseExchange(CompressedExchange):
     @property
     @override
     def compression_ratio(self) -> float:
-        dense = sum(2 * one.bucket.gradients.nbytes for one in self.coded)
-        # Of k numbers there and k sums back, values and places.
-        sent = sum(
-            16 * one.k if one.is_sparse else 2 * one.bucket.gradients.nbytes for one in self.coded
-        )
-        return dense / sent
+        return compression_ratio(self.coded, self._collectives.world_size)
 
 
-def _not_empty(entries: Entries) -> Tensor:
+def compression_ratio(buckets: Sequence[SparseBucket], world_size: int) -> float:
+    """Words of dense all-reduces over those that usually travel."""
+    dense = [2 * one.numel * (world_size - 1) / world_size for one in buckets]
+    sent = [
+        one.sparse.usual_words(one.numel, world_size) if one.is_sparse else words
+        for one, words in zip(buckets, dense, strict=True)
+    ]
+    return sum(dense) / sum(sent) if world_size > 1 else 1.0
+
+
+def not_empty(entries: Entries) -> Tensor:
+    """Its numbers, or a zero."""
     return entries.numbers if len(entries.numbers) else entries.numbers.new_zeros(1)

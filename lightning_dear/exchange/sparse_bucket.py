@@ -12,7 +12,7 @@ from lightning_dear.compression.memory import Memory
 from lightning_dear.compression.thresholds import LocalThreshold
 from lightning_dear.compression.unsent import Forgotten, Unsent
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
-from lightning_dear.exchange.entries import Entries, is_among, unpacked
+from lightning_dear.exchange.entries import Entries, unpacked
 from lightning_dear.work import Collectives
 
 
@@ -50,7 +50,6 @@ class SparseBucket(CompressedBucket):
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._scratch_numel = collectives.scratch_numel(numel)
         self.numel = sum(piece.numel for piece in self.spec.slices)
-        self._sent: list[Entries] = []
         self.start_anew(None)
         self._make_room()
 
@@ -119,14 +118,9 @@ class SparseBucket(CompressedBucket):
     def select(self, waiting: Tensor) -> Entries:
         """What of `waiting` is large."""
         self.counts["reduce"] += 1
-        is_exact = self.is_due(self.sparse.tau_prime)
-        places = self.sparse.find(waiting, self.k, self.threshold, is_exact=is_exact)
-        return Entries(places, waiting[places])
-
-    def take_out(self, waiting: Tensor, sent: Entries) -> None:
-        """Notes that `sent` is on its way, and leaves none of it in `waiting`."""
-        waiting.index_fill_(0, sent.places, 0.0)
-        self._sent.append(sent)
+        step = self.counts["reduce"] - 1
+        places = self.sparse.find(waiting, self.k, self.threshold, step)
+        return Entries(places, waiting[places]).largest(self.sparse.most_selected(self.k))
 
     def sum_up(self, own: Tensor) -> None:
         """Makes the mean of `incoming` and this rank's own message, in the order of the ranks."""
@@ -150,35 +144,12 @@ class SparseBucket(CompressedBucket):
         """Where this rank's part of what travels as it is lies."""
         return shard_slice(self.spec.padded_numel, self._rank, self._world_size)
 
-    # --- what comes back --------------------------------------------------------------------------
-
-    def take_sent(self) -> list[Entries]:
-        """What this rank has sent for the step under way."""
-        taken, self._sent = self._sent, []
-        return taken
-
-    def put_back(self, sent: list[Entries], selected: Tensor) -> None:
-        """What was sent and not selected is to be sent still.
-
-        Args:
-            sent: By this rank.
-            selected: [n] int64, ascending: places of what all ranks have got.
-        """
-        for one in sent:
-            is_lost = ~is_among(one.places, selected)
-            self.worker.put_back(one.places[is_lost], one.numbers[is_lost])
-
     # --- around a step ----------------------------------------------------------------------------
 
     @override
     def commit(self) -> None:
         super().commit()
         self.threshold.commit()
-
-    @override
-    def discard(self) -> None:
-        super().discard()
-        self._sent = []
 
     @override
     def detach(self) -> None:

@@ -58,6 +58,7 @@ def job(*overrides: str, folder: str = "out") -> Iterator[DictConfig]:
 
 
 JUDGED = ("fp16", "bf16", "int8", "int4", "loco", "powersgd", "efsignsgd", "topk", "dgc")
+SPARSE_ALL_REDUCES = ("oktopk", "topka", "topkdsa", "gtopk", "gaussiank")
 RECIPES = "".join(path.read_text() for path in sorted((ROOT / "recipes").glob("*/README.md")))
 COMMANDS = re.findall(r"^OMP_NUM_THREADS=1 dear-converge ((?:.*\\\n)*.+)$", RECIPES, re.MULTILINE)
 
@@ -78,7 +79,18 @@ def test_every_entry_of_a_study_composes(study: str) -> None:
     assert sum(entry.asked.is_control for entry in entries.values()) == 2
     judged = {name for name, one in entries.items() if one.asked.reference and not one.asked.below}
     assert set(JUDGED) <= judged
-    assert set(COMPRESSORS) - entries.keys() == {"none", "fp32"}
+    assert set(COMPRESSORS) - entries.keys() == {"none", "fp32", *SPARSE_ALL_REDUCES}
+
+
+def test_the_longer_study_composes() -> None:
+    with job("experiment=converge_gpt_long") as cfg:
+        check(cfg)
+        entries = {entry.name: entry for entry in entries_of(cfg)}
+    assert {"topk", "dgc", "efsignsgd", "powersgd"} <= entries.keys()
+    dgc = entries["dgc"]
+    optimizer = config_of(dgc, (), Options(1, 0), 0.1).optimizer
+    assert dgc.asked.reference == "dense_sgd"
+    assert not optimizer.get("momentum")
 
 
 def test_commands_of_the_recipes_compose() -> None:

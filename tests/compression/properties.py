@@ -20,6 +20,8 @@ from lightning_dear.compression import (
     EFSignSGD,
     Fp16,
     Fp32,
+    Gaussiank,
+    GTopk,
     Int4,
     Int8,
     LoCo,
@@ -32,6 +34,8 @@ from lightning_dear.compression import (
     Signum,
     TernGrad,
     TopK,
+    TopkA,
+    TopkDSA,
 )
 from tests.compression import formulas
 from tests.compression.battery import Again, check_all, check_contracts
@@ -250,5 +254,14 @@ PROPERTIES: dict[str, Properties] = {
         law=sums_up,
         inputs=rows(),
     ),
+    **{
+        kind.name: Properties(
+            formula="sum of acc = u + sum of residuals",
+            instances=tuple(kind(density=density) for density in (0.02, 0.1, 0.5, 1.0)),
+            law=sums_up,
+            inputs=rows(),
+        )
+        for kind in (TopkA, TopkDSA, GTopk, Gaussiank)
+    },
 }
 """Name -> how it is tested, by `test_properties.py` with inputs of all kinds."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
-from lightning_dear.compression import OkTopk
-from lightning_dear.exchange.sparse import SparseExchange
+from lightning_dear.compression import GTopk, OkTopk, SparseAllReduce
+from lightning_dear.exchange import new_exchange
+from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice, aligned
 from lightning_dear.work import WireLedger, Work
 
@@ -22,12 +24,18 @@ ROUNDING = 1e-6
 
 
 class Room:
-    """Where the ranks of one process meet."""
+    """Where the ranks of one process meet.
+
+    Attributes:
+        boxes: Source -> target -> messages on their way.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._barrier = threading.Barrier(world_size, timeout=20.0)
         self._brought: list[Any] = [None] * world_size
+        ranks = range(world_size)
+        self.boxes: list[list[Queue[Tensor]]] = [[Queue() for _ in ranks] for _ in ranks]
 
     def swap(self, rank: int, value: Any) -> list[Any]:
         """All ranks' values, in rank order. Blocks."""
@@ -55,12 +63,19 @@ class InRoom:
         return numel
 
     def launch_messages(
-        self, lane: str, messages: Sequence[Tensor], incoming: Tensor, bucket: int
+        self,
+        lane: str,
+        messages: Mapping[int, Tensor],
+        sources: Collection[int],
+        incoming: Tensor,
+        bucket: int,
     ) -> Work:
-        for source, sent in enumerate(self._room.swap(self.rank, messages)):
-            if source != self.rank:
-                incoming[source, : len(sent[self.rank])] = sent[self.rank]
-        self._room.swap(self.rank, None)
+        for target, message in messages.items():
+            if target != self.rank:
+                self._room.boxes[self.rank][target].put(message)
+        for source in {*sources} - {self.rank}:
+            message = self._room.boxes[source][self.rank].get(timeout=20.0)
+            incoming[source, : len(message)] = message
         return Work.done()
 
     def launch_reduce_scatter(
@@ -85,16 +100,24 @@ class InRoom:
 class Rank:
     """One rank's exchange of a bucket that is one vector."""
 
-    def __init__(self, codec: OkTopk, numel: int, collectives: Any) -> None:
+    def __init__(self, codec: SparseAllReduce, numel: int, collectives: Any) -> None:
         spec = BucketSpec("one", (Slice(0, 0, numel, 0),), aligned(numel, collectives.world_size))
         plan = BucketPlan("one", collectives.world_size, (spec,), (0,))
         weight = Parameter(torch.zeros(numel))
+        options = ExchangeOptions("gradients", codec=codec)
         flat = allocate(
-            plan, [weight], 0, lambda _: 0, 1, keeps_gradients=True, lags=False, is_scattered=True
+            plan,
+            [weight],
+            0,
+            lambda _: 0,
+            1,
+            keeps_gradients=True,
+            lags=False,
+            is_scattered=options.is_scattered,
         )
         self._bucket = flat.buckets[0]
         self._numel = numel
-        self.exchange = SparseExchange(codec, (), collectives, 0, flat.buckets, lambda: None)
+        self.exchange = new_exchange(options, [], (), collectives, 0, flat, lambda: None)
 
     def step(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """U and the residual, after a step."""
@@ -122,7 +145,7 @@ def in_ranks(world_size: int, run: Callable[[InRoom], Any]) -> list[Any]:
         return list(pool.map(guarded, range(world_size)))
 
 
-def sums_up(codec: OkTopk, rows: Tensor) -> None:
+def sums_up(codec: SparseAllReduce, rows: Tensor) -> None:
     """Three steps of as many ranks as there are rows, the last of which brings nothing new."""
     world_size, numel = rows.shape
     if not numel:
@@ -148,7 +171,8 @@ def sums_up(codec: OkTopk, rows: Tensor) -> None:
         off = (waiting.sum(0) - us[0].double() - residuals.sum(0)).abs()
         assert not (off > slack).any(), "something is lost, or counted twice"
         if codec.saves(numel, world_size):
-            assert int(us[0].count_nonzero()) <= k, "more than k"
+            most = k if isinstance(codec, (OkTopk, GTopk)) else k * world_size
+            assert int(us[0].count_nonzero()) <= most, "more than k"
         else:
             assert not residuals.any()
         before = residuals

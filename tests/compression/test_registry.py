@@ -17,10 +17,14 @@ from lightning_dear.compression import (
     CODECS,
     COMPRESSORS,
     Codec,
+    Gaussiank,
+    GTopk,
     Int8,
     NoCompression,
     OkTopk,
     PowerSGD,
+    TopkA,
+    TopkDSA,
     resolve_compressor,
 )
 from lightning_dear.compression.sparse import Sparse
@@ -36,7 +40,8 @@ TABLES = [
 ]
 ROWS = {cells[0].strip("`"): cells for cells in TABLES if len(cells) == 7}
 OPTIONS = [cells for cells in TABLES if len(cells) == 4]
-CLASSES = {**CODECS, "powersgd": PowerSGD, "oktopk": OkTopk}
+SPARSE = {one.name: one for one in (OkTopk, TopkA, TopkDSA, GTopk, Gaussiank)}
+CLASSES = {**CODECS, "powersgd": PowerSGD, **SPARSE}
 COMMON = {"halves", "error_feedback", "allow_biased", "allow_lag"}
 GATHERS = {"small": "parameters", "large": "gradients, or parameters", "unbounded": "gradients"}
 
@@ -98,13 +103,14 @@ def test_the_row_of_the_low_rank_one_is_true() -> None:
     assert set(re.findall(r"`(\w+)`", options)) == vars(codec).keys() - COMMON
 
 
-def test_the_row_of_the_sparse_all_reduce_is_true() -> None:
-    codec, numel = OkTopk(), 1 << 20
-    _, _, kind, gathers, ratio, options, _ = ROWS["oktopk"]
-    assert (kind, gathers) == (codec.kind, "gradients")
-    assert DearStrategy(compressor="oktopk")._options.gather == "gradients"
-    # Values and places of k numbers there, and of k sums back.
-    assert ratio == f"{2 * 4 * numel / (2 * 8 * codec.entries(numel)):.2f}"
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_row_of_a_sparse_all_reduce_is_true(name: str) -> None:
+    codec, numel, num_ranks = SPARSE[name](), 1 << 20, 8
+    _, _, kind, gathers, ratio, options, _ = ROWS[name]
+    assert (kind, gathers) == (codec.kind, "nothing" if codec.all_reduces else "gradients")
+    assert DearStrategy(compressor=name)._options.gather == "gradients"
+    dense = 2 * numel * (num_ranks - 1) / num_ranks
+    assert ratio == f"{dense / codec.usual_words(numel, num_ranks):.2f}"
     assert set(re.findall(r"`(\w+)`", options)) == vars(codec).keys() - COMMON
 
 

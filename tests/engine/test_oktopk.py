@@ -6,6 +6,7 @@ import copy
 import hashlib
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -198,8 +199,8 @@ def test_a_loss_scale_changes_nothing() -> None:
     for step in range(8):
         plain.step()
         scale = 2.0 ** (step + 3)
-        scaled.part.loss_scale = lambda scale=scale: torch.tensor(scale)  # type: ignore[misc]
-        scaled.step(before=lambda scale=scale: unscale(scaled, scale), scale=scale)  # type: ignore[misc]
+        scaled.part.loss_scale = partial(torch.tensor, scale)
+        scaled.step(before=partial(unscale, scaled, scale), scale=scale)
     for run in (plain, scaled):
         run.pipeline.complete_parameters()
     for one, other in zip(plain.model.weights, scaled.model.weights, strict=True):
@@ -377,7 +378,8 @@ def test_messages_may_be_shorter_than_the_memory_that_waits_for_them() -> None:
             if collectives.rank:
                 collectives.expect_messages(lane, incoming, number)
             message = torch.arange(length, dtype=torch.int32) + collectives.rank
-            work = collectives.launch_messages(lane, [message] * 2, incoming, number)
+            messages = {0: message, 1: message}
+            work = collectives.launch_messages(lane, messages, (0, 1), incoming, number)
             work.wait()
             other = 1 - collectives.rank
             assert torch.equal(incoming[other, :length], torch.arange(length) + other)

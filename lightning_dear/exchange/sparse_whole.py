@@ -1,0 +1,135 @@
+"""Sparse exchanges that give every rank the whole mean in backward, and gather nothing.
+
+gradients / P + residual -> selection -> to all ranks -> sum, on every rank          (TopkA)
+gradients / P + residual -> selection -> up a tree, k of the sums -> back down it    (gTopk)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dear.bucket import Bucket
+from lightning_dear.compression import GTopk, SparseAllReduce
+from lightning_dear.device_work import device_work
+from lightning_dear.exchange.compressed import CompressedExchange, LossScale
+from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.exchange.entries import Entries, added, is_among, unpacked
+from lightning_dear.exchange.sparse import compression_ratio, not_empty
+from lightning_dear.exchange.sparse_bucket import SparseBucket
+from lightning_dear.work import Collectives, Work
+
+
+class WholeSparseExchange(CompressedExchange):
+    """Sums what all ranks have selected, on all of them, or up a tree.
+
+    Args:
+        dense: Moves what is not sparse.
+        codec: Says what is selected, and which way it goes.
+        uncompressed: Numbers of buckets that travel as they are.
+        collectives: What moves the bytes.
+        first_number: See `DenseExchange`.
+        buckets: All of the plan's, all-reduced ones where there are several ranks.
+        loss_scale: Asked at each selection.
+    """
+
+    def __init__(
+        self,
+        dense: DenseExchange,
+        codec: SparseAllReduce,
+        uncompressed: Collection[int],
+        collectives: Collectives,
+        first_number: int,
+        buckets: Sequence[Bucket],
+        loss_scale: LossScale,
+    ) -> None:
+        super().__init__(collectives, first_number, codec, loss_scale)
+        self._dense = dense
+        self.coded: Sequence[SparseBucket] = [
+            SparseBucket(bucket, codec, collectives, is_encoded=bucket.number not in uncompressed)
+            for bucket in buckets
+        ]
+
+    @override
+    def expect_reduce(self, bucket: Bucket) -> None:
+        one, number = self.coded[bucket.number], self._first_number + bucket.number
+        if not one.is_sparse:
+            self._dense.expect_reduce(bucket)
+        elif not isinstance(self._codec, GTopk):
+            self._collectives.expect_messages("reduce_scatter", one.incoming, number)
+
+    @override
+    def launch_reduce(self, bucket: Bucket) -> Work:
+        """Selects of the bucket's gradients, and starts sending that. Does not block."""
+        one, scale = self.coded[bucket.number], self._loss_scale()
+        if not one.is_sparse:
+            with device_work():
+                self._look_for_inf(one.flushed(scale))
+            return self._dense.launch_reduce(bucket)
+        with device_work():
+            waiting = one.accumulated(scale)
+            selected = one.select(waiting)
+            self._look_for_inf(not_empty(selected))
+            waiting.index_fill_(0, selected.places, 0.0)
+            own = selected.times(scale)
+        if isinstance(self._codec, GTopk):
+            return Work(partial(self._through_tree, one, own, scale))
+        message, everybody = own.packed(), range(self._collectives.world_size)
+        place = everybody, one.incoming, self._first_number + one.number
+        messages = dict.fromkeys(everybody, message)
+        work = self._collectives.launch_messages("reduce_scatter", messages, *place)
+        return Work(work.wait, partial(one.sum_up, message))
+
+    # --- gTopk ------------------------------------------------------------------------------------
+
+    def _through_tree(self, one: SparseBucket, own: Entries, scale: Tensor | None) -> None:
+        """In the same order of buckets on all ranks; blocks."""
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        below = rank & -rank if rank else 1 << (world_size - 1).bit_length()
+        children = [rank + step for step in _powers(below) if rank + step < world_size]
+        for child in children:
+            total = added(own, self._receive(one, child))
+            own = total.largest(one.k)
+            is_left = ~is_among(total.places, own.places)
+            left = total.numbers[is_left] if scale is None else total.numbers[is_left] / scale
+            one.worker.put_back(total.places[is_left].long(), left)
+        if rank:
+            self._send(one, own.packed(), [rank - below])
+            own = self._receive(one, rank - below)
+        message = own.packed()
+        self._send(one, message, children[::-1])
+        mean = one.bucket.mean.zero_()
+        mean[own.places.long()] = own.numbers.to(mean.dtype)
+
+    def _receive(self, one: SparseBucket, source: int) -> Entries:
+        place = one.incoming, self._first_number + one.number
+        self._collectives.launch_messages("reduce_scatter", {}, [source], *place).wait()
+        return unpacked(one.incoming[source])
+
+    def _send(self, one: SparseBucket, message: Tensor, ranks: Sequence[int]) -> None:
+        place = one.incoming, self._first_number + one.number
+        messages = dict.fromkeys(ranks, message)
+        self._collectives.launch_messages("reduce_scatter", messages, [], *place).wait()
+
+    # --- nothing is gathered ----------------------------------------------------------------------
+
+    @override
+    def expect_gather(self, bucket: Bucket) -> None:
+        """Nothing is gathered."""
+
+    @override
+    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
+        return self._dense.prepare_gather(bucket)
+
+    @property
+    @override
+    def compression_ratio(self) -> float:
+        return compression_ratio(self.coded, self._collectives.world_size)
+
+
+def _powers(end: int) -> list[int]:
+    """1, 2, 4, ... below `end`."""
+    return [1 << place for place in range(end.bit_length() - 1)]
