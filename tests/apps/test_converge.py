@@ -86,9 +86,9 @@ def test_the_longer_study_composes() -> None:
     with job("experiment=converge_gpt_long") as cfg:
         check(cfg)
         entries = {entry.name: entry for entry in entries_of(cfg)}
-    assert {"topk", "dgc", "efsignsgd", "powersgd"} <= entries.keys()
-    dgc = entries["dgc"]
-    optimizer = config_of(dgc, (), Options(1, 0), 0.1).optimizer
+        dgc = entries["dgc"]
+        optimizer = config_of(dgc, (), Options(1, 0), 0.1).optimizer
+    assert {"topk", "efsignsgd", "powersgd"} <= entries.keys()
     assert dgc.asked.reference == "dense_sgd"
     assert not optimizer.get("momentum")
 

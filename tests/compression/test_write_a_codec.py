@@ -62,7 +62,7 @@ def test_entry_points_name_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DearStrategy(compressor="theirs")._options.codec == Int8()
     with pytest.raises(TypeError, match="NoCompression, registered as compressor 'wrong'"):
         resolve_compressor("wrong")
-    with pytest.raises(ValueError, match="powersgd, theirs, wrong"):
+    with pytest.raises(ValueError, match="gaussiank, theirs, wrong"):
         resolve_compressor("int9")
 
 
