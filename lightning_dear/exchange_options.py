@@ -183,8 +183,7 @@ class ExchangeOptions:
                 f"gather_depth={self.depth} works with gloo only: NCCL orders all-gathers on the"
                 " device by itself, and nobody on the host knows when one has ended. Leave it out."
             )
-        if self.is_scattered and not collectives.reads_flags_freely:
-            assert self.codec is not None
+        if isinstance(self.codec, SparseAllReduce) and not collectives.reads_flags_freely:
             raise ValueError(
                 f"compressor={self.codec.name!r} works with gloo only: how many numbers travel"
                 " depends on the gradients, which with NCCL the host would have to wait for. Use"
