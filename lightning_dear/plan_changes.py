@@ -23,6 +23,7 @@ from lightning_dear.checkpoint.format import MASTER_KEY
 from lightning_dear.checkpoint.whole_state import whole_state
 from lightning_dear.compression import Compressor, Fp32, check_replaces
 from lightning_dear.exchange import LossScale
+from lightning_dear.exchange.tally import figures_of
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.instruments import Instruments
 from lightning_dear.layout import TrainedParameters
@@ -189,7 +190,8 @@ class PlanChanges:
         "compression_ratio": bytes of both halves without it, over those with it.
         "residual_norm": 2-norm of what this rank has still to send; with feedback at a rate, its
         residuals over the rate. "lag": 2-norm of how far parameters are behind this rank's shards,
-        over that of the shards; of buckets that have arrived.
+        over that of the shards; of buckets that have arrived. Of sparse all-reduces also what
+        `figures_of` says of their last step.
         """
         exchange = None if self._active is None else self._active.exchange
         if self._active is None or exchange is None or not exchange.coded:
@@ -198,6 +200,9 @@ class PlanChanges:
         norms = [norm for coded in exchange.coded for norm in coded.residual_norms]
         if norms:
             figures["residual_norm"] = torch.stack(norms).norm()
+        tallies = [one.tally for one in exchange.coded if one.tally and one.tally.num_wanted]
+        if tallies:
+            figures.update(figures_of(tallies, self._collectives.world_size))
         arrived = [
             bucket
             for bucket in self._active.flat.buckets

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_dear.bucket import Bucket
 from lightning_dear.compression import Compressor
 from lightning_dear.compression.memory import Memory
+from lightning_dear.exchange.tally import Tally
 
 NO_SEED = -1
 """In the place of a seed, which is never negative: where training began without one."""
@@ -38,7 +39,10 @@ class CompressedBucket(ABC):
         counts: Half -> how often it has been encoded; equal on all ranks, not for all buckets.
         seed: Of all that is drawn at random, equal on all ranks; or `NO_SEED`.
         factors: Tensor number -> what all ranks alike keep of it besides.
+        tally: Of the bucket's last sparse step; None where there are none.
     """
+
+    tally: Tally | None = None
 
     def __init__(
         self,

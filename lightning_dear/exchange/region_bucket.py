@@ -127,7 +127,10 @@ class RegionBucket(SparseBucket):
         whole = joined(sent)
         waiting.index_fill_(0, whole.places, 0.0)
         self._sent.append(whole)
-        return {rank: part.times(scale).packed() for rank, part in enumerate(sent)}
+        messages = {rank: part.times(scale).packed() for rank, part in enumerate(sent)}
+        self.tally.num_sent = len(whole.places)
+        self.note_messages((own for rank, own in messages.items() if rank != self._rank), ())
+        return messages
 
     def clear_others(self) -> None:
         """Makes the mean 0 outside this rank's region."""
@@ -197,10 +200,19 @@ class RegionBucket(SparseBucket):
         """Makes what owners have sent the bucket's gradients; returns its places, ascending."""
         rows = [own if source == self._rank else row for source, row in enumerate(gathered)]
         parts = [unpacked(row) for row in rows]
+        counts = [len(part.places) for part in parts]
+        self.tally.num_kept, self.tally.most_kept = sum(counts), max(counts)
+        self.note_messages([own] * (self._world_size - 1), self._others(gathered))
         gradients = self.bucket.gradients.zero_()
         for part in parts:
             gradients[part.places.long()] = part.numbers.to(gradients.dtype)
         return torch.cat([part.places for part in parts]).long()
+
+    def note_all(self) -> None:
+        """Counts all sums, without places, in the tally."""
+        others = self.spec.padded_numel // self._world_size * (self._world_size - 1)
+        self.tally.words_sent += others
+        self.tally.words_received += others
 
     def take_sent(self) -> list[Entries]:
         """What this rank has sent for the step under way."""

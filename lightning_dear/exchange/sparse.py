@@ -132,6 +132,7 @@ class SparseExchange(CompressedExchange):
         if one.is_filled:
             # Of equal regions. All that was sent arrives.
             one.take_sent()
+            one.note_all()
         if one.is_filled or not one.is_sparse:
             return partial(self._send_as_it_is, one)
         return partial(self._send, one, one.message(), one.gathered, one.take_sent())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -13,6 +15,7 @@ from lightning_dear.compression.thresholds import LocalThreshold
 from lightning_dear.compression.unsent import Forgotten, Unsent
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.exchange.entries import Entries, unpacked
+from lightning_dear.exchange.tally import Tally
 from lightning_dear.work import Collectives
 
 
@@ -29,9 +32,11 @@ class SparseBucket(CompressedBucket):
         incoming: [world_size, n] int32, what each rank sends here.
         received: Scratch to sum it as it is.
         threshold: Of this rank's selection.
+        tally: Of the last sparse step, or the one under way.
     """
 
     worker: Unsent
+    tally: Tally
     codec: Compressor
 
     def __init__(
@@ -50,6 +55,7 @@ class SparseBucket(CompressedBucket):
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._scratch_numel = collectives.scratch_numel(numel)
         self.numel = sum(piece.numel for piece in self.spec.slices)
+        self.tally = Tally()
         self.start_anew(None)
         self._make_room()
 
@@ -118,16 +124,28 @@ class SparseBucket(CompressedBucket):
     def select(self, waiting: Tensor) -> Entries:
         """What of `waiting` is large."""
         self.counts["reduce"] += 1
-        step = self.counts["reduce"] - 1
-        places = self.sparse.find(waiting, self.k, self.threshold, step)
-        return Entries(places, waiting[places]).largest(self.sparse.most_selected(self.k))
+        step, k = self.counts["reduce"] - 1, self.k
+        places = self.sparse.find(waiting, k, self.threshold, step)
+        selected = Entries(places, waiting[places]).largest(self.sparse.most_selected(k))
+        most_words = self.sparse.most_words(self.numel, self._world_size)
+        self.tally = Tally(k, len(places), len(selected.places), most_words=most_words)
+        return selected
+
+    def note_messages(self, sent: Iterable[Tensor], received: Iterable[Tensor]) -> None:
+        """Counts messages in the tally: those that left this rank, and those that came."""
+        self.tally.words_sent += sum(2 * int(one[0]) for one in sent)
+        self.tally.words_received += sum(2 * int(one[0]) for one in received)
 
     def sum_up(self, own: Tensor) -> None:
         """Makes the mean of `incoming` and this rank's own message, in the order of the ranks."""
         mean = self.bucket.mean.zero_()
+        self.note_messages((), self._others(self.incoming))
         for source, row in enumerate(self.incoming):
             part = unpacked(own if source == self._rank else row)
             mean.index_add_(0, part.places, part.numbers.to(mean.dtype))
+
+    def _others(self, rows: Tensor) -> list[Tensor]:
+        return [row for source, row in enumerate(rows) if source != self._rank]
 
     # --- the reduce half: as it is ----------------------------------------------------------------
 

@@ -80,6 +80,7 @@ class WholeSparseExchange(CompressedExchange):
         message, everybody = own.packed(), range(self._collectives.world_size)
         place = everybody, one.incoming, self._first_number + one.number
         messages = dict.fromkeys(everybody, message)
+        one.note_messages([message] * (len(everybody) - 1), ())
         work = self._collectives.launch_messages("reduce_scatter", messages, *place)
         return Work(work.wait, partial(one.sum_up, message))
 
@@ -107,11 +108,13 @@ class WholeSparseExchange(CompressedExchange):
     def _receive(self, one: SparseBucket, source: int) -> Entries:
         place = one.incoming, self._first_number + one.number
         self._collectives.launch_messages("reduce_scatter", {}, [source], *place).wait()
+        one.note_messages((), [one.incoming[source]])
         return unpacked(one.incoming[source])
 
     def _send(self, one: SparseBucket, message: Tensor, ranks: Sequence[int]) -> None:
         place = one.incoming, self._first_number + one.number
         messages = dict.fromkeys(ranks, message)
+        one.note_messages([message] * len(ranks), ())
         self._collectives.launch_messages("reduce_scatter", messages, [], *place).wait()
 
     # --- nothing is gathered ----------------------------------------------------------------------

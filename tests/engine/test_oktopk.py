@@ -20,8 +20,9 @@ from lightning_dear.exchange.sparse_bucket import SparseBucket
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import SHAPES, Run, gradients_of, unscale
+from tests.engine.linear import SHAPES, Known, Run, gradients_of, unscale
 from tests.engine.sparse_reference import Reference
+from tests.engine.training import new_pipeline
 
 NO_CAPS: dict[str, Any] = {"message_cap": math.inf, "owner_cap": math.inf}
 
@@ -252,6 +253,39 @@ def test_gradients_of_several_backwards_add_up() -> None:
         check_all_alike(run)
     assert run.error() <= 1e-5
     assert max(run.errors()) <= 1e-4
+
+
+@distributed(world_sizes=(3,))
+def test_two_optimizers_are_those_of_one() -> None:
+    codec = OkTopk(density=0.1, tau_prime=2)
+    options = ExchangeOptions("gradients", codec=codec)
+    model, own = Known(), slice(0, 1)
+    optimizers = [torch.optim.SGD(part, lr=1.0) for part in (model.weights[own], model.weights[1:])]
+    pipeline = new_pipeline(
+        model, optimizers[0], SingleFusion(), more=optimizers[1:], options=options
+    )
+    total = torch.zeros(SHAPES[0], dtype=torch.float64)
+    for step in range(6):
+        with pipeline.forward():
+            loss = model(gradients_of(step, dist.get_rank()))
+        with pipeline.backward():
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for rank in range(dist.get_world_size()):
+            first = gradients_of(step, rank)[0]
+            assert first is not None
+            total += first.double() / dist.get_world_size()
+    pipeline.complete_parameters()
+    left = pipeline.parts[0]._residuals._taken().worker["residual"][model.weights[0]].double()
+    dist.all_reduce(left)
+    arrived = left.view(SHAPES[0]) - model.weights[0].detach().double()
+    assert (arrived - total).norm() <= 1e-5 * total.norm()
+    for weight in model.weights:
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, weight.detach().numpy().tobytes())
+        assert len(set(digests)) == 1
 
 
 # --- what hooks and norms see -------------------------------------------------------------------

@@ -226,6 +226,37 @@ def _up_the_tree(of_ranks: list[Tensor], k: int) -> Tensor:
     return of_ranks[0]
 
 
+# --- figures --------------------------------------------------------------------------------------
+
+
+@distributed(world_sizes=(3,))
+def test_figures_say_what_travelled() -> None:
+    for codec in ALL:
+        run = run_of(codec)
+        run.step()
+        ledger = run.pipeline.collectives.ledger
+        before = ledger.reduce_scatter_bytes + ledger.all_gather_bytes
+        run.step()
+        run.pipeline.complete_parameters()
+        (one,) = run.part._active.exchange.coded
+        assert 4 * one.tally.words_sent == (
+            ledger.reduce_scatter_bytes + ledger.all_gather_bytes - before
+        )
+        words = torch.tensor([one.tally.words_sent, one.tally.words_received])
+        dist.all_reduce(words)
+        assert words[0] == words[1], codec
+        figures = run.part.encoding_figures()
+        k = codec.entries(one.numel)
+        assert figures["num_wanted"] == k
+        assert codec.name == "gaussiank" or 2 / 3 * k <= figures["num_selected"] <= 4 / 3 * k
+        # Of equal regions one may get much more than another.
+        assert 0 < figures["share_of_bound"] <= (2 if isinstance(codec, TopkDSA) else 1)
+        assert 0 <= figures["held_back"] < 1
+        if isinstance(codec, OkTopk):
+            assert 2 / 3 * k <= figures["num_kept"] <= k
+            assert 1 <= figures["imbalance"] <= 1.25 * k / figures["num_kept"]
+
+
 # --- bytes ----------------------------------------------------------------------------------------
 
 

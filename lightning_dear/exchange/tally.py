@@ -1,0 +1,54 @@
+"""How many numbers of a sparse bucket were wanted, selected, sent and kept in its last step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass
+class Tally:
+    """Of one bucket; what comes back counts once it has arrived.
+
+    Attributes:
+        num_wanted: k.
+        num_selected: What reached this rank's threshold.
+        num_sent: What of that no cap has held back.
+        num_kept: What all owners have kept of the sums; 0 where nothing is selected once more.
+        most_kept: Of one owner.
+        words_sent: Values and places, of 4 bytes, that left this rank.
+        words_received: Those that came.
+        most_words: What either is at most.
+    """
+
+    num_wanted: int = 0
+    num_selected: int = 0
+    num_sent: int = 0
+    num_kept: int = 0
+    most_kept: int = 0
+    words_sent: int = 0
+    words_received: int = 0
+    most_words: float = 0.0
+
+
+def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
+    """For whoever logs: sums over buckets, shares of sums, and the least balanced bucket.
+
+    "num_wanted", "num_selected", "num_kept": see `Tally`. "held_back": share of the selected that
+    caps have kept in the residual. "imbalance": what the owner of most has kept, over the mean.
+    "share_of_bound": words sent or received, the more of them, over `SparseAllReduce.most_words`.
+    """
+    selected = sum(one.num_selected for one in tallies)
+    sent = sum(one.num_sent for one in tallies)
+    words = max(sum(one.words_sent for one in tallies), sum(one.words_received for one in tallies))
+    kept = [one for one in tallies if one.num_kept]
+    figures = {
+        "num_wanted": float(sum(one.num_wanted for one in tallies)),
+        "num_selected": float(selected),
+        "held_back": 1 - sent / selected if selected else 0.0,
+        "share_of_bound": words / (sum(one.most_words for one in tallies) or 1.0),
+    }
+    if kept:
+        figures["num_kept"] = float(sum(one.num_kept for one in kept))
+        figures["imbalance"] = max(one.most_kept * world_size / one.num_kept for one in kept)
+    return figures
