@@ -43,7 +43,6 @@ class Compressor(ABC):
     """
 
     name: ClassVar[str]
-    brings_momentum: ClassVar[bool] = False
     all_reduces: ClassVar[bool] = False
 
     error_feedback: bool | None = None
@@ -89,6 +88,11 @@ class Compressor(ABC):
     @abstractmethod
     def kind(self) -> Kind:
         """What is true of what comes back: see `Kind`."""
+
+    @property
+    def brings_momentum(self) -> bool:
+        """See the class."""
+        return False
 
     @property
     def has_feedback(self) -> bool:

@@ -192,9 +192,13 @@ class Signum(SignSGD):
     """
 
     name: ClassVar[str] = "signum"
-    brings_momentum: ClassVar[bool] = True
 
     momentum: float = 0.9
+
+    @property
+    @override
+    def brings_momentum(self) -> bool:
+        return True
 
     @override
     def __post_init__(self) -> None:

@@ -126,13 +126,17 @@ class DGC(TopK):
     """
 
     name: ClassVar[str] = "dgc"
-    brings_momentum: ClassVar[bool] = True
 
     density: float = 0.001
     selector: str = "sampled"
     momentum: float = 0.9
     clip_norm: float | None = None
     warm_up_steps: int = 0
+
+    @property
+    @override
+    def brings_momentum(self) -> bool:
+        return True
 
     @override
     def __post_init__(self) -> None:

@@ -124,6 +124,8 @@ class OkTopk(ByThreshold):
             keeps the bound. inf: no limit.
         owner_cap: Most numbers that one owner keeps, over k / P, and all together at most k; at
             least 1; at most 1.25 keeps the bound. inf: no limit, not even k.
+        momentum: m, in [0, 1). Above 0 what is added to the residual is u = m u + gradient / P, and
+            u, too, is cleared where it has arrived, as in DGC; the optimizer must have none then.
         error_feedback: See `Compressor`.
         allow_biased: See `Compressor`.
 
@@ -137,6 +139,7 @@ class OkTopk(ByThreshold):
     boundaries: str = "histogram"
     message_cap: float = 1.5
     owner_cap: float = 1.25
+    momentum: float = 0.0
 
     @override
     def __post_init__(self) -> None:
@@ -147,10 +150,22 @@ class OkTopk(ByThreshold):
                 f"Unknown boundaries {self.boundaries!r} of oktopk; valid names:"
                 f" {', '.join(BOUNDARIES)}."
             )
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum of oktopk must be in [0, 1), got {self.momentum}.")
+        if self.momentum and not self.has_feedback:
+            raise ValueError(
+                "oktopk keeps momentum of what it has not sent, and error_feedback=False forgets"
+                " that. Leave out one of them."
+            )
         for name in ("message_cap", "owner_cap"):
             cap = getattr(self, name)
             if not cap >= 1:
                 raise ValueError(f"{name} of oktopk must be at least 1, got {cap!r}.")
+
+    @property
+    @override
+    def brings_momentum(self) -> bool:
+        return self.momentum > 0
 
     @override
     def most_selected(self, k: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.memory import Memory
+from lightning_dear.compression.sparse_all_reduce import OkTopk, SparseAllReduce
 
 
 class Unsent(Memory):
@@ -37,8 +38,44 @@ class Unsent(Memory):
 
     def put_back(self, places: Tensor, numbers: Tensor) -> None:
         """Adds `numbers`, which were sent from `places` (all distinct), to what is to be sent."""
-        latest = (self._pending if self._has_pending else self._kept)["residual"]
-        latest.index_add_(0, places, numbers)
+        self._newest("residual").index_add_(0, places, numbers)
+
+    def note_arrived(self, places: Tensor) -> None:
+        """Told from where what was sent has arrived; as `put_back`."""
+
+    def _newest(self, name: str) -> Tensor:
+        return (self._pending if self._has_pending else self._kept)[name]
+
+
+class UnsentVelocity(Unsent):
+    """The same of momentum: u = m u + g, acc = u + residual, and u becomes 0 where it has arrived.
+
+    Momentum correction and momentum factor masking, as in DGC (Lin et al. 2018, 3.2 and 3.3).
+
+    Args:
+        momentum: m, in [0, 1).
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("momentum", "residual")
+
+    def __init__(self, numel: int, device: torch.device, momentum: float) -> None:
+        super().__init__(numel, device)
+        self._momentum = momentum
+
+    @override
+    def accumulate(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
+        unscaled = gradients if scale is None else gradients / scale
+        momentum = self._next("momentum", unscaled)
+        if self._has_pending:
+            # Gradients that come in several rounds of one step add up.
+            momentum.add_(unscaled)
+            return super().accumulate(unscaled, None)
+        torch.add(unscaled, self._latest("momentum", unscaled), alpha=self._momentum, out=momentum)
+        return super().accumulate(momentum, None)
+
+    @override
+    def note_arrived(self, places: Tensor) -> None:
+        self._newest("momentum").index_fill_(0, places, 0.0)
 
 
 class Forgotten(Unsent):
@@ -53,3 +90,12 @@ class Forgotten(Unsent):
     @override
     def put_back(self, places: Tensor, numbers: Tensor) -> None:
         return None
+
+
+def new_unsent(codec: SparseAllReduce, numel: int, device: torch.device) -> Unsent:
+    """What a rank keeps of a bucket of so many elements for `codec`."""
+    if not codec.has_feedback:
+        return Forgotten(numel, device)
+    if isinstance(codec, OkTopk) and codec.momentum:
+        return UnsentVelocity(numel, device, codec.momentum)
+    return Unsent(numel, device)

@@ -229,6 +229,7 @@ class RegionBucket(SparseBucket):
         for one in sent:
             is_lost = ~is_among(one.places, selected)
             self.worker.put_back(one.places[is_lost], one.numbers[is_lost])
+            self.worker.note_arrived(one.places[~is_lost])
 
     # --- around a step ----------------------------------------------------------------------------
 

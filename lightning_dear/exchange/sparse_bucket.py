@@ -12,7 +12,7 @@ from lightning_dear.bucket import Bucket, shard_slice
 from lightning_dear.compression import Compressor, Fp32, SparseAllReduce
 from lightning_dear.compression.memory import Memory
 from lightning_dear.compression.thresholds import LocalThreshold
-from lightning_dear.compression.unsent import Forgotten, Unsent
+from lightning_dear.compression.unsent import Unsent, new_unsent
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.exchange.entries import Entries, unpacked
 from lightning_dear.exchange.tally import Tally
@@ -48,9 +48,8 @@ class SparseBucket(CompressedBucket):
         is_encoded: bool,
     ) -> None:
         device, numel = bucket.mean.device, bucket.gradients.numel()
-        kind = Unsent if configured.has_feedback else Forgotten
         codec = configured if is_encoded else Fp32()
-        worker, owner = kind(numel, device), Memory(0, device)
+        worker, owner = new_unsent(configured, numel, device), Memory(0, device)
         super().__init__(bucket, codec, worker, owner, collectives.world_size)
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._scratch_numel = collectives.scratch_numel(numel)

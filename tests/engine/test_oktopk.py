@@ -255,6 +255,37 @@ def test_gradients_of_several_backwards_add_up() -> None:
     assert max(run.errors()) <= 1e-4
 
 
+@distributed(world_sizes=(2, 3))
+def test_momentum_is_kept_until_it_arrives() -> None:
+    """u = m u + g, acc = u + residual: nothing of acc is lost, and u is 0 where acc has arrived."""
+    run, world_size = run_of(OkTopk(density=0.05, tau_prime=3, momentum=0.9)), dist.get_world_size()
+    run.step()
+    for step in range(1, 8):
+        (one,) = buckets_of(run)
+        run.pipeline.complete_parameters()
+        before = {name: kept.clone() for name, kept in one.worker.kept.items()}
+        weights = in_bucket(run, list(run.model.weights))
+        run.step()
+        run.pipeline.complete_parameters()
+        gradient = in_bucket(run, gradients_of(step, dist.get_rank())) * (1.0 / world_size)
+        velocity = before["momentum"] * 0.9 + gradient
+        waiting = (before["residual"] + velocity).double()
+        after, arrived = one.worker.kept, (after_zero(one.worker.kept["residual"], waiting))
+        assert torch.equal(after["momentum"] == 0, arrived | (velocity == 0))
+        torch.testing.assert_close(after["momentum"][~arrived], velocity[~arrived])
+        moved = (weights - in_bucket(run, list(run.model.weights))).double()
+        left = after["residual"].double()
+        for total in (waiting, left):
+            dist.all_reduce(total)
+        assert (waiting - left - moved).norm() <= 1e-5 * waiting.norm()
+        check_all_alike(run)
+
+
+def after_zero(residual: Tensor, waiting: Tensor) -> Tensor:
+    """Where something waited and nothing is left."""
+    return (residual == 0) & (waiting != 0)
+
+
 @distributed(world_sizes=(3,))
 def test_two_optimizers_are_those_of_one() -> None:
     codec = OkTopk(density=0.1, tau_prime=2)
@@ -413,6 +444,11 @@ def test_a_plan_with_the_same_bucket_goes_on_as_before() -> None:
         ({"owner_cap": math.nan}, "owner_cap of oktopk must be at least 1"),
         ({"owner_cap": None}, "owner_cap of oktopk must be a number"),
         ({"error_feedback": False}, "oktopk without error feedback"),
+        ({"momentum": 1.0}, r"momentum of oktopk must be in \[0, 1\)"),
+        (
+            {"momentum": 0.9, "error_feedback": False, "allow_biased": True},
+            "keeps momentum of what it has not sent",
+        ),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:

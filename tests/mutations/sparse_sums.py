@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 TESTS = "tests/engine/test_oktopk.py"
-BUCKET = "exchange/sparse_bucket.py"
+BUCKET = "exchange/region_bucket.py"
 SELECTION = "exchange/global_selection.py"
 
 TO_THE_BIT = (f"{TESTS}::test_every_number_arrives_or_is_left_to_the_bit",)
@@ -37,7 +37,7 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "summing in the order of the ranks",
-        BUCKET,
+        "exchange/sparse_bucket.py",
         "        for source, row in enumerate(self.incoming):\n",
         "        for source, row in reversed(list(enumerate(self.incoming))):\n",
         REFERENCE,
@@ -72,7 +72,7 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "a threshold for the next step",
-        BUCKET,
+        "exchange/sparse_bucket.py",
         "        self.threshold.commit()\n",
         "",
         REFERENCE,
@@ -115,7 +115,7 @@ SPARSE_SUMS = [
     Mutation(
         "looking for inf in what is selected",
         "exchange/sparse.py",
-        "            self._look_for_inf(_not_empty(selected))\n",
+        "            self._look_for_inf(not_empty(selected))\n",
         "            pass\n",
         (f"{TESTS}::test_gradients_that_are_not_finite_are_refused_and_leave_no_trace",),
     ),
@@ -125,5 +125,12 @@ SPARSE_SUMS = [
         "            one.note_threshold(thresholds[number] / self._scale)\n",
         "            one.note_threshold(thresholds[number])\n",
         (f"{TESTS}::test_a_loss_scale_changes_nothing",),
+    ),
+    Mutation(
+        "clearing momentum where it has arrived",
+        BUCKET,
+        "            self.worker.note_arrived(one.places[~is_lost])\n",
+        "",
+        (f"{TESTS}::test_momentum_is_kept_until_it_arrives",),
     ),
 ]
