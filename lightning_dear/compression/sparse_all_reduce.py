@@ -126,6 +126,9 @@ class OkTopk(ByThreshold):
             least 1; at most 1.25 keeps the bound. inf: no limit, not even k.
         momentum: m, in [0, 1). Above 0 what is added to the residual is u = m u + gradient / P, and
             u, too, is cleared where it has arrived, as in DGC; the optimizer must have none then.
+        xi_every: Steps between measurements of how far u is from the k largest numbers of the sum
+            of all ranks' acc (`figures_of` has it as xi), each of which sends three times what a
+            dense step does; 0: never.
         error_feedback: See `Compressor`.
         allow_biased: See `Compressor`.
 
@@ -140,6 +143,7 @@ class OkTopk(ByThreshold):
     message_cap: float = 1.5
     owner_cap: float = 1.25
     momentum: float = 0.0
+    xi_every: int = 0
 
     @override
     def __post_init__(self) -> None:
@@ -149,6 +153,10 @@ class OkTopk(ByThreshold):
             raise ValueError(
                 f"Unknown boundaries {self.boundaries!r} of oktopk; valid names:"
                 f" {', '.join(BOUNDARIES)}."
+            )
+        if not isinstance(self.xi_every, int) or self.xi_every < 0:
+            raise ValueError(
+                f"xi_every of oktopk must be an integer of at least 0, got {self.xi_every!r}."
             )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum of oktopk must be in [0, 1), got {self.momentum}.")

@@ -26,6 +26,7 @@ from lightning_dear.device_work import device_work
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.entries import Entries
 from lightning_dear.exchange.global_selection import GlobalSelection, keep_all
+from lightning_dear.exchange.oracle import Seen, measure
 from lightning_dear.exchange.region_bucket import RegionBucket
 from lightning_dear.exchange.sparse_bucket import SparseBucket
 from lightning_dear.plain_mode import plain_mode
@@ -54,6 +55,7 @@ class SparseExchange(CompressedExchange):
         loss_scale: LossScale,
     ) -> None:
         super().__init__(collectives, first_number, codec, loss_scale)
+        self._seen: list[tuple[RegionBucket, Seen]] = []
         self.coded: Sequence[RegionBucket] = [
             RegionBucket(bucket, codec, collectives, is_encoded=bucket.number not in uncompressed)
             for bucket in buckets
@@ -79,6 +81,7 @@ class SparseExchange(CompressedExchange):
         with device_work():
             waiting = one.accumulated(scale)
             selected = one.select(waiting)
+            self._see(one, waiting, scale)
             # Who is nan or inf is larger than the others.
             self._look_for_inf(not_empty(selected))
             messages = one.messages(waiting, selected, scale)
@@ -86,6 +89,13 @@ class SparseExchange(CompressedExchange):
         place = everybody, one.incoming, number
         work = self._collectives.launch_messages("reduce_scatter", messages, *place)
         return Work(work.wait, partial(one.sum_up, messages[self._collectives.rank]))
+
+    def _see(self, one: RegionBucket, waiting: Tensor, scale: Tensor | None) -> None:
+        period = getattr(one.codec, "xi_every", 0)
+        if period and one.is_due(period):
+            gradients = one.bucket.gradients.float()
+            unscaled = gradients.clone() if scale is None else gradients / scale
+            self._seen.append((one, Seen(waiting.clone(), unscaled)))
 
     def _launch_as_it_is(self, one: RegionBucket, number: int, scale: Tensor | None) -> Work:
         with device_work():
@@ -112,8 +122,11 @@ class SparseExchange(CompressedExchange):
         scale, place = self._loss_scale(), (self._collectives, self._first_number)
         if isinstance(self._codec, TopkDSA):
             keep_all(sparse, *place)
-        else:
-            GlobalSelection(sparse, *place, 1.0 if scale is None else float(scale)).choose()
+            return
+        factor = 1.0 if scale is None else float(scale)
+        GlobalSelection(sparse, *place, factor).choose()
+        seen, self._seen = self._seen, []
+        measure(seen, *place, factor)
 
     # --- the gather half --------------------------------------------------------------------------
 
@@ -190,6 +203,11 @@ class SparseExchange(CompressedExchange):
                 f" compressor={self._codec.name!r} does not send. No weight has changed. Scale or"
                 " clip gradients in hooks, or use another compressor."
             )
+
+    @override
+    def discard(self) -> None:
+        super().discard()
+        self._seen = []
 
     @property
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ class Tally:
         words_sent: Values and places, of 4 bytes, that left this rank.
         words_received: Those that came.
         most_words: What either is at most.
+        off_squared: |topk(sum of acc) - u|^2, where that was measured.
+        gradient_squared: |sum of g / P|^2, likewise; else 0.
     """
 
     num_wanted: int = 0
@@ -29,6 +32,8 @@ class Tally:
     words_sent: int = 0
     words_received: int = 0
     most_words: float = 0.0
+    off_squared: float = 0.0
+    gradient_squared: float = 0.0
 
 
 def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
@@ -37,6 +42,9 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     "num_wanted", "num_selected", "num_kept": see `Tally`. "held_back": share of the selected that
     caps have kept in the residual. "imbalance": what the owner of most has kept, over the mean.
     "share_of_bound": words sent or received, the more of them, over `SparseAllReduce.most_words`.
+    "xi": |topk(sum of acc) - u| / |mean gradient|, in steps in which `OkTopk.xi_every` has it
+    measured; Ok-Topk converges as dense SGD does where that is small beside the number of ranks
+    (assumption 1).
     """
     selected = sum(one.num_selected for one in tallies)
     sent = sum(one.num_sent for one in tallies)
@@ -51,4 +59,7 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     if kept:
         figures["num_kept"] = float(sum(one.num_kept for one in kept))
         figures["imbalance"] = max(one.most_kept * world_size / one.num_kept for one in kept)
+    gradient_squared = sum(one.gradient_squared for one in tallies)
+    if gradient_squared:
+        figures["xi"] = math.sqrt(sum(one.off_squared for one in tallies) / gradient_squared)
     return figures

@@ -287,6 +287,34 @@ def after_zero(residual: Tensor, waiting: Tensor) -> Tensor:
 
 
 @distributed(world_sizes=(3,))
+def test_xi_is_that_of_the_formula() -> None:
+    run, world_size = run_of(OkTopk(density=0.05, tau_prime=3, xi_every=2)), dist.get_world_size()
+    residual: Tensor | None = None
+    for step in range(5):
+        old = [weight.detach().clone() for weight in run.model.weights]
+        before = run.pipeline.collectives.ledger.total_bytes
+        run.step()
+        sent = run.pipeline.collectives.ledger.total_bytes - before
+        run.pipeline.complete_parameters()
+        (one,) = buckets_of(run)
+        assert sent < 4 * one.numel, "what measures counts"
+        gradient = in_bucket(run, gradients_of(step, dist.get_rank())) / world_size
+        total = gradient.clone() if residual is None else gradient + residual
+        for numbers in (total, gradient):
+            dist.all_reduce(numbers)
+        u = in_bucket(run, list(old)) - in_bucket(run, list(run.model.weights))
+        places = total.abs().topk(one.k).indices
+        expected = torch.zeros_like(total)
+        expected[places] = total[places]
+        figures = run.part.encoding_figures()
+        assert ("xi" in figures) == (step % 2 == 0)
+        if step % 2 == 0:
+            xi = (expected - u).norm() / gradient.norm()
+            assert figures["xi"] == pytest.approx(float(xi), rel=1e-4)
+        residual = one.worker.kept["residual"].clone()
+
+
+@distributed(world_sizes=(3,))
 def test_two_optimizers_are_those_of_one() -> None:
     codec = OkTopk(density=0.1, tau_prime=2)
     options = ExchangeOptions("gradients", codec=codec)
@@ -444,6 +472,7 @@ def test_a_plan_with_the_same_bucket_goes_on_as_before() -> None:
         ({"owner_cap": math.nan}, "owner_cap of oktopk must be at least 1"),
         ({"owner_cap": None}, "owner_cap of oktopk must be a number"),
         ({"error_feedback": False}, "oktopk without error feedback"),
+        ({"xi_every": -1}, "xi_every of oktopk must be an integer of at least 0"),
         ({"momentum": 1.0}, r"momentum of oktopk must be in \[0, 1\)"),
         (
             {"momentum": 0.9, "error_feedback": False, "allow_biased": True},

@@ -1,0 +1,48 @@
+"""How far Ok-Topk's sum is from the k largest of all that ranks have: xi of its assumption 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_dear.compression.thresholds import largest
+from lightning_dear.exchange.region_bucket import RegionBucket
+from lightning_dear.work import SELECTION_NUMBERS, Collectives, uncounted
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank had of a bucket before it selected.
+
+    Attributes:
+        waiting: acc, without a loss scale.
+        gradients: g / P, likewise.
+    """
+
+    waiting: Tensor
+    gradients: Tensor
+
+
+def measure(
+    seen: Sequence[tuple[RegionBucket, Seen]],
+    collectives: Collectives,
+    first_number: int,
+    scale: float,
+) -> None:
+    """Writes |topk(sum of acc) - u|^2 and |sum of g / P|^2 into the tallies of these buckets.
+
+    All ranks call, once owners have chosen; blocks. Sends three times as much as a dense step.
+    """
+    number = SELECTION_NUMBERS + first_number
+    with uncounted(collectives):
+        for one, own in seen:
+            u = one.bucket.mean.float() / scale
+            for numbers in (own.waiting, own.gradients, u):
+                collectives.launch_all_reduce(numbers, number).wait()
+            off, places = u, largest(own.waiting, one.k)
+            off[places] -= own.waiting[places]
+            squares = (torch.linalg.vector_norm(each) ** 2 for each in (off, own.gradients))
+            one.tally.off_squared, one.tally.gradient_squared = map(float, squares)
