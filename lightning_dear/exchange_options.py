@@ -64,6 +64,7 @@ class ExchangeOptions:
     def _check_codec(self, codec: Compressor) -> None:
         if isinstance(codec, PowerSGD):
             self._check_low_rank(codec)
+            self._check_depth(codec)
             return
         if isinstance(codec, SparseAllReduce):
             self._check_sparse(codec)
@@ -125,7 +126,9 @@ class ExchangeOptions:
                 f"{codec.name} gives every rank the whole mean gradient, which gather='parameters'"
                 " has no use for: set gather='gradients', or leave gather out."
             )
-        if self.depth is not None:
+
+    def _check_depth(self, codec: Compressor) -> None:
+        if self.depth is not None and codec.all_reduces:
             raise ValueError(
                 f"gather_depth={self.depth} has no effect with {codec.name}, which gathers nothing;"
                 " leave it out."
@@ -137,10 +140,11 @@ class ExchangeOptions:
                 f"{codec.name} sends the mean gradient's largest elements, and gather='parameters'"
                 " has no use for these: set gather='gradients', or leave gather out."
             )
-        if not self.decouple:
+        self._check_depth(codec)
+        if not self.decouple and not codec.all_reduces:
             raise ValueError(
-                f"decouple=False all-reduces whole gradients, and {codec.name} a few numbers of"
-                " them. Leave out one of them."
+                f"decouple=False gathers nothing after the step, and {codec.name} gathers what"
+                " owners have selected. Leave out one of them."
             )
 
     @property
@@ -243,7 +247,7 @@ def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> s
         is_one_optimizer: Whether nobody else all-reduces in the same process groups.
     """
     if options.codec is not None and options.all_reduces:
-        return f"with {options.codec.name} there are all-reduces of factors alone"
+        return f"with {options.codec.name} nothing travels there but what it makes of gradients"
     if options.codec is not None:
         return f"{options.codec.name} encodes each part for its owner alone"
     if options.is_of_gradients:

@@ -51,7 +51,9 @@ class MeanGradients:
         yield self.sharded.gradients
         if was_exposed:
             assert self._active is not None
-            self._active.reducer.expose() if mutates else self._active.reducer.show()
+            # What each rank has of its own is elsewhere only where means are cut into shards.
+            is_lost = mutates or self._options.is_scattered
+            self._active.reducer.expose() if is_lost else self._active.reducer.show()
             self._is_exposed = True
 
     def _counted(self) -> list[Tensor]:

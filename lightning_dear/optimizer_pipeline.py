@@ -170,7 +170,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
 
     def _check_may_add_to_exposed(self) -> None:
         codec = self._options.codec
-        if codec is not None and (codec.kind == "vote" or codec.brings_momentum):
+        sends_again = self._options.is_scattered
+        if codec is not None and (codec.kind == "vote" or codec.brings_momentum or sends_again):
             raise RuntimeError(
                 f"Another backward would add to the mean gradients that a hook was shown, which"
                 f" compressor={codec.name!r} would encode once more. Run all backwards before the"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import LOW_PRECISION
-from lightning_dear.compression import PowerSGD
+from lightning_dear.compression import PowerSGD, SparseAllReduce
 from lightning_dear.deferred_step import DeferredStep
 from lightning_dear.elementwise import (
     ELEMENTWISE,
@@ -75,7 +75,8 @@ def check_steppable(optimizer: Optimizer, options: ExchangeOptions) -> None:
 def _with_masters(options: ExchangeOptions) -> str:
     """How fp32 masters can be stepped with what else is set; nothing where they cannot."""
     codec = options.codec
-    if isinstance(codec, PowerSGD) or getattr(codec, "clip_norm", None) is not None:
+    whole = PowerSGD, SparseAllReduce
+    if isinstance(codec, whole) or getattr(codec, "clip_norm", None) is not None:
         return ""
     way = "gather='parameters'"
     if not options.decouple:

@@ -85,7 +85,8 @@ class CompressionSchedule(Callback):
             )
         if self._densities and not isinstance(codec, FewOfMany):
             raise ValueError(
-                f"densities belong to sparse codecs (topk, randomk, dgc), and {codec.name} is none."
+                "densities belong to compressors that have one (topk, randomk, dgc, oktopk, topka,"
+                f" topkdsa, gtopk, gaussiank), and {codec.name} is none."
             )
         if self._dense_steps and codec.kind == "vote":
             raise ValueError(

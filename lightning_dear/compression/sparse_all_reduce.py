@@ -249,7 +249,7 @@ class TopkDSA(ByThreshold):
 
     What was not sent stays residual: sum of acc = u + sum of residuals. SparCML's split all-gather
     with a dynamic switch (Renggli et al. 2019): as sums of many ranks have ever more numbers, they
-    travel as they are where a third of the bucket or more is not 0. With numbers spread evenly from
+    travel as they are where half of the bucket or more is not 0. With numbers spread evenly from
     4 k (P - 1) / P words, if all ranks select the same, to (2 k + n) (P - 1) / P.
 
     Args:

@@ -14,8 +14,9 @@ from lightning_dear.exchange.kth_largest import kth_largest
 from lightning_dear.exchange.region_bucket import NUM_FIRST_STEPS, RegionBucket
 from lightning_dear.work import SELECTION_NUMBERS, Collectives, as_metadata
 
-FILLED = 3
-"""Where one number in so many is not 0, all of them travel in no more words than those alone."""
+FILLED = 2
+"""Where one number in so many is not 0, all of them travel in no more words than those alone, as
+each of these has a place besides. (SparCML's own rule is a third.)"""
 
 
 def keep_all(buckets: Sequence[RegionBucket], collectives: Collectives, first_number: int) -> None:
@@ -108,7 +109,11 @@ class GlobalSelection:
             return
         found = [one.candidates(0.0)[0] for one in buckets]
         sizes = [own.numbers.abs() for own in found]
-        thresholds = kth_largest(sizes, [one.k for one in buckets], self._add_up)
+        told = self._tell([(len(own), 0) for own in sizes])
+        # Of fewer than k, as caps may leave, the smallest: a threshold of 0 would say nothing.
+        totals = [sum(count for count, _ in counts) for counts in told]
+        ks = [max(1, min(one.k, total)) for one, total in zip(buckets, totals, strict=True)]
+        thresholds = kth_largest(sizes, ks, self._add_up)
         equal = [(own == at).nonzero().view(-1) for own, at in zip(sizes, thresholds, strict=True)]
         above = [(own > at).nonzero().view(-1) for own, at in zip(sizes, thresholds, strict=True)]
         told = self._tell([(len(a), len(e)) for a, e in zip(above, equal, strict=True)])
@@ -132,7 +137,9 @@ class GlobalSelection:
         due = [
             one
             for one in self._buckets
-            if one.counts["reduce"] <= NUM_FIRST_STEPS or one.is_due(one.ok.tau)
+            if one.counts["reduce"] <= NUM_FIRST_STEPS
+            or one.is_due(one.ok.tau)
+            or not one.has_regions
         ]
         if not due:
             return

@@ -36,6 +36,7 @@ class RegionBucket(SparseBucket):
         gathered: [world_size, n] int32, what each owner sends to all.
         is_filled: Whether sums are so many that all of them travel, without places.
         regions: Where each rank's region begins, and the end.
+        has_regions: Whether they follow anybody's selections.
         global_threshold: Of the owners' selections; 0: not known.
         chosen: [n] int64, ascending: what this rank's region keeps.
     """
@@ -53,6 +54,7 @@ class RegionBucket(SparseBucket):
         self.is_filled = False
         self.chosen = torch.empty(0, dtype=torch.int64)
         self._rejected: Entries | None = None
+        self._set_aside: list[Entries] = []
         super().__init__(bucket, configured, collectives, is_encoded=is_encoded)
 
     @override
@@ -67,6 +69,7 @@ class RegionBucket(SparseBucket):
         super().start_anew(seed)
         self.global_threshold = self._next_global = 0.0
         self.regions = self._next_regions = self._shards
+        self.has_regions = False
 
     @property
     @override
@@ -77,9 +80,13 @@ class RegionBucket(SparseBucket):
 
     @override
     def steer(self, steering: Tensor) -> None:
+        super().steer(steering)
+        # Another compressor has saved something else, and others need equal regions.
+        if len(steering) != 2 + len(self.regions) or not isinstance(self.configured, OkTopk):
+            return
         _, everywhere, *regions = steering.tolist()
-        if len(regions) == len(self.regions) and regions[-1] == self.spec.padded_numel:
-            super().steer(steering)
+        if regions[-1] == self.spec.padded_numel:
+            self.has_regions = True
             self.global_threshold = self._next_global = everywhere
             self.regions = self._next_regions = [int(place) for place in regions]
 
@@ -170,10 +177,14 @@ class RegionBucket(SparseBucket):
         self.chosen = chosen.places
 
     def restore_rejected(self) -> None:
-        """Adds to the mean what an earlier selection of the same step has left out."""
-        if self._rejected is not None:
-            self.bucket.mean.index_add_(0, self._rejected.places, self._rejected.numbers)
-            self._rejected = None
+        """Adds to the mean what an earlier selection of the same step has left out.
+
+        Or what nobody used then; perhaps somebody has meanwhile.
+        """
+        rejected = [] if self._rejected is None else [self._rejected]
+        for one in (*rejected, *self._set_aside):
+            self.bucket.mean.index_add_(0, one.places, one.numbers)
+        self._rejected, self._set_aside = None, []
 
     @property
     def summary(self) -> Tensor:
@@ -200,13 +211,17 @@ class RegionBucket(SparseBucket):
         """Makes what owners have sent the bucket's gradients; returns its places, ascending."""
         rows = [own if source == self._rank else row for source, row in enumerate(gathered)]
         parts = [unpacked(row) for row in rows]
-        counts = [len(part.places) for part in parts]
-        self.tally.num_kept, self.tally.most_kept = sum(counts), max(counts)
-        self.note_messages([own] * (self._world_size - 1), self._others(gathered))
         gradients = self.bucket.gradients.zero_()
         for part in parts:
             gradients[part.places.long()] = part.numbers.to(gradients.dtype)
         return torch.cat([part.places for part in parts]).long()
+
+    def note_gathered(self, own: Tensor, gathered: Tensor) -> None:
+        """Counts what owners have sent in the tally."""
+        others = self._others(gathered)
+        counts = [int(row[0]) for row in (own, *others)]
+        self.tally.num_kept, self.tally.most_kept = sum(counts), max(counts)
+        self.note_messages([own] * len(others), others)
 
     def note_all(self) -> None:
         """Counts all sums, without places, in the tally."""
@@ -239,19 +254,23 @@ class RegionBucket(SparseBucket):
         super().note_used(used, scale, keeps=keeps and not self.is_sparse)
         if keeps and self.is_sparse:
             for part in self._unused:
-                self.bucket.mean[part].zero_()
+                own = self.bucket.mean[part]
+                places = own.nonzero().view(-1)
+                self._set_aside.append(Entries(places + part.start, own[places]))
+                own.zero_()
 
     @override
     def commit(self) -> None:
         super().commit()
+        self.has_regions |= self.regions != self._next_regions
         self.regions, self.global_threshold = self._next_regions, self._next_global
-        self._rejected = None
+        self._rejected, self._set_aside = None, []
 
     @override
     def discard(self) -> None:
         super().discard()
         self._next_regions, self._next_global = self.regions, self.global_threshold
-        self._sent, self._rejected = [], None
+        self._sent, self._rejected, self._set_aside = [], None, []
 
     @override
     def detach(self) -> None:

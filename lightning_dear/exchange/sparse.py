@@ -13,6 +13,7 @@ What saves nothing, because it is short, or of a dense step, travels as it is, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -92,7 +93,12 @@ class SparseExchange(CompressedExchange):
 
     def _see(self, one: RegionBucket, waiting: Tensor, scale: Tensor | None) -> None:
         period = getattr(one.codec, "xi_every", 0)
-        if period and one.is_due(period):
+        if not period or not one.is_due(period):
+            return
+        if any(one is other for other, _ in self._seen):
+            # Gradients came in two rounds, and neither had all of them.
+            self._seen = [(other, seen) for other, seen in self._seen if other is not one]
+        else:
             gradients = one.bucket.gradients.float()
             unscaled = gradients.clone() if scale is None else gradients / scale
             self._seen.append((one, Seen(waiting.clone(), unscaled)))
@@ -142,7 +148,7 @@ class SparseExchange(CompressedExchange):
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
         """Packs what this rank's region keeps; what is returned sends it to all."""
         one = self.coded[bucket.number]
-        if one.is_filled:
+        if one.is_sparse and one.is_filled:
             # Of equal regions. All that was sent arrives.
             one.take_sent()
             one.note_all()
@@ -167,6 +173,7 @@ class SparseExchange(CompressedExchange):
     ) -> None:
         # In whatever context somebody reads a parameter.
         with device_work(), plain_mode(one.bucket.parameters.device.type):
+            one.note_gathered(message, gathered)
             one.put_back(sent, one.write(message, gathered))
 
     def _send_as_it_is(self, one: RegionBucket) -> Work:
@@ -179,6 +186,10 @@ class SparseExchange(CompressedExchange):
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         one = self.coded[bucket.number]
         number = self._first_number + bucket.number + GRADIENT_NUMBERS
+        if self._refusal is not None:
+            # Nothing was chosen, on no rank.
+            bucket.gradients.fill_(math.nan)
+            return Work.done()
         if one.is_filled or not one.is_sparse:
             return self._collectives.launch_all_gather(bucket.gradients, number)
         message, gathered = one.message(), torch.empty_like(one.gathered)
@@ -188,6 +199,10 @@ class SparseExchange(CompressedExchange):
     @override
     def look_again(self) -> None:
         """Of gradients that hooks were shown: this rank's region counts, where they were not 0."""
+        if self._refusal is not None:
+            for one in self.coded:
+                one.bucket.mean.fill_(math.nan)
+            return
         sparse = [one for one in self.coded if one.is_sparse]
         is_denser = any([one.take_back() for one in sparse])
         for one in self.coded:

@@ -74,7 +74,7 @@ class SparseBucket(CompressedBucket):
     @override
     def start_anew(self, seed: int | None) -> None:
         super().start_anew(seed)
-        self.threshold = LocalThreshold()
+        self.threshold, self._is_counted = LocalThreshold(), False
 
     @property
     @override
@@ -122,12 +122,17 @@ class SparseBucket(CompressedBucket):
 
     def select(self, waiting: Tensor) -> Entries:
         """What of `waiting` is large."""
-        self.counts["reduce"] += 1
+        if not self._is_counted:
+            # Gradients may come in several rounds of one step.
+            self.counts["reduce"] += 1
+            self._is_counted = True
         step, k = self.counts["reduce"] - 1, self.k
         places = self.sparse.find(waiting, k, self.threshold, step)
         selected = Entries(places, waiting[places]).largest(self.sparse.most_selected(k))
         most_words = self.sparse.most_words(self.numel, self._world_size)
-        self.tally = Tally(k, len(places), len(selected.places), most_words=most_words)
+        counts = k, len(places), len(selected.places)
+        measured = self.tally.off_squared, self.tally.gradient_squared
+        self.tally = Tally(*counts, 0, 0, 0, 0, most_words, *measured)
         return selected
 
     def note_messages(self, sent: Iterable[Tensor], received: Iterable[Tensor]) -> None:
@@ -167,6 +172,14 @@ class SparseBucket(CompressedBucket):
     def commit(self) -> None:
         super().commit()
         self.threshold.commit()
+        self._is_counted = False
+
+    @override
+    def discard(self) -> None:
+        super().discard()
+        # What was due in that step is due in the next one.
+        self.counts["reduce"] -= self._is_counted
+        self._is_counted = False
 
     @override
     def detach(self) -> None:

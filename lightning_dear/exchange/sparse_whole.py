@@ -48,6 +48,7 @@ class WholeSparseExchange(CompressedExchange):
     ) -> None:
         super().__init__(collectives, first_number, codec, loss_scale)
         self._dense = dense
+        self._failure: BaseException | None = None
         self.coded: Sequence[SparseBucket] = [
             SparseBucket(bucket, codec, collectives, is_encoded=bucket.number not in uncompressed)
             for bucket in buckets
@@ -87,7 +88,16 @@ class WholeSparseExchange(CompressedExchange):
     # --- gTopk ------------------------------------------------------------------------------------
 
     def _through_tree(self, one: SparseBucket, own: Entries, scale: Tensor | None) -> None:
-        """In the same order of buckets on all ranks; blocks."""
+        """In the same order of buckets on all ranks; blocks. Once it has failed, fails again."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._add_up_the_tree(one, own, scale)
+        except BaseException as failure:
+            self._failure = failure
+            raise
+
+    def _add_up_the_tree(self, one: SparseBucket, own: Entries, scale: Tensor | None) -> None:
         rank, world_size = self._collectives.rank, self._collectives.world_size
         below = rank & -rank if rank else 1 << (world_size - 1).bit_length()
         children = [rank + step for step in _powers(below) if rank + step < world_size]

@@ -95,8 +95,7 @@ class Reference:
                 return self._share(sums, self._cap(sums, reached, self.codec.owner_cap))
         known = self._cap(sums, sums.nonzero()[:, 0].tolist(), self.codec.owner_cap)
         chosen = _largest(sums, known, self.k)
-        is_all = len(known) < self.k
-        self.whole = 0.0 if is_all else min(abs(float(sums[place])) for place in chosen)
+        self.whole = min((abs(float(sums[place])) for place in chosen), default=0.0)
         return chosen
 
     def _share(self, sums: Tensor, kept: list[int]) -> list[int]:

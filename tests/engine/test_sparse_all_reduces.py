@@ -176,6 +176,94 @@ def test_a_resumed_run_has_the_same_bits() -> None:
         assert all(torch.equal(one, other) for one, other in pairs), codec
 
 
+# --- gradients that hooks are shown ---------------------------------------------------------------
+
+
+@distributed(world_sizes=(3,))
+def test_hooks_are_shown_that_gradients_are_not_finite() -> None:
+    """Also where regions have moved since numbers were last chosen."""
+    for codec in ALL:
+        run = run_of(codec)
+        for number in range(3):
+            run.backward(scale=float("nan") if dist.get_rank() == 0 else 1.0)
+            run.part.expose_gradients()
+            assert all(weight.grad.isnan().all() for weight in run.model.weights), codec
+            with pytest.raises(RuntimeError, match=f"nan or inf in them.*'{codec.name}'"):
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+            for _ in range(number):
+                run.step()
+        assert run.error() <= 1e-5, codec
+
+
+@distributed(world_sizes=(3,))
+def test_a_norm_leaves_what_is_shown() -> None:
+    for codec in ALL:
+        run = run_of(codec)
+        run.step()
+        run.backward()
+        run.part.expose_gradients()
+        shown = [weight.grad.clone() for weight in run.model.weights]
+        flat = torch.cat([one.flatten() for one in shown])
+        assert run.part.grad_norm() == pytest.approx(float(flat.norm()), rel=1e-5)
+        for weight, before in zip(run.model.weights, shown, strict=True):
+            assert torch.equal(weight.grad, before), codec
+        run.optimizer.step()
+        check_all_alike(run)
+
+
+@distributed(world_sizes=(2,))
+def test_nothing_is_added_to_what_owners_have_shown() -> None:
+    for codec in (OkTopk(density=0.05), TopkDSA(density=0.05)):
+        run = run_of(codec)
+        run.backward()
+        run.part.expose_gradients()
+        with pytest.raises(RuntimeError, match="hook was shown.*gradients_in_hooks=False"):
+            run.backward(step=7)
+
+
+# --- another one goes on --------------------------------------------------------------------------
+
+
+@distributed(world_sizes=(3,))
+def test_each_goes_on_from_what_another_has_kept() -> None:
+    for before, after in (
+        (OkTopk(density=0.05), TopkDSA(density=0.4)),
+        (OkTopk(density=0.05), TopkDSA(density=0.05)),
+        (TopkA(density=0.05), OkTopk(density=0.05)),
+        (TopkDSA(density=0.05), OkTopk(density=0.05)),
+        (OkTopk(density=0.05), GTopk(density=0.05)),
+        (Gaussiank(density=0.05), TopkA(density=0.05)),
+    ):
+        run, other = run_of(before), run_of(after)
+        for _ in range(4):
+            run.step()
+        state = copy.deepcopy(run.part.optimizer_state_dict())
+        other.resume(run)
+        other.optimizer.load_state_dict(state)
+        for _ in range(3):
+            other.step()
+            check_all_alike(other)
+        assert other.error() <= 1e-5, (before, after)
+
+
+@distributed(world_sizes=(3,))
+def test_what_nobody_used_at_first_is_not_lost() -> None:
+    """A second backward of the same step uses it."""
+    for codec in ALL:
+        run = run_of(codec)
+        for step in range(4):
+            run.step()
+            run.backward(leaves_out=True, step=100 + step)
+            run.count(100 + step, leaves_out=True)
+            run.part.grad_norm()
+            run.backward(step=200 + step)
+            run.count(200 + step)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        assert max(run.errors()) <= 1e-5, codec
+
+
 # --- what each of them sums -----------------------------------------------------------------------
 
 
@@ -246,6 +334,13 @@ def test_figures_say_what_travelled() -> None:
         dist.all_reduce(words)
         assert words[0] == words[1], codec
         figures = run.part.encoding_figures()
+        run.part.use_codec(Fp32())
+        run.step()
+        run.pipeline.complete_parameters()
+        assert run.part.encoding_figures() | {"residual_norm": 0} == figures | {
+            "residual_norm": 0,
+            "compression_ratio": 1.0,
+        }
         k = codec.entries(one.numel)
         assert figures["num_wanted"] == k
         assert codec.name == "gaussiank" or 2 / 3 * k <= figures["num_selected"] <= 4 / 3 * k
@@ -255,6 +350,14 @@ def test_figures_say_what_travelled() -> None:
         if isinstance(codec, OkTopk):
             assert 2 / 3 * k <= figures["num_kept"] <= k
             assert 1 <= figures["imbalance"] <= 1.25 * k / figures["num_kept"]
+
+
+def test_what_has_no_effect_is_refused() -> None:
+    for codec in (TopkA(), GTopk(), Gaussiank()):
+        with pytest.raises(ValueError, match=f"gather_depth=2 has no effect with {codec.name}"):
+            ExchangeOptions("gradients", depth=2, codec=codec)
+        ExchangeOptions("gradients", decouple=False, codec=codec)
+    ExchangeOptions("gradients", depth=2, codec=OkTopk())
 
 
 # --- bytes ----------------------------------------------------------------------------------------
