@@ -217,9 +217,8 @@ class Gaussiank(SparseAllReduce):
 
     That is |x - mean| > s q, with s its standard deviation and q the (1 - density / 2) quantile of
     the standard normal distribution (Shi et al. 2019, "Understanding Top-k Sparsification in
-    Distributed Deep Learning"). Gradients have heavier tails, so that mostly fewer than k do so.
-    Again sum of acc = u + sum of residuals, and at most k
-    numbers travel, the largest.
+    Distributed Deep Learning"). How many these are depends on the tails; where all numbers are of
+    one size it is none. At most k travel, the largest. Again sum of acc = u + sum of residuals.
 
     Args:
         density: See `SparseAllReduce`.
