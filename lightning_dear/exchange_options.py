@@ -213,6 +213,13 @@ class ExchangeOptions:
         """Whether of a whole mean gradient each rank has what lies in its region."""
         return isinstance(self.codec, SparseAllReduce) and not self.codec.all_reduces
 
+    @property
+    def encodes_once(self) -> bool:
+        """Whether means that have come back cannot be encoded again, with what is added to them."""
+        codec = self.codec
+        needs_own = codec is not None and (codec.kind == "vote" or codec.brings_momentum)
+        return needs_own or self.is_scattered
+
     def shards(self, collectives: Collectives) -> tuple[int, int]:
         """(number of this rank's shard, number of shards); one shard where each rank has all."""
         is_whole = self.all_reduces or self.is_scattered

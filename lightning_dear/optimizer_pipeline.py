@@ -170,8 +170,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
 
     def _check_may_add_to_exposed(self) -> None:
         codec = self._options.codec
-        sends_again = self._options.is_scattered
-        if codec is not None and (codec.kind == "vote" or codec.brings_momentum or sends_again):
+        if codec is not None and self._options.encodes_once:
             raise RuntimeError(
                 f"Another backward would add to the mean gradients that a hook was shown, which"
                 f" compressor={codec.name!r} would encode once more. Run all backwards before the"
