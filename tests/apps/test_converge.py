@@ -93,6 +93,7 @@ def test_the_longer_study_composes() -> None:
     assert not optimizer.get("momentum")
 
 
+@pytest.mark.slow
 def test_commands_of_the_recipes_compose() -> None:
     assert len(COMMANDS) == RECIPES.count("dear-converge ") > 0
     for command in COMMANDS:

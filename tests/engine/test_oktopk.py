@@ -69,12 +69,10 @@ def check_all_alike(run: Run) -> None:
         OkTopk(density=0.05, tau_prime=1, **NO_CAPS),
         OkTopk(density=0.05, tau_prime=1),
         OkTopk(density=0.05, tau_prime=4, tau=3),
-        OkTopk(density=0.02, tau_prime=100, **NO_CAPS),
-        OkTopk(density=0.3, tau_prime=5, message_cap=1.0, owner_cap=1.0),
     ],
-    ids=["no caps", "exact", "reused", "reused without caps", "tight caps"],
+    ids=["no caps", "exact", "reused"],
 )
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(3,))
 def test_bits_are_those_of_the_reference(codec: OkTopk) -> None:
     _check_reference(codec, 12)
 
@@ -86,6 +84,8 @@ def test_bits_are_those_of_the_reference_over_many_steps() -> None:
         OkTopk(density=0.05, tau_prime=1, **NO_CAPS),
         OkTopk(density=0.05, tau_prime=1),
         OkTopk(density=0.05, tau_prime=8),
+        OkTopk(density=0.02, tau_prime=100, **NO_CAPS),
+        OkTopk(density=0.3, tau_prime=5, message_cap=1.0, owner_cap=1.0),
     ):
         _check_reference(codec, 80)
 
@@ -255,7 +255,7 @@ def test_gradients_of_several_backwards_add_up() -> None:
     assert max(run.errors()) <= 1e-4
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(3,))
 def test_momentum_is_kept_until_it_arrives() -> None:
     """u = m u + g, acc = u + residual: nothing of acc is lost, and u is 0 where acc has arrived."""
     run, world_size = run_of(OkTopk(density=0.05, tau_prime=3, momentum=0.9)), dist.get_world_size()

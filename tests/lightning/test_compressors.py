@@ -125,7 +125,9 @@ def _are_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("name", ["int8", "topk", "powersgd", "oktopk"])
+@pytest.mark.parametrize(
+    "name", ["int8", "topk", "powersgd", pytest.param("oktopk", marks=pytest.mark.slow)]
+)
 @distributed(world_sizes=(2,))
 def test_dense_steps_are_those_without_a_compressor(name: str) -> None:
     seen = {}
