@@ -154,7 +154,8 @@ def all_above(row: Tensor, floor: Tensor, at_least: int | None = None) -> Tensor
 
     For a CPU: how many there are is looked up.
     """
-    found: list[Tensor] = []
+    # Of an empty row, such as a region between two equal boundaries, there are none.
+    found = [torch.empty(0, dtype=torch.int64, device=row.device)]
     missing = row.shape[1] if at_least is None else at_least
     for number, block in enumerate(torch.split(row[0], TILE_ELEMENTS)):
         if missing <= 0:

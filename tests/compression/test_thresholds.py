@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_dear.compression.selectors import all_above
 from lightning_dear.compression.thresholds import FEWEST, MOST, LocalThreshold, largest
 
 FEW = st.sampled_from([0.0, 0.5, -0.5, 1.0, -2.0, 3.0, 1e-44, 3e38, -math.inf])
@@ -30,6 +31,13 @@ def test_the_largest_are_found_whatever_is_equal(numbers: list[float], count: in
 def test_the_largest_of_many(count: int) -> None:
     numbers = (torch.randn(50_000, generator=torch.Generator().manual_seed(1)) * 8).round()
     assert largest(numbers, count).tolist() == plainly(numbers.tolist(), count)
+
+
+def test_of_nothing_nothing_is_large() -> None:
+    """As in a region between two equal boundaries."""
+    nothing = torch.empty(1, 0)
+    assert all_above(nothing, torch.ones(1, 1)).tolist() == []
+    assert largest(nothing[0], 3).tolist() == []
 
 
 def test_nan_comes_first() -> None:
