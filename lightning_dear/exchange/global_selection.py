@@ -105,33 +105,23 @@ class GlobalSelection:
 
     def _choose_exactly(self, buckets: Sequence[RegionBucket]) -> None:
         """The k largest, of equal ones the first: regions stand in the order of the ranks."""
-        found = [one.candidates(0.0)[0] for one in buckets]
-        told = self._tell([(len(own.places), 0) for own in found])
-        totals = [sum(count for count, _ in counts) for counts in told]
-        known = list(zip(buckets, found, totals, strict=True))
-        for one, own, total in known:
-            if not total:
-                one.keep(own)
-        self._choose_some([each for each in known if each[-1]])
-
-    def _choose_some(self, known: Sequence[tuple[RegionBucket, Entries, int]]) -> None:
-        """Of (bucket, what this rank's region has, how much all regions have), none empty."""
-        if not known:
+        if not buckets:
             return
-        sizes = [own.numbers.abs() for _, own, _ in known]
-        # Of fewer than k, as caps may leave, the smallest: a threshold of 0 would say nothing.
-        ks = [min(one.k, total) for one, _, total in known]
-        thresholds = kth_largest(sizes, ks, self._add_up)
+        found = [one.candidates(0.0)[0] for one in buckets]
+        sizes = [own.numbers.abs() for own in found]
+        # Caps may leave fewer than k: then the smallest, as a threshold of 0 would say nothing.
+        thresholds = kth_largest(sizes, [one.k for one in buckets], self._add_up)
         equal = [(own == at).nonzero().view(-1) for own, at in zip(sizes, thresholds, strict=True)]
         above = [(own > at).nonzero().view(-1) for own, at in zip(sizes, thresholds, strict=True)]
         told = self._tell([(len(a), len(e)) for a, e in zip(above, equal, strict=True)])
         rank = self._collectives.rank
-        for number, ((one, own, _), counts) in enumerate(zip(known, told, strict=True)):
+        for number, (one, counts) in enumerate(zip(buckets, told, strict=True)):
             room = one.k - sum(num_above for num_above, _ in counts)
             room -= sum(num_equal for _, num_equal in counts[:rank])
             kept = torch.cat([above[number], equal[number][: max(0, room)]]).sort().values
-            one.keep(own.at(kept))
-            one.note_threshold(thresholds[number] / self._scale)
+            one.keep(found[number].at(kept))
+            if thresholds[number]:
+                one.note_threshold(thresholds[number] / self._scale)
 
     # --- what ranks tell each other ---------------------------------------------------------------
 

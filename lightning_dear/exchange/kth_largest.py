@@ -6,6 +6,7 @@ select finds them digit by digit: what travels does not depend on how many numbe
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -27,7 +28,8 @@ def kth_largest(
         add_up: Sums an int32 tensor over ranks, in place. Blocks.
 
     Returns:
-        The k-th largest of each set; 0 where it has fewer than k. Equal on all ranks.
+        The k-th largest of each set, its smallest where it has fewer than k, 0 where it has none.
+        Equal on all ranks.
     """
     bits = [one.view(torch.int32) for one in sizes]
     prefixes, wanted, shift = [0] * len(ks), list(ks), sum(DIGITS)
@@ -42,15 +44,15 @@ def kth_largest(
         for number, histogram in enumerate(histograms.tolist()):
             digit, wanted[number] = _digit(histogram, wanted[number])
             prefixes[number] = prefixes[number] << width | digit
-    # Where there are too few, each digit was 0.
     return torch.tensor(prefixes, dtype=torch.int32).view(torch.float32).tolist()
 
 
 def _digit(histogram: Sequence[int], wanted: int) -> tuple[int, int]:
-    """The digit of the wanted-th largest, and which one of those with that digit it is."""
+    """The digit of the wanted-th largest, or of the smallest, and which one it is of that digit."""
     from_above = list(accumulate(reversed(histogram)))
-    for place, count in enumerate(from_above):
-        if count >= wanted:
-            digit = len(histogram) - 1 - place
-            return digit, wanted - (count - histogram[digit])
-    return 0, wanted
+    wanted = min(wanted, from_above[-1])
+    if not wanted:
+        return 0, 0
+    place = bisect_left(from_above, wanted)
+    digit = len(histogram) - 1 - place
+    return digit, wanted - (from_above[place] - histogram[digit])

@@ -211,7 +211,8 @@ class RegionBucket(SparseBucket):
         """Makes what owners have sent the bucket's gradients; returns its places, ascending."""
         rows = [own if source == self._rank else row for source, row in enumerate(gathered)]
         parts = [unpacked(row) for row in rows]
-        gradients = self.bucket.gradients.zero_()
+        # Also the mean: 0 everywhere but where this rank's own part is written once more.
+        gradients = self.bucket.gradients
         for part in parts:
             gradients[part.places.long()] = part.numbers.to(gradients.dtype)
         return torch.cat([part.places for part in parts]).long()
