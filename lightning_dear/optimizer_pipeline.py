@@ -152,7 +152,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         if self._is_exposed:
             self._check_may_add_to_exposed()
         before, self._synchronize = self._synchronize, synchronize
-        self._is_sending |= synchronize
+        if synchronize:
+            self._begin_sending()
         self._is_reduced = self._is_exposed = False
         if synchronize and self._active is not None:
             self._active.reducer.expect()
@@ -169,8 +170,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
             self.reduce()
 
     def _check_may_add_to_exposed(self) -> None:
-        codec = self._options.codec
-        if codec is not None and self._options.encodes_once:
+        if (codec := self._options.codec) is not None and self._options.encodes_once:
             raise RuntimeError(
                 f"Another backward would add to the mean gradients that a hook was shown, which"
                 f" compressor={codec.name!r} would encode once more. Run all backwards before the"
@@ -183,7 +183,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
             self._active.reducer.check_was_complete(index)
         if not self._synchronize:
             return
-        self._is_sending = True
+        self._begin_sending()
         if self._times_recorder is not None:
             self._times_recorder.note_gradient(index)
         if self._active is None:

@@ -136,6 +136,12 @@ class PlanChanges:
         self._residuals.attach(coded, self.parameters, seed)
         return self._active
 
+    def _begin_sending(self) -> None:
+        """Told before gradients are sent; the learning rates are those of their step now."""
+        if self._active is not None and not self._is_sending:
+            self._residuals.follow_rates(self.complete_parameters)
+        self._is_sending = True
+
     def _without_refused(self, plan: BucketPlan) -> BucketPlan:
         """`plan` without what is not done here, of which people are told."""
         for does, what, refusal in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,9 @@ from lightning_dear.checkpoint import residuals
 from lightning_dear.checkpoint.by_parameter import Residuals
 from lightning_dear.checkpoint.residuals import KEY
 from lightning_dear.checkpoint.sharded_state import ShardedState
+from lightning_dear.compression.unsent import Unsent
 from lightning_dear.exchange import CompressedBucket
+from lightning_dear.rate_follower import RateFollower
 from lightning_dear.work import Collectives
 
 
@@ -37,6 +39,7 @@ class ResidualKeeper:
         self._parameters: Sequence[Parameter] = ()
         self._held: Residuals | None = None
         self._seed: int | None = None
+        self._follower = RateFollower(optimizer)
         self._is_detached = False
         self._hook = optimizer.register_load_state_dict_pre_hook(self._on_loading)
 
@@ -56,6 +59,31 @@ class ResidualKeeper:
             one.start_anew(self._seed)
         if self._held is not None:
             self._put_in(self._held)
+        self.follow_rates(lambda: None)
+
+    def follow_rates(self, complete: Callable[[], object]) -> None:
+        """Multiplies residuals by the last learning rate over the present one, if that is asked.
+
+        Local; between steps. Gradients that are on their way already leave it to the next step.
+
+        Args:
+            complete: Called before anything is changed: what was sent in vain comes back by it.
+        """
+        asking = [one for one in self._coded if getattr(one.configured, "lr_rescale", False)]
+        if not asking or any(one.worker.has_pending for one in asking):
+            return
+        changes = self._follower.changes()
+        if not changes:
+            return
+        complete()
+        for one in asking:
+            assert isinstance(one.worker, Unsent)
+            for piece in one.spec.slices:
+                factor = changes.get(self._parameters[piece.tensor], 1.0)
+                one.worker.multiply(slice(piece.offset, piece.offset + piece.numel), factor)
+        held = {} if self._held is None else self._held.worker.get("residual", {})
+        for parameter, residual in held.items():
+            residual.mul_(changes.get(parameter, 1.0))
 
     def release(self) -> None:
         """Takes over what the buckets have; their plan ends. Collective, blocks."""
@@ -128,6 +156,7 @@ class ResidualKeeper:
         if saved_sizes != own_sizes:
             # torch refuses that, and says so: nothing is loaded.
             return
+        self._follower.start_anew()
         held = Residuals()
         if KEY in state_dict:
             saved = [key for group in state_dict["param_groups"] for key in group["params"]]

@@ -129,6 +129,9 @@ class OkTopk(ByThreshold):
         xi_every: Steps between measurements of how far u is from the k largest numbers of the sum
             of all ranks' acc (`figures_of` has it as xi), each of which sends three times what a
             dense step does; 0: never.
+        lr_rescale: Whether what was left is multiplied by the last learning rate over the present
+            one where a schedule changes it, so that with SGD it moves weights as far as it would
+            have in its own step. With a rate of 0 it stays as it is until another one comes.
         error_feedback: See `Compressor`.
         allow_biased: See `Compressor`.
 
@@ -144,6 +147,7 @@ class OkTopk(ByThreshold):
     owner_cap: float = 1.25
     momentum: float = 0.0
     xi_every: int = 0
+    lr_rescale: bool = False
 
     @override
     def __post_init__(self) -> None:
@@ -160,11 +164,16 @@ class OkTopk(ByThreshold):
             )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum of oktopk must be in [0, 1), got {self.momentum}.")
-        if self.momentum and not self.has_feedback:
+        if not isinstance(self.lr_rescale, bool):
             raise ValueError(
-                "oktopk keeps momentum of what it has not sent, and error_feedback=False forgets"
-                " that. Leave out one of them."
+                f"lr_rescale of oktopk must be true or false, got {self.lr_rescale!r}."
             )
+        for what, is_asked in ("keeps momentum", self.momentum), ("rescales", self.lr_rescale):
+            if is_asked and not self.has_feedback:
+                raise ValueError(
+                    f"oktopk {what} what it has not sent, and error_feedback=False forgets that."
+                    " Leave out one of them."
+                )
         for name in ("message_cap", "owner_cap"):
             cap = getattr(self, name)
             if not cap >= 1:

@@ -43,6 +43,10 @@ class Unsent(Memory):
     def note_arrived(self, places: Tensor) -> None:
         """Told from where what was sent has arrived; as `put_back`."""
 
+    def multiply(self, part: slice, factor: float) -> None:
+        """Multiplies what is to be sent of `part`, between steps."""
+        self._kept["residual"][part].mul_(factor)
+
     def _newest(self, name: str) -> Tensor:
         return (self._pending if self._has_pending else self._kept)[name]
 

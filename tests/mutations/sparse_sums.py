@@ -9,6 +9,7 @@ BUCKET = "exchange/region_bucket.py"
 SELECTION = "exchange/global_selection.py"
 
 TO_THE_BIT = (f"{TESTS}::test_every_number_arrives_or_is_left_to_the_bit",)
+RESCALED = ("tests/engine/test_lr_rescale.py::test_what_is_left_weighs_what_it_weighed",)
 REFERENCE = (f"{TESTS}::test_bits_are_those_of_the_reference",)
 
 SPARSE_SUMS = [
@@ -122,8 +123,8 @@ SPARSE_SUMS = [
     Mutation(
         "thresholds without a loss scale",
         SELECTION,
-        "            one.note_threshold(thresholds[number] / self._scale)\n",
-        "            one.note_threshold(thresholds[number])\n",
+        "                one.note_threshold(thresholds[number] / self._scale)\n",
+        "                one.note_threshold(thresholds[number])\n",
         (f"{TESTS}::test_a_loss_scale_changes_nothing",),
     ),
     Mutation(
@@ -132,5 +133,40 @@ SPARSE_SUMS = [
         "            self.worker.note_arrived(one.places[~is_lost])\n",
         "",
         (f"{TESTS}::test_momentum_is_kept_until_it_arrives",),
+    ),
+    Mutation(
+        "rescaling what is left before gradients are added to it",
+        "plan_changes.py",
+        "            self._residuals.follow_rates(self.complete_parameters)\n",
+        "            pass\n",
+        RESCALED,
+    ),
+    Mutation(
+        "rescaling what is left before it is saved beside other learning rates",
+        "saved_state.py",
+        "        self._residuals.follow_rates(lambda: None)\n",
+        "",
+        RESCALED,
+    ),
+    Mutation(
+        "rescaling what is held of frozen parameters",
+        "residual_keeper.py",
+        "            residual.mul_(changes.get(parameter, 1.0))\n",
+        "            pass\n",
+        RESCALED,
+    ),
+    Mutation(
+        "noting the learning rates of the first step",
+        "residual_keeper.py",
+        "            self._put_in(self._held)\n        self.follow_rates(lambda: None)\n",
+        "            self._put_in(self._held)\n",
+        RESCALED,
+    ),
+    Mutation(
+        "forgetting the learning rates of what was there before loading",
+        "residual_keeper.py",
+        "        self._follower.start_anew()\n",
+        "",
+        RESCALED,
     ),
 ]
