@@ -5,7 +5,14 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from lightning_dear.compression import Codec, Compressor, LoCo, PowerSGD, SparseAllReduce
+from lightning_dear.compression import (
+    Codec,
+    Compressor,
+    LoCo,
+    OkTopk,
+    PowerSGD,
+    SparseAllReduce,
+)
 from lightning_dear.compression.groups import Groups, check_groups, codec_for
 from lightning_dear.compression.sparse import SMALLEST_LAGGING_DENSITY, Sparse
 from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE, message_delay_s
@@ -187,11 +194,13 @@ class ExchangeOptions:
                 f"gather_depth={self.depth} works with gloo only: NCCL orders all-gathers on the"
                 " device by itself, and nobody on the host knows when one has ended. Leave it out."
             )
-        if isinstance(self.codec, SparseAllReduce) and not collectives.reads_flags_freely:
+        codec = self.codec
+        looks_up = isinstance(codec, SparseAllReduce) and not self.is_static
+        if codec is not None and looks_up and not collectives.reads_flags_freely:
             raise ValueError(
-                f"compressor={self.codec.name!r} works with gloo only: how many numbers travel"
+                f"compressor={codec.name!r} works so with gloo only: how many numbers travel"
                 " depends on the gradients, which with NCCL the host would have to wait for. Use"
-                " process_group_backend='gloo' on CPUs, or compressor='topk'."
+                " process_group_backend='gloo' on CPUs, or OkTopk(mode='static')."
             )
         if self.all_reduces and num_optimizers > 1:
             what = "decouple=False" if self.codec is None else f"compressor={self.codec.name!r}"
@@ -212,6 +221,11 @@ class ExchangeOptions:
     def is_scattered(self) -> bool:
         """Whether of a whole mean gradient each rank has what lies in its region."""
         return isinstance(self.codec, SparseAllReduce) and not self.codec.all_reduces
+
+    @property
+    def is_static(self) -> bool:
+        """Whether of a sparse all-reduce always as many numbers travel."""
+        return isinstance(self.codec, OkTopk) and self.codec.is_static
 
     @property
     def encodes_once(self) -> bool:

@@ -9,7 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.memory import Memory
-from lightning_dear.compression.sparse_all_reduce import OkTopk, SparseAllReduce
+from lightning_dear.compression.ok_topk import OkTopk
+from lightning_dear.compression.sparse_all_reduce import SparseAllReduce
 
 
 class Unsent(Memory):
@@ -37,11 +38,17 @@ class Unsent(Memory):
         return waiting
 
     def put_back(self, places: Tensor, numbers: Tensor) -> None:
-        """Adds `numbers`, which were sent from `places` (all distinct), to what is to be sent."""
+        """Adds `numbers`, which were sent from `places`, to what is to be sent.
+
+        Places are distinct but for those of zeros.
+        """
         self._newest("residual").index_add_(0, places, numbers)
 
-    def note_arrived(self, places: Tensor) -> None:
-        """Told from where what was sent has arrived; as `put_back`."""
+    def note_arrived(self, places: Tensor, has_arrived: Tensor) -> None:
+        """Told of [n] places, from which something was sent, whether it has arrived.
+
+        As `put_back`; places of which it has not may stand there several times.
+        """
 
     def multiply(self, part: slice, factor: float) -> None:
         """Multiplies what is to be sent of `part`, between steps."""
@@ -78,8 +85,9 @@ class UnsentVelocity(Unsent):
         return super().accumulate(momentum, None)
 
     @override
-    def note_arrived(self, places: Tensor) -> None:
-        self._newest("momentum").index_fill_(0, places, 0.0)
+    def note_arrived(self, places: Tensor, has_arrived: Tensor) -> None:
+        momentum = self._newest("momentum")
+        momentum.index_add_(0, places, (-momentum[places]).masked_fill_(~has_arrived, 0.0))
 
 
 class Forgotten(Unsent):

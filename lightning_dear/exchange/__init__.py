@@ -14,6 +14,7 @@ from lightning_dear.exchange.gradients import GradientExchange
 from lightning_dear.exchange.limited import LimitedGathers
 from lightning_dear.exchange.low_rank import LowRankExchange
 from lightning_dear.exchange.sparse import SparseExchange
+from lightning_dear.exchange.sparse_static import StaticSparseExchange
 from lightning_dear.exchange.sparse_whole import WholeSparseExchange
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.work import Collectives
@@ -44,8 +45,9 @@ def new_exchange(
         return LowRankExchange(dense, *low_rank, *place, flat, loss_scale)
     if isinstance(options.codec, SparseAllReduce):
         sparse = options.codec, uncompressed, *place, flat.buckets, loss_scale
-        all_reduces = options.codec.all_reduces
-        return WholeSparseExchange(dense, *sparse) if all_reduces else SparseExchange(*sparse)
+        if options.codec.all_reduces:
+            return WholeSparseExchange(dense, *sparse)
+        return StaticSparseExchange(*sparse) if options.is_static else SparseExchange(*sparse)
     coding = options, codecs, uncompressed
     return CodedExchange(dense, *coding, *place, flat.buckets, loss_scale)
 

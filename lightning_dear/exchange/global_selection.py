@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_dear.compression.thresholds import FEWEST, MOST, STEADINESS
 from lightning_dear.exchange.entries import Entries
 from lightning_dear.exchange.kth_largest import kth_largest
-from lightning_dear.exchange.region_bucket import NUM_FIRST_STEPS, RegionBucket
+from lightning_dear.exchange.owned_bucket import OwnedBucket
+from lightning_dear.exchange.region_bucket import RegionBucket
 from lightning_dear.work import SELECTION_NUMBERS, Collectives, as_metadata
 
 FILLED = 2
@@ -41,6 +42,21 @@ def tell(
     counts[rank] = torch.tensor(own)
     collectives.launch_all_gather(counts.view(-1), number).wait()
     return [[(a, b) for a, b in of_bucket] for of_bucket in counts.transpose(0, 1).tolist()]
+
+
+def add_up_summaries(buckets: Sequence[OwnedBucket], collectives: Collectives, number: int) -> None:
+    """Tells those buckets of which new regions are due what all ranks have selected. All call."""
+    due = [one for one in buckets if one.are_regions_due]
+    if not due:
+        return
+    summaries = [one.summary for one in due]
+    # Positions of many ranks add up to more than 32 bits hold.
+    is_narrow = all(one.ok.boundaries == "histogram" for one in due)
+    total = torch.cat(summaries).to(torch.int32 if is_narrow else torch.int64)
+    collectives.launch_all_reduce(total, number).wait()
+    parts = torch.split(total, [len(one) for one in summaries])
+    for one, part in zip(due, parts, strict=True):
+        one.note_total(part.long())
 
 
 class GlobalSelection:
@@ -74,7 +90,7 @@ class GlobalSelection:
             reused = [one for one in self._buckets if not self._is_due(one)]
             exact += self._choose_by_threshold(reused)
             self._choose_exactly(exact)
-            self._add_up_summaries()
+            add_up_summaries(self._buckets, self._collectives, self._number)
 
     def _is_due(self, one: RegionBucket) -> bool:
         return one.global_threshold <= 0 or one.is_due(one.ok.tau_prime)
@@ -130,22 +146,3 @@ class GlobalSelection:
 
     def _add_up(self, numbers: Tensor) -> None:
         self._collectives.launch_all_reduce(numbers.view(-1), self._number).wait()
-
-    def _add_up_summaries(self) -> None:
-        due = [
-            one
-            for one in self._buckets
-            if one.counts["reduce"] <= NUM_FIRST_STEPS
-            or one.is_due(one.ok.tau)
-            or not one.has_regions
-        ]
-        if not due:
-            return
-        summaries = [one.summary for one in due]
-        # Positions of many ranks add up to more than 32 bits hold.
-        is_narrow = all(one.ok.boundaries == "histogram" for one in due)
-        total = torch.cat(summaries).to(torch.int32 if is_narrow else torch.int64)
-        self._add_up(total)
-        parts = torch.split(total, [len(one) for one in summaries])
-        for one, part in zip(due, parts, strict=True):
-            one.note_total(part.tolist())

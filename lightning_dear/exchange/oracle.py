@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dear.compression.thresholds import largest
-from lightning_dear.exchange.region_bucket import RegionBucket
+from lightning_dear.exchange.owned_bucket import OwnedBucket
 from lightning_dear.work import SELECTION_NUMBERS, Collectives, uncounted
 
 
@@ -27,10 +27,10 @@ class Seen:
 
 
 def measure(
-    seen: Sequence[tuple[RegionBucket, Seen]],
+    seen: Sequence[tuple[OwnedBucket, Seen]],
     collectives: Collectives,
     first_number: int,
-    scale: float,
+    scale: Tensor | None,
 ) -> None:
     """Writes |topk(sum of acc) - u|^2 and |sum of g / P|^2 into the tallies of these buckets.
 
@@ -39,7 +39,8 @@ def measure(
     number = SELECTION_NUMBERS + first_number
     with uncounted(collectives):
         for one, own in seen:
-            u = one.bucket.mean.float() / scale
+            u = one.bucket.mean.float()
+            u = u.clone() if scale is None else u / scale
             for numbers in (own.waiting, own.gradients, u):
                 collectives.launch_all_reduce(numbers, number).wait()
             off, places = u, largest(own.waiting, one.k)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -16,39 +14,54 @@ def equal_regions(numel: int, num_regions: int) -> list[int]:
     return [numel * region // num_regions for region in range(num_regions + 1)]
 
 
-def summary_of(kind: str, places: Tensor, numel: int, num_regions: int) -> Tensor:
+def summary_of(
+    kind: str, places: Tensor, numel: int, num_regions: int, weights: Tensor | None = None
+) -> Tensor:
     """What is to be added up over ranks, for `regions_of`.
 
     Args:
         kind: "histogram" or "mean": see `OkTopk.boundaries`.
-        places: [n] int64, ascending: what this rank has selected.
+        places: [n] int64, ascending for "mean": what this rank has selected.
         numel: Of the bucket.
         num_regions: One for each rank.
+        weights: [n] int64, for "histogram", so that no device is waited for; None: 1 each.
 
     Returns:
         [NUM_BINS or num_regions] int64.
     """
     if kind == "histogram":
-        return torch.bincount(places * NUM_BINS // numel, minlength=NUM_BINS)
+        bins = places * NUM_BINS // numel
+        if weights is None:
+            return torch.bincount(bins, minlength=NUM_BINS)
+        return weights.new_zeros(NUM_BINS).index_add_(0, bins, weights)
     if not len(places):
         return torch.tensor(equal_regions(numel, num_regions)[1:])
     ends = [len(places) * region // num_regions for region in range(1, num_regions)]
     return torch.cat([places[ends], torch.tensor([numel])])
 
 
-def regions_of(kind: str, total: Sequence[int], numel: int, num_regions: int) -> list[int]:
-    """Boundaries as `equal_regions`, from the sum of all ranks' summaries; integers only."""
+def regions_of(kind: str, total: Tensor, numel: int, num_regions: int) -> Tensor:
+    """Where each region begins, and the end, from all ranks' summaries; integers only.
+
+    Args:
+        kind: As for the summaries.
+        total: [NUM_BINS or num_regions] int64, their sum.
+        numel: Of the bucket.
+        num_regions: One for each rank.
+
+    Returns:
+        [num_regions + 1] int64, on the device of `total`, which is not waited for.
+    """
+    ends = total.new_tensor([0, numel])
     if kind == "mean":
-        return [0, *(position // num_regions for position in total[:-1]), numel]
-    if not sum(total):
-        return equal_regions(numel, num_regions)
-    boundaries, before, number = [0], 0, 0
-    for region in range(1, num_regions):
-        # Both sides times num_regions, so that nothing is rounded before the end.
-        wanted = sum(total) * region
-        while (before + total[number]) * num_regions < wanted:
-            before, number = before + total[number], number + 1
-        begin, end = (-(-numel * edge // NUM_BINS) for edge in (number, number + 1))
-        part, whole = wanted - before * num_regions, total[number] * num_regions
-        boundaries.append(begin + (end - begin) * part // whole)
-    return [*boundaries, numel]
+        return torch.cat([ends[:1], total[:-1] // num_regions, ends[1:]])
+    # Both sides times num_regions, so that nothing is rounded before the end.
+    reached = total.cumsum(0)
+    wanted = reached[-1] * torch.arange(1, num_regions, device=total.device)
+    number = torch.searchsorted(reached * num_regions, wanted)
+    inside = total[number]
+    begin, end = (-(-numel * edge // NUM_BINS) for edge in (number, number + 1))
+    part = wanted - (reached[number] - inside) * num_regions
+    inner = begin + (end - begin) * part // (inside * num_regions).clamp_(min=1)
+    equal = total.new_tensor(equal_regions(numel, num_regions))
+    return torch.where(reached[-1] > 0, torch.cat([ends[:1], inner, ends[1:]]), equal)

@@ -14,7 +14,7 @@ What saves nothing, because it is short, or of a dense step, travels as it is, i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -28,6 +28,7 @@ from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.entries import Entries
 from lightning_dear.exchange.global_selection import GlobalSelection, keep_all
 from lightning_dear.exchange.oracle import Seen, measure
+from lightning_dear.exchange.owned_bucket import OwnedBucket
 from lightning_dear.exchange.region_bucket import RegionBucket
 from lightning_dear.exchange.sparse_bucket import SparseBucket
 from lightning_dear.plain_mode import plain_mode
@@ -56,11 +57,15 @@ class SparseExchange(CompressedExchange):
         loss_scale: LossScale,
     ) -> None:
         super().__init__(collectives, first_number, codec, loss_scale)
-        self._seen: list[tuple[RegionBucket, Seen]] = []
-        self.coded: Sequence[RegionBucket] = [
-            RegionBucket(bucket, codec, collectives, is_encoded=bucket.number not in uncompressed)
+        self._seen: list[tuple[OwnedBucket, Seen]] = []
+        self.coded: Sequence[OwnedBucket] = [
+            self._kind(bucket, codec, collectives, is_encoded=bucket.number not in uncompressed)
             for bucket in buckets
         ]
+
+    @property
+    def _kind(self) -> type[OwnedBucket]:
+        return RegionBucket
 
     # --- the reduce half --------------------------------------------------------------------------
 
@@ -68,7 +73,7 @@ class SparseExchange(CompressedExchange):
     def expect_reduce(self, bucket: Bucket) -> None:
         one, number = self.coded[bucket.number], self._first_number + bucket.number
         if one.is_sparse:
-            self._collectives.expect_messages("reduce_scatter", one.incoming, number)
+            self._expect_messages("reduce_scatter", one.incoming, number)
         else:
             self._collectives.expect_reduce_scatter(one.received, number)
 
@@ -86,12 +91,20 @@ class SparseExchange(CompressedExchange):
             # Who is nan or inf is larger than the others.
             self._look_for_inf(not_empty(selected))
             messages = one.messages(waiting, selected, scale)
-        everybody = range(self._collectives.world_size)
-        place = everybody, one.incoming, number
-        work = self._collectives.launch_messages("reduce_scatter", messages, *place)
+        work = self._launch_messages(messages, one.incoming, number)
         return Work(work.wait, partial(one.sum_up, messages[self._collectives.rank]))
 
-    def _see(self, one: RegionBucket, waiting: Tensor, scale: Tensor | None) -> None:
+    def _expect_messages(self, lane: str, room: Tensor, number: int) -> None:
+        self._collectives.expect_messages(lane, room, number)
+
+    def _launch_messages(
+        self, messages: Mapping[int, Tensor] | Tensor, incoming: Tensor, number: int
+    ) -> Work:
+        assert isinstance(messages, Mapping)
+        place = range(self._collectives.world_size), incoming, number
+        return self._collectives.launch_messages("reduce_scatter", messages, *place)
+
+    def _see(self, one: OwnedBucket, waiting: Tensor, scale: Tensor | None) -> None:
         period = getattr(one.codec, "xi_every", 0)
         if not period or not one.is_due(period):
             return
@@ -103,7 +116,7 @@ class SparseExchange(CompressedExchange):
             unscaled = gradients.clone() if scale is None else gradients / scale
             self._seen.append((one, Seen(waiting.clone(), unscaled)))
 
-    def _launch_as_it_is(self, one: RegionBucket, number: int, scale: Tensor | None) -> Work:
+    def _launch_as_it_is(self, one: OwnedBucket, number: int, scale: Tensor | None) -> Work:
         with device_work():
             gradients = one.flushed(scale)
             self._look_for_inf(gradients)
@@ -123,16 +136,17 @@ class SparseExchange(CompressedExchange):
         # What a rank refuses, all do.
         if keeps and self._refusal is None:
             self._choose([one for one in self.coded if one.is_sparse])
+            seen, self._seen = self._seen, []
+            measure(seen, self._collectives, self._first_number, self._loss_scale())
 
-    def _choose(self, sparse: Sequence[RegionBucket]) -> None:
+    def _choose(self, sparse: Sequence[OwnedBucket]) -> None:
+        """Leaves in means what owners keep. All ranks call, blocks."""
         scale, place = self._loss_scale(), (self._collectives, self._first_number)
+        buckets = [one for one in sparse if isinstance(one, RegionBucket)]
         if isinstance(self._codec, TopkDSA):
-            keep_all(sparse, *place)
-            return
-        factor = 1.0 if scale is None else float(scale)
-        GlobalSelection(sparse, *place, factor).choose()
-        seen, self._seen = self._seen, []
-        measure(seen, *place, factor)
+            keep_all(buckets, *place)
+        else:
+            GlobalSelection(buckets, *place, 1.0 if scale is None else float(scale)).choose()
 
     # --- the gather half --------------------------------------------------------------------------
 
@@ -140,7 +154,7 @@ class SparseExchange(CompressedExchange):
     def expect_gather(self, bucket: Bucket) -> None:
         one, number = self.coded[bucket.number], self._first_number + bucket.number
         if one.is_sparse and not one.is_filled:
-            self._collectives.expect_messages("all_gather", one.gathered, number)
+            self._expect_messages("all_gather", one.gathered, number)
         else:
             self._collectives.expect_all_gather(bucket.gradients, number)
 
@@ -154,14 +168,20 @@ class SparseExchange(CompressedExchange):
             one.note_all()
         if one.is_filled or not one.is_sparse:
             return partial(self._send_as_it_is, one)
-        return partial(self._send, one, one.message(), one.gathered, one.take_sent())
+        arriving = one.message(), one.gathered, one.take_sent(), self._is_nan
+        return partial(self._send, one, *arriving)
 
     def _send(
-        self, one: RegionBucket, message: Tensor, gathered: Tensor, sent: list[Entries]
+        self,
+        one: OwnedBucket,
+        message: Tensor,
+        gathered: Tensor,
+        sent: list[Entries],
+        is_nan: Tensor | None,
     ) -> Work:
         number = self._first_number + one.number
         work = self._spread(message, gathered, number)
-        return Work(work.wait, partial(self._arrive, one, message, gathered, sent))
+        return Work(work.wait, partial(self._arrive, one, message, gathered, sent, is_nan))
 
     def _spread(self, message: Tensor, gathered: Tensor, number: int) -> Work:
         everybody = range(self._collectives.world_size)
@@ -169,14 +189,21 @@ class SparseExchange(CompressedExchange):
         return self._collectives.launch_messages("all_gather", messages, *place)
 
     def _arrive(
-        self, one: RegionBucket, message: Tensor, gathered: Tensor, sent: list[Entries]
+        self,
+        one: OwnedBucket,
+        message: Tensor,
+        gathered: Tensor,
+        sent: list[Entries],
+        is_nan: Tensor | None,
     ) -> None:
         # In whatever context somebody reads a parameter.
         with device_work(), plain_mode(one.bucket.parameters.device.type):
             one.note_gathered(message, gathered)
             one.put_back(sent, one.write(message, gathered))
+            if is_nan is not None:
+                one.bucket.gradients.masked_fill_(is_nan, math.nan)
 
-    def _send_as_it_is(self, one: RegionBucket) -> Work:
+    def _send_as_it_is(self, one: OwnedBucket) -> Work:
         number = self._first_number + one.number
         work = self._collectives.launch_all_gather(one.bucket.gradients, number)
         # Never done at once, not even with one rank: whoever waits steps the bucket.
@@ -208,7 +235,7 @@ class SparseExchange(CompressedExchange):
         for one in self.coded:
             one.clear_others()
             self._look_for_inf(one.bucket.mean)
-        flags = torch.zeros(2, dtype=torch.uint8)
+        flags = torch.zeros(2, dtype=torch.uint8, device=self.coded[0].bucket.mean.device)
         flags[0], flags[1] = self.take_found_inf(), is_denser
         self._collectives.launch_any(flags).wait()
         self.hear_found_inf(flags[0])

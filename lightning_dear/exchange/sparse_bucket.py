@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class SparseBucket(CompressedBucket):
     worker: Unsent
     tally: Tally
     codec: Compressor
+    _head: ClassVar[int] = 1
+    """Elements of a message before its places: how many of these there are."""
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class SparseBucket(CompressedBucket):
 
     def _rows(self, most: int) -> Tensor:
         """Room for a message of at most so many numbers from each rank."""
-        shape = self._world_size, 1 + 2 * most
+        shape = self._world_size, self._head + 2 * most
         return self.bucket.gradients.new_empty(shape, dtype=torch.int32)
 
     # --- across plans and checkpoints -------------------------------------------------------------
@@ -122,18 +125,23 @@ class SparseBucket(CompressedBucket):
 
     def select(self, waiting: Tensor) -> Entries:
         """What of `waiting` is large."""
+        self._count_step()
+        step, k = self.counts["reduce"] - 1, self.k
+        places = self.sparse.find(waiting, k, self.threshold, step)
+        selected = Entries(places, waiting[places]).largest(self.sparse.most_selected(k))
+        self._start_tally(len(places), len(selected.places))
+        return selected
+
+    def _count_step(self) -> None:
         if not self._is_counted:
             # Gradients may come in several rounds of one step.
             self.counts["reduce"] += 1
             self._is_counted = True
-        step, k = self.counts["reduce"] - 1, self.k
-        places = self.sparse.find(waiting, k, self.threshold, step)
-        selected = Entries(places, waiting[places]).largest(self.sparse.most_selected(k))
+
+    def _start_tally(self, num_selected: int | Tensor, num_sent: int | Tensor) -> None:
         most_words = self.sparse.most_words(self.numel, self._world_size)
-        counts = k, len(places), len(selected.places)
         measured = self.tally.off_squared, self.tally.gradient_squared
-        self.tally = Tally(*counts, 0, 0, 0, 0, most_words, *measured)
-        return selected
+        self.tally = Tally(self.k, num_selected, num_sent, 0, 0, 0, 0, most_words, *measured)
 
     def note_messages(self, sent: Iterable[Tensor], received: Iterable[Tensor]) -> None:
         """Counts messages in the tally: those that left this rank, and those that came."""

@@ -6,10 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass
 class Tally:
     """Of one bucket; what comes back counts once it has arrived.
+
+    Counts may be tensors, where the host does not wait for them.
 
     Attributes:
         num_wanted: k.
@@ -25,10 +29,10 @@ class Tally:
     """
 
     num_wanted: int = 0
-    num_selected: int = 0
-    num_sent: int = 0
-    num_kept: int = 0
-    most_kept: int = 0
+    num_selected: int | Tensor = 0
+    num_sent: int | Tensor = 0
+    num_kept: int | Tensor = 0
+    most_kept: int | Tensor = 0
     words_sent: int = 0
     words_received: int = 0
     most_words: float = 0.0
@@ -39,6 +43,8 @@ class Tally:
 def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     """For whoever logs: sums over buckets, shares of sums, and the least balanced bucket.
 
+    Waits for counts that are tensors on an accelerator.
+
     "num_wanted", "num_selected", "num_kept": see `Tally`. "held_back": share of the selected that
     caps have kept in the residual. "imbalance": what the owner of most has kept, over the mean.
     "share_of_bound": words sent or received, the more of them, over `SparseAllReduce.most_words`.
@@ -46,10 +52,11 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     measured; Ok-Topk converges as dense SGD does where that is small beside the number of ranks
     (assumption 1).
     """
-    selected = sum(one.num_selected for one in tallies)
-    sent = sum(one.num_sent for one in tallies)
+    selected = sum(int(one.num_selected) for one in tallies)
+    sent = sum(int(one.num_sent) for one in tallies)
     words = max(sum(one.words_sent for one in tallies), sum(one.words_received for one in tallies))
-    kept = [one for one in tallies if one.num_kept]
+    counts = [(int(one.most_kept), int(one.num_kept)) for one in tallies]
+    kept = [(most, count) for most, count in counts if count]
     figures = {
         "num_wanted": float(sum(one.num_wanted for one in tallies)),
         "num_selected": float(selected),
@@ -57,8 +64,8 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
         "share_of_bound": words / (sum(one.most_words for one in tallies) or 1.0),
     }
     if kept:
-        figures["num_kept"] = float(sum(one.num_kept for one in kept))
-        figures["imbalance"] = max(one.most_kept * world_size / one.num_kept for one in kept)
+        figures["num_kept"] = float(sum(count for _, count in kept))
+        figures["imbalance"] = max(most * world_size / count for most, count in kept)
     gradient_squared = sum(one.gradient_squared for one in tallies)
     if gradient_squared:
         figures["xi"] = math.sqrt(sum(one.off_squared for one in tallies) / gradient_squared)

@@ -45,7 +45,7 @@ class Reference:
     def step(self, gradients: Tensor) -> Tensor:
         """U [padded], of [world_size, padded] gradients that are divided by world_size already."""
         waiting = self.residuals + gradients
-        is_exact = self.num_steps % self.codec.tau_prime == 0
+        is_exact = self.codec.is_static or self.num_steps % self.codec.tau_prime == 0
         selected = [self._select(rank, waiting[rank], is_exact) for rank in range(self.world_size)]
         sent = [
             self._cap(own, places, self.codec.message_cap)
@@ -88,6 +88,10 @@ class Reference:
         return [place for part in parts for place in _largest(numbers, part, most)]
 
     def _choose(self, sums: Tensor, is_exact: bool) -> list[int]:
+        if self.codec.is_static:
+            parts = (range(*pair) for pair in pairwise(self.regions))
+            most = self.k // self.world_size
+            return [place for part in parts for place in _largest(sums, part, most)]
         if not is_exact and self.whole > 0:
             reached = (sums.abs() >= torch.tensor(self.whole)).nonzero()[:, 0].tolist()
             if 2 / 3 * self.k <= len(reached) <= 4 / 3 * self.k:

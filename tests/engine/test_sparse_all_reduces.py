@@ -24,7 +24,7 @@ from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import SHAPES, Run, gradients_of, unscale
-from tests.engine.test_oktopk import check_all_alike, in_bucket, run_of
+from tests.engine.sparse_runs import check_all_alike, in_bucket, run_of
 
 BASELINES: tuple[SparseAllReduce, ...] = (
     TopkA(density=0.05, tau_prime=3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_dear.compression.unsent import UnsentVelocity
 from lightning_dear.exchange.entries import Entries, is_among, joined, unpacked
 from lightning_dear.exchange.kth_largest import kth_largest
+from lightning_dear.exchange.owned_bucket import OwnedBucket
 from lightning_dear.exchange.regions import equal_regions, regions_of, summary_of
 from tests.distributed.harness import distributed
 
@@ -64,7 +67,7 @@ def _regions(kind: str, of_ranks: list[Tensor], numel: int) -> list[int]:
     num_ranks = len(of_ranks)
     total = sum(summary_of(kind, own, numel, num_ranks) for own in of_ranks)
     assert isinstance(total, Tensor)
-    return regions_of(kind, total.tolist(), numel, num_ranks)
+    return regions_of(kind, total, numel, num_ranks).tolist()  # type: ignore[no-any-return]
 
 
 def test_regions_hold_as_many_numbers_each() -> None:
@@ -104,8 +107,8 @@ def test_regions_of_nothing_are_equal() -> None:
 def test_positions_of_many_ranks_add_up() -> None:
     """Beyond 32 bits."""
     numel = 2**31 - 1
-    total = [len(range(200)) * end for end in equal_regions(numel, 200)[1:]]
-    assert regions_of("mean", total, numel, 200) == equal_regions(numel, 200)
+    total = torch.tensor([200 * end for end in equal_regions(numel, 200)[1:]])
+    assert regions_of("mean", total, numel, 200).tolist() == equal_regions(numel, 200)
 
 
 # --- entries --------------------------------------------------------------------------------------
@@ -134,3 +137,15 @@ def test_cutting_loses_nothing(places: list[int], cuts: list[int]) -> None:
         assert all(begin <= place < end for place in part.places.tolist())
     assert torch.equal(joined(parts).places, whole.places)
     assert torch.equal(joined(parts).numbers, whole.numbers)
+
+
+def test_what_was_not_sent_has_not_arrived() -> None:
+    """A static message ends with zeros from place 0, whatever comes of that place."""
+    worker = UnsentVelocity(4, torch.device("cpu"), 0.9)
+    worker.accumulate(torch.tensor([1.0, 2.0, 3.0, 4.0]), None)
+    worker.commit()
+    bucket, sent = SimpleNamespace(worker=worker), torch.tensor([1.0, 3.0, 0.0, 0.0])
+    entries = Entries(torch.tensor([0, 2, 0, 0]), sent)
+    OwnedBucket.put_back(bucket, [entries], torch.tensor([0, 3]))  # type: ignore[arg-type]
+    assert worker.kept["momentum"].tolist() == [0.0, 2.0, 3.0, 4.0]
+    assert worker.kept["residual"].tolist() == [1.0, 2.0, 6.0, 4.0]

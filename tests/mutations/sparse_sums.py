@@ -5,7 +5,11 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 TESTS = "tests/engine/test_oktopk.py"
+PARTS = "tests/engine/test_sparse_parts.py"
+STEPS = "tests/engine/test_oktopk_steps.py"
 BUCKET = "exchange/region_bucket.py"
+OWNED = "exchange/owned_bucket.py"
+STATIC = "exchange/static_bucket.py"
 SELECTION = "exchange/global_selection.py"
 
 TO_THE_BIT = (f"{TESTS}::test_every_number_arrives_or_is_left_to_the_bit",)
@@ -24,8 +28,8 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "putting back what was sent in vain",
-        BUCKET,
-        "            self.worker.put_back(one.places[is_lost], one.numbers[is_lost])\n",
+        OWNED,
+        "            self.worker.put_back(one.places, one.numbers.masked_fill(has_arrived, 0.0))\n",
         "            pass\n",
         TO_THE_BIT,
     ),
@@ -94,7 +98,7 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "giving back what nobody steps",
-        BUCKET,
+        OWNED,
         "                own.zero_()\n",
         "",
         (f"{TESTS}::test_nothing_is_lost_whatever_happens_in_between",),
@@ -104,21 +108,21 @@ SPARSE_SUMS = [
         "checkpoint/residuals.py",
         "            one.steer(residuals.steering[parameters[_first(one)]])\n",
         "            pass\n",
-        (f"{TESTS}::test_a_resumed_run_has_the_same_bits",),
+        (f"{STEPS}::test_a_resumed_run_has_the_same_bits",),
     ),
     Mutation(
         "refusing a denser gradient than was selected",
         BUCKET,
         "        is_denser = bool(own.any())\n",
         "        is_denser = False\n",
-        (f"{TESTS}::test_hooks_may_not_make_it_dense",),
+        (f"{STEPS}::test_hooks_may_not_make_it_dense",),
     ),
     Mutation(
         "looking for inf in what is selected",
         "exchange/sparse.py",
         "            self._look_for_inf(not_empty(selected))\n",
         "            pass\n",
-        (f"{TESTS}::test_gradients_that_are_not_finite_are_refused_and_leave_no_trace",),
+        (f"{STEPS}::test_gradients_that_are_not_finite_are_refused_and_leave_no_trace",),
     ),
     Mutation(
         "thresholds without a loss scale",
@@ -129,8 +133,8 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "clearing momentum where it has arrived",
-        BUCKET,
-        "            self.worker.note_arrived(one.places[~is_lost])\n",
+        OWNED,
+        "            self.worker.note_arrived(one.places, has_arrived)\n",
         "",
         (f"{TESTS}::test_momentum_is_kept_until_it_arrives",),
     ),
@@ -168,5 +172,40 @@ SPARSE_SUMS = [
         "        self._follower.start_anew()\n",
         "",
         RESCALED,
+    ),
+    Mutation(
+        "leaving what a static message has no room for",
+        STATIC,
+        "        is_sent = (order <= room) & (numbers != 0)\n",
+        "        is_sent = numbers != 0\n        order = order.clamp(max=room)\n",
+        TO_THE_BIT,
+    ),
+    Mutation(
+        "telling a place from one where nothing was sent",
+        OWNED,
+        "            has_arrived = is_among(one.places, selected) & (one.numbers != 0)\n",
+        "            has_arrived = is_among(one.places, selected)\n",
+        (f"{PARTS}::test_what_was_not_sent_has_not_arrived",),
+    ),
+    Mutation(
+        "a 0 in a static message is no number",
+        STATIC,
+        "        places = [one.places.masked_fill(one.numbers == 0, end) for one in parts]\n",
+        "        places = [one.places for one in parts]\n",
+        TO_THE_BIT,
+    ),
+    Mutation(
+        "another round of what a static selection has left out",
+        STATIC,
+        "        self._rejected = mean.index_fill(0, self.chosen, 0.0)\n",
+        "",
+        (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
+    ),
+    Mutation(
+        "regions of the selections, in static mode",
+        STATIC,
+        "        self.edges = self._next_edges\n",
+        "",
+        REFERENCE,
     ),
 ]

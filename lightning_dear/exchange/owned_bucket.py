@@ -1,0 +1,191 @@
+"""A sparse bucket that is cut into regions, each of which one rank sums and selects from."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dear.bucket import Bucket
+from lightning_dear.compression import OkTopk, SparseAllReduce
+from lightning_dear.exchange.entries import Entries, is_among
+from lightning_dear.exchange.sparse_bucket import SparseBucket
+from lightning_dear.work import Collectives
+
+NUM_FIRST_STEPS = 64
+"""Steps at the beginning in each of which regions are made anew: residuals still grow."""
+
+
+class OwnedBucket(SparseBucket):
+    """What one bucket sends in both halves, and what it leaves.
+
+    Its mean is 0 but for what is in this rank's region.
+
+    Args:
+        bucket: See `SparseBucket`.
+        configured: See `SparseBucket`.
+        collectives: See `SparseBucket`.
+        is_encoded: See `SparseBucket`.
+
+    Attributes:
+        gathered: [world_size, n] int32, what each owner sends to all.
+        is_filled: Whether sums are so many that all of them travel, without places.
+        chosen: [n] int64: what this rank's region keeps.
+        has_regions: Whether regions follow anybody's selections.
+    """
+
+    gathered: Tensor
+    has_regions: bool
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        configured: SparseAllReduce,
+        collectives: Collectives,
+        *,
+        is_encoded: bool,
+    ) -> None:
+        self._summary: Tensor | None = None
+        self._sent: list[Entries] = []
+        self._set_aside: list[tuple[slice, Tensor]] = []
+        self._rejected: Tensor | None = None
+        self.is_filled = False
+        self.chosen = torch.empty(0, dtype=torch.int64, device=bucket.mean.device)
+        super().__init__(bucket, configured, collectives, is_encoded=is_encoded)
+
+    @override
+    def _make_room(self) -> None:
+        super()._make_room()
+        self.gathered = self._rows(self.most_owned if self.is_sparse else 0)
+
+    @property
+    @abstractmethod
+    def most_owned(self) -> int:
+        """Most numbers that one owner keeps."""
+
+    @property
+    def ok(self) -> OkTopk:
+        """The codec, where it selects once more."""
+        assert isinstance(self.codec, OkTopk)
+        return self.codec
+
+    # --- the reduce half --------------------------------------------------------------------------
+
+    @abstractmethod
+    def messages(
+        self, waiting: Tensor, selected: Entries, scale: Tensor | None
+    ) -> Mapping[int, Tensor] | Tensor:
+        """Cuts `selected` into each owner's, and takes what is sent out of `waiting`."""
+
+    @abstractmethod
+    def clear_others(self) -> None:
+        """Makes the mean 0 outside this rank's region."""
+
+    @abstractmethod
+    def take_back(self) -> bool:
+        """Leaves of the mean what was chosen; whether there was more in this rank's region."""
+
+    def restore_rejected(self) -> None:
+        """Adds to the mean what an earlier selection of the same step has left out.
+
+        Or what nobody used then; perhaps somebody has meanwhile.
+        """
+        if self._rejected is not None:
+            self._selected_from.add_(self._rejected)
+        for part, numbers in self._set_aside:
+            self.bucket.mean[part].add_(numbers)
+        self._rejected, self._set_aside = None, []
+
+    @property
+    @abstractmethod
+    def _selected_from(self) -> Tensor:
+        """A view of the mean: where this rank selects."""
+
+    # --- regions ----------------------------------------------------------------------------------
+
+    @property
+    def are_regions_due(self) -> bool:
+        """Whether those of the next step follow the selections of this one."""
+        is_early = self.counts["reduce"] <= NUM_FIRST_STEPS
+        return is_early or self.is_due(self.ok.tau) or not self.has_regions
+
+    @property
+    def summary(self) -> Tensor:
+        """Of this rank's selection, to be added up for the next step's regions."""
+        assert self._summary is not None
+        return self._summary
+
+    @abstractmethod
+    def note_total(self, total: Tensor) -> None:
+        """Told all ranks' summaries, added up; the regions change once the step is made."""
+
+    # --- the gather half --------------------------------------------------------------------------
+
+    @abstractmethod
+    def message(self) -> Tensor:
+        """What all ranks are to get of this rank's region; see `gathered`."""
+
+    @abstractmethod
+    def write(self, own: Tensor, gathered: Tensor) -> Tensor:
+        """Makes what owners have sent the bucket's gradients.
+
+        Returns:
+            [n] int64, ascending: its places, and perhaps some behind the bucket's end.
+        """
+
+    @abstractmethod
+    def note_gathered(self, own: Tensor, gathered: Tensor) -> None:
+        """Counts what owners have sent in the tally."""
+
+    def note_all(self) -> None:
+        """Counts all sums, without places, in the tally."""
+        others = self.spec.padded_numel // self._world_size * (self._world_size - 1)
+        self.tally.words_sent += others
+        self.tally.words_received += others
+
+    def take_sent(self) -> list[Entries]:
+        """What this rank has sent for the step under way."""
+        taken, self._sent = self._sent, []
+        return taken
+
+    def put_back(self, sent: list[Entries], selected: Tensor) -> None:
+        """What was sent and not selected is to be sent still.
+
+        Args:
+            sent: By this rank; zeros were not.
+            selected: [n] int64, ascending: places of what all ranks have got.
+        """
+        for one in sent:
+            has_arrived = is_among(one.places, selected) & (one.numbers != 0)
+            self.worker.put_back(one.places, one.numbers.masked_fill(has_arrived, 0.0))
+            self.worker.note_arrived(one.places, has_arrived)
+
+    # --- around a step ----------------------------------------------------------------------------
+
+    @override
+    def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
+        """See `CompressedBucket`; what was sent in vain goes back to who has sent it."""
+        super().note_used(used, scale, keeps=keeps and not self.is_sparse)
+        if keeps and self.is_sparse:
+            for part in self._unused:
+                own = self.bucket.mean[part]
+                self._set_aside.append((part, own.clone()))
+                own.zero_()
+
+    @override
+    def commit(self) -> None:
+        super().commit()
+        self._rejected, self._set_aside = None, []
+
+    @override
+    def discard(self) -> None:
+        super().discard()
+        self._sent, self._rejected, self._set_aside = [], None, []
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        del self.gathered

@@ -1,0 +1,54 @@
+"""Ok-Topk in messages that are always as long. Other tests of Ok-Topk have it as a second mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_dear.compression import Gaussiank, GTopk, OkTopk, TopkA, TopkDSA
+from lightning_dear.exchange_options import ExchangeOptions
+from tests.distributed.harness import distributed
+from tests.engine.sparse_runs import (
+    STATIC,
+    buckets_of,
+    run_of,
+)
+
+
+@distributed(world_sizes=(3,))
+def test_static_messages_are_always_as_long() -> None:
+    """Whatever is selected, 0 where nothing is: no count travels in either half."""
+    run, ledger = run_of(replace(STATIC, tau=1)), None
+    for step in range(6):
+        ledger = run.pipeline.collectives.ledger
+        before = replace(ledger)
+        run.backward(leaves_out=step == 2, scale=0.0 if step == 4 else 1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.pipeline.complete_parameters()
+        (one,) = buckets_of(run)
+        room, kept = STATIC.capacities(one.numel, 3)
+        assert (room, kept) == (int(1.5 * one.k / 3), one.k // 3)
+        assert ledger.reduce_scatter_bytes - before.reduce_scatter_bytes == 2 * 4 * 2 * room
+        assert ledger.all_gather_bytes - before.all_gather_bytes == 2 * 4 * 2 * kept
+        # Of each a histogram.
+        assert ledger.metadata_bytes - before.metadata_bytes <= 2 * 4 * 256
+        figures = run.part.encoding_figures()
+        assert figures["share_of_bound"] == pytest.approx(5 / 6, rel=0.01)
+        assert 0 < figures["num_kept"] <= one.k
+
+
+class NativeLike:
+    """As NCCL's, of which the host reads nothing."""
+
+    rank, world_size, reads_flags_freely = 0, 2, False
+
+
+def test_what_looks_up_counts_is_for_gloo_only() -> None:
+    for codec in (OkTopk(), TopkA(), GTopk(), TopkDSA(), Gaussiank()):
+        options = ExchangeOptions("gradients", codec=codec)
+        with pytest.raises(ValueError, match=r"gloo only.*or OkTopk\(mode='static'\)"):
+            options.check(NativeLike(), 1)  # type: ignore[arg-type]
+    options = ExchangeOptions("gradients", codec=OkTopk(mode="static"))
+    options.check(NativeLike(), 1)  # type: ignore[arg-type]
