@@ -13,17 +13,51 @@ from contextlib import contextmanager
 
 _of_thread = threading.local()
 
+MIN_SLEEP_S = 2e-4
+"""What is charged is put off until it is as much: `time.sleep` returns some 0.07 ms late."""
+
+_charge = 0.0
+
+
+def charge_device_work(charge: float) -> None:
+    """Let device work in this process last longer from now on, before it is followed by anything.
+
+    Where it is done on a part of a model only, and pretended to be done on the whole.
+
+    Args:
+        charge: Seconds to sleep for each second of CPU time; 0, as at first: none.
+    """
+    global _charge
+    _charge = charge
+
 
 @contextmanager
 def device_work() -> Iterator[None]:
     """Around work on tensors; must not contain itself."""
-    begin_s = time.perf_counter()
+    begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
     try:
         yield
     finally:
+        spent_s = time.thread_time() - begin_cpu_s
+        _of_thread.cpu_s = device_work_cpu_s() + spent_s
+        _sleep(_charge * spent_s)
         _of_thread.total_s = device_work_s() + time.perf_counter() - begin_s
+
+
+def _sleep(seconds: float) -> None:
+    owed_s = getattr(_of_thread, "owed_s", 0.0) + seconds
+    if owed_s >= MIN_SLEEP_S:
+        begin_s = time.perf_counter()
+        time.sleep(owed_s)
+        owed_s -= time.perf_counter() - begin_s
+    _of_thread.owed_s = owed_s if _charge else 0.0
 
 
 def device_work_s() -> float:
     """Seconds for which the host was in `device_work` so far, in the calling thread."""
     return float(getattr(_of_thread, "total_s", 0.0))
+
+
+def device_work_cpu_s() -> float:
+    """CPU seconds of that, without what is charged: what a core of one's own takes, or less."""
+    return float(getattr(_of_thread, "cpu_s", 0.0))

@@ -1,31 +1,77 @@
-"""What counts as the device's own work."""
+"""What device work is counted as, and what is charged for it."""
 
 from __future__ import annotations
 
-import threading
-import time
+from collections.abc import Iterator
 
 import pytest
 
-from lightning_dear.device_work import device_work, device_work_s
+from lightning_dear import device_work as module
+from lightning_dear.device_work import (
+    charge_device_work,
+    device_work,
+    device_work_cpu_s,
+    device_work_s,
+)
 
 
-def test_its_time_adds_up_in_its_own_thread() -> None:
-    before_s = device_work_s()
-    for _ in range(2):
+class Clocks:
+    """Wall time and CPU time, which only the test lets pass."""
+
+    def __init__(self) -> None:
+        self.wall_s = self.cpu_s = 0.0
+
+    def work(self, cpu_s: float, waiting_s: float = 0.0) -> None:
+        self.cpu_s += cpu_s
+        self.wall_s += cpu_s + waiting_s
+
+    def perf_counter(self) -> float:
+        return self.wall_s
+
+    def thread_time(self) -> float:
+        return self.cpu_s
+
+    def sleep(self, seconds: float) -> None:
+        self.wall_s += seconds + 7e-5
+
+
+@pytest.fixture(name="clocks")
+def _clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clocks]:
+    clocks = Clocks()
+    monkeypatch.setattr(module, "time", clocks)
+    yield clocks
+    charge_device_work(0.0)
+
+
+def test_it_is_counted_by_both_clocks(clocks: Clocks) -> None:
+    before_s, before_cpu_s = device_work_s(), device_work_cpu_s()
+    with device_work():
+        clocks.work(0.01, waiting_s=0.02)
+    clocks.work(1.0)
+    assert device_work_s() - before_s == pytest.approx(0.03)
+    assert device_work_cpu_s() - before_cpu_s == pytest.approx(0.01)
+    assert clocks.wall_s == pytest.approx(1.03)
+
+
+def test_what_is_charged_passes_before_anything_else(clocks: Clocks) -> None:
+    before_s, before_cpu_s = device_work_s(), device_work_cpu_s()
+    charge_device_work(9.0)
+    with device_work():
+        # Waiting for a core is not charged for.
+        clocks.work(0.01, waiting_s=0.02)
+    assert clocks.wall_s == pytest.approx(0.03 + 0.09, abs=1e-4)
+    assert device_work_s() - before_s == pytest.approx(0.12, abs=1e-4)
+    assert device_work_cpu_s() - before_cpu_s == pytest.approx(0.01)
+    charge_device_work(0.0)
+    with device_work():
+        clocks.work(0.01)
+    assert clocks.wall_s == pytest.approx(0.13, abs=1e-4)
+
+
+def test_short_charges_add_up(clocks: Clocks) -> None:
+    """However late a sleep comes back."""
+    charge_device_work(3.0)
+    for _ in range(1000):
         with device_work():
-            time.sleep(0.01)
-    time.sleep(0.01)
-    others: list[float] = []
-    thread = threading.Thread(target=lambda: others.append(device_work_s()))
-    thread.start()
-    thread.join()
-    assert 0.02 <= device_work_s() - before_s < 0.5
-    assert others == [0.0]
-
-
-def test_work_that_fails_took_its_time() -> None:
-    before_s = device_work_s()
-    with pytest.raises(ValueError, match="bad"), device_work():
-        raise ValueError("bad")
-    assert device_work_s() > before_s
+            clocks.work(1e-5)
+    assert clocks.wall_s == pytest.approx(1000 * 4e-5, abs=3e-4)

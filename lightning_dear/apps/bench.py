@@ -1,5 +1,6 @@
 """``dear-bench``: strategies side by side, on the same ranks, with the bounds beside them."""
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from lightning_dear.benchmarking.plot import write_plot
 from lightning_dear.benchmarking.progress import Progress
 from lightning_dear.benchmarking.records import Row
 from lightning_dear.benchmarking.table import format_rows
+from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.paths import conf_dir
 
 
@@ -59,6 +61,7 @@ def _compare(starter: Trainer, points: Sequence[Setting]) -> None:
         starter.world_size,
         starter.num_devices,
         interface_of(starter.num_nodes),
+        starter.world_size if HOST_VARIABLE in os.environ else starter.num_devices,
     )
     folder = Path(HydraConfig.get().runtime.output_dir)
     done: list[Comparison] = []

@@ -22,6 +22,7 @@ from lightning_dear.benchmarking import machine
 from lightning_dear.benchmarking.competitors import forget_mesh
 from lightning_dear.benchmarking.records import RankBlock, Step
 from lightning_dear.benchmarking.stamps import StepStamps
+from lightning_dear.device_work import device_work_cpu_s
 
 _EXPECTED_WARNINGS = (
     ".*isinstance.treespec, LeafSpec.*",
@@ -85,6 +86,7 @@ class _Probe:
         self._strategy: Strategy | None = None
         self._batches_per_step = 1
         self.cpu: list[machine.CpuTimes] = []
+        self.codec_cpu_s: list[float] = []
         self.sent: list[int | None] = []
         self.statistics: list[Any] = []
         self.plan: Any = None
@@ -102,6 +104,7 @@ class _Probe:
         if rest == 0 and step in (first, last):
             self.sent.append(machine.sent_bytes(self._interface))
             self.cpu.append(machine.cpu_times())
+            self.codec_cpu_s.append(device_work_cpu_s())
         if rest == 0 and first < step <= last:
             self.statistics.append(getattr(self._strategy, "statistics", None))
             self.plan = getattr(self._strategy, "plan", None)
@@ -116,12 +119,14 @@ class Rig:
         world_size: All ranks.
         ranks_on_host: Ranks that share a host and its interface.
         interface: What carries the bytes that ranks send each other.
+        ranks_on_machine: Ranks that share a machine, which may have several emulated hosts.
     """
 
     rank: int
     world_size: int
     ranks_on_host: int
     interface: str
+    ranks_on_machine: int = 1
 
 
 def run_block(
@@ -160,16 +165,20 @@ def run_block(
 
 def _measured(rig: Rig, probe: _Probe, steps: tuple[Step, ...], counts_memory: bool) -> RankBlock:
     before, after = probe.sent
+    codec_cpu_s = probe.codec_cpu_s[1] - probe.codec_cpu_s[0]
+    wall_s = probe.cpu[1].wall_s - probe.cpu[0].wall_s
     return RankBlock(
         rank=rig.rank,
         steps=steps,
         cpu_s=probe.cpu[1].process_s - probe.cpu[0].process_s,
-        wall_s=probe.cpu[1].wall_s - probe.cpu[0].wall_s,
+        wall_s=wall_s,
         machine_use=machine.machine_use(*probe.cpu),
         interface_bytes=None if before is None or after is None else after - before,
         ranks_on_host=rig.ranks_on_host,
         peak_memory_bytes=machine.peak_memory() if counts_memory else None,
         num_buckets=None if probe.plan is None else len(probe.plan.buckets),
+        codec_cpu_s=codec_cpu_s,
+        codec_use=codec_cpu_s * rig.ranks_on_machine / (wall_s * (os.cpu_count() or 1)),
     )
 
 

@@ -45,6 +45,8 @@ class RankBlock:
         ranks_on_host: Ranks that share that interface.
         peak_memory_bytes: Most resident memory since the block began.
         num_buckets: Buckets of the strategy's plan; None where it has none to tell of.
+        codec_cpu_s: CPU time of encoding and decoding, part of `cpu_s`.
+        codec_use: Share of the machine's cores that all its ranks encoded on, if all are alike.
     """
 
     rank: int
@@ -56,6 +58,8 @@ class RankBlock:
     ranks_on_host: int
     peak_memory_bytes: int | None
     num_buckets: int | None = None
+    codec_cpu_s: float = 0.0
+    codec_use: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,8 @@ class Row:
         is_void: Whether a replayed model's ranks had too little CPU to wait as an accelerator does.
         num_buckets: Buckets of the plan; None where there is none to tell of.
         note: What was found by tuning, for people.
+        codec_s: CPU seconds of encoding and decoding, per rank and step. What is charged for a
+            whole model's is not in it, and it does not make a row void.
     """
 
     point: Point
@@ -165,6 +171,7 @@ class Row:
     is_void: bool
     num_buckets: int | None = None
     note: str = ""
+    codec_s: float = 0.0
 
     @property
     def over_bound(self) -> float | None:

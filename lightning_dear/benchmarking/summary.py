@@ -64,6 +64,7 @@ def _row(point: Point, name: str, own: dict[int, Block], first: dict[int, Block]
     use = _known(rank.machine_use for block in own.values() for rank in block.ranks)
     memory = _known(rank.peak_memory_bytes for block in own.values() for rank in block.ranks)
     ranks = [rank for block in own.values() for rank in block.ranks]
+    others_use = (rank.machine_use - rank.codec_use for rank in ranks if rank.machine_use)
     return Row(
         point=point,
         entry=name,
@@ -80,9 +81,10 @@ def _row(point: Point, name: str, own: dict[int, Block], first: dict[int, Block]
         peak_memory_bytes=max(memory, default=None),
         cpu_per_rank=mean(rank.cpu_s / rank.wall_s for rank in ranks),
         machine_use=max(use, default=None),
-        is_void=point.is_replay and max(use, default=0) > MAX_REPLAY_USE,
+        is_void=point.is_replay and max(others_use, default=0) > MAX_REPLAY_USE,
         num_buckets=ranks[-1].num_buckets,
         note=note,
+        codec_s=mean(rank.codec_cpu_s / len(rank.steps) for rank in ranks),
     )
 
 

@@ -20,6 +20,7 @@ _TITLES = (
     "MB/step",
     "peak MB",
     "CPU/rank",
+    "codec ms",
     "/bound",
     "/DeAR",
     "",
@@ -29,6 +30,7 @@ LEGEND = (
     "step: median of the steps, each the mean over its ranks. ratio: step over the first entry's,"
     " median and spread of the rounds.\n"
     "RS/AG wait: step time that stood still for reduce-scatters and all-gathers; -: not measured.\n"
+    "codec: CPU time of encoding and decoding, a rank's in a step.\n"
     "MB/step: sent by a rank (10^6 bytes); * counted at the interface, headers included.\n"
     "/bound: step over max(forward + backward, bytes / rate). /DeAR: over max(forward, all-gather)"
     " + max(backward, reduce-scatter).\n"
@@ -91,6 +93,7 @@ def _cells(row: Row) -> list[str]:
         _mega(row.wire_bytes) + ("*" if row.wire_source == "interface" else ""),
         _mega(row.peak_memory_bytes),
         f"{row.cpu_per_rank:.2f}",
+        _ms(row.codec_s),
         _ratio(row.over_bound),
         _ratio(row.over_dear_bound),
         "; ".join(text for text in (row.note, void) if text),

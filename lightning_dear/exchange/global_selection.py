@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dear.compression.thresholds import FEWEST, MOST, STEADINESS
+from lightning_dear.device_work import device_work
 from lightning_dear.exchange.entries import Entries
 from lightning_dear.exchange.kth_largest import kth_largest
 from lightning_dear.exchange.owned_bucket import OwnedBucket
@@ -22,7 +23,8 @@ each of these has a place besides. (SparCML's own rule is a third.)"""
 
 def keep_all(buckets: Sequence[RegionBucket], collectives: Collectives, first_number: int) -> None:
     """Keeps all sums of all owners, and tells ranks how many there are. All ranks call; blocks."""
-    found = [one.candidates(0.0)[0] for one in buckets]
+    with device_work():
+        found = [one.candidates(0.0)[0] for one in buckets]
     with as_metadata(collectives):
         own = [(len(entries.places), 0) for entries in found]
         told = tell(own, collectives, SELECTION_NUMBERS + first_number)
@@ -99,7 +101,8 @@ class GlobalSelection:
 
     def _choose_by_threshold(self, buckets: Sequence[RegionBucket]) -> list[RegionBucket]:
         """Returns those in which too few or too many reach it, where nothing was chosen."""
-        found = [one.candidates(one.global_threshold * self._scale) for one in buckets]
+        with device_work():
+            found = [one.candidates(one.global_threshold * self._scale) for one in buckets]
         told = self._tell([(len(own.places), count) for own, count in found])
         left = []
         for one, (own, _), counts in zip(buckets, found, told, strict=True):
@@ -123,7 +126,8 @@ class GlobalSelection:
         """The k largest, of equal ones the first: regions stand in the order of the ranks."""
         if not buckets:
             return
-        found = [one.candidates(0.0)[0] for one in buckets]
+        with device_work():
+            found = [one.candidates(0.0)[0] for one in buckets]
         sizes = [own.numbers.abs() for own in found]
         # Caps may leave fewer than k: then the smallest, as a threshold of 0 would say nothing.
         thresholds = kth_largest(sizes, [one.k for one in buckets], self._add_up)

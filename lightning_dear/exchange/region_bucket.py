@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_dear.compression import OkTopk
 from lightning_dear.compression.selectors import all_above, just_below
+from lightning_dear.device_work import device_work
 from lightning_dear.exchange.entries import Entries, joined, unpacked
 from lightning_dear.exchange.owned_bucket import OwnedBucket
 from lightning_dear.exchange.regions import equal_regions, regions_of, summary_of
@@ -124,10 +125,11 @@ class RegionBucket(OwnedBucket):
     def keep(self, chosen: Entries) -> None:
         """Leaves nothing but `chosen` in the region; the rest may be asked for once more."""
         own, places = self._selected_from, chosen.places - self.region.start
-        own[places] = 0.0
-        self._rejected = own.clone()
-        own.zero_()
-        own[places] = chosen.numbers.to(own.dtype)
+        with device_work():
+            own[places] = 0.0
+            self._rejected = own.clone()
+            own.zero_()
+            own[places] = chosen.numbers.to(own.dtype)
         self.chosen = chosen.places
 
     @property

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dear.device_work import device_work
 from lightning_dear.exchange.global_selection import add_up_summaries
 from lightning_dear.exchange.owned_bucket import OwnedBucket
 from lightning_dear.exchange.sparse import SparseExchange
@@ -48,9 +49,10 @@ class StaticSparseExchange(SparseExchange):
 
     @override
     def _choose(self, sparse: Sequence[OwnedBucket]) -> None:
-        for one in sparse:
-            assert isinstance(one, StaticBucket)
-            one.keep_largest()
+        with device_work():
+            for one in sparse:
+                assert isinstance(one, StaticBucket)
+                one.keep_largest()
         with as_metadata(self._collectives):
             number = SELECTION_NUMBERS + self._first_number
             add_up_summaries(sparse, self._collectives, number)

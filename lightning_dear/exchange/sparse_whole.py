@@ -102,11 +102,13 @@ class WholeSparseExchange(CompressedExchange):
         below = rank & -rank if rank else 1 << (world_size - 1).bit_length()
         children = [rank + step for step in _powers(below) if rank + step < world_size]
         for child in children:
-            total = added(own, self._receive(one, child))
-            own = total.largest(one.k)
-            is_left = ~is_among(total.places, own.places)
-            left = total.numbers[is_left] if scale is None else total.numbers[is_left] / scale
-            one.worker.put_back(total.places[is_left].long(), left)
+            received = self._receive(one, child)
+            with device_work():
+                total = added(own, received)
+                own = total.largest(one.k)
+                is_left = ~is_among(total.places, own.places)
+                left = total.numbers[is_left] if scale is None else total.numbers[is_left] / scale
+                one.worker.put_back(total.places[is_left].long(), left)
         if rank:
             self._send(one, own.packed(), [rank - below])
             own = self._receive(one, rank - below)

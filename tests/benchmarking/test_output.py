@@ -45,7 +45,7 @@ def test_the_table_says_what_it_stands_for() -> None:
     (dear,) = (line for line in text.splitlines() if line.startswith("dear"))
     assert dear.split()[1:] == [
         *("500.0", "0.800", "[0.800-0.800]", "430.0", "30.0", "40.0", "40.0", "7.0", "0.25"),
-        *("1.250", "1.250", "tuned"),
+        *("0.0", "1.250", "1.250", "tuned"),
     ]
 
 

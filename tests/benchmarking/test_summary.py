@@ -114,6 +114,18 @@ def test_a_replay_on_a_busy_machine_is_void() -> None:
     assert not any(row.is_void for row in summarize(real, blocks, ["ddp", "dear"]))
 
 
+def test_encoding_makes_no_row_void() -> None:
+    """It is printed instead."""
+    encoding = replace(rank_block(0, 1.0, 1.0, machine_use=0.9), codec_cpu_s=0.4, codec_use=0.35)
+    busy = replace(encoding, codec_use=0.25)
+    blocks = [block("topk", 0, encoding), block("dear", 0, encoding), block("dear", 1, busy)]
+    first, second = summarize(POINT, blocks, ["topk", "dear"])
+    assert not first.is_void
+    assert second.is_void
+    assert first.codec_s == pytest.approx(0.2)
+    assert first.machine_use == 0.9
+
+
 def test_rows_stand_beside_the_bounds() -> None:
     (row,) = summarize(POINT, [block("dear", 0, rank_block(0, 0.5))], ["dear"])
     assert row.over_bound == pytest.approx(0.5 / 0.4)

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
+from lightning_dear import device_work
 from lightning_dear.recorder import ForwardRecorder
 from lightning_dear.workloads.replay import ReplayData, ReplayModel, load_profile
 from lightning_dear.workloads.replay.sharding import units_of
@@ -159,6 +160,34 @@ def test_seeded_gradients_depend_on_batch_and_parameter_alone():
     assert drawn[0][0].std() == pytest.approx(1, rel=0.3)
 
 
+def test_seeded_gradients_are_drawn_once():
+    """And copied: engines write into what they get."""
+    model = ReplayModel(small_profile(), gradient_seed=1)
+    with_fake_time(model)
+    seen = []
+    for number in (0, 1, 0, 1, 2, 3, 4, 4):
+        model.zero_grad(set_to_none=True)
+        step(model, number)
+        seen.append([p.grad.clone() for p in model.parameters()])
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+    assert_same(seen[0], seen[2], "gradients")
+    assert_same(seen[1], seen[3], "gradients")
+    assert_same(seen[6], seen[7], "gradients")
+    assert [len(one._drawn) for one in model.net._gradients] == [4] * len(model.net._gradients)
+
+
+def test_encoding_takes_as_long_as_it_is_told():
+    """From each step's beginning on: ranks train one model after another."""
+    charges = []
+    for encoding_scale in (8.0, 1.0):
+        model = ReplayModel(small_profile(), encoding_scale=encoding_scale)
+        with_fake_time(model)
+        step(model)
+        charges.append(device_work._charge)
+    assert charges == [7.0, 0.0]
+
+
 def test_seeded_gradients_accumulate():
     model = ReplayModel(small_profile(), gradient_seed=1)
     with_fake_time(model)
@@ -254,6 +283,8 @@ def test_another_device_is_refused():
 
 
 def test_impossible_options_are_refused():
+    with pytest.raises(ValueError, match="encoding_scale must be 1 or more, got 0.5"):
+        ReplayModel(small_profile(), encoding_scale=0.5)
     with pytest.raises(ValueError, match="shard_unit_mb"):
         ReplayModel(small_profile(), shard_unit_mb=-1)
     with pytest.raises(ValueError, match="num_steps"):

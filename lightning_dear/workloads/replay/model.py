@@ -23,6 +23,7 @@ from lightning_dear.workloads.schedules import OptimizerFactory, SchedulerFactor
 from lightning_dear.workloads.task import Task
 
 _MIB = 1024 * 1024
+_MOST_DRAWN = 4
 _DEFAULT_OPTIMIZER = partial(SGD, lr=0.01)
 
 
@@ -34,12 +35,14 @@ class Gradients:
     gradient that nobody else holds, and engines then write to it as `parameter.grad`.
 
     Args:
-        seed: None for zeros; else gradients are drawn anew for each batch, which costs time.
+        seed: None for zeros; else gradients are drawn once for each of the first batches, which
+            costs memory, and copied, which costs time.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self._seed = seed
         self._zeros: list[Tensor] = []
+        self._drawn: dict[int, list[Tensor]] = {}
         self.batch = 0
 
     def make(self, layer: int, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -60,11 +63,16 @@ class Gradients:
         ]
 
     def _draw(self, layer: int, parameters: Sequence[Tensor]) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(hash((self._seed, self.batch, layer)) % 2**63)
-        return [
-            torch.randn(parameter.shape, generator=generator).to(parameter)
-            for parameter in parameters
-        ]
+        drawn = self._drawn.get(self.batch, [])
+        if not drawn or not all(map(_is_like, drawn, parameters)):
+            generator = torch.Generator().manual_seed(hash((self._seed, self.batch, layer)) % 2**63)
+            drawn = [
+                torch.randn(parameter.shape, generator=generator).to(parameter)
+                for parameter in parameters
+            ]
+            if len(self._drawn) < _MOST_DRAWN:
+                self._drawn[self.batch] = drawn
+        return [one.clone() for one in drawn]
 
 
 class _Replay(torch.autograd.Function):
@@ -128,11 +136,17 @@ class ReplayNet(nn.Module):
     Args:
         profile: What to replay.
         gradient_seed: See `ReplayModel`.
+        encoding_scale: See `ReplayModel`.
     """
 
-    def __init__(self, profile: ModelProfile, gradient_seed: int | None = None) -> None:
+    def __init__(
+        self,
+        profile: ModelProfile,
+        gradient_seed: int | None = None,
+        encoding_scale: float = 1.0,
+    ) -> None:
         super().__init__()
-        self.waiter = Waiter()
+        self.waiter = Waiter(charge=encoding_scale - 1)
         self._gradients = [Gradients(gradient_seed) for _ in profile.layers]
         self.layers = nn.ModuleList(
             ReplayLayer(number, layer, self.waiter, gradients)
@@ -169,7 +183,11 @@ class ReplayModel(Task):
         shard_unit_mb: Under FSDP2 only: consecutive layers are gathered together once they have
             this many MiB before scaling; 0 gathers each by itself.
         gradient_seed: None for gradients of zero, which cost no time; else random ones, which
-            depend on the seed and the batch alone: for tests of an engine, not of its speed.
+            depend on the seed and the batch alone: for tests of an engine, and where the numbers
+            themselves say what is sent. The first four batches' are drawn once.
+        encoding_scale: How many times as long as here encoding takes on the device, at least 1:
+            `scale` for the whole model's on such a core. It is counted in CPU time, as of a core
+            that nobody shares, and passes before what was encoded is sent.
 
     Attributes:
         profile: What is replayed, scaled and with the time it takes.
@@ -185,7 +203,10 @@ class ReplayModel(Task):
         scheduler: SchedulerFactory | None = None,
         shard_unit_mb: float = 25.0,
         gradient_seed: int | None = None,
+        encoding_scale: float = 1.0,
     ) -> None:
+        if not 1 <= encoding_scale < math.inf:
+            raise ValueError(f"encoding_scale must be 1 or more, got {encoding_scale}.")
         if not 0 <= shard_unit_mb < math.inf:
             raise ValueError(f"shard_unit_mb must be 0 or more, got {shard_unit_mb}.")
         if not isinstance(profile, ModelProfile):
@@ -193,7 +214,7 @@ class ReplayModel(Task):
         if compute_s is not None:
             profile = profile.with_compute(compute_s)
         profile = profile.scaled(scale)
-        net = ReplayNet(profile, gradient_seed)
+        net = ReplayNet(profile, gradient_seed, encoding_scale)
         super().__init__(net, optimizer or _DEFAULT_OPTIMIZER, scheduler)
         self._waiter = net.waiter
         self.profile = profile

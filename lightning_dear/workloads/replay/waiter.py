@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from lightning_dear.device_work import device_work_s
+from lightning_dear.device_work import charge_device_work, device_work_s
 from lightning_dear.workloads.replay.work_clock import work_clock
 
 MIN_SLEEP_S = 2e-4
@@ -32,6 +32,7 @@ class Waiter:
         sleep: Blocks for the seconds it is given, or a little longer.
         work_clock: See `work_clock`.
         device_clock: Seconds of the device's own work so far; see `device_work`.
+        charge: See `charge_device_work`; applies from each step's beginning on.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class Waiter:
         sleep: Callable[[float], None] = time.sleep,
         work_clock: Callable[[], float] = work_clock,
         device_clock: Callable[[], float] = device_work_s,
+        charge: float = 0.0,
     ) -> None:
         self._clock = clock
         self._sleep = sleep
         self._work_clock = work_clock
         self._device_clock = device_clock
+        self._charge = charge
         self._free_s = self._host_s = self._left_s = 0.0
         self._left_work_s = self._left_device_s = 0.0
         self._late_s = 0.0
@@ -59,6 +62,7 @@ class Waiter:
 
     def begin(self) -> None:
         """A step begins: the device is free from now on, and what came before is forgotten."""
+        charge_device_work(self._charge)
         self._late_s = self.late_s
         self._free_s = self._host_s = self._left_s = self._clock()
         self._left_work_s, self._left_device_s = self._work_clock(), self._device_clock()
