@@ -52,16 +52,15 @@ def regions_of(kind: str, total: Tensor, numel: int, num_regions: int) -> Tensor
     Returns:
         [num_regions + 1] int64, on the device of `total`, which is not waited for.
     """
-    ends = total.new_tensor([0, numel])
+    equal = numel * torch.arange(num_regions + 1, device=total.device) // num_regions
     if kind == "mean":
-        return torch.cat([ends[:1], total[:-1] // num_regions, ends[1:]])
+        return torch.cat([equal[:1], total[:-1] // num_regions, equal[-1:]])
     # Both sides times num_regions, so that nothing is rounded before the end.
     reached = total.cumsum(0)
-    wanted = reached[-1] * torch.arange(1, num_regions, device=total.device)
+    wanted = reached[-1:] * torch.arange(1, num_regions, device=total.device)
     number = torch.searchsorted(reached * num_regions, wanted)
     inside = total[number]
     begin, end = (-(-numel * edge // NUM_BINS) for edge in (number, number + 1))
     part = wanted - (reached[number] - inside) * num_regions
     inner = begin + (end - begin) * part // (inside * num_regions).clamp_(min=1)
-    equal = total.new_tensor(equal_regions(numel, num_regions))
-    return torch.where(reached[-1] > 0, torch.cat([ends[:1], inner, ends[1:]]), equal)
+    return torch.where(reached[-1:] > 0, torch.cat([equal[:1], inner, equal[-1:]]), equal)

@@ -82,14 +82,19 @@ def test_every_entry_of_a_study_composes(study: str) -> None:
     assert set(COMPRESSORS) - entries.keys() == {"none", "fp32", *SPARSE_ALL_REDUCES}
 
 
-def test_the_longer_study_composes() -> None:
+def test_the_longer_studies_compose() -> None:
     with job("experiment=converge_gpt_long") as cfg:
         check(cfg)
         entries = {entry.name: entry for entry in entries_of(cfg)}
-        dgc = entries["dgc"]
-        optimizer = config_of(dgc, (), Options(1, 0), 0.1).optimizer
     assert {"topk", "efsignsgd", "powersgd"} <= entries.keys()
-    assert dgc.asked.reference == "dense_sgd"
+    long, reference = entries["efsignsgd"], entries["dense_8000"]
+    assert long.asked.reference == "dense_8000"
+    assert long.max_steps == reference.max_steps == 8000
+    with job("experiment=converge_gpt_sgd") as cfg:
+        check(cfg)
+        _, dgc = entries_of(cfg)
+        optimizer = config_of(dgc, (), Options(1, 0), 0.1).optimizer
+    assert dgc.name == "dgc"
     assert not optimizer.get("momentum")
 
 
