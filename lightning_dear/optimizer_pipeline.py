@@ -82,8 +82,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         )
         self._residuals = ResidualKeeper(optimizer, collectives)
         self._left = LeftWeights(optimizer)
-        self._module = module
-        self._number = number
+        self._module, self._number = module, number
         self._collectives = collectives
         self._fusion = fusion
         self._options = options
@@ -226,6 +225,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         self.complete_parameters("step")
         self._on_reduce()
         active = self._active or self._start()
+        self._residuals.follow_rates(self.complete_parameters)
         self.sharded.set_gradients(active.reducer.reduce())
         # Without buckets the shards' gradients are views of `.grad`, and nobody tells of new ones.
         self._is_reduced = self._uses_buckets

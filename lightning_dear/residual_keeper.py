@@ -156,7 +156,7 @@ class ResidualKeeper:
         if saved_sizes != own_sizes:
             # torch refuses that, and says so: nothing is loaded.
             return
-        self._follower.start_anew()
+        self._follower.start_anew(state_dict["param_groups"])
         held = Residuals()
         if KEY in state_dict:
             saved = [key for group in state_dict["param_groups"] for key in group["params"]]

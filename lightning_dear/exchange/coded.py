@@ -109,13 +109,14 @@ class CodedExchange(CompressedExchange):
         self, coded: CodedBucket, reduction: Reduction, encoded: Encoded, scale: Tensor | None
     ) -> None:
         rows, mean = coded.rows(reduction.rows), coded.bucket.mean
-        coded.decode(reduction.wires, rows, encoded)
-        sum_in_source_order(list(rows), mean)
-        if encoded.codec.kind == "vote":
-            # Signs have neither the mean's 1/P nor the loss scale.
-            mean.mul_(1 / self._collectives.world_size)
-            if scale is not None:
-                mean.mul_(scale)
+        with device_work():
+            coded.decode(reduction.wires, rows, encoded)
+            sum_in_source_order(list(rows), mean)
+            if encoded.codec.kind == "vote":
+                # Signs have neither the mean's 1/P nor the loss scale.
+                mean.mul_(1 / self._collectives.world_size)
+                if scale is not None:
+                    mean.mul_(scale)
 
     @override
     def add_earlier(self, bucket: Bucket, earlier: Tensor, *, is_empty: bool) -> None:

@@ -99,7 +99,7 @@ class LowRankExchange(CompressedExchange):
             messages = low.encode_first()
         first = self._all_reduce(bucket, messages.first)
         self._unsent.append(partial(self._launch_second, first, low, messages, scale))
-        return Work(partial(self._arrive, low), partial(low.decode, messages))
+        return Work(partial(self._arrive, low), partial(self._decode, low, messages))
 
     def _launch_second(
         self, first: Work, low: LowRankBucket, messages: Messages, scale: Tensor | None
@@ -108,6 +108,10 @@ class LowRankExchange(CompressedExchange):
         with device_work():
             low.encode_second(messages, scale)
         self._seconds[low.number] = self._all_reduce(low.bucket, messages.second)
+
+    def _decode(self, low: LowRankBucket, messages: Messages) -> None:
+        with device_work():
+            low.decode(messages)
 
     def _arrive(self, low: LowRankBucket) -> None:
         while self._unsent:

@@ -85,8 +85,8 @@ class OwnedBucket(SparseBucket):
         """Makes the mean 0 outside this rank's region."""
 
     @abstractmethod
-    def take_back(self) -> bool:
-        """Leaves of the mean what was chosen; whether there was more in this rank's region."""
+    def take_back(self) -> Tensor:
+        """Leaves of the mean what was chosen; a bool: whether there was more in this region."""
 
     def restore_rejected(self) -> None:
         """Adds to the mean what an earlier selection of the same step has left out.

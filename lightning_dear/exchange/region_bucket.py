@@ -101,11 +101,11 @@ class RegionBucket(OwnedBucket):
         self.bucket.mean[self.region.stop :].zero_()
 
     @override
-    def take_back(self) -> bool:
+    def take_back(self) -> Tensor:
         own = self._selected_from
         kept = own[self.chosen - self.region.start]
         own[self.chosen - self.region.start] = 0.0
-        is_denser = bool(own.any())
+        is_denser = own.any()
         own.zero_()
         own[self.chosen - self.region.start] = kept
         return is_denser

@@ -92,7 +92,7 @@ class SparseExchange(CompressedExchange):
             self._look_for_inf(not_empty(selected))
             messages = one.messages(waiting, selected, scale)
         work = self._launch_messages(messages, one.incoming, number)
-        return Work(work.wait, partial(one.sum_up, messages[self._collectives.rank]))
+        return Work(work.wait, partial(sum_up, one, messages[self._collectives.rank]))
 
     def _expect_messages(self, lane: str, room: Tensor, number: int) -> None:
         self._collectives.expect_messages(lane, room, number)
@@ -231,15 +231,17 @@ class SparseExchange(CompressedExchange):
                 one.bucket.mean.fill_(math.nan)
             return
         sparse = [one for one in self.coded if one.is_sparse]
-        is_denser = any([one.take_back() for one in sparse])
+        is_denser = [one.take_back() for one in sparse]
         for one in self.coded:
             one.clear_others()
             self._look_for_inf(one.bucket.mean)
         flags = torch.zeros(2, dtype=torch.uint8, device=self.coded[0].bucket.mean.device)
-        flags[0], flags[1] = self.take_found_inf(), is_denser
+        flags[0] = self.take_found_inf()
+        flags[1] = torch.stack(is_denser).any() if is_denser else False
         self._collectives.launch_any(flags).wait()
         self.hear_found_inf(flags[0])
-        if flags[1]:
+        # A hook that clips by a norm of nan changes all.
+        if flags[1] and not flags[0]:
             self._refusal = RuntimeError(
                 "A hook has changed elements of the mean gradient that were 0, which"
                 f" compressor={self._codec.name!r} does not send. No weight has changed. Scale or"
@@ -265,6 +267,12 @@ def compression_ratio(buckets: Sequence[SparseBucket], world_size: int) -> float
         for one, words in zip(buckets, dense, strict=True)
     ]
     return sum(dense) / sum(sent) if world_size > 1 else 1.0
+
+
+def sum_up(one: SparseBucket, own: Tensor) -> None:
+    """See `SparseBucket.sum_up`."""
+    with device_work():
+        one.sum_up(own)
 
 
 def not_empty(entries: Entries) -> Tensor:

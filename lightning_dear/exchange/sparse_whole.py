@@ -18,7 +18,7 @@ from lightning_dear.device_work import device_work
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.entries import Entries, added, is_among, unpacked
-from lightning_dear.exchange.sparse import compression_ratio, not_empty
+from lightning_dear.exchange.sparse import compression_ratio, not_empty, sum_up
 from lightning_dear.exchange.sparse_bucket import SparseBucket
 from lightning_dear.work import Collectives, Work
 
@@ -83,7 +83,7 @@ class WholeSparseExchange(CompressedExchange):
         messages = dict.fromkeys(everybody, message)
         one.note_messages([message] * (len(everybody) - 1), ())
         work = self._collectives.launch_messages("reduce_scatter", messages, *place)
-        return Work(work.wait, partial(one.sum_up, message))
+        return Work(work.wait, partial(sum_up, one, message))
 
     # --- gTopk ------------------------------------------------------------------------------------
 
@@ -114,8 +114,9 @@ class WholeSparseExchange(CompressedExchange):
             own = self._receive(one, rank - below)
         message = own.packed()
         self._send(one, message, children[::-1])
-        mean = one.bucket.mean.zero_()
-        mean[own.places.long()] = own.numbers.to(mean.dtype)
+        with device_work():
+            mean = one.bucket.mean.zero_()
+            mean[own.places.long()] = own.numbers.to(mean.dtype)
 
     def _receive(self, one: SparseBucket, source: int) -> Entries:
         place = one.incoming, self._first_number + one.number

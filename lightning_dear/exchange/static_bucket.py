@@ -14,8 +14,9 @@ from lightning_dear.exchange.regions import equal_regions, regions_of, summary_o
 class StaticBucket(OwnedBucket):
     """For NCCL: the host waits for no number, and what does not fit stays in the residual.
 
-    A message has room for `OkTopk.capacities` numbers, first all places and then all numbers; a 0
-    is no number, wherever its place is.
+    A message has room for `OkTopk.capacities` numbers, first all places and then all numbers. Where
+    less is to be sent, places are those behind the bucket's end in what owners send to all, whose
+    numbers may be 0 because a hook has made them so; a 0 that is sent to an owner is no number.
 
     Attributes:
         edges: [world_size + 1] int64, on the device: where each region begins, and the end.
@@ -72,13 +73,11 @@ class StaticBucket(OwnedBucket):
         room, places, numbers = self.most_sent, selected.places, selected.numbers
         self._note_selected(places, numbers)
         region = torch.bucketize(places, self.edges[1:-1], right=True)
-        ranks = torch.arange(self._world_size, device=region.device)
-        # How many of the same region are as large or larger.
-        order = (region[:, None] == ranks).cumsum(0).gather(1, region[:, None])[:, 0]
-        is_sent = (order <= room) & (numbers != 0)
+        order = _order_within(region, self._world_size)
+        is_sent = (order < room) & (numbers != 0)
         waiting.index_copy_(0, places, numbers.masked_fill(is_sent, 0.0))
         # Others go behind the end.
-        slots = torch.where(is_sent, region * room + order - 1, self._world_size * room)
+        slots = torch.where(is_sent, region * room + order, self._world_size * room)
         sent = Entries(*(self._in_slots(each, slots) for each in (places, numbers)))
         self._sent.append(sent)
         self.tally.num_sent = is_sent.sum()
@@ -120,6 +119,7 @@ class StaticBucket(OwnedBucket):
         mean = self.bucket.mean
         self.chosen = mean.abs().topk(self.most_owned).indices
         kept = mean[self.chosen]
+        self._is_empty = kept == 0
         self._rejected = mean.index_fill(0, self.chosen, 0.0)
         mean.zero_().index_copy_(0, self.chosen, kept)
 
@@ -129,12 +129,13 @@ class StaticBucket(OwnedBucket):
         return self.bucket.mean
 
     @override
-    def take_back(self) -> bool:
+    def take_back(self) -> Tensor:
         mean, end = self.bucket.mean, self.spec.padded_numel
         kept = mean[self.chosen]
-        mean.index_fill_(0, self._shown[self._shown < end], 0.0)
-        is_denser = bool(mean.any())
-        mean.zero_().index_copy_(0, self.chosen, kept.masked_fill(~self._is_own, 0.0))
+        was_shown = torch.zeros(end + 1, dtype=torch.bool, device=mean.device)
+        was_shown.index_fill_(0, self._shown, True)
+        is_denser = mean.masked_fill_(was_shown[:end], 0.0).any()
+        mean.zero_().index_copy_(0, self.chosen, kept.masked_fill(self._is_empty, 0.0))
         return is_denser
 
     @override
@@ -147,24 +148,25 @@ class StaticBucket(OwnedBucket):
     @override
     def message(self) -> Tensor:
         """[2 n] int32; see `OwnedBucket`."""
-        numbers = self.bucket.mean[self.chosen].float()
-        self._is_own = numbers != 0
-        return torch.cat([self.chosen.int(), numbers.view(torch.int32)])
+        numbers = self.bucket.mean[self.chosen].float().masked_fill(self._is_empty, 0.0)
+        places = self.chosen.masked_fill(self._is_empty, self.spec.padded_numel)
+        return torch.cat([places.int(), numbers.view(torch.int32)])
 
     @override
     def write(self, own: Tensor, gathered: Tensor) -> Tensor:
-        gradients = self.bucket.gradients.zero_()
+        gradients, last = self.bucket.gradients.zero_(), self.spec.padded_numel - 1
         parts = _parts(gathered)
         for part in parts:
-            gradients.index_add_(0, part.places, part.numbers.to(gradients.dtype))
-        end = self.spec.padded_numel
-        places = [one.places.masked_fill(one.numbers == 0, end) for one in parts]
-        self._shown = torch.cat(places).long().sort().values
+            # What stands behind the end is 0.
+            places = part.places.clamp(max=last)
+            gradients.index_add_(0, places, part.numbers.to(gradients.dtype))
+        self._shown = torch.cat([part.places for part in parts]).long().sort().values
         return self._shown
 
     @override
     def note_gathered(self, own: Tensor, gathered: Tensor) -> None:
-        counts = torch.stack([(part.numbers != 0).sum() for part in _parts(gathered)])
+        end = self.spec.padded_numel
+        counts = torch.stack([(part.places < end).sum() for part in _parts(gathered)])
         self.tally.num_kept, self.tally.most_kept = counts.sum(), counts.max()
         self._count_words(len(own))
 
@@ -180,6 +182,17 @@ class StaticBucket(OwnedBucket):
     def discard(self) -> None:
         super().discard()
         self._next_edges = self.edges
+
+
+def _order_within(groups: Tensor, num_groups: int) -> Tensor:
+    """[n] int64, how many of the same group, in [0, num_groups), come before each."""
+    order = groups.argsort(stable=True)
+    sizes = torch.zeros(num_groups, dtype=torch.int64, device=groups.device)
+    sizes.index_add_(0, groups, torch.ones_like(groups))
+    starts = sizes.cumsum(0) - sizes
+    ranks = torch.empty_like(groups)
+    ranks[order] = torch.arange(len(groups), device=groups.device)
+    return ranks - starts[groups]
 
 
 def _parts(rows: Tensor) -> list[Entries]:

@@ -46,7 +46,7 @@ class Scheduled:
     def rate_of(self, number: int) -> float:
         return float(self.optimizer.param_groups[number >= 2]["lr"])
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, synchronize: bool = True) -> None:
         generator, world_size = torch.Generator().manual_seed(step), dist.get_world_size()
         of_ranks = [
             [torch.randint(-64, 65, shape, generator=generator) / 8 for shape in SHAPES]
@@ -58,7 +58,7 @@ class Scheduled:
         with self.pipeline.forward():
             pairs = zip(own, is_trained, strict=True)
             loss = self.model([one if has_gradient else None for one, has_gradient in pairs])
-        with self.pipeline.backward():
+        with self.pipeline.backward(synchronize=synchronize):
             loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -77,22 +77,28 @@ class Scheduled:
             assert torch.equal(to_come - weight.detach().double(), self.expected[number]), number
 
 
+def _resumed(run: Scheduled) -> Scheduled:
+    state = copy.deepcopy(run.part.optimizer_state_dict())
+    resumed = Scheduled()
+    # Of a training that is forgotten: other learning rates.
+    resumed.step(99)
+    resumed.pipeline.complete_parameters()
+    resumed.expected = run.expected
+    resumed.model.load_state_dict(run.model.state_dict())
+    resumed.optimizer.load_state_dict(state)
+    return resumed
+
+
 @distributed(world_sizes=(1, 3))
 def test_what_is_left_weighs_what_it_weighed() -> None:
-    """Over schedules, a checkpoint between them and a step, another plan and a frozen tensor."""
+    """Over schedules, checkpoints before and after them, another plan and a frozen tensor."""
     run = Scheduled()
     for step in range(14):
+        if step == 2:
+            run = _resumed(run)
         run.set_rates(step)
         if step == 4:
-            state = copy.deepcopy(run.part.optimizer_state_dict())
-            resumed = Scheduled()
-            # Of a training that is forgotten: other learning rates.
-            resumed.step(99)
-            resumed.pipeline.complete_parameters()
-            resumed.expected = run.expected
-            resumed.model.load_state_dict(run.model.state_dict())
-            resumed.optimizer.load_state_dict(state)
-            run = resumed
+            run = _resumed(run)
         if step == 6:
             run.part.replan(NoFusion().plan(run.part.tensors, dist.get_world_size()))
         if step == 8:
@@ -102,7 +108,8 @@ def test_what_is_left_weighs_what_it_weighed() -> None:
             run.optimizer.add_param_group({"params": [run.model.new]})
         if step == 11:
             run.model.weights[SOMETIMES].requires_grad_(True)
-        run.step(step)
+        # Now and then nothing is sent before the optimizer is called.
+        run.step(step, synchronize=step not in (3, 10))
         run.check()
 
 
@@ -117,11 +124,10 @@ def test_a_rate_of_zero_changes_nothing() -> None:
     first["lr"] = 0.5
     assert follower.changes() == {weights[0]: 2.0, weights[1]: 2.0}
     assert follower.changes() == {}
-    first["lr"] = 8.0
-    follower.start_anew()
-    assert follower.changes() == {}
-    first["lr"] = torch.tensor(2.0)
+    follower.start_anew([{"lr": 2.0}, {"lr": 0.0}])
     assert follower.changes() == {weights[0]: 4.0, weights[1]: 4.0}
+    first["lr"] = torch.tensor(2.0)
+    assert follower.changes() == {weights[0]: 0.25, weights[1]: 0.25}
 
 
 @distributed(world_sizes=(2,))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_dear.compression import Gaussiank, GTopk, OkTopk, TopkA, TopkDSA
 from lightning_dear.exchange_options import ExchangeOptions
@@ -37,6 +40,27 @@ def test_static_messages_are_always_as_long() -> None:
         figures = run.part.encoding_figures()
         assert figures["share_of_bound"] == pytest.approx(5 / 6, rel=0.01)
         assert 0 < figures["num_kept"] <= one.k
+
+
+@distributed(world_sizes=(2,))
+def test_where_the_host_does_not_look_steps_with_nan_may_be_left_out() -> None:
+    """Also where a hook that clips has spread the nan; otherwise bits are the usual ones."""
+    run, other = (run_of(STATIC) for _ in range(2))
+    run.pipeline.collectives.reads_flags_freely = False  # as on NCCL
+    for step in range(5):
+        if step > 1:
+            run.backward(scale=math.nan if dist.get_rank() == 0 else 1.0, step=100)
+            run.part.expose_gradients()
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+            run.part.reduce()
+            assert bool(buckets_of(run)[0].bucket.mean.isnan().any())
+            # As a loss scale that backs off.
+            run.optimizer.zero_grad()
+        for one in (run, other):
+            one.step()
+            one.pipeline.complete_parameters()
+        pairs = zip(run.model.weights, other.model.weights, strict=True)
+        assert all(torch.equal(own, usual) for own, usual in pairs)
 
 
 class NativeLike:

@@ -78,6 +78,31 @@ def _check_hooks_see_what_is_stepped_and_may_scale_it(codec: OkTopk) -> None:
 
 
 @distributed(world_sizes=(2,))
+def test_what_a_hook_makes_zero_has_arrived_all_the_same() -> None:
+    """What it does to one tensor changes neither others nor what is left to be sent."""
+    for codec in BOTH_MODES:
+        run, other = (run_of(codec) for _ in range(2))
+        largest = len(run.model.weights) - 1
+
+        def freeze(run: Run = run, largest: int = largest) -> None:
+            run.part.expose_gradients()
+            gradient = run.model.weights[largest].grad
+            assert gradient is not None
+            gradient.zero_()
+
+        for _ in range(8):
+            run.step(before=freeze)
+            other.step()
+        for one in (run, other):
+            one.pipeline.complete_parameters()
+        left, without = (one.part._residuals._taken().worker["residual"] for one in (run, other))
+        for number, pair in enumerate(zip(run.model.weights, other.model.weights, strict=True)):
+            own, usual = pair
+            assert torch.equal(own, torch.zeros_like(own) if number == largest else usual)
+            assert torch.equal(left[own], without[usual])
+
+
+@distributed(world_sizes=(2,))
 def test_hooks_may_not_make_it_dense() -> None:
     for codec in BOTH_MODES:
         _check_hooks_may_not_make_it_dense(codec)

@@ -113,8 +113,8 @@ SPARSE_SUMS = [
     Mutation(
         "refusing a denser gradient than was selected",
         BUCKET,
-        "        is_denser = bool(own.any())\n",
-        "        is_denser = False\n",
+        "        is_denser = own.any()\n",
+        "        is_denser = torch.zeros((), dtype=torch.bool)\n",
         (f"{STEPS}::test_hooks_may_not_make_it_dense",),
     ),
     Mutation(
@@ -169,15 +169,15 @@ SPARSE_SUMS = [
     Mutation(
         "forgetting the learning rates of what was there before loading",
         "residual_keeper.py",
-        "        self._follower.start_anew()\n",
+        '        self._follower.start_anew(state_dict["param_groups"])\n',
         "",
         RESCALED,
     ),
     Mutation(
         "leaving what a static message has no room for",
         STATIC,
-        "        is_sent = (order <= room) & (numbers != 0)\n",
-        "        is_sent = numbers != 0\n        order = order.clamp(max=room)\n",
+        "        is_sent = (order < room) & (numbers != 0)\n",
+        "        is_sent = numbers != 0\n        order = order.clamp(max=room - 1)\n",
         TO_THE_BIT,
     ),
     Mutation(
@@ -188,11 +188,34 @@ SPARSE_SUMS = [
         (f"{PARTS}::test_what_was_not_sent_has_not_arrived",),
     ),
     Mutation(
-        "a 0 in a static message is no number",
+        "a chosen 0 of a static selection is no number",
         STATIC,
-        "        places = [one.places.masked_fill(one.numbers == 0, end) for one in parts]\n",
-        "        places = [one.places for one in parts]\n",
+        "        places = self.chosen.masked_fill(self._is_empty, self.spec.padded_numel)\n",
+        "        places = self.chosen\n",
         TO_THE_BIT,
+    ),
+    Mutation(
+        "a number of a static selection that a hook has made 0",
+        STATIC,
+        "        places = self.chosen.masked_fill(self._is_empty, self.spec.padded_numel)\n",
+        "        places = self.chosen.masked_fill(numbers == 0, self.spec.padded_numel)\n",
+        (
+            "tests/engine/test_oktopk_steps.py::test_what_a_hook_makes_zero_has_arrived_all_the_same",
+        ),
+    ),
+    Mutation(
+        "leaving out a step whose nan a hook has spread",
+        "exchange/sparse.py",
+        "        if flags[1] and not flags[0]:\n",
+        "        if flags[1]:\n",
+        ("tests/engine/test_oktopk_static.py",),
+    ),
+    Mutation(
+        "the learning rate of a step in whose backward nothing was sent",
+        "optimizer_pipeline.py",
+        "        self._residuals.follow_rates(self.complete_parameters)\n",
+        "",
+        RESCALED,
     ),
     Mutation(
         "another round of what a static selection has left out",
