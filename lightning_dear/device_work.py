@@ -49,7 +49,9 @@ def _sleep(seconds: float) -> None:
     if owed_s >= MIN_SLEEP_S:
         begin_s = time.perf_counter()
         time.sleep(owed_s)
-        owed_s -= time.perf_counter() - begin_s
+        slept_s = time.perf_counter() - begin_s
+        _of_thread.charged_s = device_work_charged_s() + slept_s
+        owed_s -= slept_s
     _of_thread.owed_s = owed_s if _charge else 0.0
 
 
@@ -61,3 +63,8 @@ def device_work_s() -> float:
 def device_work_cpu_s() -> float:
     """CPU seconds of that, without what is charged: what a core of one's own takes, or less."""
     return float(getattr(_of_thread, "cpu_s", 0.0))
+
+
+def device_work_charged_s() -> float:
+    """Seconds slept so far for what is charged, in the calling thread."""
+    return float(getattr(_of_thread, "charged_s", 0.0))

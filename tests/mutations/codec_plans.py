@@ -95,6 +95,13 @@ CODEC_PLANS = [
         ("tests/workloads/test_replay_waiter.py",),
     ),
     Mutation(
+        "knowing what is charged from standing still",
+        "workloads/replay/waiter.py",
+        "        return self._work_clock() + self._charged_clock()\n",
+        "        return self._work_clock()\n",
+        ("tests/workloads/test_replay_waiter.py",),
+    ),
+    Mutation(
         "counting what starting messages costs",
         "codec_probe.py",
         "        costs.append(cost.with_launches(*launches_s))\n",

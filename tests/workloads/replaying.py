@@ -35,7 +35,7 @@ class FakeTime:
 
     def __init__(self, late_s: float = 0.0) -> None:
         self.late_s = late_s
-        self.now_s = self.work_s = self.device_s = 0.0
+        self.now_s = self.work_s = self.device_s = self.charged_s = 0.0
         self.num_sleeps = 0
 
     def work(self, seconds: float) -> None:
@@ -46,11 +46,19 @@ class FakeTime:
         self.work(seconds)
         self.device_s += seconds
 
+    def charge(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.device_s += seconds
+        self.charged_s += seconds
+
     def stand_still(self, seconds: float) -> None:
         self.now_s += seconds
 
     def work_clock(self) -> float:
         return self.work_s
+
+    def charged_clock(self) -> float:
+        return self.charged_s
 
     def device_clock(self) -> float:
         return self.device_s

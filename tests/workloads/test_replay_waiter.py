@@ -9,7 +9,8 @@ TIMER_LATE_S = 7e-5
 
 
 def new_waiter(time):
-    waiter = Waiter(time.clock, time.sleep, time.work_clock, time.device_clock)
+    clocks = time.work_clock, time.device_clock, time.charged_clock
+    waiter = Waiter(time.clock, time.sleep, *clocks)
     waiter.begin()
     return waiter
 
@@ -42,6 +43,17 @@ def test_the_host_works_beside_the_device_which_works_itself(device_s):
         time.work(3e-3 if number % 2 else 2e-4)
         waiter.wait(2e-3)
     assert time.now_s == pytest.approx(0.2 + 100 * device_s, abs=2.5e-3)
+
+
+def test_what_is_charged_lets_the_host_work_beside_the_device_all_the_same():
+    time = FakeTime()
+    waiter = new_waiter(time)
+    for _ in range(100):
+        time.work(4e-3)
+        time.work_as_device(1e-3)
+        time.charge(9e-3)
+        waiter.wait(2e-2)
+    assert time.now_s == pytest.approx(100 * 0.03 + 4e-3)
 
 
 def test_what_the_device_does_after_it_stood_still_is_not_counted_twice():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from typing_extensions import override
 
+from lightning_dear.device_work import charge_device_work
 from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile, load_profile
 from lightning_dear.workloads.replay.sharding import shard_layers
 from lightning_dear.workloads.replay.waiter import Waiter
@@ -245,6 +246,11 @@ class ReplayModel(Task):
                 f"A replay waits on the host and cannot run on {device.type}: set"
                 " accelerator='cpu'."
             )
+
+    @override
+    def teardown(self, stage: str) -> None:
+        """Whatever trains next in this process is charged for nothing."""
+        charge_device_work(0.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Wait for the time of the forward and return a loss whose backward waits as well."""

@@ -5,7 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from lightning_dear.device_work import charge_device_work, device_work_s
+from lightning_dear.device_work import (
+    charge_device_work,
+    device_work_charged_s,
+    device_work_s,
+)
 from lightning_dear.workloads.replay.work_clock import work_clock
 
 MIN_SLEEP_S = 2e-4
@@ -32,6 +36,7 @@ class Waiter:
         sleep: Blocks for the seconds it is given, or a little longer.
         work_clock: See `work_clock`.
         device_clock: Seconds of the device's own work so far; see `device_work`.
+        charged_clock: Those of them that nobody has worked for.
         charge: See `charge_device_work`; applies from each step's beginning on.
     """
 
@@ -41,15 +46,17 @@ class Waiter:
         sleep: Callable[[float], None] = time.sleep,
         work_clock: Callable[[], float] = work_clock,
         device_clock: Callable[[], float] = device_work_s,
+        charged_clock: Callable[[], float] = device_work_charged_s,
         charge: float = 0.0,
     ) -> None:
         self._clock = clock
         self._sleep = sleep
         self._work_clock = work_clock
         self._device_clock = device_clock
+        self._charged_clock = charged_clock
         self._charge = charge
         self._free_s = self._host_s = self._left_s = 0.0
-        self._left_work_s = self._left_device_s = 0.0
+        self._left_busy_s = self._left_device_s = 0.0
         self._late_s = 0.0
 
     @property
@@ -65,13 +72,13 @@ class Waiter:
         charge_device_work(self._charge)
         self._late_s = self.late_s
         self._free_s = self._host_s = self._left_s = self._clock()
-        self._left_work_s, self._left_device_s = self._work_clock(), self._device_clock()
+        self._left_busy_s, self._left_device_s = self._busy_s(), self._device_clock()
 
     def wait(self, seconds: float) -> None:
         """Blocks until the device, when it is free, has worked for another `seconds`."""
-        now_s, work_s = self._clock(), self._work_clock()
+        now_s, busy_s = self._clock(), self._busy_s()
         gap_s, device_s = now_s - self._left_s, self._device_clock() - self._left_device_s
-        if gap_s - (work_s - self._left_work_s) > MIN_STANDSTILL_S:
+        if gap_s - (busy_s - self._left_busy_s) > MIN_STANDSTILL_S:
             # What the device did itself was done before now.
             self._host_s, device_s = now_s, 0.0
         else:
@@ -79,6 +86,10 @@ class Waiter:
         self._free_s = max(self._free_s, self._host_s) + device_s + seconds
         if self._free_s - now_s >= MIN_SLEEP_S:
             self._sleep(self._free_s - now_s)
-            now_s, work_s = self._clock(), self._work_clock()
-        self._left_s, self._left_work_s = now_s, work_s
+            now_s, busy_s = self._clock(), self._busy_s()
+        self._left_s, self._left_busy_s = now_s, busy_s
         self._left_device_s = self._device_clock()
+
+    def _busy_s(self) -> float:
+        """What is charged passes asleep, but the device is at work."""
+        return self._work_clock() + self._charged_clock()
