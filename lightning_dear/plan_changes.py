@@ -191,7 +191,9 @@ class PlanChanges:
         return self._codec in (None, self._options.codec)
 
     def encoding_figures(self) -> dict[str, Tensor | float]:
-        """What encoding saves and what it leaves over; empty without a codec. Local, no wait.
+        """What encoding saves and what it leaves over; empty without a codec.
+
+        Local; waits only for the device, where counts of `OkTopk` in mode "static" are read.
 
         "compression_ratio": bytes of both halves without it, over those with it.
         "residual_norm": 2-norm of what this rank has still to send; with feedback at a rate, its

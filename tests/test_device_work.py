@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -10,6 +12,7 @@ from lightning_dear import device_work as module
 from lightning_dear.device_work import (
     charge_device_work,
     device_work,
+    device_work_charged_s,
     device_work_cpu_s,
     device_work_s,
 )
@@ -66,6 +69,31 @@ def test_what_is_charged_passes_before_anything_else(clocks: Clocks) -> None:
     with device_work():
         clocks.work(0.01)
     assert clocks.wall_s == pytest.approx(0.13, abs=1e-4)
+
+
+def test_work_that_raises_is_counted_too(clocks: Clocks) -> None:
+    before_s = device_work_s()
+    with suppress(KeyError), device_work():
+        clocks.work(0.01)
+        raise KeyError
+    assert device_work_s() - before_s == pytest.approx(0.01)
+
+
+def test_each_thread_counts_its_own(clocks: Clocks) -> None:
+    charge_device_work(1.0)
+    before_s = device_work_s(), device_work_cpu_s(), device_work_charged_s()
+    counted: list[float] = []
+
+    def work() -> None:
+        with device_work():
+            clocks.work(0.01)
+        counted.extend([device_work_s(), device_work_cpu_s(), device_work_charged_s()])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert counted == pytest.approx([0.02, 0.01, 0.01], abs=1e-4)
+    assert before_s == (device_work_s(), device_work_cpu_s(), device_work_charged_s())
 
 
 def test_short_charges_add_up(clocks: Clocks) -> None:

@@ -47,7 +47,8 @@ class OkTopk(ByThreshold):
     Mode "static" is for NCCL: always as many numbers travel as caps allow, so that no host waits
     for a count. Each rank takes its k largest, and an owner keeps its k / P largest sums: there are
     no thresholds. Where regions do not fit, less than k of the sums travel, and the rest stays in
-    the residuals. At most 5 k (P - 1) / P words, in every step.
+    the residuals. At most 2 (message_cap + 1) k (P - 1) / P words, in every step: 5 k (P - 1) / P
+    as it is.
 
     Args:
         density: See `SparseAllReduce`.
@@ -57,7 +58,8 @@ class OkTopk(ByThreshold):
         boundaries: "histogram": quantiles of where all ranks' selections lie. "mean": means of each
             rank's own quantiles, as in the paper; not with mode="static".
         message_cap: Most numbers of one rank in one region, over k / P; at least 1; at most 1.5
-            keeps the bound. inf: no limit.
+            keeps the bound, and with mode="static" at most 2. inf: no limit; with mode="static"
+            there is always room for k then.
         owner_cap: Most numbers that one owner keeps, over k / P, and all together at most k; at
             least 1; at most 1.25 keeps the bound. inf: no limit, not even k. Not with
             mode="static".

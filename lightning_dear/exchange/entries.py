@@ -16,7 +16,7 @@ class Entries:
     """Some numbers of a bucket.
 
     Attributes:
-        places: [n] int64 or int32, ascending.
+        places: [n] int64 or int32, ascending; in mode "static" of `OkTopk` in any order.
         numbers: [n] fp32.
     """
 

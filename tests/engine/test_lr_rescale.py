@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -26,17 +27,18 @@ class Scheduled:
 
     Args:
         lr_rescale: See `OkTopk`.
+        **options: Others of it.
     """
 
-    def __init__(self, lr_rescale: bool = True) -> None:
+    def __init__(self, lr_rescale: bool = True, **options: Any) -> None:
         self.model = Known()
         self.expected = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
         weights = list(self.model.weights)
         groups = [{"params": weights[:2]}, {"params": weights[2:], "lr": 4.0}]
         self.optimizer = torch.optim.SGD(groups, lr=1.0)
-        codec = OkTopk(density=0.05, tau_prime=3, lr_rescale=lr_rescale)
-        options = ExchangeOptions("gradients", codec=codec)
-        self.pipeline = new_pipeline(self.model, self.optimizer, SingleFusion(), options=options)
+        codec = OkTopk(density=0.05, lr_rescale=lr_rescale, **options)
+        exchange = ExchangeOptions("gradients", codec=codec)
+        self.pipeline = new_pipeline(self.model, self.optimizer, SingleFusion(), options=exchange)
         self.part = self.pipeline.parts[0]
 
     def set_rates(self, step: int) -> None:
@@ -77,9 +79,9 @@ class Scheduled:
             assert torch.equal(to_come - weight.detach().double(), self.expected[number]), number
 
 
-def _resumed(run: Scheduled) -> Scheduled:
+def _resumed(run: Scheduled, **options: Any) -> Scheduled:
     state = copy.deepcopy(run.part.optimizer_state_dict())
-    resumed = Scheduled()
+    resumed = Scheduled(**options)
     # Of a training that is forgotten: other learning rates.
     resumed.step(99)
     resumed.pipeline.complete_parameters()
@@ -92,13 +94,18 @@ def _resumed(run: Scheduled) -> Scheduled:
 @distributed(world_sizes=(1, 3))
 def test_what_is_left_weighs_what_it_weighed() -> None:
     """Over schedules, checkpoints before and after them, another plan and a frozen tensor."""
-    run = Scheduled()
+    _check_weighs_what_it_weighed(tau_prime=3)
+    _check_weighs_what_it_weighed(mode="static")
+
+
+def _check_weighs_what_it_weighed(**options: Any) -> None:
+    run = Scheduled(**options)
     for step in range(14):
         if step == 2:
-            run = _resumed(run)
+            run = _resumed(run, **options)
         run.set_rates(step)
         if step == 4:
-            run = _resumed(run)
+            run = _resumed(run, **options)
         if step == 6:
             run.part.replan(NoFusion().plan(run.part.tensors, dist.get_world_size()))
         if step == 8:
