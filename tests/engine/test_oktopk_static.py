@@ -12,11 +12,8 @@ import torch.distributed as dist
 from lightning_dear.compression import Gaussiank, GTopk, OkTopk, TopkA, TopkDSA
 from lightning_dear.exchange_options import ExchangeOptions
 from tests.distributed.harness import distributed
-from tests.engine.sparse_runs import (
-    STATIC,
-    buckets_of,
-    run_of,
-)
+from tests.engine.linear import Run
+from tests.engine.sparse_runs import STATIC, buckets_of, run_of
 
 
 @distributed(world_sizes=(3,))
@@ -49,11 +46,7 @@ def test_where_the_host_does_not_look_steps_with_nan_may_be_left_out() -> None:
     run.pipeline.collectives.reads_flags_freely = False  # as on NCCL
     for step in range(5):
         if step > 1:
-            run.backward(scale=math.nan if dist.get_rank() == 0 else 1.0, step=100)
-            run.part.expose_gradients()
-            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
-            run.part.reduce()
-            assert bool(buckets_of(run)[0].bucket.mean.isnan().any())
+            _reduce_nan_that_a_hook_spreads(run)
             # As a loss scale that backs off.
             run.optimizer.zero_grad()
         for one in (run, other):
@@ -61,6 +54,18 @@ def test_where_the_host_does_not_look_steps_with_nan_may_be_left_out() -> None:
             one.pipeline.complete_parameters()
         pairs = zip(run.model.weights, other.model.weights, strict=True)
         assert all(torch.equal(own, usual) for own, usual in pairs)
+    _reduce_nan_that_a_hook_spreads(run)
+    run.optimizer.step()
+    run.pipeline.complete_parameters()
+    assert all(bool(one.isnan().all()) for one in run.model.weights)
+
+
+def _reduce_nan_that_a_hook_spreads(run: Run) -> None:
+    run.backward(scale=math.nan if dist.get_rank() == 0 else 1.0, step=100)
+    run.part.expose_gradients()
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.part.reduce()
+    assert bool(buckets_of(run)[0].bucket.mean.isnan().any())
 
 
 class NativeLike:
