@@ -9,6 +9,7 @@ these, `groups.py` and `rendezvous.py`, no module of the engine talks to torch.d
 from __future__ import annotations
 
 import atexit
+import sys
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -88,7 +89,22 @@ def forget_process_groups() -> None:
         one.reduce_group = one.gather_group = None
 
 
-atexit.register(forget_process_groups)
+def end_process_groups() -> None:
+    """Ends gloo's threads with the training they served, before the interpreter is taken down.
+
+    One that still holds a tensor of Python's then aborts the process (signal 6, "terminate called
+    without an active exception"), and Lightning ends NCCL's groups alone. Not after an exception:
+    others may never come, and this would wait for them.
+    """
+    have_sent = bool(alive or reusable_groups)
+    forget_process_groups()
+    # What Python sets before it prints an exception that nobody caught.
+    is_failing = getattr(sys, "last_value", None) is not None
+    if have_sent and not is_failing and dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
+atexit.register(end_process_groups)
 
 
 def _connect(collectives: Collectives, device: torch.device) -> None:

@@ -138,7 +138,7 @@ CODED = [
     Mutation(
         "the mean of a vote",
         "exchange/coded.py",
-        "            mean.mul_(1 / self._collectives.world_size)\n",
+        "                mean.mul_(1 / self._collectives.world_size)\n",
         "",
         (f"{ENGINE}::test_a_vote_is_that_of_the_majority",),
     ),

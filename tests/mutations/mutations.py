@@ -389,6 +389,13 @@ STRATEGY = [
         (f"{STATE}::test_accumulated_gradients_are_those_of_ddp", *row("accumulation")),
     ),
     Mutation(
+        "ending gloo's groups with the job",
+        "collectives.py",
+        "atexit.register(end_process_groups)\n",
+        "atexit.register(forget_process_groups)\n",
+        ("tests/distributed/test_ending.py",),
+    ),
+    Mutation(
         "whole optimizer state in checkpoints",
         "strategy.py",
         "        return self._pipeline.of(optimizer).optimizer_state_dict()\n",

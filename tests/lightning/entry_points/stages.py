@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -87,6 +88,9 @@ def main(strategy: str, folder: Path) -> None:
     new_trainer(strategy).fit(net, loader)
     found = {"metrics": metrics, "weights": copies(net)}
     torch.save(found, folder / f"all-{os.environ.get('LOCAL_RANK', '0')}.pt")
+    if strategy == "ddp":
+        # Lightning leaves gloo's threads to the end of the interpreter, which may then abort.
+        dist.destroy_process_group()
 
 
 def fail_once(strategy: str, net: Stages) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 import lightning_dear  # noqa: F401
@@ -27,6 +28,9 @@ def main(strategy: str, num_nodes: str, devices: str, folder: str) -> None:
     trainer.fit(SavingNet(Path(folder)), data())
     environment = type(trainer.strategy.cluster_environment).__name__
     Path(folder, f"environment-{trainer.global_rank}").write_text(environment)
+    if strategy == "ddp":
+        # Lightning leaves gloo's threads to the end of the interpreter, which may then abort.
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
