@@ -72,14 +72,19 @@ def test_sockets_hold_no_more_than_a_slow_link_sends_soon(
 @pytest.mark.netns
 def test_bytes_of_a_known_transfer_are_counted() -> None:
     num_bytes = 16 << 20
+    counted = []
     with EmulatedCluster(num_hosts=3, rate_mbit=None) as cluster:
-        _transfer(cluster.hosts[0], cluster.hosts[2], num_bytes)
-        sent, _ = cluster.hosts[0].wire_bytes()
-        _, received = cluster.hosts[2].wire_bytes()
-        bystander = sum(cluster.hosts[1].wire_bytes())
+        sender, bystander, receiver = cluster.hosts
+        # The least of some: on a busy machine TCP sends some packets again.
+        for port in range(5001, 5006):
+            sent, received = sender.wire_bytes()[0], receiver.wire_bytes()[1]
+            _transfer(sender, receiver, num_bytes, port)
+            counted.append((sender.wire_bytes()[0] - sent, receiver.wire_bytes()[1] - received))
+        others = sum(bystander.wire_bytes())
+    sent, received = min(counted)
     assert num_bytes < sent < 1.03 * num_bytes
     assert received == pytest.approx(sent, rel=0.01)
-    assert bystander < 10_000
+    assert others < 10_000
 
 
 @pytest.mark.netns
