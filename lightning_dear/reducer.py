@@ -209,8 +209,8 @@ class GradientReducer:
 
     def _finish_round(self) -> bool:
         """Ends a round; says whether some rank has gradients left for another one."""
-        has_earlier = self._num_rounds > 0 and any(self._used)
-        sums = [bucket.mean.clone() for bucket in self._buckets] if has_earlier else []
+        has_sums, buckets = any(self._used), self._buckets if self._num_rounds > 0 else []
+        sums = [bucket.mean.clone() if has_sums else None for bucket in buckets]
         says = self._collect_rest()
         self._missing = [0] * len(self._buckets)
         self._launch_ready()

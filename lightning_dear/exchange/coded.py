@@ -119,9 +119,10 @@ class CodedExchange(CompressedExchange):
                     mean.mul_(scale)
 
     @override
-    def add_earlier(self, bucket: Bucket, earlier: Tensor, *, is_empty: bool) -> None:
+    def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
         """Votes do not add up: those of no gradient are left out, and `check` refuses others."""
-        if not self._encodes_reduce or self.coded[bucket.number].codec.kind != "vote":
+        is_vote = self._encodes_reduce and self.coded[bucket.number].codec.kind == "vote"
+        if earlier is None or not is_vote:
             super().add_earlier(bucket, earlier, is_empty=is_empty)
             return
         bucket.mean.copy_(earlier)

@@ -109,15 +109,16 @@ class DenseExchange:
     def refuse_votes(self, names: Sequence[str]) -> None:
         """Told, as all ranks are, of parameters in them that not every rank has a gradient for."""
 
-    def add_earlier(self, bucket: Bucket, earlier: Tensor, *, is_empty: bool) -> None:
+    def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
         """Adds to the bucket's mean what earlier rounds of the step have brought.
 
         Args:
             bucket: Reduced once more.
-            earlier: Its mean before.
+            earlier: Its mean before; None: no rank had a gradient then.
             is_empty: Whether no rank had a gradient for this round.
         """
-        bucket.mean.add_(earlier)
+        if earlier is not None:
+            bucket.mean.add_(earlier)
 
     def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
         """Told which parameters will be stepped; `keeps`: see `CompressedBucket`."""

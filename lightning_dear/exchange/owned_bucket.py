@@ -163,6 +163,13 @@ class OwnedBucket(SparseBucket):
             self.worker.put_back(one.places, one.numbers.masked_fill(has_arrived, 0.0))
             self.worker.note_arrived(one.places, has_arrived)
 
+    def put_back_unused(self, sent: list[Entries]) -> None:
+        """All that was sent arrives, but nobody steps with what lies in unused parameters."""
+        for one in sent:
+            for part in self._unused:
+                is_left = (one.places >= part.start) & (one.places < part.stop)
+                self.worker.put_back(one.places, one.numbers.masked_fill(~is_left, 0.0))
+
     # --- around a step ----------------------------------------------------------------------------
 
     @override

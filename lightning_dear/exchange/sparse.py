@@ -126,7 +126,7 @@ class SparseExchange(CompressedExchange):
         return Work(work.wait, one.clear_others)
 
     @override
-    def add_earlier(self, bucket: Bucket, earlier: Tensor, *, is_empty: bool) -> None:
+    def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
         super().add_earlier(bucket, earlier, is_empty=is_empty)
         self.coded[bucket.number].restore_rejected()
 
@@ -163,8 +163,8 @@ class SparseExchange(CompressedExchange):
         """Packs what this rank's region keeps; what is returned sends it to all."""
         one = self.coded[bucket.number]
         if one.is_sparse and one.is_filled:
-            # Of equal regions. All that was sent arrives.
-            one.take_sent()
+            # Of equal regions.
+            one.put_back_unused(one.take_sent())
             one.note_all()
         if one.is_filled or not one.is_sparse:
             return partial(self._send_as_it_is, one)

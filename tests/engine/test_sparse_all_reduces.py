@@ -264,6 +264,30 @@ def test_what_nobody_used_at_first_is_not_lost() -> None:
         assert max(run.errors()) <= 1e-5, codec
 
 
+@distributed(world_sizes=(3,))
+def test_what_nobody_uses_is_not_lost_where_sums_travel_as_they_are() -> None:
+    """What was left of earlier steps is sent, and nobody steps with it."""
+    run = run_of(TopkDSA(density=0.4, tau_prime=3))
+    for step in range(6):
+        run.step(leaves_out=step % 2 == 1)
+        assert max(run.errors()) <= 1e-5, step
+
+
+@distributed(world_sizes=(3,))
+def test_what_a_round_without_gradients_sends_is_not_lost() -> None:
+    """A norm is asked for before anything has run backward; what was left is sent all the same."""
+    for codec in ALL:
+        run = run_of(codec)
+        for step in range(4):
+            run.step()
+            run.part.grad_norm()
+            run.backward(step=100 + step)
+            run.count(100 + step)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            assert max(run.errors()) <= 1e-5, (codec, step)
+
+
 # --- what each of them sums -----------------------------------------------------------------------
 
 

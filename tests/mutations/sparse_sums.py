@@ -7,6 +7,7 @@ from tests.mutations.mutation import Mutation
 TESTS = "tests/engine/test_oktopk.py"
 PARTS = "tests/engine/test_sparse_parts.py"
 STEPS = "tests/engine/test_oktopk_steps.py"
+SUMS = "tests/engine/test_sparse_all_reduces.py"
 BUCKET = "exchange/region_bucket.py"
 OWNED = "exchange/owned_bucket.py"
 STATIC = "exchange/static_bucket.py"
@@ -102,6 +103,20 @@ SPARSE_SUMS = [
         "                own.zero_()\n",
         "",
         (f"{TESTS}::test_nothing_is_lost_whatever_happens_in_between",),
+    ),
+    Mutation(
+        "giving back what nobody steps, where sums travel as they are",
+        "exchange/sparse.py",
+        "            one.put_back_unused(one.take_sent())\n",
+        "            one.take_sent()\n",
+        (f"{SUMS}::test_what_nobody_uses_is_not_lost_where_sums_travel_as_they_are",),
+    ),
+    Mutation(
+        "keeping what a round without gradients has sent",
+        "exchange/sparse.py",
+        "        self.coded[bucket.number].restore_rejected()\n",
+        "        if earlier is not None:\n            self.coded[bucket.number].restore_rejected()\n",
+        (f"{SUMS}::test_what_a_round_without_gradients_sends_is_not_lost",),
     ),
     Mutation(
         "thresholds and regions in checkpoints",
