@@ -115,7 +115,8 @@ SPARSE_SUMS = [
         "keeping what a round without gradients has sent",
         "exchange/sparse.py",
         "        self.coded[bucket.number].restore_rejected()\n",
-        "        if earlier is not None:\n            self.coded[bucket.number].restore_rejected()\n",
+        "        if earlier is not None:\n"
+        "            self.coded[bucket.number].restore_rejected()\n",
         (f"{SUMS}::test_what_a_round_without_gradients_sends_is_not_lost",),
     ),
     Mutation(
