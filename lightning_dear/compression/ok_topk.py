@@ -32,7 +32,7 @@ class OkTopk(ByThreshold):
     rank order. Afterwards they keep what reaches the global threshold, about k of all, and send
     that to everybody: u. What of acc was sent and is in u is cleared, and the rest stays residual:
     sum of acc = u + sum of residuals. At most 6 k (P - 1) / P words of 4 bytes, values and places,
-    are sent or received by a rank in a step, however many ranks there are.
+    are sent or received by a rank in a step of one round, however many ranks there are.
 
     The local threshold is the k-th largest number, exactly, every `tau_prime` steps, and is used
     again in between, where it follows the count; it is set anew at once where fewer than 2 k / 3 or
@@ -42,7 +42,8 @@ class OkTopk(ByThreshold):
     Regions are such that all ranks' selections have about as many numbers in each. They follow the
     selections of the step before, so that backward waits for nobody, every `tau` steps and in each
     of the first 64. Where they do not fit, caps keep the bound: what is beyond them stays in the
-    residuals; the largest travel, of equal ones the first.
+    residuals. Of a message the largest travel, of equal ones the first. Where more than k sums
+    reach the last global threshold, each owner keeps its share of k, the largest of its own.
 
     Mode "static" is for NCCL: always as many numbers travel as caps allow, so that no host waits
     for a count. Each rank takes its k largest, and an owner keeps its k / P largest sums: there are

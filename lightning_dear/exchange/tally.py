@@ -18,7 +18,7 @@ class Tally:
     Attributes:
         num_wanted: k.
         num_selected: What reached this rank's threshold.
-        num_sent: What of that no cap has held back.
+        num_sent: What of that no cap of messages has held back.
         num_kept: What all owners have kept of the sums; 0 where nothing is selected once more.
         most_kept: Of one owner.
         words_sent: Values and places, of 4 bytes, that left this rank.
@@ -46,10 +46,11 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     Waits for counts that are tensors on an accelerator.
 
     "num_wanted", "num_selected", "num_kept": see `Tally`. "held_back": share of the selected that
-    caps have kept in the residual. "imbalance": what the owner of most has kept, over the mean.
+    caps of messages have kept in the residual; what caps of owners have is not in it. "imbalance":
+    what the owner of most has kept, over the mean.
     "share_of_bound": words sent or received, the more of them, over `SparseAllReduce.most_words`.
-    "xi": |topk(sum of acc) - u| / |mean gradient|, in steps in which `OkTopk.xi_every` has it
-    measured; Ok-Topk converges as dense SGD does where that is small beside the number of ranks
+    "xi": |topk(sum of acc) - u| / |mean gradient|, of the last step in which `OkTopk.xi_every` had
+    it measured; Ok-Topk converges as dense SGD does where that is small beside the number of ranks
     (assumption 1).
     """
     selected = sum(int(one.num_selected) for one in tallies)
