@@ -117,8 +117,8 @@ CODED = [
     Mutation(
         "not counting the votes of a round without a gradient before others",
         "reducer.py",
-        "self._num_rounds > 0 and any(self._used)",
-        "self._num_rounds > 0",
+        "has_sums, buckets = any(self._used), ",
+        "has_sums, buckets = True, ",
         (f"{VOTES}::test_votes_without_a_gradient_do_not_count",),
     ),
     Mutation(
