@@ -24,8 +24,42 @@ from lightning_dear.workloads.schedules import OptimizerFactory, SchedulerFactor
 from lightning_dear.workloads.task import Task
 
 _MIB = 1024 * 1024
-_MOST_DRAWN = 4
+_NUM_BEGINNINGS = 1 << 20
 _DEFAULT_OPTIMIZER = partial(SGD, lr=0.01)
+
+
+class Noise:
+    """Random numbers that are as good as new for every tensor, and cost no more than a copy.
+
+    All are parts of the same ones, beginning elsewhere.
+
+    Args:
+        seed: What they depend on.
+        longest: Most numbers that are asked for at once.
+    """
+
+    def __init__(self, seed: int, longest: int) -> None:
+        self._seed = seed
+        self._numel = longest + _NUM_BEGINNINGS
+        self._drawn: Tensor | None = None
+
+    def draw(self, batch: int, layer: int, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """New tensors like `parameters`, of standard normal numbers: the same for the same names.
+
+        Args:
+            batch: The batch's number.
+            layer: The layer's number.
+            parameters: What they are to be like.
+        """
+        if self._drawn is None:
+            generator = torch.Generator().manual_seed(self._seed)
+            self._drawn = torch.randn(self._numel, generator=generator)
+        generator = torch.Generator().manual_seed(hash((self._seed, batch, layer)) % 2**63)
+        begins = torch.randint(_NUM_BEGINNINGS, (len(parameters),), generator=generator).tolist()
+        return [
+            self._drawn[begin : begin + one.numel()].view(one.shape).to(one, copy=True)
+            for begin, one in zip(begins, parameters, strict=True)
+        ]
 
 
 class Gradients:
@@ -36,14 +70,12 @@ class Gradients:
     gradient that nobody else holds, and engines then write to it as `parameter.grad`.
 
     Args:
-        seed: None for zeros; else gradients are drawn once for each of the first batches, which
-            costs memory, and copied, which costs time.
+        noise: None for zeros; else where gradients come from, which are copied.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
-        self._seed = seed
+    def __init__(self, noise: Noise | None = None) -> None:
+        self._noise = noise
         self._zeros: list[Tensor] = []
-        self._drawn: dict[int, list[Tensor]] = {}
         self.batch = 0
 
     def make(self, layer: int, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -53,8 +85,8 @@ class Gradients:
             layer: The layer's number.
             parameters: Leaves that autograd will accumulate the gradients into.
         """
-        if self._seed is not None:
-            return self._draw(layer, parameters)
+        if self._noise is not None:
+            return self._noise.draw(self.batch, layer, parameters)
         if not all(map(_is_like, self._zeros, parameters)) or not self._zeros:
             self._zeros = [torch.zeros_like(p, requires_grad=False) for p in parameters]
         # Accumulating would add the memory behind `.grad` to itself; an expanded zero is only read.
@@ -62,18 +94,6 @@ class Gradients:
             zeros.detach() if parameter.grad is None else zeros.new_zeros(()).expand_as(zeros)
             for zeros, parameter in zip(self._zeros, parameters, strict=True)
         ]
-
-    def _draw(self, layer: int, parameters: Sequence[Tensor]) -> list[Tensor]:
-        drawn = self._drawn.get(self.batch, [])
-        if not drawn or not all(map(_is_like, drawn, parameters)):
-            generator = torch.Generator().manual_seed(hash((self._seed, self.batch, layer)) % 2**63)
-            drawn = [
-                torch.randn(parameter.shape, generator=generator).to(parameter)
-                for parameter in parameters
-            ]
-            if len(self._drawn) < _MOST_DRAWN:
-                self._drawn[self.batch] = drawn
-        return [one.clone() for one in drawn]
 
 
 class _Replay(torch.autograd.Function):
@@ -148,7 +168,9 @@ class ReplayNet(nn.Module):
     ) -> None:
         super().__init__()
         self.waiter = Waiter(charge=encoding_scale - 1)
-        self._gradients = [Gradients(gradient_seed) for _ in profile.layers]
+        longest = max(math.prod(shape) for layer in profile.layers for shape in layer.shapes)
+        noise = None if gradient_seed is None else Noise(gradient_seed, longest)
+        self._gradients = [Gradients(noise) for _ in profile.layers]
         self.layers = nn.ModuleList(
             ReplayLayer(number, layer, self.waiter, gradients)
             for number, (layer, gradients) in enumerate(
@@ -185,7 +207,7 @@ class ReplayModel(Task):
             this many MiB before scaling; 0 gathers each by itself.
         gradient_seed: None for gradients of zero, which cost no time; else random ones, which
             depend on the seed and the batch alone: for tests of an engine, and where the numbers
-            themselves say what is sent. The first four batches' are drawn once.
+            themselves say what is sent.
         encoding_scale: How many times as long as here encoding takes on the device, at least 1:
             `scale` for the whole model's on such a core. It is counted in CPU time, as of a core
             that nobody shares, and passes before what was encoded is sent.
