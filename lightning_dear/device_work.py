@@ -25,7 +25,8 @@ def charge_device_work(charge: float) -> None:
     Where it is done on a part of a model only, and pretended to be done on the whole.
 
     Args:
-        charge: Seconds to sleep for each second of CPU time; 0, as at first: none.
+        charge: Seconds for each second of CPU time; 0, as at first: none. They are slept, but for
+            those in which the work waited for a core: a device would not have.
     """
     global _charge
     _charge = charge
@@ -40,7 +41,8 @@ def device_work() -> Iterator[None]:
     finally:
         spent_s = time.thread_time() - begin_cpu_s
         _of_thread.cpu_s = device_work_cpu_s() + spent_s
-        _sleep(_charge * spent_s)
+        waited_s = time.perf_counter() - begin_s - spent_s
+        _sleep(max(0.0, _charge * spent_s - waited_s))
         _of_thread.total_s = device_work_s() + time.perf_counter() - begin_s
 
 

@@ -60,15 +60,24 @@ def test_what_is_charged_passes_before_anything_else(clocks: Clocks) -> None:
     before_s, before_cpu_s = device_work_s(), device_work_cpu_s()
     charge_device_work(9.0)
     with device_work():
-        # Waiting for a core is not charged for.
-        clocks.work(0.01, waiting_s=0.02)
-    assert clocks.wall_s == pytest.approx(0.03 + 0.09, abs=1e-4)
-    assert device_work_s() - before_s == pytest.approx(0.12, abs=1e-4)
+        clocks.work(0.01)
+    assert clocks.wall_s == pytest.approx(0.01 + 0.09, abs=1e-4)
+    assert device_work_s() - before_s == pytest.approx(0.10, abs=1e-4)
     assert device_work_cpu_s() - before_cpu_s == pytest.approx(0.01)
     charge_device_work(0.0)
     with device_work():
         clocks.work(0.01)
-    assert clocks.wall_s == pytest.approx(0.13, abs=1e-4)
+    assert clocks.wall_s == pytest.approx(0.11, abs=1e-4)
+
+
+@pytest.mark.parametrize("waiting_s", [0.02, 0.2])
+def test_who_waits_for_a_core_is_charged_for_the_rest(clocks: Clocks, waiting_s: float) -> None:
+    """Ten times its CPU time passes, or as much as has passed."""
+    charge_device_work(9.0)
+    for _ in range(2):
+        with device_work():
+            clocks.work(0.01, waiting_s=waiting_s)
+    assert clocks.wall_s == pytest.approx(2 * max(0.10, 0.01 + waiting_s), abs=1e-3)
 
 
 def test_work_that_raises_is_counted_too(clocks: Clocks) -> None:

@@ -70,9 +70,7 @@ def added(one: Entries, other: Entries) -> Entries:
     return Entries(places, sums)
 
 
-def is_among(places: Tensor, others: Tensor) -> Tensor:
-    """Which of `places` are in `others`, both ascending."""
-    if not len(others):
-        return torch.zeros_like(places, dtype=torch.bool)
-    at = torch.searchsorted(others, places).clamp_(max=len(others) - 1)
-    return others[at] == places
+def is_among(places: Tensor, others: Tensor, end: int) -> Tensor:
+    """Which of [n] `places` are in `others`, both int64 from 0 to `end`, in any order."""
+    is_other = torch.zeros(end + 1, dtype=torch.bool, device=places.device)
+    return is_other.index_fill_(0, others, True)[places]

@@ -133,7 +133,7 @@ class OwnedBucket(SparseBucket):
         """Makes what owners have sent the bucket's gradients.
 
         Returns:
-            [n] int64, ascending: its places, and perhaps some behind the bucket's end.
+            [n] int64: its places, and perhaps the bucket's end.
         """
 
     @abstractmethod
@@ -156,10 +156,11 @@ class OwnedBucket(SparseBucket):
 
         Args:
             sent: By this rank; zeros were not.
-            selected: [n] int64, ascending: places of what all ranks have got.
+            selected: [n] int64: places of what all ranks have got, and perhaps the bucket's end.
         """
+        end = self.spec.padded_numel
         for one in sent:
-            has_arrived = is_among(one.places, selected) & (one.numbers != 0)
+            has_arrived = is_among(one.places, selected, end) & (one.numbers != 0)
             self.worker.put_back(one.places, one.numbers.masked_fill(has_arrived, 0.0))
             self.worker.note_arrived(one.places, has_arrived)
 

@@ -106,7 +106,7 @@ class WholeSparseExchange(CompressedExchange):
             with device_work():
                 total = added(own, received)
                 own = total.largest(one.k)
-                is_left = ~is_among(total.places, own.places)
+                is_left = ~is_among(total.places.long(), own.places.long(), one.spec.padded_numel)
                 left = total.numbers[is_left] if scale is None else total.numbers[is_left] / scale
                 one.worker.put_back(total.places[is_left].long(), left)
         if rank:

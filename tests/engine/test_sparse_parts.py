@@ -124,8 +124,8 @@ def test_entries_come_back_from_their_message_whatever_follows() -> None:
 
 @given(st.lists(st.integers(0, 30), unique=True), st.lists(st.integers(0, 30), unique=True))
 def test_what_is_among_others(places: list[int], others: list[int]) -> None:
-    own, rest = torch.tensor(sorted(places)).long(), torch.tensor(sorted(others)).long()
-    assert is_among(own, rest).tolist() == [place in others for place in sorted(places)]
+    own, rest = torch.tensor(places).long(), torch.tensor(others).long()
+    assert is_among(own, rest, 30).tolist() == [place in others for place in places]
 
 
 @given(st.lists(st.integers(0, 99), unique=True), st.lists(st.integers(0, 100), max_size=5))
@@ -144,7 +144,8 @@ def test_what_was_not_sent_has_not_arrived() -> None:
     worker = UnsentVelocity(4, torch.device("cpu"), 0.9)
     worker.accumulate(torch.tensor([1.0, 2.0, 3.0, 4.0]), None)
     worker.commit()
-    bucket, sent = SimpleNamespace(worker=worker), torch.tensor([1.0, 3.0, 0.0, 0.0])
+    bucket = SimpleNamespace(worker=worker, spec=SimpleNamespace(padded_numel=4))
+    sent = torch.tensor([1.0, 3.0, 0.0, 0.0])
     entries = Entries(torch.tensor([0, 2, 0, 0]), sent)
     OwnedBucket.put_back(bucket, [entries], torch.tensor([0, 3]))  # type: ignore[arg-type]
     assert worker.kept["momentum"].tolist() == [0.0, 2.0, 3.0, 4.0]

@@ -19,12 +19,13 @@ REFERENCE = (f"{TESTS}::test_bits_are_those_of_the_reference",)
 
 SPARSE_SUMS = [
     Mutation(
-        "places in ascending order, as a search among them needs",
-        BUCKET,
-        "        return torch.cat([part.places for part in parts]).long()\n",
-        "        sizes = torch.cat([part.numbers for part in parts]).abs()\n"
-        "        places = torch.cat([part.places for part in parts]).long()\n"
-        "        return places[sizes.argsort(descending=True)]\n",
+        "knowing what has arrived without a search among places in the order of their numbers",
+        OWNED,
+        "            has_arrived = is_among(one.places, selected, end) & (one.numbers != 0)\n",
+        "            sizes = self.bucket.gradients[selected].abs()\n"
+        "            by_size = selected[sizes.argsort(descending=True)]\n"
+        "            at = torch.searchsorted(by_size, one.places).clamp_(max=len(by_size) - 1)\n"
+        "            has_arrived = (by_size[at] == one.places) & (one.numbers != 0)\n",
         TO_THE_BIT,
     ),
     Mutation(
@@ -199,8 +200,8 @@ SPARSE_SUMS = [
     Mutation(
         "telling a place from one where nothing was sent",
         OWNED,
-        "            has_arrived = is_among(one.places, selected) & (one.numbers != 0)\n",
-        "            has_arrived = is_among(one.places, selected)\n",
+        "            has_arrived = is_among(one.places, selected, end) & (one.numbers != 0)\n",
+        "            has_arrived = is_among(one.places, selected, end)\n",
         (f"{PARTS}::test_what_was_not_sent_has_not_arrived",),
     ),
     Mutation(

@@ -210,7 +210,8 @@ class ReplayModel(Task):
             themselves say what is sent.
         encoding_scale: How many times as long as here encoding takes on the device, at least 1:
             `scale` for the whole model's on such a core. It is counted in CPU time, as of a core
-            that nobody shares, and passes before what was encoded is sent.
+            that nobody shares, so that waits for one are part of it, and passes before what was
+            encoded is sent.
 
     Attributes:
         profile: What is replayed, scaled and with the time it takes.
