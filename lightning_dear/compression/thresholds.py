@@ -12,6 +12,9 @@ from lightning_dear.compression.selectors import all_above, just_below, sampled_
 FEWEST, MOST = 2 / 3, 4 / 3
 """Of k: with fewer or more numbers above a threshold it is set anew."""
 
+FEW = 4
+"""Of so many times as many numbers as are looked for a sample says nothing that helps."""
+
 STEADINESS = 0.1
 """A threshold is multiplied by count / k to this power. Few numbers are far above it, so that one
 to the power of 1/6 or so would bring the count back at once; but counts go up and down."""
@@ -33,11 +36,18 @@ def largest(numbers: Tensor, count: int) -> Tensor:
         return numbers.nonzero().view(-1)
     if not count:
         return torch.empty(0, dtype=torch.int64)
-    # With five deviations more than enough, nearly always.
-    places = all_above(numbers[None], sampled_floor(numbers[None], count, num_deviations=5.0))
-    if len(places) < count:
-        places = numbers.nonzero().view(-1)
+    places = _candidates(numbers, count)
     return places[_largest(numbers[places].abs(), count)]
+
+
+def _candidates(numbers: Tensor, count: int) -> Tensor:
+    """Places, ascending, of all that may be among the largest, and of no 0."""
+    if len(numbers) > FEW * count:
+        # With five deviations more than enough, nearly always.
+        places = all_above(numbers[None], sampled_floor(numbers[None], count, num_deviations=5.0))
+        if len(places) >= count:
+            return places
+    return numbers.nonzero().view(-1)
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:
@@ -46,10 +56,12 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
         return torch.arange(len(sizes))
     # The smallest of those but nan, if any: nan counts as the largest.
     floor = sizes.topk(count, sorted=False).values.nan_to_num(nan=math.inf).amin()
-    is_above = (sizes <= floor).logical_not_()
-    above = is_above.nonzero().view(-1)[:count]
-    equal = (sizes == floor).nonzero().view(-1)[: count - len(above)]
-    return torch.cat([above, equal]).sort().values
+    is_kept = (sizes <= floor).logical_not_()
+    room = count - int(is_kept.sum())
+    if room > 0:
+        is_kept[(sizes == floor).nonzero().view(-1)[:room]] = True
+    # More than these may be nan.
+    return is_kept.nonzero().view(-1)[:count]
 
 
 class LocalThreshold:
