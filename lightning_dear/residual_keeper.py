@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_dear.checkpoint import residuals
 from lightning_dear.checkpoint.by_parameter import Residuals
@@ -55,11 +55,22 @@ class ResidualKeeper:
         """
         self._coded, self._parameters = coded, parameters
         self._seed = seed if self._seed is None else self._seed
+        self._check_rescaling()
         for one in coded:
             one.start_anew(self._seed)
         if self._held is not None:
             self._put_in(self._held)
         self.follow_rates(lambda: None)
+
+    def _check_rescaling(self) -> None:
+        asks = any(getattr(one.configured, "lr_rescale", False) for one in self._coded)
+        if asks and not isinstance(self._optimizer, SGD) and self._collectives.rank == 0:
+            warnings.warn(
+                "lr_rescale=True multiplies what was left to be sent by learning rates, as SGD's"
+                f" steps ask for; those of {type(self._optimizer).__name__} may not follow how"
+                " large gradients are. Leave it out, or use SGD.",
+                stacklevel=2,
+            )
 
     def follow_rates(self, complete: Callable[[], object]) -> None:
         """Multiplies residuals by the last learning rate over the present one, if that is asked.

@@ -22,10 +22,11 @@ class DearMonitor(Callback):
     `dear/wire_bytes` (payload this rank sent), `dear/bucket_fill` (share of the buckets that is not
     padding), each of the step *before* the one it is logged with, so that on a GPU the host need
     not wait for the present one; with a compressor, at the steps that Lightning logs,
-    `dear/compression_ratio`, `dear/residual_norm` and `dear/lag` (see
-    `OptimizerPipeline.encoding_figures`; not under manual optimisation, where Lightning does not
-    say when gradients are zeroed); the plan's name goes to the logger's hyper-parameters. Under
-    other strategies only the step time is summarised. Without this callback nothing is logged.
+    `dear/compression_ratio`, `dear/residual_norm`, `dear/lag` and, with sparse all-reduces, what
+    `exchange.tally.figures_of` says (see `OptimizerPipeline.encoding_figures`; not under manual
+    optimisation, where Lightning does not say when gradients are zeroed); the plan's name goes to
+    the logger's hyper-parameters. Under other strategies only the step time is summarised. Without
+    this callback nothing is logged.
 
     A step lasts from the beginning of its first batch to that of the next step's, whatever is
     waited for in between; the last before a validation or the end of an epoch is left out.

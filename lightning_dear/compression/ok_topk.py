@@ -46,10 +46,10 @@ class OkTopk(ByThreshold):
     reach the last global threshold, each owner keeps its share of k, the largest of its own.
 
     Mode "static" is for NCCL: always as many numbers travel as caps allow, so that no host waits
-    for a count. Each rank takes its k largest, and an owner keeps its k / P largest sums: there are
-    no thresholds. Where regions do not fit, less than k of the sums travel, and the rest stays in
-    the residuals. At most 2 (message_cap + 1) k (P - 1) / P words, in every step: 5 k (P - 1) / P
-    as it is.
+    for a count. Each rank takes its k largest, of equal ones any, and an owner keeps its k / P
+    largest sums: there are no thresholds. Where regions do not fit, less than k of the sums travel,
+    and the rest stays in the residuals. At most 2 (message_cap + 1) k (P - 1) / P words, in every
+    step: 5 k (P - 1) / P as it is.
 
     Args:
         density: See `SparseAllReduce`.
@@ -71,7 +71,8 @@ class OkTopk(ByThreshold):
             dense step does; 0: never.
         lr_rescale: Whether what was left is multiplied by the last learning rate over the present
             one where a schedule changes it, so that with SGD it moves weights as far as it would
-            have in its own step. With a rate of 0 it stays as it is until another one comes.
+            have in its own step; other optimizers are warned of. With a rate of 0 it stays as it is
+            until another one comes.
         error_feedback: See `Compressor`.
         allow_biased: See `Compressor`.
 
@@ -94,6 +95,7 @@ class OkTopk(ByThreshold):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_period("tau")
+        self._check_period("xi_every", least=0)
         for name, names in ("mode", MODES), ("boundaries", BOUNDARIES):
             if getattr(self, name) not in names:
                 raise ValueError(
@@ -102,10 +104,6 @@ class OkTopk(ByThreshold):
                 )
         if self.is_static:
             self._check_static()
-        if not isinstance(self.xi_every, int) or self.xi_every < 0:
-            raise ValueError(
-                f"xi_every of oktopk must be an integer of at least 0, got {self.xi_every!r}."
-            )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum of oktopk must be in [0, 1), got {self.momentum}.")
         if not isinstance(self.lr_rescale, bool):

@@ -79,10 +79,13 @@ class ByThreshold(SparseAllReduce):
         super().__post_init__()
         self._check_period("tau_prime")
 
-    def _check_period(self, name: str) -> None:
+    def _check_period(self, name: str, least: int = 1) -> None:
         period = getattr(self, name)
-        if not isinstance(period, int) or period < 1:
-            raise ValueError(f"{name} of {self.name} must be an integer >= 1, got {period!r}.")
+        # True is an int.
+        if not isinstance(period, int) or isinstance(period, bool) or period < least:
+            raise ValueError(
+                f"{name} of {self.name} must be an integer >= {least}, got {period!r}."
+            )
 
     @override
     def find(self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int) -> Tensor:

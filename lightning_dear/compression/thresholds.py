@@ -103,3 +103,7 @@ class LocalThreshold:
     def commit(self) -> None:
         """The threshold that was last used is the next one's, too: its step is made."""
         self.value = self._next
+
+    def discard(self) -> None:
+        """That step is not made."""
+        self._next = self.value

@@ -37,6 +37,18 @@ class Unsent(Memory):
         self._has_pending = True
         return waiting
 
+    def flush(self, gradients: Tensor, scale: Tensor | None) -> None:
+        """Adds all that is to be sent still to `gradients`, in place: it is sent with them.
+
+        Args:
+            gradients: Flat, of any precision.
+            scale: As in `accumulate`.
+        """
+        left = self._latest("residual", gradients)
+        gradients.add_(left if scale is None else left * scale)
+        self._next("residual", gradients).zero_()
+        self._has_pending = True
+
     def put_back(self, places: Tensor, numbers: Tensor) -> None:
         """Adds `numbers`, which were sent from `places`, to what is to be sent.
 
@@ -85,6 +97,12 @@ class UnsentVelocity(Unsent):
         return super().accumulate(momentum, None)
 
     @override
+    def flush(self, gradients: Tensor, scale: Tensor | None) -> None:
+        waiting = self.accumulate(gradients.float(), scale)
+        gradients.copy_(waiting if scale is None else waiting * scale)
+        waiting.zero_()
+
+    @override
     def note_arrived(self, places: Tensor, has_arrived: Tensor) -> None:
         momentum = self._newest("momentum")
         momentum.index_add_(0, places, (-momentum[places]).masked_fill_(~has_arrived, 0.0))
@@ -98,6 +116,10 @@ class Forgotten(Unsent):
     @override
     def accumulate(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
         return gradients.clone() if scale is None else gradients / scale
+
+    @override
+    def flush(self, gradients: Tensor, scale: Tensor | None) -> None:
+        return None
 
     @override
     def put_back(self, places: Tensor, numbers: Tensor) -> None:

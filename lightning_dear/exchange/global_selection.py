@@ -110,6 +110,7 @@ class GlobalSelection:
             if not FEWEST * one.k <= reached <= MOST * one.k:
                 left.append(one)
                 continue
+            one.tally.num_reached = reached
             one.keep(self._of_all(own, kept, one))
             one.note_threshold(one.global_threshold * (reached / one.k) ** STEADINESS)
         return left

@@ -147,8 +147,12 @@ class OwnedBucket(SparseBucket):
         self.tally.words_received += others
 
     def take_sent(self) -> list[Entries]:
-        """What this rank has sent for the step under way."""
+        """What this rank has sent for the step under way, but 0 for parameters nobody has used."""
         taken, self._sent = self._sent, []
+        for one in taken:
+            for part in self._unused:
+                is_unused = (one.places >= part.start) & (one.places < part.stop)
+                one.numbers.masked_fill_(is_unused, 0.0)
         return taken
 
     def put_back(self, sent: list[Entries], selected: Tensor) -> None:
@@ -164,18 +168,11 @@ class OwnedBucket(SparseBucket):
             self.worker.put_back(one.places, one.numbers.masked_fill(has_arrived, 0.0))
             self.worker.note_arrived(one.places, has_arrived)
 
-    def put_back_unused(self, sent: list[Entries]) -> None:
-        """All that was sent arrives, but nobody steps with what lies in unused parameters."""
-        for one in sent:
-            for part in self._unused:
-                is_left = (one.places >= part.start) & (one.places < part.stop)
-                self.worker.put_back(one.places, one.numbers.masked_fill(~is_left, 0.0))
-
     # --- around a step ----------------------------------------------------------------------------
 
     @override
     def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
-        """See `CompressedBucket`; what was sent in vain goes back to who has sent it."""
+        """See `CompressedBucket`; but what was sent of them stays with who has sent it."""
         super().note_used(used, scale, keeps=keeps and not self.is_sparse)
         if keeps and self.is_sparse:
             for part in self._unused:
@@ -185,6 +182,8 @@ class OwnedBucket(SparseBucket):
 
     @override
     def commit(self) -> None:
+        # As if nothing had been sent of them, and no momentum had gone on.
+        self.worker.keep(self._unused)
         super().commit()
         self._rejected, self._set_aside = None, []
 

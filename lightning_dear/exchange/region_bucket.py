@@ -36,19 +36,18 @@ class RegionBucket(OwnedBucket):
     @property
     @override
     def steering(self) -> Tensor:
-        regions = torch.tensor(self.regions, dtype=torch.float64)
-        thresholds = super().steering, regions.new_tensor([self.global_threshold])
-        return torch.cat([*thresholds, regions])
+        own = [self.global_threshold, self.has_regions, *self.regions]
+        return torch.cat([super().steering, torch.tensor(own, dtype=torch.float64)])
 
     @override
     def steer(self, steering: Tensor) -> None:
         super().steer(steering)
         # Another compressor has saved something else, and others need equal regions.
-        if len(steering) != 2 + len(self.regions) or not isinstance(self.configured, OkTopk):
+        if len(steering) != 4 + len(self.regions) or not isinstance(self.configured, OkTopk):
             return
-        _, everywhere, *regions = steering.tolist()
+        _, _, everywhere, has_regions, *regions = steering.tolist()
         if regions[-1] == self.spec.padded_numel:
-            self.has_regions = True
+            self.has_regions = bool(has_regions)
             self.global_threshold = self._next_global = everywhere
             self.regions = self._next_regions = [int(place) for place in regions]
 
@@ -64,7 +63,9 @@ class RegionBucket(OwnedBucket):
     @property
     @override
     def most_owned(self) -> int:
-        cap = self.codec.owner_cap if isinstance(self.codec, OkTopk) else math.inf
+        if not isinstance(self.codec, OkTopk):
+            return self.spec.padded_numel // self._world_size
+        cap = self.codec.owner_cap
         return self.numel if cap == math.inf else int(cap * self.k / self._world_size)
 
     @property

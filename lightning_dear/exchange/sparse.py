@@ -163,8 +163,8 @@ class SparseExchange(CompressedExchange):
         """Packs what this rank's region keeps; what is returned sends it to all."""
         one = self.coded[bucket.number]
         if one.is_sparse and one.is_filled:
-            # Of equal regions.
-            one.put_back_unused(one.take_sent())
+            # Of equal regions: all of it arrives.
+            one.take_sent()
             one.note_all()
         if one.is_filled or not one.is_sparse:
             return partial(self._send_as_it_is, one)

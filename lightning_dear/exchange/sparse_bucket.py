@@ -82,11 +82,13 @@ class SparseBucket(CompressedBucket):
     @property
     @override
     def steering(self) -> Tensor:
-        return torch.tensor([self.threshold.value], dtype=torch.float64)
+        return torch.tensor([self.counts["reduce"], self.threshold.value], dtype=torch.float64)
 
     @override
     def steer(self, steering: Tensor) -> None:
-        self.threshold = LocalThreshold(float(steering[0]))
+        count, threshold = steering[:2].tolist()
+        self.counts["reduce"] = int(count)
+        self.threshold = LocalThreshold(threshold)
 
     # --- how many --------------------------------------------------------------------------------
 
@@ -163,10 +165,8 @@ class SparseBucket(CompressedBucket):
 
     def flushed(self, scale: Tensor | None) -> Tensor:
         """The bucket's gradients, mutated: with all that was not sent of earlier ones."""
-        waiting = self.accumulated(scale)
-        gradients = self.bucket.gradients
-        gradients.copy_(waiting if scale is None else waiting * scale)
-        waiting.zero_()
+        gradients = self.bucket.gradients.index_fill_(0, self._padding, 0.0)
+        self.worker.flush(gradients, scale)
         return gradients
 
     @property
@@ -185,6 +185,7 @@ class SparseBucket(CompressedBucket):
     @override
     def discard(self) -> None:
         super().discard()
+        self.threshold.discard()
         # What was due in that step is due in the next one.
         self.counts["reduce"] -= self._is_counted
         self._is_counted = False

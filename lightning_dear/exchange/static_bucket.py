@@ -46,14 +46,16 @@ class StaticBucket(OwnedBucket):
     @property
     @override
     def steering(self) -> Tensor:
-        return self.edges.double()
+        own = self.edges.new_tensor([self.counts["reduce"], self.has_regions])
+        return torch.cat([own, self.edges]).double()
 
     @override
     def steer(self, steering: Tensor) -> None:
+        self.counts["reduce"] = int(steering[0])
         # Another mode or compressor has saved something else.
-        if len(steering) == len(self.edges) and steering[-1] == self.spec.padded_numel:
-            self.edges = self._next_edges = steering.to(self.edges)
-            self.has_regions = True
+        if len(steering) == 2 + len(self.edges) and steering[-1] == self.spec.padded_numel:
+            self.edges = self._next_edges = steering[2:].to(self.edges)
+            self.has_regions = bool(steering[1])
 
     # --- the reduce half --------------------------------------------------------------------------
 

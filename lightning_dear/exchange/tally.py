@@ -26,6 +26,7 @@ class Tally:
         most_words: What either is at most.
         off_squared: |topk(sum of acc) - u|^2, where that was measured.
         gradient_squared: |sum of g / P|^2, likewise; else 0.
+        num_reached: Sums that reached a global threshold of an earlier step; 0 where it is exact.
     """
 
     num_wanted: int = 0
@@ -38,6 +39,7 @@ class Tally:
     most_words: float = 0.0
     off_squared: float = 0.0
     gradient_squared: float = 0.0
+    num_reached: int = 0
 
 
 def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
@@ -46,8 +48,9 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     Waits for counts that are tensors on an accelerator.
 
     "num_wanted", "num_selected", "num_kept": see `Tally`. "held_back": share of the selected that
-    caps of messages have kept in the residual; what caps of owners have is not in it. "imbalance":
-    what the owner of most has kept, over the mean.
+    caps of messages have kept in the residual. "owners_held_back": share of the sums reaching the
+    last global threshold that caps of owners, and k of all, have kept there. "imbalance": what the
+    owner of most has kept, over the mean.
     "share_of_bound": words sent or received, the more of them, over `SparseAllReduce.most_words`.
     "xi": |topk(sum of acc) - u| / |mean gradient|, of the last step in which `OkTopk.xi_every` had
     it measured; Ok-Topk converges as dense SGD does where that is small beside the number of ranks
@@ -67,6 +70,9 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     if kept:
         figures["num_kept"] = float(sum(count for _, count in kept))
         figures["imbalance"] = max(most * world_size / count for most, count in kept)
+        reached = [(int(one.num_kept), one.num_reached) for one in tallies if one.num_reached]
+        num_kept, num_reached = map(sum, zip(*reached, strict=True)) if reached else (0, 0)
+        figures["owners_held_back"] = 1 - num_kept / num_reached if num_reached else 0.0
     gradient_squared = sum(one.gradient_squared for one in tallies)
     if gradient_squared:
         figures["xi"] = math.sqrt(sum(one.off_squared for one in tallies) / gradient_squared)

@@ -33,6 +33,30 @@ def test_the_largest_of_many(count: int) -> None:
     assert largest(numbers, count).tolist() == plainly(numbers.tolist(), count)
 
 
+@pytest.mark.parametrize("numel", [65_535, 65_536, 70_001, 600_003])
+def test_places_above_a_floor(numel: int) -> None:
+    """In long rows, and in what is left of them; nan is above all."""
+    numbers = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    numbers[::997] = math.nan
+    numbers[-3:] = -math.inf
+    numbers[5::1009] = 2.5
+    for floor in (2.5, 0.0, 1.0, 3.0):
+        found = all_above(numbers[None], torch.full((1, 1), floor))
+        expected = (~(numbers.abs() <= floor)).nonzero().view(-1)
+        assert torch.equal(found, expected)
+
+
+def test_a_step_that_is_not_made_changes_no_threshold() -> None:
+    threshold, numbers = LocalThreshold(), torch.arange(1.0, 101.0)
+    threshold.find(numbers, 10, is_exact=True)
+    threshold.commit()
+    value = threshold.value
+    threshold.find(10 * numbers, 10, is_exact=True)
+    threshold.discard()
+    threshold.commit()
+    assert threshold.value == value > 0
+
+
 def test_of_nothing_nothing_is_large() -> None:
     """As in a region between two equal boundaries."""
     nothing = torch.empty(1, 0)

@@ -137,6 +137,20 @@ def test_a_rate_of_zero_changes_nothing() -> None:
     assert follower.changes() == {weights[0]: 0.25, weights[1]: 0.25}
 
 
+@distributed(world_sizes=(1,))
+def test_it_is_warned_of_where_steps_do_not_follow_gradients() -> None:
+    model = Known()
+    optimizer = torch.optim.Adam(model.weights)
+    exchange = ExchangeOptions("gradients", codec=OkTopk(density=0.05, lr_rescale=True))
+    pipeline = new_pipeline(model, optimizer, SingleFusion(), options=exchange)
+    with pipeline.forward():
+        loss = model([torch.ones(shape) for shape in SHAPES])
+    with pipeline.backward():
+        loss.backward()
+    with pytest.warns(UserWarning, match="those of Adam may not follow how large gradients are"):
+        optimizer.step()
+
+
 @distributed(world_sizes=(2,))
 def test_it_is_not_done_unless_it_is_asked_for() -> None:
     run = Scheduled(lr_rescale=False)

@@ -16,7 +16,7 @@ from lightning_dear.compression import Fp32, OkTopk
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import SHAPES, Known, Run, gradients_of, unscale
+from tests.engine.linear import SHAPES, SOMETIMES, Known, Run, gradients_of, unscale
 from tests.engine.sparse_reference import Reference
 from tests.engine.sparse_runs import (
     BOTH_MODES,
@@ -276,6 +276,33 @@ def _check_momentum_is_kept_until_it_arrives(codec: OkTopk) -> None:
             dist.all_reduce(total)
         assert (waiting - left - moved).norm() <= 1e-5 * waiting.norm()
         check_all_alike(run)
+
+
+@distributed(world_sizes=(3,))
+def test_momentum_of_what_nobody_uses_waits() -> None:
+    """As SGD's does, and nothing of it is sent, in a dense step either."""
+    for codec in BOTH_MODES:
+        run = run_of(replace(codec, momentum=0.9))
+        for _ in range(3):
+            run.step()
+        run.pipeline.complete_parameters()
+        (one,) = buckets_of(run)
+        nobody_uses = run.model.weights[SOMETIMES]
+        (part,) = (
+            slice(piece.offset, piece.offset + piece.numel)
+            for piece in one.spec.slices
+            if run.part.parameters[piece.tensor] is nobody_uses
+        )
+        for other in (replace(codec, momentum=0.9), Fp32()):
+            run.part.use_codec(other)
+            before = {name: kept[part].clone() for name, kept in one.worker.kept.items()}
+            weights = nobody_uses.detach().clone()
+            run.step(leaves_out=True)
+            run.pipeline.complete_parameters()
+            assert torch.equal(nobody_uses, weights)
+            assert before["residual"].any()
+            for name, kept in one.worker.kept.items():
+                assert torch.equal(kept[part], before[name]), name
 
 
 def after_zero(residual: Tensor, waiting: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -274,6 +273,14 @@ def test_what_nobody_uses_is_not_lost_where_sums_travel_as_they_are() -> None:
 
 
 @distributed(world_sizes=(3,))
+def test_equal_regions_have_room_for_what_is_in_them() -> None:
+    run = run_of(TopkDSA(density=0.4))
+    run.step()
+    (one,) = run.part._active.exchange.coded
+    assert one.gathered.shape == (3, 1 + 2 * one.spec.padded_numel // 3)
+
+
+@distributed(world_sizes=(3,))
 def test_what_a_round_without_gradients_sends_is_not_lost() -> None:
     """A norm is asked for before anything has run backward; what was left is sent all the same."""
     for codec in ALL:
@@ -336,97 +343,3 @@ def _up_the_tree(of_ranks: list[Tensor], k: int) -> Tensor:
         pairs = [of_ranks[at : at + 2] for at in range(0, len(of_ranks), 2)]
         of_ranks = [_largest(_added(pair), k) if len(pair) == 2 else pair[0] for pair in pairs]
     return of_ranks[0]
-
-
-# --- figures --------------------------------------------------------------------------------------
-
-
-@distributed(world_sizes=(3,))
-def test_figures_say_what_travelled() -> None:
-    for codec in ALL:
-        run = run_of(codec)
-        run.step()
-        ledger = run.pipeline.collectives.ledger
-        before = ledger.reduce_scatter_bytes + ledger.all_gather_bytes
-        run.step()
-        run.pipeline.complete_parameters()
-        (one,) = run.part._active.exchange.coded
-        assert 4 * one.tally.words_sent == (
-            ledger.reduce_scatter_bytes + ledger.all_gather_bytes - before
-        )
-        words = torch.tensor([one.tally.words_sent, one.tally.words_received])
-        dist.all_reduce(words)
-        assert words[0] == words[1], codec
-        figures = run.part.encoding_figures()
-        run.part.use_codec(Fp32())
-        run.step()
-        run.pipeline.complete_parameters()
-        assert run.part.encoding_figures() | {"residual_norm": 0} == figures | {
-            "residual_norm": 0,
-            "compression_ratio": 1.0,
-        }
-        k = codec.entries(one.numel)
-        assert figures["num_wanted"] == k
-        assert codec.name == "gaussiank" or 2 / 3 * k <= figures["num_selected"] <= 4 / 3 * k
-        # Of equal regions one may get much more than another.
-        assert 0 < figures["share_of_bound"] <= (2 if isinstance(codec, TopkDSA) else 1)
-        assert 0 <= figures["held_back"] < 1
-        if isinstance(codec, OkTopk):
-            assert 2 / 3 * k <= figures["num_kept"] <= k
-            assert 1 <= figures["imbalance"] <= 1.25 * k / figures["num_kept"]
-
-
-def test_what_has_no_effect_is_refused() -> None:
-    for codec in (TopkA(), GTopk(), Gaussiank()):
-        with pytest.raises(ValueError, match=f"gather_depth=2 has no effect with {codec.name}"):
-            ExchangeOptions("gradients", depth=2, codec=codec)
-        ExchangeOptions("gradients", decouple=False, codec=codec)
-    ExchangeOptions("gradients", depth=2, codec=OkTopk())
-
-
-# --- bytes ----------------------------------------------------------------------------------------
-
-
-def _words_of_a_step(codec: SparseAllReduce) -> list[tuple[int, Any]]:
-    """Payload words that this rank has sent in each of some steps, and the run."""
-    run = run_of(codec)
-    run.step()
-    seen = []
-    for _ in range(6):
-        ledger = run.pipeline.collectives.ledger
-        before = ledger.total_bytes - ledger.metadata_bytes - ledger.other_bytes
-        run.step()
-        run.pipeline.complete_parameters()
-        after = ledger.total_bytes - ledger.metadata_bytes - ledger.other_bytes
-        seen.append(((after - before) // 4, run))
-    return seen
-
-
-@distributed(world_sizes=(3,))
-def test_bytes_are_those_of_each_formula() -> None:
-    _check_bytes_are_those_of_each_formula()
-
-
-@pytest.mark.slow
-@distributed(world_sizes=(2, 4))
-def test_bytes_are_those_of_each_formula_on_other_numbers_of_ranks() -> None:
-    _check_bytes_are_those_of_each_formula()
-
-
-def _check_bytes_are_those_of_each_formula() -> None:
-    world_size = dist.get_world_size()
-    for codec in ALL:
-        for words, run in _words_of_a_step(codec):
-            numel = sum(weight.numel() for weight in run.model.weights)
-            sent = torch.tensor([words])
-            dist.all_reduce(sent, dist.ReduceOp.MAX)
-            most = codec.most_words(numel, world_size)
-            if not isinstance(codec, TopkDSA):
-                assert sent <= most, codec
-            if type(codec) is TopkA:
-                # Thresholds that are used again find a few less.
-                assert words >= most * 0.6
-            if codec == TopkDSA(density=0.4, tau_prime=3):
-                padded = run.part.plan.buckets[0].padded_numel
-                gathered = padded * (world_size - 1) // world_size
-                assert words >= gathered, "the sums were not sent as they are"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dear.compression.unsent import UnsentVelocity
+from lightning_dear.compression.unsent import Unsent, UnsentVelocity
 from lightning_dear.exchange.entries import Entries, is_among, joined, unpacked
 from lightning_dear.exchange.kth_largest import kth_largest
 from lightning_dear.exchange.owned_bucket import OwnedBucket
@@ -137,6 +137,19 @@ def test_cutting_loses_nothing(places: list[int], cuts: list[int]) -> None:
         assert all(begin <= place < end for place in part.places.tolist())
     assert torch.equal(joined(parts).places, whole.places)
     assert torch.equal(joined(parts).numbers, whole.numbers)
+
+
+def test_what_travels_as_it_is_keeps_its_precision() -> None:
+    """64 bits, with all that was left of earlier steps."""
+    worker = Unsent(2, torch.device("cpu"))
+    gradients = torch.tensor([1 + 1e-12, 2.0], dtype=torch.float64)
+    worker.accumulate(torch.tensor([0.5, 0.0]), None)
+    worker.commit()
+    worker.flush(gradients, torch.tensor(4.0))
+    assert gradients.tolist() == [3 + 1e-12, 2.0]
+    assert worker.kept["residual"].tolist() == [0.5, 0.0]
+    worker.commit()
+    assert not worker.kept["residual"].any()
 
 
 def test_what_was_not_sent_has_not_arrived() -> None:

@@ -236,6 +236,10 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
         assert logged["dear/compression_ratio"] > 3.5
         assert 0 < logged.get("dear/residual_norm", 1.0) < 10
         assert 0 < logged.get("dear/lag", 1e-3) < 0.01
+        assert ("dear/share_of_bound" in logged) == (name == "oktopk")
+        if name == "oktopk":
+            assert 0 < logged["dear/share_of_bound"] <= 1
+            assert 0 < logged["dear/num_kept"] <= logged["dear/num_wanted"]
 
 
 @pytest.mark.parametrize(

@@ -99,18 +99,45 @@ SPARSE_SUMS = [
         (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
     ),
     Mutation(
-        "giving back what nobody steps",
+        "stepping nobody with what nobody uses",
         OWNED,
         "                own.zero_()\n",
         "",
         (f"{TESTS}::test_nothing_is_lost_whatever_happens_in_between",),
     ),
     Mutation(
-        "giving back what nobody steps, where sums travel as they are",
-        "exchange/sparse.py",
-        "            one.put_back_unused(one.take_sent())\n",
-        "            one.take_sent()\n",
-        (f"{SUMS}::test_what_nobody_uses_is_not_lost_where_sums_travel_as_they_are",),
+        "keeping what nobody steps, where sums travel as they are",
+        OWNED,
+        "        self.worker.keep(self._unused)\n",
+        "",
+        (
+            f"{SUMS}::test_what_nobody_uses_is_not_lost_where_sums_travel_as_they_are",
+            f"{TESTS}::test_momentum_of_what_nobody_uses_waits",
+        ),
+    ),
+    Mutation(
+        "not putting back what was kept",
+        OWNED,
+        "                one.numbers.masked_fill_(is_unused, 0.0)\n",
+        "                pass\n",
+        (f"{TESTS}::test_momentum_of_what_nobody_uses_waits",),
+    ),
+    Mutation(
+        "each bucket's own count of sparse steps in checkpoints",
+        "exchange/sparse_bucket.py",
+        '        self.counts["reduce"] = int(count)\n',
+        "",
+        (
+            "tests/engine/test_oktopk_resumed.py"
+            "::test_a_resumed_run_has_the_same_bits_with_buckets_that_are_sparse_since_other_steps",
+        ),
+    ),
+    Mutation(
+        "what is left of a block behind its rows",
+        "compression/selectors.py",
+        "    return torch.cat([row * width + columns[column], last])\n",
+        "    return row * width + columns[column]\n",
+        ("tests/compression/test_thresholds.py::test_places_above_a_floor",),
     ),
     Mutation(
         "keeping what a round without gradients has sent",
@@ -125,7 +152,7 @@ SPARSE_SUMS = [
         "checkpoint/residuals.py",
         "            one.steer(residuals.steering[parameters[_first(one)]])\n",
         "            pass\n",
-        (f"{STEPS}::test_a_resumed_run_has_the_same_bits",),
+        ("tests/engine/test_oktopk_resumed.py::test_a_resumed_run_has_the_same_bits",),
     ),
     Mutation(
         "refusing a denser gradient than was selected",

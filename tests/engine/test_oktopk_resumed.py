@@ -1,0 +1,104 @@
+"""Ok-Topk goes on as before: from a checkpoint, and with another plan of the same buckets."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from lightning_dear.compression import OkTopk, TopkDSA
+from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.planning import NoFusion, SingleFusion
+from tests.distributed.harness import distributed
+from tests.engine.linear import Run
+from tests.engine.sparse_runs import BOTH_MODES, buckets_of, run_of
+
+
+@distributed(world_sizes=(3,))
+def test_a_resumed_run_has_the_same_bits() -> None:
+    """Between two exact thresholds, with regions that have moved."""
+    for codec in BOTH_MODES:
+        _check_a_resumed_run_has_the_same_bits(codec)
+
+
+def _check_a_resumed_run_has_the_same_bits(codec: OkTopk) -> None:
+    for steps_before in (1, 6):
+        run, resumed = (run_of(codec) for _ in range(2))
+        for _ in range(steps_before):
+            run.step()
+        state = copy.deepcopy(run.part.optimizer_state_dict())
+        resumed.resume(run)
+        resumed.optimizer.load_state_dict(state)
+        for _ in range(5):
+            run.step()
+            resumed.step()
+        for one in (run, resumed):
+            one.pipeline.complete_parameters()
+        pairs = zip(run.model.weights, resumed.model.weights, strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+        assert resumed.error() <= 1e-5
+
+
+@distributed(world_sizes=(3,))
+def test_a_resumed_run_has_the_same_bits_with_buckets_that_are_sparse_since_other_steps() -> None:
+    """Each bucket counts its own sparse steps, by which thresholds are exact."""
+    for codec in BOTH_MODES:
+        run, resumed = (
+            Run(ExchangeOptions("gradients", codec=codec), NoFusion()) for _ in range(2)
+        )
+        run.step()
+        run.part.use_codec(replace(codec, density=0.01))
+        for _ in range(4):
+            run.step()
+        run.part.use_codec(codec)
+        for _ in range(3):
+            run.step()
+        counts = [one.counts["reduce"] for one in buckets_of(run) if one.is_sparse]
+        assert len(set(counts)) > 1
+        state = copy.deepcopy(run.part.optimizer_state_dict())
+        resumed.resume(run)
+        resumed.optimizer.load_state_dict(state)
+        for _ in range(5):
+            run.step()
+            resumed.step()
+        for one in (run, resumed):
+            one.pipeline.complete_parameters()
+        pairs = zip(run.model.weights, resumed.model.weights, strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@distributed(world_sizes=(2,))
+def test_regions_that_followed_nobody_are_made_anew() -> None:
+    """Those of another compressor are equal ones."""
+    run, other = run_of(TopkDSA(density=0.05)), run_of(OkTopk(density=0.05))
+    for one in (run, other):
+        one.step()
+        one.step()
+    assert buckets_of(other)[0].has_regions
+    other.optimizer.load_state_dict(copy.deepcopy(run.part.optimizer_state_dict()))
+    assert not buckets_of(other)[0].has_regions
+
+
+@distributed(world_sizes=(3,))
+def test_a_plan_with_the_same_bucket_goes_on_as_before() -> None:
+    for codec in BOTH_MODES:
+        _check_a_plan_with_the_same_bucket_goes_on_as_before(codec)
+
+
+def _check_a_plan_with_the_same_bucket_goes_on_as_before(codec: OkTopk) -> None:
+    run, other = (run_of(codec) for _ in range(2))
+    for _ in range(6):
+        run.step()
+        other.step()
+    before = buckets_of(run)[0].steering
+    run.part.replan(SingleFusion().plan(run.part.tensors, dist.get_world_size()))
+    assert torch.equal(buckets_of(run)[0].steering, before)
+    for _ in range(3):
+        run.step()
+        other.step()
+    for one in (run, other):
+        one.pipeline.complete_parameters()
+    pairs = zip(run.model.weights, other.model.weights, strict=True)
+    assert all(torch.equal(one, another) for one, another in pairs)
