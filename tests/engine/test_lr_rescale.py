@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_dear.compression import OkTopk
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from lightning_dear.rate_follower import RateFollower
+from lightning_dear.residual_keeper import ResidualKeeper
 from tests.distributed.harness import distributed
 from tests.engine.linear import SHAPES, SOMETIMES, Known
 from tests.engine.training import new_pipeline
@@ -137,18 +139,14 @@ def test_a_rate_of_zero_changes_nothing() -> None:
     assert follower.changes() == {weights[0]: 0.25, weights[1]: 0.25}
 
 
-@distributed(world_sizes=(1,))
 def test_it_is_warned_of_where_steps_do_not_follow_gradients() -> None:
-    model = Known()
-    optimizer = torch.optim.Adam(model.weights)
-    exchange = ExchangeOptions("gradients", codec=OkTopk(density=0.05, lr_rescale=True))
-    pipeline = new_pipeline(model, optimizer, SingleFusion(), options=exchange)
-    with pipeline.forward():
-        loss = model([torch.ones(shape) for shape in SHAPES])
-    with pipeline.backward():
-        loss.backward()
+    keeper = SimpleNamespace(
+        _coded=[SimpleNamespace(configured=OkTopk(lr_rescale=True))],
+        _optimizer=torch.optim.Adam([torch.zeros(1)]),
+        _collectives=SimpleNamespace(rank=0),
+    )
     with pytest.warns(UserWarning, match="those of Adam may not follow how large gradients are"):
-        optimizer.step()
+        ResidualKeeper._check_rescaling(keeper)  # type: ignore[arg-type]
 
 
 @distributed(world_sizes=(2,))

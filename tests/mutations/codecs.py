@@ -31,8 +31,8 @@ CODECS = [
     Mutation(
         "sending nan past a threshold",
         "compression/selectors.py",
-        "    return (numbers.abs() <= floor).logical_not_()\n",
-        "    return numbers.abs() > floor\n",
+        "    return (sizes <= floor).logical_not_()\n",
+        "    return sizes > floor\n",
         (f"{SELECTORS}::test_of_rows_that_are_nan_nan_is_selected",),
     ),
     Mutation(
