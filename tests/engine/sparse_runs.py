@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from typing import Any
@@ -52,3 +53,16 @@ def check_all_alike(run: Run) -> None:
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(flat.numpy().tobytes()).hexdigest())
     assert len(set(digests)) == 1
+
+
+def check_resumed_has_the_same_bits(run: Run, resumed: Run) -> None:
+    """A new run that loads what `run` saves now steps as that one does."""
+    state = copy.deepcopy(run.part.optimizer_state_dict())
+    resumed.resume(run)
+    resumed.optimizer.load_state_dict(state)
+    for one in (run, resumed):
+        for _ in range(5):
+            one.step()
+        one.pipeline.complete_parameters()
+    pairs = zip(run.model.weights, resumed.model.weights, strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)

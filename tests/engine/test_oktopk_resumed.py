@@ -13,7 +13,7 @@ from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run
-from tests.engine.sparse_runs import BOTH_MODES, buckets_of, run_of
+from tests.engine.sparse_runs import BOTH_MODES, buckets_of, check_resumed_has_the_same_bits, run_of
 
 
 @distributed(world_sizes=(3,))
@@ -28,16 +28,7 @@ def _check_a_resumed_run_has_the_same_bits(codec: OkTopk) -> None:
         run, resumed = (run_of(codec) for _ in range(2))
         for _ in range(steps_before):
             run.step()
-        state = copy.deepcopy(run.part.optimizer_state_dict())
-        resumed.resume(run)
-        resumed.optimizer.load_state_dict(state)
-        for _ in range(5):
-            run.step()
-            resumed.step()
-        for one in (run, resumed):
-            one.pipeline.complete_parameters()
-        pairs = zip(run.model.weights, resumed.model.weights, strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+        check_resumed_has_the_same_bits(run, resumed)
         assert resumed.error() <= 1e-5
 
 
@@ -57,16 +48,7 @@ def test_a_resumed_run_has_the_same_bits_with_buckets_that_are_sparse_since_othe
             run.step()
         counts = [one.counts["reduce"] for one in buckets_of(run) if one.is_sparse]
         assert len(set(counts)) > 1
-        state = copy.deepcopy(run.part.optimizer_state_dict())
-        resumed.resume(run)
-        resumed.optimizer.load_state_dict(state)
-        for _ in range(5):
-            run.step()
-            resumed.step()
-        for one in (run, resumed):
-            one.pipeline.complete_parameters()
-        pairs = zip(run.model.weights, resumed.model.weights, strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+        check_resumed_has_the_same_bits(run, resumed)
 
 
 @distributed(world_sizes=(2,))

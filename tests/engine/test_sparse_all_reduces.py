@@ -23,7 +23,12 @@ from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import SHAPES, Run, gradients_of, unscale
-from tests.engine.sparse_runs import check_all_alike, in_bucket, run_of
+from tests.engine.sparse_runs import (
+    check_all_alike,
+    check_resumed_has_the_same_bits,
+    in_bucket,
+    run_of,
+)
 
 BASELINES: tuple[SparseAllReduce, ...] = (
     TopkA(density=0.05, tau_prime=3),
@@ -163,16 +168,7 @@ def test_a_resumed_run_has_the_same_bits() -> None:
         run, resumed = (run_of(codec) for _ in range(2))
         for _ in range(4):
             run.step()
-        state = copy.deepcopy(run.part.optimizer_state_dict())
-        resumed.resume(run)
-        resumed.optimizer.load_state_dict(state)
-        for _ in range(3):
-            run.step()
-            resumed.step()
-        for one in (run, resumed):
-            one.pipeline.complete_parameters()
-        pairs = zip(run.model.weights, resumed.model.weights, strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs), codec
+        check_resumed_has_the_same_bits(run, resumed)
 
 
 # --- gradients that hooks are shown ---------------------------------------------------------------
