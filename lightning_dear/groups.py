@@ -79,6 +79,7 @@ class GroupCollectives(Collectives):
         sources: Collection[int],
         incoming: Tensor,
         bucket: int,
+        num_notes: int = 1,
     ) -> Work:
         raise NotImplementedError("Messages of unknown length need gloo.")
 

@@ -110,6 +110,7 @@ class PairwiseCollectives(GroupCollectives):
         sources: Collection[int],
         incoming: Tensor,
         bucket: int,
+        num_notes: int = 1,
     ) -> Work:
         # gloo lets a message be shorter than the memory that waits for it.
         outgoing = {peer: messages[peer] for peer in self._peers() if peer in messages}
@@ -119,9 +120,9 @@ class PairwiseCollectives(GroupCollectives):
         receives = self._take_expected(lane, incoming, bucket)
         place = self._group_of(lane), bucket
         waits = self._exchange(rows, outgoing, *place, receives)
-        head_bytes = sum(one.element_size() for one in outgoing.values())
-        self.ledger.metadata_bytes += head_bytes
-        self.ledger.add(lane, nbytes_of(outgoing) - head_bytes)
+        noted_bytes = sum(num_notes * one.element_size() for one in outgoing.values())
+        self.ledger.metadata_bytes += noted_bytes
+        self.ledger.add(lane, nbytes_of(outgoing) - noted_bytes)
         return self.new_work(lane, f"bucket {bucket}", waits)
 
     @override

@@ -181,6 +181,7 @@ class Collectives(Protocol):
         sources: Collection[int],
         incoming: Tensor,
         bucket: int,
+        num_notes: int = 1,
     ) -> Work:
         """Sends `messages[r]` to rank r; after `wait`, row s of `incoming` begins with rank s's.
 
@@ -194,6 +195,7 @@ class Collectives(Protocol):
             sources: Ranks that send something here.
             incoming: [world_size, most elements] of the same dtype; overwritten.
             bucket: Number of the bucket, equal on all ranks.
+            num_notes: How many elements each message begins with that are no payload.
 
         Raises:
             NotImplementedError: On other backends.

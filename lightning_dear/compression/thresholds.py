@@ -7,17 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_dear.compression.selectors import all_above, just_below, sampled_floor
+from lightning_dear.compression.selectors import (
+    all_above,
+    just_below,
+    sampled_floor,
+    true_places,
+)
 
 FEWEST, MOST = 2 / 3, 4 / 3
 """Of k: with fewer or more numbers above a threshold it is set anew."""
 
 FEW = 4
 """Of so many times as many numbers as are looked for a sample says nothing that helps."""
-
-STEADINESS = 0.1
-"""A threshold is multiplied by count / k to this power. Few numbers are far above it, so that one
-to the power of 1/6 or so would bring the count back at once; but counts go up and down."""
 
 
 def largest(numbers: Tensor, count: int) -> Tensor:
@@ -33,11 +34,11 @@ def largest(numbers: Tensor, count: int) -> Tensor:
         [count, or as many as are not 0] int64: places, ascending.
     """
     if count >= len(numbers):
-        return numbers.nonzero().view(-1)
+        return true_places(numbers != 0)
     if not count:
         return torch.empty(0, dtype=torch.int64)
     places = _candidates(numbers, count)
-    return places[_largest(numbers[places].abs(), count)]
+    return places[_largest(numbers.index_select(0, places).abs(), count)]
 
 
 def _candidates(numbers: Tensor, count: int) -> Tensor:
@@ -47,7 +48,7 @@ def _candidates(numbers: Tensor, count: int) -> Tensor:
         places = all_above(numbers[None], sampled_floor(numbers[None], count, num_deviations=5.0))
         if len(places) >= count:
             return places
-    return numbers.nonzero().view(-1)
+    return true_places(numbers != 0)
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:
@@ -59,9 +60,21 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
     is_kept = (sizes <= floor).logical_not_()
     room = count - int(is_kept.sum())
     if room > 0:
-        is_kept[(sizes == floor).nonzero().view(-1)[:room]] = True
+        is_kept[true_places(sizes == floor)[:room]] = True
     # More than these may be nan.
-    return is_kept.nonzero().view(-1)[:count]
+    return true_places(is_kept)[:count]
+
+
+def corrected(threshold: float, sizes: Tensor, k: int) -> float:
+    """What k numbers would have reached, if the tail is a power law: Hill's estimate.
+
+    Args:
+        threshold: Above 0.
+        sizes: [n] fp32, n at least 1: what has reached it.
+        k: How many should have.
+    """
+    slope = float(sizes.log().mean()) - math.log(threshold)
+    return threshold * (len(sizes) / k) ** slope
 
 
 class LocalThreshold:
@@ -75,8 +88,8 @@ class LocalThreshold:
         self.value = value
         self._next = value
 
-    def find(self, numbers: Tensor, k: int, *, is_exact: bool) -> Tensor:
-        """Places of what is large, ascending; zeros are not. `commit` makes the threshold count.
+    def find(self, numbers: Tensor, k: int, *, is_exact: bool) -> tuple[Tensor, Tensor]:
+        """Places of what is large, ascending, and what stands there; `commit` makes it count.
 
         Args:
             numbers: [numel] fp32, on a CPU; not mutated.
@@ -84,21 +97,24 @@ class LocalThreshold:
             is_exact: Whether exactly k (fewer if the others are 0).
 
         Returns:
-            [n] int64, n from 2 k / 3 to 4 k / 3, or all that are not 0.
+            [n] int64 and [n] fp32, n from 2 k / 3 to 4 k / 3, or all that are not 0; zeros are not.
         """
         self._next = self.value
         if not is_exact and self.value > 0:
             places = all_above(numbers[None], just_below(numbers.new_full((1, 1), self.value)))
+            found = numbers.index_select(0, places)
             if FEWEST * k <= len(places) <= MOST * k:
-                self._next = self.value * (len(places) / k) ** STEADINESS
-                return places
+                self._next = corrected(self.value, found.abs(), k)
+                return places, found
             if len(places) > k:
-                return self._note(numbers, places[largest(numbers[places], k)])
-        return self._note(numbers, largest(numbers, k))
+                kept = largest(found, k)
+                return self._note(places[kept], found[kept])
+        places = largest(numbers, k)
+        return self._note(places, numbers.index_select(0, places))
 
-    def _note(self, numbers: Tensor, places: Tensor) -> Tensor:
-        self._next = float(numbers[places].abs().min()) if len(places) else 0.0
-        return places
+    def _note(self, places: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+        self._next = float(found.abs().min()) if len(found) else 0.0
+        return places, found
 
     def commit(self) -> None:
         """The threshold that was last used is the next one's, too: its step is made."""

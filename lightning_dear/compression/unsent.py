@@ -14,9 +14,10 @@ from lightning_dear.compression.sparse_all_reduce import SparseAllReduce
 
 
 class Unsent(Memory):
-    """acc = g + residual; what is sent is taken out of it, and put back if it was not selected.
+    """acc = g + residual, of which what is sent is cleared where it has arrived.
 
-    That is known only when the step has been made, so `put_back` may come after `commit`.
+    That is known only when the step has been made, so `clear` and `put_back` may come after
+    `commit`. What may be added to meanwhile is cleared at once, and put back if it has not arrived.
     """
 
     names: ClassVar[tuple[str, ...]] = ("residual",)
@@ -48,6 +49,10 @@ class Unsent(Memory):
         gradients.add_(left if scale is None else left * scale)
         self._next("residual", gradients).zero_()
         self._has_pending = True
+
+    def clear(self, places: Tensor) -> None:
+        """Nothing is to be sent from [n] int64 `places` any more."""
+        self._newest("residual").index_fill_(0, places, 0.0)
 
     def put_back(self, places: Tensor, numbers: Tensor) -> None:
         """Adds `numbers`, which were sent from `places`, to what is to be sent.
@@ -119,6 +124,10 @@ class Forgotten(Unsent):
 
     @override
     def flush(self, gradients: Tensor, scale: Tensor | None) -> None:
+        return None
+
+    @override
+    def clear(self, places: Tensor) -> None:
         return None
 
     @override

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dear.compression.selectors import true_places
 from lightning_dear.compression.thresholds import largest
 
 
@@ -23,14 +25,20 @@ class Entries:
     places: Tensor
     numbers: Tensor
 
-    def packed(self) -> Tensor:
-        """[1 + 2 n] int32: n, the places, and the numbers' bits."""
-        count = torch.tensor([len(self.places)], dtype=torch.int32)
-        return torch.cat([count, self.places.int(), self.numbers.view(torch.int32)])
+    def packed(self, *notes: Tensor) -> Tensor:
+        """[1 + words + 2 n] int32: n, [words] int32 notes, the places, and the numbers' bits."""
+        # Of many short messages torch's calls would be most of the time.
+        parts = [np.array([len(self.places)], dtype=np.int32), *(one.numpy() for one in notes)]
+        parts += [self.places.numpy().astype(np.int32), self.numbers.numpy().view(np.int32)]
+        return torch.from_numpy(np.concatenate(parts))
+
+    def where(self, mask: Tensor) -> Entries:
+        """Those of which [n] bool is true."""
+        return self.at(true_places(mask))
 
     def at(self, kept: Tensor) -> Entries:
         """Those that stand at [n] int64, ascending."""
-        return Entries(self.places[kept], self.numbers[kept])
+        return Entries(self.places.index_select(0, kept), self.numbers.index_select(0, kept))
 
     def largest(self, most: int) -> Entries:
         """The `most` largest, of equal ones the first."""
@@ -53,10 +61,11 @@ def joined(parts: Sequence[Entries]) -> Entries:
     return Entries(torch.cat(places), torch.cat(numbers))
 
 
-def unpacked(row: Tensor) -> Entries:
-    """What `row` begins with; views."""
-    count = int(row[0])
-    return Entries(row[1 : 1 + count], row[1 + count : 1 + 2 * count].view(torch.float32))
+def unpacked(row: Tensor, num_notes: int = 0) -> Entries:
+    """What `row` begins with, behind so many words of notes; views."""
+    count, begin = int(row[0]), 1 + num_notes
+    middle, end = begin + count, begin + 2 * count
+    return Entries(row[begin:middle], row[middle:end].view(torch.float32))
 
 
 def added(one: Entries, other: Entries) -> Entries:

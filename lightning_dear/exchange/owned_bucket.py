@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,19 @@ from lightning_dear.work import Collectives
 
 NUM_FIRST_STEPS = 64
 """Steps at the beginning in each of which regions are made anew: residuals still grow."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a rank has sent of a bucket, round by round.
+
+    Attributes:
+        standing: What stands where it was taken from still.
+        cleared: What has been cleared there, and is to be put back if it does not arrive.
+    """
+
+    standing: list[Entries]
+    cleared: list[Entries]
 
 
 class OwnedBucket(SparseBucket):
@@ -48,8 +62,8 @@ class OwnedBucket(SparseBucket):
         *,
         is_encoded: bool,
     ) -> None:
-        self._summary: Tensor | None = None
-        self._sent: list[Entries] = []
+        self._standing: list[Entries] = []
+        self._cleared: list[Entries] = []
         self._set_aside: list[tuple[slice, Tensor]] = []
         self._rejected: Tensor | None = None
         self.is_filled = False
@@ -59,7 +73,7 @@ class OwnedBucket(SparseBucket):
     @override
     def _make_room(self) -> None:
         super()._make_room()
-        self.gathered = self._rows(self.most_owned if self.is_sparse else 0)
+        self.gathered = self._rows(self.most_owned if self.is_sparse else 0, self._most_notes)
 
     @property
     @abstractmethod
@@ -74,11 +88,20 @@ class OwnedBucket(SparseBucket):
 
     # --- the reduce half --------------------------------------------------------------------------
 
+    @override
+    def accumulated(self, scale: Tensor | None) -> Tensor:
+        # Another round of the same step must not send again what an earlier one has sent.
+        for one in self._standing:
+            self.worker.clear(one.places)
+        self._cleared += self._standing
+        self._standing = []
+        return super().accumulated(scale)
+
     @abstractmethod
     def messages(
         self, waiting: Tensor, selected: Entries, scale: Tensor | None
     ) -> Mapping[int, Tensor] | Tensor:
-        """Cuts `selected` into each owner's, and takes what is sent out of `waiting`."""
+        """Cuts `selected`, which is of `waiting`, into each owner's, and notes what is sent."""
 
     @abstractmethod
     def clear_others(self) -> None:
@@ -112,16 +135,6 @@ class OwnedBucket(SparseBucket):
         is_early = self.counts["reduce"] <= NUM_FIRST_STEPS
         return is_early or self.is_due(self.ok.tau) or not self.has_regions
 
-    @property
-    def summary(self) -> Tensor:
-        """Of this rank's selection, to be added up for the next step's regions."""
-        assert self._summary is not None
-        return self._summary
-
-    @abstractmethod
-    def note_total(self, total: Tensor) -> None:
-        """Told all ranks' summaries, added up; the regions change once the step is made."""
-
     # --- the gather half --------------------------------------------------------------------------
 
     @abstractmethod
@@ -146,27 +159,39 @@ class OwnedBucket(SparseBucket):
         self.tally.words_sent += others
         self.tally.words_received += others
 
-    def take_sent(self) -> list[Entries]:
+    def take_sent(self) -> Sent:
         """What this rank has sent for the step under way, but 0 for parameters nobody has used."""
-        taken, self._sent = self._sent, []
-        for one in taken:
+        taken, self._standing, self._cleared = Sent(self._standing, self._cleared), [], []
+        for one in (*taken.standing, *taken.cleared):
             for part in self._unused:
                 is_unused = (one.places >= part.start) & (one.places < part.stop)
                 one.numbers.masked_fill_(is_unused, 0.0)
         return taken
 
-    def put_back(self, sent: list[Entries], selected: Tensor) -> None:
-        """What was sent and not selected is to be sent still.
+    def settle(self, sent: Sent, selected: Tensor) -> None:
+        """What was sent and selected is not to be sent any more, and the rest is to be sent still.
 
         Args:
             sent: By this rank; zeros were not.
             selected: [n] int64: places of what all ranks have got, and perhaps the bucket's end.
         """
-        end = self.spec.padded_numel
-        for one in sent:
-            has_arrived = is_among(one.places, selected, end) & (one.numbers != 0)
+        for one in sent.standing:
+            has_arrived = self._has_arrived(one, selected)
+            self.worker.clear(one.where(has_arrived).places)
+            self.worker.note_arrived(one.places, has_arrived)
+        for one in sent.cleared:
+            has_arrived = self._has_arrived(one, selected)
             self.worker.put_back(one.places, one.numbers.masked_fill(has_arrived, 0.0))
             self.worker.note_arrived(one.places, has_arrived)
+
+    def _has_arrived(self, sent: Entries, selected: Tensor) -> Tensor:
+        """Which of the numbers that were sent is selected, once `write` has written them."""
+        return is_among(sent.places, selected, self.spec.padded_numel) & (sent.numbers != 0)
+
+    def settle_all(self, sent: Sent) -> None:
+        """The same where all that was sent has arrived."""
+        for one in sent.standing:
+            self.worker.clear(one.where(one.numbers != 0).places)
 
     # --- around a step ----------------------------------------------------------------------------
 
@@ -190,7 +215,8 @@ class OwnedBucket(SparseBucket):
     @override
     def discard(self) -> None:
         super().discard()
-        self._sent, self._rejected, self._set_aside = [], None, []
+        self._standing, self._cleared = [], []
+        self._rejected, self._set_aside = None, []
 
     @override
     def detach(self) -> None:

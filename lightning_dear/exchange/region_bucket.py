@@ -3,25 +3,63 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.compression import OkTopk
-from lightning_dear.compression.selectors import all_above, just_below
-from lightning_dear.device_work import device_work
+from lightning_dear.compression import Compressor, OkTopk
+from lightning_dear.compression.selectors import all_above, just_below, true_places
 from lightning_dear.exchange.entries import Entries, joined, unpacked
 from lightning_dear.exchange.owned_bucket import OwnedBucket
-from lightning_dear.exchange.regions import equal_regions, regions_of, summary_of
+from lightning_dear.exchange.regions import (
+    added_up,
+    equal_regions,
+    put_together,
+    regions_of,
+    sliced,
+    summary_of,
+    words_of_slice,
+)
+from lightning_dear.exchange.shares import Report, Shares
+
+FURTHER = 0.95
+"""Of the last threshold: sums above that are looked at first, as most owners find their share."""
+
+NUM_REPORTED = 2
+"""Words of notes in which an owner reports, besides how many numbers it sends."""
+
+
+class _Step(NamedTuple):
+    """What is settled when a step's selection begins, and holds until all of it has arrived.
+
+    Attributes:
+        codec: Another one may be in use when the last messages arrive.
+        k: How many numbers are wanted.
+        most_owned: Most that one owner keeps.
+        is_exact: Whether owners find the k largest of all sums.
+        num_summed: Words of a slice of the summaries that are added up; 0: none.
+    """
+
+    codec: Compressor
+    k: int
+    most_owned: int
+    is_exact: bool
+    num_summed: int
 
 
 class RegionBucket(OwnedBucket):
     """For gloo: how many numbers travel is looked up, and said.
 
+    What all ranks have to know for the next step travels as notes in the messages of this one: in
+    backward each rank's summary of its selection, cut into a slice for each owner, who adds them
+    up; afterwards the totals, and what owners report.
+
     Attributes:
         regions: Where each rank's region begins, and the end.
-        global_threshold: Of the owners' selections; 0: not known.
+        shares: How many numbers each owner keeps.
     """
 
     # --- across plans and checkpoints -------------------------------------------------------------
@@ -29,27 +67,30 @@ class RegionBucket(OwnedBucket):
     @override
     def start_anew(self, seed: int | None) -> None:
         super().start_anew(seed)
-        self.global_threshold = self._next_global = 0.0
-        self.regions = self._next_regions = self._shards
-        self.has_regions = False
+        self.shares = Shares.unknown(self._world_size)
+        self.regions, self.has_regions = self._shards, False
+        self._step: _Step | None = None
+        self._total_slice = torch.empty(0, dtype=torch.int32)
+        self._report = Report(0, 0, 0.0)
 
     @property
     @override
     def steering(self) -> Tensor:
-        own = [self.global_threshold, self.has_regions, *self.regions]
+        own = [self.shares.threshold, *self.shares.quotas, self.has_regions, *self.regions]
         return torch.cat([super().steering, torch.tensor(own, dtype=torch.float64)])
 
     @override
     def steer(self, steering: Tensor) -> None:
         super().steer(steering)
         # Another compressor has saved something else, and others need equal regions.
-        if len(steering) != 4 + len(self.regions) or not isinstance(self.configured, OkTopk):
+        if len(steering) != len(self.steering) or not isinstance(self.configured, OkTopk):
             return
-        _, _, everywhere, has_regions, *regions = steering.tolist()
+        _, _, threshold, *own = steering.tolist()
+        quotas, (has_regions, *regions) = own[: self._world_size], own[self._world_size :]
         if regions[-1] == self.spec.padded_numel:
+            self.shares = Shares(threshold, tuple(int(quota) for quota in quotas))
             self.has_regions = bool(has_regions)
-            self.global_threshold = self._next_global = everywhere
-            self.regions = self._next_regions = [int(place) for place in regions]
+            self.regions = [int(place) for place in regions]
 
     # --- how many --------------------------------------------------------------------------------
 
@@ -66,7 +107,25 @@ class RegionBucket(OwnedBucket):
         if not isinstance(self.codec, OkTopk):
             return self.spec.padded_numel // self._world_size
         cap = self.codec.owner_cap
-        return self.numel if cap == math.inf else int(cap * self.k / self._world_size)
+        return self.k if cap == math.inf else int(cap * self.k / self._world_size)
+
+    @property
+    @override
+    def _most_notes(self) -> int:
+        if not isinstance(self.codec, OkTopk):
+            return 0
+        return NUM_REPORTED + words_of_slice(self.codec.boundaries, self._world_size)
+
+    @override
+    def notes_in(self, lane: str) -> int:
+        if self._step is None:
+            return 0
+        return self._step.num_summed + (NUM_REPORTED if lane == "all_gather" else 0)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether owners are to find the k largest of all sums in the step under way."""
+        return self._step is not None and self._step.is_exact
 
     @property
     def region(self) -> slice:
@@ -78,23 +137,52 @@ class RegionBucket(OwnedBucket):
     def _shards(self) -> list[int]:
         return equal_regions(self.spec.padded_numel, self._world_size)
 
+    @override
+    def use(self, codec: Compressor) -> None:
+        if codec != self.codec:
+            # Shares are of another k. Until the next exact step nothing is known of the new one.
+            self.shares = Shares.unknown(self._world_size)
+        super().use(codec)
+
     # --- the reduce half --------------------------------------------------------------------------
+
+    @override
+    def select(self, waiting: Tensor) -> Entries:
+        selected = super().select(waiting)
+        if isinstance(self.codec, OkTopk):
+            is_exact = self.shares.threshold <= 0 or self.is_due(self.codec.tau_prime)
+            num_words = words_of_slice(self.codec.boundaries, self._world_size)
+            num_summed = num_words if self.are_regions_due else 0
+            self._step = _Step(self.codec, self.k, self.most_owned, is_exact, num_summed)
+        else:
+            self._step = None
+        return selected
 
     @override
     def messages(
         self, waiting: Tensor, selected: Entries, scale: Tensor | None
     ) -> dict[int, Tensor]:
-        if isinstance(self.codec, OkTopk):
-            shape = len(waiting), self._world_size
-            self._summary = summary_of(self.codec.boundaries, selected.places, *shape)
         sent = [part.largest(self.most_sent) for part in selected.cut(self.regions)]
-        whole = joined(sent)
-        waiting.index_fill_(0, whole.places, 0.0)
-        self._sent.append(whole)
-        messages = {rank: part.times(scale).packed() for rank, part in enumerate(sent)}
-        self.tally.num_sent = len(whole.places)
+        self._standing.append(joined(sent))
+        notes = self._notes_to_owners(selected.places, len(waiting))
+        messages = {rank: part.times(scale).packed(notes[rank]) for rank, part in enumerate(sent)}
+        self.tally.num_sent = sum(len(part.places) for part in sent)
         self.note_messages((own for rank, own in messages.items() if rank != self._rank), ())
         return messages
+
+    def _notes_to_owners(self, places: Tensor, numel: int) -> Tensor:
+        """[world_size, words] int32: a slice of the summary for each, where regions are due."""
+        if not self.notes_in("reduce_scatter"):
+            return torch.empty((self._world_size, 0), dtype=torch.int32)
+        kind, shape = self.ok.boundaries, (numel, self._world_size)
+        return sliced(kind, summary_of(kind, places, *shape), self._world_size)
+
+    @override
+    def sum_up(self, own: Tensor) -> None:
+        super().sum_up(own)
+        if num_notes := self.notes_in("reduce_scatter"):
+            slices = [row[1 : 1 + num_notes] for row in self._of_all(own, self.incoming)]
+            self._total_slice = added_up(self.ok.boundaries, slices)
 
     @override
     def clear_others(self) -> None:
@@ -113,72 +201,110 @@ class RegionBucket(OwnedBucket):
 
     # --- what is kept of the sums -----------------------------------------------------------------
 
-    def candidates(self, floor: float) -> tuple[Entries, int]:
-        """What of the region's sums is not 0 and at least `floor`, capped; and how many before."""
+    def sums(self, floor: float = 0.0) -> Entries:
+        """What of the region's sums is not 0 and at least `floor`."""
         own = self._selected_from
         if floor > 0:
             places = all_above(own[None], just_below(own.new_full((1, 1), floor)))
         else:
-            places = own.nonzero().view(-1)
-        found = Entries(places + self.region.start, own[places].float())
-        return found.largest(self.most_owned), len(places)
+            places = true_places(own != 0)
+        return Entries(places + self.region.start, own.index_select(0, places).float())
 
-    def keep(self, chosen: Entries) -> None:
-        """Leaves nothing but `chosen` in the region; the rest may be asked for once more."""
+    def keep_share(self, scale: float) -> None:
+        """Keeps this owner's share of k, the largest of its sums.
+
+        Args:
+            scale: What sums are multiplied by.
+        """
+        quota, threshold = self.shares.quotas[self._rank], self.shares.threshold * scale
+        found = self.sums(FURTHER * threshold)
+        if len(found.places) < quota:
+            found = self.sums()
+        num_reached = int((found.numbers.abs() >= threshold).count_nonzero())
+        self.keep(found.largest(quota), scale, num_reached)
+
+    def keep(self, chosen: Entries, scale: float, num_reached: int | None = None) -> None:
+        """Leaves nothing but `chosen` in the region; the rest may be asked for once more.
+
+        Args:
+            chosen: Of the region's sums.
+            scale: What sums are multiplied by.
+            num_reached: How many sums have reached the threshold; None: those that are chosen.
+        """
         own, places = self._selected_from, chosen.places - self.region.start
-        with device_work():
-            own[places] = 0.0
-            self._rejected = own.clone()
-            own.zero_()
-            own[places] = chosen.numbers.to(own.dtype)
-        self.chosen = chosen.places
+        self._rejected = own.index_fill(0, places, 0.0)
+        own.zero_().index_copy_(0, places, chosen.numbers.to(own.dtype))
+        self.chosen, count = chosen.places, len(places)
+        smallest = float(chosen.numbers.abs().min()) / scale if count else 0.0
+        self._report = Report(count, count if num_reached is None else num_reached, smallest)
 
     @property
     @override
     def _selected_from(self) -> Tensor:
         return self.bucket.mean[self.region]
 
-    @override
-    def note_total(self, total: Tensor) -> None:
-        shape = self.spec.padded_numel, self._world_size
-        self._next_regions = regions_of(self.ok.boundaries, total, *shape).tolist()
-
-    def note_threshold(self, value: float) -> None:
-        """Told the next step's global threshold; it counts once this step is made."""
-        self._next_global = value
-
     # --- the gather half --------------------------------------------------------------------------
 
     @override
     def message(self) -> Tensor:
-        return Entries(self.chosen, self.bucket.mean[self.chosen].float()).packed()
+        entries = Entries(self.chosen, self.bucket.mean.index_select(0, self.chosen).float())
+        if self._step is None:
+            return entries.packed()
+        reached = torch.tensor([self._report.num_reached], dtype=torch.int32)
+        smallest = torch.tensor([self._report.smallest]).view(torch.int32)
+        return entries.packed(reached, smallest, self._total_slice[: self._step.num_summed])
 
     @override
     def write(self, own: Tensor, gathered: Tensor) -> Tensor:
-        rows = [own if source == self._rank else row for source, row in enumerate(gathered)]
-        parts = [unpacked(row) for row in rows]
+        num_notes = self.notes_in("all_gather")
+        whole = joined([unpacked(row, num_notes) for row in self._of_all(own, gathered)])
         # Also the mean: 0 everywhere but where this rank's own part is written once more.
-        gradients = self.bucket.gradients
-        for part in parts:
-            gradients[part.places.long()] = part.numbers.to(gradients.dtype)
-        return torch.cat([part.places for part in parts]).long()
+        gradients, places = self.bucket.gradients, whole.places.long()
+        numbers = whole.numbers.to(gradients.dtype)
+        gradients.index_copy_(0, places, numbers)
+        self._has_zeros = bool((numbers == 0).any())
+        return places
+
+    @override
+    def _has_arrived(self, sent: Entries, selected: Tensor) -> Tensor:
+        if self._has_zeros:
+            return super()._has_arrived(sent, selected)
+        # Nothing else is in the bucket's gradients now.
+        written = self.bucket.gradients.index_select(0, sent.places)
+        return (written != 0) & (sent.numbers != 0)
 
     @override
     def note_gathered(self, own: Tensor, gathered: Tensor) -> None:
-        others = self._others(gathered)
-        counts = [int(row[0]) for row in (own, *others)]
+        self.note_messages([own] * (self._world_size - 1), self._others(gathered))
+        rows = self._of_all(own, gathered)
+        counts = [int(row[0]) for row in rows]
         self.tally.num_kept, self.tally.most_kept = sum(counts), max(counts)
-        self.note_messages([own] * len(others), others)
+        if self._step is not None:
+            notes = torch.stack([row[1 : 1 + self.notes_in("all_gather")] for row in rows])
+            self._hear(self._step, counts, notes)
 
-    # --- around a step ----------------------------------------------------------------------------
+    def _hear(self, step: _Step, counts: Sequence[int], notes: Tensor) -> None:
+        """What owners have told all ranks says how the next step is made.
 
-    @override
-    def commit(self) -> None:
-        super().commit()
-        self.has_regions |= self.regions != self._next_regions
-        self.regions, self.global_threshold = self._next_regions, self._next_global
-
-    @override
-    def discard(self) -> None:
-        super().discard()
-        self._next_regions, self._next_global = self.regions, self.global_threshold
+        Args:
+            step: The one that has been made.
+            counts: How many numbers each has sent.
+            notes: [world_size, words] int32.
+        """
+        smallest = notes[:, 1].contiguous().view(torch.float32).tolist()
+        told = zip(counts, notes[:, 0].tolist(), smallest, strict=True)
+        reports = [Report(*one) for one in told]
+        if step.codec == self.codec:
+            cap, is_exact = step.most_owned, step.is_exact
+            self.shares = self.shares.after(reports, step.k, cap, is_exact=is_exact)
+        if not step.is_exact:
+            self.tally.num_reached = sum(one.num_reached for one in reports)
+            beyond = [one.num_reached - one.num_kept for one in reports]
+            self.tally.num_held_back = sum(max(0, count) for count in beyond)
+        if step.num_summed:
+            assert isinstance(step.codec, OkTopk)
+            kind, shape = step.codec.boundaries, (self.spec.padded_numel, self._world_size)
+            total = put_together(kind, notes[:, NUM_REPORTED:], self._world_size)
+            regions = regions_of(kind, total, *shape).tolist()
+            self.has_regions |= regions != self.regions
+            self.regions = regions

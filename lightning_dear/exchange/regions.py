@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 NUM_BINS = 256
 """Of a histogram of places: a KiB, which for 10,000 numbers is little beside them."""
+
+_DTYPES = {"histogram": torch.int32, "mean": torch.int64}
+"""How summaries travel: sums of places of many ranks are more than 32 bits hold."""
 
 
 def equal_regions(numel: int, num_regions: int) -> list[int]:
@@ -38,6 +43,32 @@ def summary_of(
         return torch.tensor(equal_regions(numel, num_regions)[1:])
     ends = [len(places) * region // num_regions for region in range(1, num_regions)]
     return torch.cat([places[ends], torch.tensor([numel])])
+
+
+def words_of_slice(kind: str, num_regions: int) -> int:
+    """Words of 4 bytes of each part into which `sliced` cuts a summary."""
+    numel = NUM_BINS if kind == "histogram" else num_regions
+    return -(-numel // num_regions) * _DTYPES[kind].itemsize // 4
+
+
+def sliced(kind: str, summary: Tensor, num_regions: int) -> Tensor:
+    """[num_regions, words] int32: a summary in as many parts, each for a rank that adds it up."""
+    width = -(-len(summary) // num_regions)
+    filled = summary.new_zeros(num_regions * width, dtype=_DTYPES[kind])
+    filled[: len(summary)] = summary
+    return filled.view(num_regions, width).view(torch.int32)
+
+
+def added_up(kind: str, slices: Sequence[Tensor]) -> Tensor:
+    """[words] int32: the same part of all ranks' summaries, added up."""
+    # In memory of their own, which starts where wider numbers may.
+    return torch.stack(list(slices)).view(_DTYPES[kind]).sum(0, dtype=_DTYPES[kind]).view(torch.int32)
+
+
+def put_together(kind: str, slices: Tensor, num_regions: int) -> Tensor:
+    """[NUM_BINS or num_regions] int64: the total, of [num_regions, words] int32 parts."""
+    total = slices.contiguous().view(_DTYPES[kind]).flatten().long()
+    return total[: NUM_BINS if kind == "histogram" else num_regions]
 
 
 def regions_of(kind: str, total: Tensor, numel: int, num_regions: int) -> Tensor:

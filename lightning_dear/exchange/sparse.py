@@ -4,9 +4,9 @@
     sums -> global threshold -> u                                          (before the step)
     u -> to all ranks -> mean gradient; what was sent in vain -> residual      (the next forward)
 
-Nothing in backward waits for another rank: regions and thresholds are there before. Between its
-halves a step waits once for what all owners have counted, so that together they keep k, and now and
-then for histograms. On gloo messages are as long as what is in them, and say so themselves.
+Neither half waits for another rank but for what it sums and writes: regions, thresholds and owners'
+shares of k follow from what messages of the step before have told. Only now and then ranks wait for
+each other in between, for histograms. On gloo messages are as long as what is in them, and say so.
 
 What saves nothing, because it is short, or of a dense step, travels as it is, in equal shards.
 """
@@ -26,9 +26,9 @@ from lightning_dear.compression import SparseAllReduce, TopkDSA
 from lightning_dear.device_work import device_work
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.entries import Entries
-from lightning_dear.exchange.global_selection import GlobalSelection, keep_all
+from lightning_dear.exchange.global_selection import keep_all, keep_largest
 from lightning_dear.exchange.oracle import Seen, measure
-from lightning_dear.exchange.owned_bucket import OwnedBucket
+from lightning_dear.exchange.owned_bucket import OwnedBucket, Sent
 from lightning_dear.exchange.region_bucket import RegionBucket
 from lightning_dear.exchange.sparse_bucket import SparseBucket
 from lightning_dear.plain_mode import plain_mode
@@ -91,18 +91,17 @@ class SparseExchange(CompressedExchange):
             # Who is nan or inf is larger than the others.
             self._look_for_inf(not_empty(selected))
             messages = one.messages(waiting, selected, scale)
-        work = self._launch_messages(messages, one.incoming, number)
+        work = self._launch_messages(one, messages)
         return Work(work.wait, partial(sum_up, one, messages[self._collectives.rank]))
 
     def _expect_messages(self, lane: str, room: Tensor, number: int) -> None:
         self._collectives.expect_messages(lane, room, number)
 
-    def _launch_messages(
-        self, messages: Mapping[int, Tensor] | Tensor, incoming: Tensor, number: int
-    ) -> Work:
+    def _launch_messages(self, one: OwnedBucket, messages: Mapping[int, Tensor] | Tensor) -> Work:
         assert isinstance(messages, Mapping)
-        place = range(self._collectives.world_size), incoming, number
-        return self._collectives.launch_messages("reduce_scatter", messages, *place)
+        place = range(self._collectives.world_size), one.incoming, self._first_number + one.number
+        num_words = 1 + one.notes_in("reduce_scatter")
+        return self._collectives.launch_messages("reduce_scatter", messages, *place, num_words)
 
     def _see(self, one: OwnedBucket, waiting: Tensor, scale: Tensor | None) -> None:
         period = getattr(one.codec, "xi_every", 0)
@@ -140,13 +139,18 @@ class SparseExchange(CompressedExchange):
             measure(seen, self._collectives, self._first_number, self._loss_scale())
 
     def _choose(self, sparse: Sequence[OwnedBucket]) -> None:
-        """Leaves in means what owners keep. All ranks call, blocks."""
+        """Leaves in means what owners keep. All ranks call; now and then blocks."""
         scale, place = self._loss_scale(), (self._collectives, self._first_number)
+        factor = 1.0 if scale is None else float(scale)
         buckets = [one for one in sparse if isinstance(one, RegionBucket)]
         if isinstance(self._codec, TopkDSA):
             keep_all(buckets, *place)
-        else:
-            GlobalSelection(buckets, *place, 1.0 if scale is None else float(scale)).choose()
+            return
+        with device_work():
+            for one in buckets:
+                if not one.is_exact:
+                    one.keep_share(factor)
+        keep_largest([one for one in buckets if one.is_exact], *place, factor)
 
     # --- the gather half --------------------------------------------------------------------------
 
@@ -164,7 +168,7 @@ class SparseExchange(CompressedExchange):
         one = self.coded[bucket.number]
         if one.is_sparse and one.is_filled:
             # Of equal regions: all of it arrives.
-            one.take_sent()
+            one.settle_all(one.take_sent())
             one.note_all()
         if one.is_filled or not one.is_sparse:
             return partial(self._send_as_it_is, one)
@@ -176,30 +180,30 @@ class SparseExchange(CompressedExchange):
         one: OwnedBucket,
         message: Tensor,
         gathered: Tensor,
-        sent: list[Entries],
+        sent: Sent,
         is_nan: Tensor | None,
     ) -> Work:
-        number = self._first_number + one.number
-        work = self._spread(message, gathered, number)
+        work = self._spread(one, message, gathered, self._first_number + one.number)
         return Work(work.wait, partial(self._arrive, one, message, gathered, sent, is_nan))
 
-    def _spread(self, message: Tensor, gathered: Tensor, number: int) -> Work:
+    def _spread(self, one: OwnedBucket, message: Tensor, gathered: Tensor, number: int) -> Work:
         everybody = range(self._collectives.world_size)
         messages, place = dict.fromkeys(everybody, message), (everybody, gathered, number)
-        return self._collectives.launch_messages("all_gather", messages, *place)
+        num_words = 1 + one.notes_in("all_gather")
+        return self._collectives.launch_messages("all_gather", messages, *place, num_words)
 
     def _arrive(
         self,
         one: OwnedBucket,
         message: Tensor,
         gathered: Tensor,
-        sent: list[Entries],
+        sent: Sent,
         is_nan: Tensor | None,
     ) -> None:
         # In whatever context somebody reads a parameter.
         with device_work(), plain_mode(one.bucket.parameters.device.type):
+            one.settle(sent, one.write(message, gathered))
             one.note_gathered(message, gathered)
-            one.put_back(sent, one.write(message, gathered))
             if is_nan is not None:
                 one.bucket.gradients.masked_fill_(is_nan, math.nan)
 
@@ -220,7 +224,7 @@ class SparseExchange(CompressedExchange):
         if one.is_filled or not one.is_sparse:
             return self._collectives.launch_all_gather(bucket.gradients, number)
         message, gathered = one.message(), torch.empty_like(one.gathered)
-        work = self._spread(message, gathered, number)
+        work = self._spread(one, message, gathered, number)
         return Work(work.wait, partial(one.write, message, gathered))  # type: ignore[arg-type]
 
     @override

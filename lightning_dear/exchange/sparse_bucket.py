@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -39,8 +39,8 @@ class SparseBucket(CompressedBucket):
     worker: Unsent
     tally: Tally
     codec: Compressor
-    _head: ClassVar[int] = 1
-    """Elements of a message before its places: how many of these there are."""
+    _tells_length: ClassVar[bool] = True
+    """Whether a message begins with how many numbers are in it."""
 
     def __init__(
         self,
@@ -65,12 +65,21 @@ class SparseBucket(CompressedBucket):
     def _make_room(self) -> None:
         like = self.bucket.gradients
         self.received = like.new_empty(0 if self.is_sparse else self._scratch_numel)
-        self.incoming = self._rows(self.most_sent if self.is_sparse else 0)
+        self.incoming = self._rows(self.most_sent if self.is_sparse else 0, self._most_notes)
 
-    def _rows(self, most: int) -> Tensor:
-        """Room for a message of at most so many numbers from each rank."""
-        shape = self._world_size, self._head + 2 * most
+    @property
+    def _most_notes(self) -> int:
+        """Most words of notes in a message."""
+        return 0
+
+    def _rows(self, most: int, num_notes: int = 0) -> Tensor:
+        """Room for a message of at most so many numbers, and notes, from each rank."""
+        shape = self._world_size, self._tells_length + num_notes + 2 * most
         return self.bucket.gradients.new_empty(shape, dtype=torch.int32)
+
+    def notes_in(self, lane: str) -> int:
+        """Words of notes in each message of the step under way, between its length and places."""
+        return 0
 
     # --- across plans and checkpoints -------------------------------------------------------------
 
@@ -129,9 +138,9 @@ class SparseBucket(CompressedBucket):
         """What of `waiting` is large."""
         self._count_step()
         step, k = self.counts["reduce"] - 1, self.k
-        places = self.sparse.find(waiting, k, self.threshold, step)
-        selected = Entries(places, waiting[places]).largest(self.sparse.most_selected(k))
-        self._start_tally(len(places), len(selected.places))
+        found = Entries(*self.sparse.find(waiting, k, self.threshold, step))
+        selected = found.largest(self.sparse.most_selected(k))
+        self._start_tally(len(found.places), len(selected.places))
         return selected
 
     def _count_step(self) -> None:
@@ -152,11 +161,16 @@ class SparseBucket(CompressedBucket):
 
     def sum_up(self, own: Tensor) -> None:
         """Makes the mean of `incoming` and this rank's own message, in the order of the ranks."""
-        mean = self.bucket.mean.zero_()
+        mean, num_notes = self.bucket.mean.zero_(), self.notes_in("reduce_scatter")
         self.note_messages((), self._others(self.incoming))
-        for source, row in enumerate(self.incoming):
-            part = unpacked(own if source == self._rank else row)
-            mean.index_add_(0, part.places, part.numbers.to(mean.dtype))
+        for row in self._of_all(own, self.incoming):
+            part = unpacked(row, num_notes)
+            # Of one rank no place comes twice.
+            mean.scatter_add_(0, part.places.long(), part.numbers.to(mean.dtype))
+
+    def _of_all(self, own: Tensor, rows: Tensor) -> Sequence[Tensor]:
+        """Messages in the order of the ranks; this one's own is not in `rows`."""
+        return [own if source == self._rank else row for source, row in enumerate(rows)]
 
     def _others(self, rows: Tensor) -> list[Tensor]:
         return [row for source, row in enumerate(rows) if source != self._rank]

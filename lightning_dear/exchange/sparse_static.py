@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.device_work import device_work
-from lightning_dear.exchange.global_selection import add_up_summaries
 from lightning_dear.exchange.owned_bucket import OwnedBucket
 from lightning_dear.exchange.sparse import SparseExchange
 from lightning_dear.exchange.static_bucket import StaticBucket
@@ -36,23 +36,32 @@ class StaticSparseExchange(SparseExchange):
             self._collectives.expect_all_gather(room.view(-1), number)
 
     @override
-    def _launch_messages(
-        self, messages: Mapping[int, Tensor] | Tensor, incoming: Tensor, number: int
-    ) -> Work:
+    def _launch_messages(self, one: OwnedBucket, messages: Mapping[int, Tensor] | Tensor) -> Work:
         assert isinstance(messages, Tensor)
-        return self._collectives.launch_all_to_all(messages, incoming, number)
+        number = self._first_number + one.number
+        return self._collectives.launch_all_to_all(messages, one.incoming, number)
 
     @override
-    def _spread(self, message: Tensor, gathered: Tensor, number: int) -> Work:
+    def _spread(self, one: OwnedBucket, message: Tensor, gathered: Tensor, number: int) -> Work:
         gathered[self._collectives.rank].copy_(message)
         return self._collectives.launch_all_gather(gathered.view(-1), number)
 
     @override
     def _choose(self, sparse: Sequence[OwnedBucket]) -> None:
+        static = [one for one in sparse if isinstance(one, StaticBucket)]
         with device_work():
-            for one in sparse:
-                assert isinstance(one, StaticBucket)
+            for one in static:
                 one.keep_largest()
         with as_metadata(self._collectives):
-            number = SELECTION_NUMBERS + self._first_number
-            add_up_summaries(sparse, self._collectives, number)
+            self._add_up_summaries([one for one in static if one.are_regions_due])
+
+    def _add_up_summaries(self, due: Sequence[StaticBucket]) -> None:
+        """Tells buckets of which new regions are due what all ranks have selected. All call."""
+        if not due:
+            return
+        summaries = [one.summary for one in due]
+        total = torch.cat(summaries).to(torch.int32)
+        self._collectives.launch_all_reduce(total, SELECTION_NUMBERS + self._first_number).wait()
+        parts = torch.split(total, [len(one) for one in summaries])
+        for one, part in zip(due, parts, strict=True):
+            one.note_total(part.long())

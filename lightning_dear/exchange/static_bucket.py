@@ -22,7 +22,7 @@ class StaticBucket(OwnedBucket):
         edges: [world_size + 1] int64, on the device: where each region begins, and the end.
     """
 
-    _head = 0
+    _tells_length = False
 
     @property
     @override
@@ -39,6 +39,7 @@ class StaticBucket(OwnedBucket):
     @override
     def start_anew(self, seed: int | None) -> None:
         super().start_anew(seed)
+        self._summary: Tensor | None = None
         regions = equal_regions(self.spec.padded_numel, self._world_size)
         self.edges = torch.tensor(regions, device=self.bucket.mean.device)
         self._next_edges, self.has_regions = self.edges, False
@@ -81,7 +82,7 @@ class StaticBucket(OwnedBucket):
         # Others go behind the end.
         slots = torch.where(is_sent, region * room + order, self._world_size * room)
         sent = Entries(*(self._in_slots(each, slots) for each in (places, numbers)))
-        self._sent.append(sent)
+        self._cleared.append(sent)
         self.tally.num_sent = is_sent.sum()
         self._count_words(2 * room)
         shape = self._world_size, room
@@ -140,8 +141,14 @@ class StaticBucket(OwnedBucket):
         mean.zero_().index_copy_(0, self.chosen, kept.masked_fill(self._is_empty, 0.0))
         return is_denser
 
-    @override
+    @property
+    def summary(self) -> Tensor:
+        """Of this rank's selection, to be added up for the next step's regions."""
+        assert self._summary is not None
+        return self._summary
+
     def note_total(self, total: Tensor) -> None:
+        """Told all ranks' summaries, added up; the regions change once the step is made."""
         shape = self.spec.padded_numel, self._world_size
         self._next_edges = regions_of("histogram", total, *shape)
 

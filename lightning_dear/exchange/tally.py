@@ -26,7 +26,8 @@ class Tally:
         most_words: What either is at most.
         off_squared: |topk(sum of acc) - u|^2, where that was measured.
         gradient_squared: |sum of g / P|^2, likewise; else 0.
-        num_reached: Sums that reached a global threshold of an earlier step; 0 where it is exact.
+        num_reached: Sums that have reached the last step's global threshold; 0 in an exact step.
+        num_held_back: What of these owners have not kept, as their shares of k were fewer.
     """
 
     num_wanted: int = 0
@@ -40,6 +41,7 @@ class Tally:
     off_squared: float = 0.0
     gradient_squared: float = 0.0
     num_reached: int = 0
+    num_held_back: int = 0
 
 
 def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
@@ -49,8 +51,8 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
 
     "num_wanted", "num_selected", "num_kept": see `Tally`. "held_back": share of the selected that
     caps of messages have kept in the residual. "owners_held_back": share of the sums reaching the
-    last global threshold that caps of owners, and k of all, have kept there. "imbalance": what the
-    owner of most has kept, over the mean.
+    last global threshold that owners have kept there, as their shares of k were fewer. "imbalance":
+    what the owner of most has kept, over the mean.
     "share_of_bound": words sent or received, the more of them, over `SparseAllReduce.most_words`.
     "xi": |topk(sum of acc) - u| / |mean gradient|, of the last step in which `OkTopk.xi_every` had
     it measured; Ok-Topk converges as dense SGD does where that is small beside the number of ranks
@@ -70,9 +72,8 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     if kept:
         figures["num_kept"] = float(sum(count for _, count in kept))
         figures["imbalance"] = max(most * world_size / count for most, count in kept)
-        reached = [(int(one.num_kept), one.num_reached) for one in tallies if one.num_reached]
-        num_kept, num_reached = map(sum, zip(*reached, strict=True)) if reached else (0, 0)
-        figures["owners_held_back"] = 1 - num_kept / num_reached if num_reached else 0.0
+        held_back = sum(one.num_held_back for one in tallies)
+        figures["owners_held_back"] = held_back / (sum(one.num_reached for one in tallies) or 1)
     gradient_squared = sum(one.gradient_squared for one in tallies)
     if gradient_squared:
         figures["xi"] = math.sqrt(sum(one.off_squared for one in tallies) / gradient_squared)

@@ -135,9 +135,8 @@ class Step:
     def _select(self, threshold: LocalThreshold, k: int, *, is_exact: bool) -> Entries:
         """What is sent, taken out of what is pending; neither that nor the threshold counts."""
         waiting = self._worker.accumulate(self._gradients, None)
-        places = threshold.find(waiting, k, is_exact=is_exact)
-        found = Entries(places, waiting[places])
-        waiting.index_fill_(0, places, 0.0)
+        found = Entries(*threshold.find(waiting, k, is_exact=is_exact))
+        waiting.index_fill_(0, found.places, 0.0)
         return found
 
 

@@ -69,6 +69,7 @@ class InRoom:
         sources: Collection[int],
         incoming: Tensor,
         bucket: int,
+        num_notes: int = 1,
     ) -> Work:
         for target, message in messages.items():
             if target != self.rank:

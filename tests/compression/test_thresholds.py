@@ -77,10 +77,13 @@ def _normal(seed: int, size: float = 1.0) -> Tensor:
 
 def test_a_threshold_is_used_again() -> None:
     threshold, k = LocalThreshold(), 1000
-    assert len(threshold.find(_normal(0), k, is_exact=True)) == k
+    places, found = threshold.find(_normal(0), k, is_exact=True)
+    assert len(places) == k
+    assert torch.equal(found, _normal(0)[places])
     threshold.commit()
     value, other = threshold.value, _normal(1, 1.02)
-    found = threshold.find(other, k, is_exact=False)
+    found, numbers = threshold.find(other, k, is_exact=False)
+    assert torch.equal(numbers, other[found])
     assert found.tolist() == (other.abs() >= value).nonzero()[:, 0].tolist()
     assert len(found) != k
     threshold.commit()
@@ -93,12 +96,25 @@ def test_the_count_stays_within_its_bands(size: float) -> None:
     threshold, k = LocalThreshold(), 1000
     for step, factor in enumerate([1.0, *[size] * 40]):
         numbers = _normal(step, factor)
-        found = threshold.find(numbers, k, is_exact=step == 0)
+        found, _ = threshold.find(numbers, k, is_exact=step == 0)
         if size:
             assert FEWEST * k <= len(found) <= MOST * k
         assert numbers[found].all()
         threshold.commit()
-    assert len(found) == (0 if size == 0 else pytest.approx(k, rel=0.15))
+    assert len(found) == (0 if size == 0 else pytest.approx(k, rel=0.1))
+
+
+def test_of_a_power_law_a_threshold_is_set_right_at_once() -> None:
+    """Numbers of which so many exceed x as x^-3 says; Hill's estimate finds the 3."""
+    uniform = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
+    numbers, k = uniform ** (-1 / 3), 1000
+    for off in (0.93, 1.07):
+        exact = float(numbers.topk(k).values[-1])
+        threshold = LocalThreshold(exact * off)
+        found, _ = threshold.find(numbers, k, is_exact=False)
+        assert abs(len(found) / k - 1) > 0.15
+        threshold.commit()
+        assert threshold.value == pytest.approx(exact, rel=0.01)
 
 
 def test_what_was_not_committed_does_not_count() -> None:

@@ -12,8 +12,6 @@ from torch import Tensor
 from lightning_dear.compression import OkTopk
 from lightning_dear.exchange.regions import equal_regions
 
-STEADINESS = 0.1
-
 
 class Reference:
     """Sums what ranks select of what they have.
@@ -39,6 +37,7 @@ class Reference:
         self.residuals = torch.zeros(world_size, padded)
         self.regions = equal_regions(padded, world_size)
         self.local, self.whole = [0.0] * world_size, 0.0
+        self.quotas = [0] * world_size
         self.num_steps = 0
         self.counts: tuple[list[int], int] = ([], 0)
 
@@ -71,7 +70,9 @@ class Reference:
         if not is_exact and self.local[rank] > 0:
             places = (own.abs() >= torch.tensor(self.local[rank])).nonzero()[:, 0].tolist()
             if 2 / 3 * self.k <= len(places) <= 4 / 3 * self.k:
-                self.local[rank] *= (len(places) / self.k) ** STEADINESS
+                reached = own[places].abs().log().mean()
+                slope = float(reached) - math.log(self.local[rank])
+                self.local[rank] *= (len(places) / self.k) ** slope
                 return places
         places = _largest(own, range(self.padded), self.k)
         self.local[rank] = min((abs(float(own[place])) for place in places), default=0.0)
@@ -92,25 +93,50 @@ class Reference:
             parts = (range(*pair) for pair in pairwise(self.regions))
             most = self.k // self.world_size
             return [place for part in parts for place in _largest(sums, part, most)]
-        if not is_exact and self.whole > 0:
-            reached = (sums.abs() >= torch.tensor(self.whole)).nonzero()[:, 0].tolist()
-            if 2 / 3 * self.k <= len(reached) <= 4 / 3 * self.k:
-                self.whole *= (len(reached) / self.k) ** STEADINESS
-                return self._share(sums, self._cap(sums, reached, self.codec.owner_cap))
-        known = self._cap(sums, sums.nonzero()[:, 0].tolist(), self.codec.owner_cap)
-        chosen = _largest(sums, known, self.k)
-        self.whole = min((abs(float(sums[place])) for place in chosen), default=0.0)
+        if is_exact or self.whole == 0:
+            cap = self.codec.owner_cap
+            known = self._cap(sums, sums.nonzero()[:, 0].tolist(), cap)
+            chosen = _largest(sums, known, self.k)
+            self.whole = min((abs(float(sums[place])) for place in chosen), default=0.0)
+            if chosen:
+                self._divide([len(part) for part in self._in_regions(chosen)])
+            return chosen
+        reached = (sums.abs() >= torch.tensor(self.whole)).nonzero()[:, 0].tolist()
+        parts = [
+            _largest(sums, range(*pair), quota)
+            for pair, quota in zip(pairwise(self.regions), self.quotas, strict=True)
+        ]
+        chosen = [place for part in parts for place in part]
+        smallest = [min(abs(float(sums[place])) for place in part) * len(part) for part in parts if part]
+        self.whole = math.fsum(smallest) / len(chosen) if chosen else 0.0
+        if chosen and reached:
+            self._divide([len(part) for part in self._in_regions(reached)])
         return chosen
 
-    def _share(self, sums: Tensor, kept: list[int]) -> list[int]:
-        if len(kept) <= self.k or self.codec.owner_cap == math.inf:
-            return kept
-        parts = [[p for p in kept if begin <= p < end] for begin, end in pairwise(self.regions)]
+    def _in_regions(self, places: Iterable[int]) -> list[list[int]]:
         return [
-            place
-            for part in parts
-            for place in _largest(sums, part, len(part) * self.k // len(kept))
+            [place for place in places if begin <= place < end]
+            for begin, end in pairwise(self.regions)
         ]
+
+    def _divide(self, weights: Sequence[int]) -> None:
+        """Of k, but no more to any than an owner may keep; what is left over to the others."""
+        most = min(self.k, self.codec.owner_cap * self.k / self.world_size)
+        left, full = self.k, set[int]()
+        while True:
+            others = [rank for rank in range(self.world_size) if rank not in full]
+            total = sum(weights[rank] for rank in others)
+            share = {
+                rank: left * weights[rank] // total if total else left // len(others)
+                for rank in others
+            }
+            beyond = {rank for rank in others if share[rank] >= int(most)}
+            self.quotas = [share.get(rank, int(most)) for rank in range(self.world_size)]
+            if not beyond or len(beyond) == len(others):
+                break
+            full |= beyond
+            left -= len(beyond) * int(most)
+        self.quotas = [min(quota, int(most)) for quota in self.quotas]
 
     def _regions(self, selected: Sequence[Sequence[int]]) -> list[int]:
         """Quantiles of all places, as if those of a bin lay evenly in it."""

@@ -161,7 +161,7 @@ def _check_every_number_arrives_or_is_left_to_the_bit() -> None:
             before = [weight.detach().clone() for weight in run.model.weights]
             (one,) = buckets_of(run)
             # Of numbers of which many are equal.
-            assert not one.is_sparse or codec.owner_cap == math.inf or moved <= one.k
+            assert not one.is_sparse or moved <= one.k
             held = run.part._residuals._taken().worker["residual"]
             for weight, whole in zip(run.model.weights, expected, strict=True):
                 left = held[weight].double()

@@ -64,7 +64,8 @@ def test_figures_say_what_travelled() -> None:
 
 def test_what_owners_leave_of_what_reaches_their_threshold_is_a_figure() -> None:
     """Where the threshold was that of an earlier step."""
-    exact, reused = Tally(num_kept=9, most_kept=5), Tally(num_kept=8, most_kept=4, num_reached=10)
+    exact = Tally(num_kept=9, most_kept=5)
+    reused = Tally(num_kept=9, most_kept=5, num_reached=10, num_held_back=2)
     assert figures_of([exact], 2)["owners_held_back"] == 0
     assert figures_of([exact, reused], 2)["owners_held_back"] == pytest.approx(0.2)
 

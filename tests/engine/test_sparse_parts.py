@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -16,8 +17,17 @@ from torch import Tensor
 from lightning_dear.compression.unsent import Unsent, UnsentVelocity
 from lightning_dear.exchange.entries import Entries, is_among, joined, unpacked
 from lightning_dear.exchange.kth_largest import kth_largest
-from lightning_dear.exchange.owned_bucket import OwnedBucket
-from lightning_dear.exchange.regions import equal_regions, regions_of, summary_of
+from lightning_dear.exchange.owned_bucket import OwnedBucket, Sent
+from lightning_dear.exchange.regions import (
+    added_up,
+    equal_regions,
+    put_together,
+    regions_of,
+    sliced,
+    summary_of,
+    words_of_slice,
+)
+from lightning_dear.exchange.shares import Report, Shares, divided
 from tests.distributed.harness import distributed
 
 SIZES = st.floats(2.0**-149, 2.0**127, width=32)
@@ -104,6 +114,23 @@ def test_regions_of_nothing_are_equal() -> None:
         assert _regions(kind, [empty] * 3, 100) == equal_regions(100, 3) == [0, 33, 66, 100]
 
 
+@given(
+    st.sampled_from(["histogram", "mean"]),
+    st.lists(st.lists(st.integers(0, 999), unique=True), min_size=2, max_size=5),
+)
+def test_summaries_come_back_from_their_slices(kind: str, of_ranks: list[list[int]]) -> None:
+    """Each rank adds up a slice of all ranks' summaries, and everybody puts the sums together."""
+    num_ranks, numel = len(of_ranks), 1000
+    summaries = [
+        summary_of(kind, torch.tensor(sorted(own)).long(), numel, num_ranks) for own in of_ranks
+    ]
+    cut = [sliced(kind, own, num_ranks) for own in summaries]
+    sums = [added_up(kind, [own[rank] for own in cut]) for rank in range(num_ranks)]
+    assert {len(one) for one in sums} == {words_of_slice(kind, num_ranks)}
+    total = put_together(kind, torch.stack(sums), num_ranks)
+    assert torch.equal(total, torch.stack(summaries).sum(0))
+
+
 def test_positions_of_many_ranks_add_up() -> None:
     """Beyond 32 bits."""
     numel = 2**31 - 1
@@ -111,15 +138,48 @@ def test_positions_of_many_ranks_add_up() -> None:
     assert regions_of("mean", total, numel, 200).tolist() == equal_regions(numel, 200)
 
 
+# --- shares ---------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 500), st.lists(st.integers(0, 60), min_size=1, max_size=6), st.integers(0, 200))
+def test_what_is_divided_is_all_of_it_but_for_rounding(
+    total: int, weights: list[int], cap: int
+) -> None:
+    parts = divided(total, weights, cap)
+    assert all(0 <= part <= cap for part in parts)
+    assert sum(parts) <= total
+    if cap * len(weights) >= total:
+        assert sum(parts) > total - len(weights)
+    for one, other in pairwise(sorted(zip(weights, parts, strict=True))):
+        # Whoever has more weight has no smaller part.
+        assert one[0] == other[0] or one[1] <= other[1]
+
+
+def test_shares_by_hand() -> None:
+    unknown = Shares.unknown(3)
+    reports = [Report(5, 5, 2.0), Report(3, 3, 1.5), Report(0, 0, 0.0)]
+    exact = unknown.after(reports, 8, 6, is_exact=True)
+    assert exact == Shares(1.5, (5, 3, 0))
+    reports = [Report(5, 9, 2.0), Report(3, 3, 4.0), Report(0, 0, 0.0)]
+    assert exact.after(reports, 8, 6, is_exact=False) == Shares(2.75, (6, 2, 0))
+    # More than its cap goes to the others.
+    assert exact.after(reports, 8, 4, is_exact=False).quotas == (4, 4, 0)
+    assert exact.after([Report(0, 0, 0.0)] * 3, 8, 6, is_exact=False) == Shares(0.0, (5, 3, 0))
+
+
 # --- entries --------------------------------------------------------------------------------------
 
 
 def test_entries_come_back_from_their_message_whatever_follows() -> None:
     some = Entries(torch.tensor([3, 7, 2**31 - 1]), torch.tensor([-0.0, math.nan, 1e-44]))
-    row = torch.cat([some.packed(), torch.full((5,), -1, dtype=torch.int32)])
-    back = unpacked(row)
-    assert back.places.tolist() == some.places.tolist()
-    assert torch.equal(back.numbers.view(torch.int32), some.numbers.view(torch.int32))
+    notes = torch.tensor([4, -9], dtype=torch.int32)
+    for own in ((), (notes,), (notes, notes[:1])):
+        row = torch.cat([some.packed(*own), torch.full((5,), -1, dtype=torch.int32)])
+        num_notes = sum(map(len, own))
+        back = unpacked(row, num_notes)
+        assert row[1 : 1 + num_notes].tolist() == [word for one in own for word in one.tolist()]
+        assert back.places.tolist() == some.places.tolist()
+        assert torch.equal(back.numbers.view(torch.int32), some.numbers.view(torch.int32))
 
 
 @given(st.lists(st.integers(0, 30), unique=True), st.lists(st.integers(0, 30), unique=True))
@@ -158,8 +218,10 @@ def test_what_was_not_sent_has_not_arrived() -> None:
     worker.accumulate(torch.tensor([1.0, 2.0, 3.0, 4.0]), None)
     worker.commit()
     bucket = SimpleNamespace(worker=worker, spec=SimpleNamespace(padded_numel=4))
+    bucket._has_arrived = partial(OwnedBucket._has_arrived, bucket)
+    worker.clear(torch.tensor([0, 2]))
     sent = torch.tensor([1.0, 3.0, 0.0, 0.0])
     entries = Entries(torch.tensor([0, 2, 0, 0]), sent)
-    OwnedBucket.put_back(bucket, [entries], torch.tensor([0, 3]))  # type: ignore[arg-type]
+    OwnedBucket.settle(bucket, Sent([], [entries]), torch.tensor([0, 3]))  # type: ignore[arg-type]
     assert worker.kept["momentum"].tolist() == [0.0, 2.0, 3.0, 4.0]
-    assert worker.kept["residual"].tolist() == [1.0, 2.0, 6.0, 4.0]
+    assert worker.kept["residual"].tolist() == [0.0, 2.0, 3.0, 4.0]
