@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dear.compression.selectors import (
     all_above,
-    just_below,
+    all_reaching,
     sampled_floor,
     true_places,
 )
@@ -45,7 +46,8 @@ def _candidates(numbers: Tensor, count: int) -> Tensor:
     """Places, ascending, of all that may be among the largest, and of no 0."""
     if len(numbers) > FEW * count:
         # With five deviations more than enough, nearly always.
-        places = all_above(numbers[None], sampled_floor(numbers[None], count, num_deviations=5.0))
+        floor = float(sampled_floor(numbers[None], count, num_deviations=5.0))
+        places = all_above(numbers, floor)
         if len(places) >= count:
             return places
     return true_places(numbers != 0)
@@ -56,13 +58,14 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
     if count >= len(sizes):
         return torch.arange(len(sizes))
     # The smallest of those but nan, if any: nan counts as the largest.
-    floor = sizes.topk(count, sorted=False).values.nan_to_num(nan=math.inf).amin()
-    is_kept = (sizes <= floor).logical_not_()
-    room = count - int(is_kept.sum())
+    floor = float(sizes.topk(count, sorted=False).values.nan_to_num_(nan=math.inf).amin())
+    own = sizes.numpy()
+    is_kept = ~(own <= floor)
+    room = count - np.count_nonzero(is_kept)
     if room > 0:
-        is_kept[true_places(sizes == floor)[:room]] = True
+        is_kept[np.flatnonzero(own == floor)[:room]] = True
     # More than these may be nan.
-    return true_places(is_kept)[:count]
+    return torch.from_numpy(np.flatnonzero(is_kept)[:count])
 
 
 def corrected(threshold: float, sizes: Tensor, k: int) -> float:
@@ -101,7 +104,7 @@ class LocalThreshold:
         """
         self._next = self.value
         if not is_exact and self.value > 0:
-            places = all_above(numbers[None], just_below(numbers.new_full((1, 1), self.value)))
+            places = all_reaching(numbers, self.value)
             found = numbers.index_select(0, places)
             if FEWEST * k <= len(places) <= MOST * k:
                 self._next = corrected(self.value, found.abs(), k)

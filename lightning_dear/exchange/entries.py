@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dear.compression.selectors import true_places
 from lightning_dear.compression.thresholds import largest
 
 
@@ -31,10 +30,6 @@ class Entries:
         parts = [np.array([len(self.places)], dtype=np.int32), *(one.numpy() for one in notes)]
         parts += [self.places.numpy().astype(np.int32), self.numbers.numpy().view(np.int32)]
         return torch.from_numpy(np.concatenate(parts))
-
-    def where(self, mask: Tensor) -> Entries:
-        """Those of which [n] bool is true."""
-        return self.at(true_places(mask))
 
     def at(self, kept: Tensor) -> Entries:
         """Those that stand at [n] int64, ascending."""

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
 from lightning_dear.compression import OkTopk, SparseAllReduce
+from lightning_dear.compression.selectors import true_places
 from lightning_dear.exchange.entries import Entries, is_among
 from lightning_dear.exchange.sparse_bucket import SparseBucket
 from lightning_dear.work import Collectives
@@ -142,7 +143,7 @@ class OwnedBucket(SparseBucket):
         """What all ranks are to get of this rank's region; see `gathered`."""
 
     @abstractmethod
-    def write(self, own: Tensor, gathered: Tensor) -> Tensor:
+    def write(self, gathered: Tensor) -> Tensor:
         """Makes what owners have sent the bucket's gradients.
 
         Returns:
@@ -150,7 +151,7 @@ class OwnedBucket(SparseBucket):
         """
 
     @abstractmethod
-    def note_gathered(self, own: Tensor, gathered: Tensor) -> None:
+    def note_gathered(self, gathered: Tensor) -> None:
         """Counts what owners have sent in the tally."""
 
     def note_all(self) -> None:
@@ -177,7 +178,7 @@ class OwnedBucket(SparseBucket):
         """
         for one in sent.standing:
             has_arrived = self._has_arrived(one, selected)
-            self.worker.clear(one.where(has_arrived).places)
+            self.worker.clear(one.places.index_select(0, true_places(has_arrived)))
             self.worker.note_arrived(one.places, has_arrived)
         for one in sent.cleared:
             has_arrived = self._has_arrived(one, selected)
@@ -191,7 +192,7 @@ class OwnedBucket(SparseBucket):
     def settle_all(self, sent: Sent) -> None:
         """The same where all that was sent has arrived."""
         for one in sent.standing:
-            self.worker.clear(one.where(one.numbers != 0).places)
+            self.worker.clear(one.places.index_select(0, true_places(one.numbers != 0)))
 
     # --- around a step ----------------------------------------------------------------------------
 

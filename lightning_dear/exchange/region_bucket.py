@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.compression import Compressor, OkTopk
-from lightning_dear.compression.selectors import all_above, just_below, true_places
+from lightning_dear.compression.selectors import all_reaching, true_places
 from lightning_dear.exchange.entries import Entries, joined, unpacked
 from lightning_dear.exchange.owned_bucket import OwnedBucket
 from lightning_dear.exchange.regions import (
@@ -163,11 +163,12 @@ class RegionBucket(OwnedBucket):
         self, waiting: Tensor, selected: Entries, scale: Tensor | None
     ) -> dict[int, Tensor]:
         sent = [part.largest(self.most_sent) for part in selected.cut(self.regions)]
-        self._standing.append(joined(sent))
+        num_sent = sum(len(part.places) for part in sent)
+        # Where no cap binds, all of it is sent.
+        self._standing.append(selected if num_sent == len(selected.places) else joined(sent))
         notes = self._notes_to_owners(selected.places, len(waiting))
         messages = {rank: part.times(scale).packed(notes[rank]) for rank, part in enumerate(sent)}
-        self.tally.num_sent = sum(len(part.places) for part in sent)
-        self.note_messages((own for rank, own in messages.items() if rank != self._rank), ())
+        self.tally.num_sent = num_sent
         return messages
 
     def _notes_to_owners(self, places: Tensor, numel: int) -> Tensor:
@@ -178,10 +179,10 @@ class RegionBucket(OwnedBucket):
         return sliced(kind, summary_of(kind, places, *shape), self._world_size)
 
     @override
-    def sum_up(self, own: Tensor) -> None:
-        super().sum_up(own)
+    def sum_up(self) -> None:
+        super().sum_up()
         if num_notes := self.notes_in("reduce_scatter"):
-            slices = [row[1 : 1 + num_notes] for row in self._of_all(own, self.incoming)]
+            slices = self.incoming[:, 1 : 1 + num_notes]
             self._total_slice = added_up(self.ok.boundaries, slices)
 
     @override
@@ -205,7 +206,7 @@ class RegionBucket(OwnedBucket):
         """What of the region's sums is not 0 and at least `floor`."""
         own = self._selected_from
         if floor > 0:
-            places = all_above(own[None], just_below(own.new_full((1, 1), floor)))
+            places = all_reaching(own, floor)
         else:
             places = true_places(own != 0)
         return Entries(places + self.region.start, own.index_select(0, places).float())
@@ -255,9 +256,9 @@ class RegionBucket(OwnedBucket):
         return entries.packed(reached, smallest, self._total_slice[: self._step.num_summed])
 
     @override
-    def write(self, own: Tensor, gathered: Tensor) -> Tensor:
+    def write(self, gathered: Tensor) -> Tensor:
         num_notes = self.notes_in("all_gather")
-        whole = joined([unpacked(row, num_notes) for row in self._of_all(own, gathered)])
+        whole = joined([unpacked(row, num_notes) for row in gathered])
         # Also the mean: 0 everywhere but where this rank's own part is written once more.
         gradients, places = self.bucket.gradients, whole.places.long()
         numbers = whole.numbers.to(gradients.dtype)
@@ -274,14 +275,12 @@ class RegionBucket(OwnedBucket):
         return (written != 0) & (sent.numbers != 0)
 
     @override
-    def note_gathered(self, own: Tensor, gathered: Tensor) -> None:
-        self.note_messages([own] * (self._world_size - 1), self._others(gathered))
-        rows = self._of_all(own, gathered)
-        counts = [int(row[0]) for row in rows]
+    def note_gathered(self, gathered: Tensor) -> None:
+        heads = gathered[:, : 1 + self.notes_in("all_gather")]
+        counts = self.note_received(heads)
         self.tally.num_kept, self.tally.most_kept = sum(counts), max(counts)
         if self._step is not None:
-            notes = torch.stack([row[1 : 1 + self.notes_in("all_gather")] for row in rows])
-            self._hear(self._step, counts, notes)
+            self._hear(self._step, counts, heads[:, 1:])
 
     def _hear(self, step: _Step, counts: Sequence[int], notes: Tensor) -> None:
         """What owners have told all ranks says how the next step is made.

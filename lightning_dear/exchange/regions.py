@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -59,10 +57,11 @@ def sliced(kind: str, summary: Tensor, num_regions: int) -> Tensor:
     return filled.view(num_regions, width).view(torch.int32)
 
 
-def added_up(kind: str, slices: Sequence[Tensor]) -> Tensor:
-    """[words] int32: the same part of all ranks' summaries, added up."""
-    # In memory of their own, which starts where wider numbers may.
-    return torch.stack(list(slices)).view(_DTYPES[kind]).sum(0, dtype=_DTYPES[kind]).view(torch.int32)
+def added_up(kind: str, slices: Tensor) -> Tensor:
+    """[words] int32: the same part of all ranks' summaries, [num_regions, words], added up."""
+    # In memory of its own, which starts where wider numbers may.
+    own = slices.contiguous().view(_DTYPES[kind])
+    return own.sum(0, dtype=_DTYPES[kind]).view(torch.int32)
 
 
 def put_together(kind: str, slices: Tensor, num_regions: int) -> Tensor:

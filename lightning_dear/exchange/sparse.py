@@ -92,16 +92,27 @@ class SparseExchange(CompressedExchange):
             self._look_for_inf(not_empty(selected))
             messages = one.messages(waiting, selected, scale)
         work = self._launch_messages(one, messages)
-        return Work(work.wait, partial(sum_up, one, messages[self._collectives.rank]))
+        return Work(work.wait, partial(sum_up, one))
 
     def _expect_messages(self, lane: str, room: Tensor, number: int) -> None:
         self._collectives.expect_messages(lane, room, number)
 
     def _launch_messages(self, one: OwnedBucket, messages: Mapping[int, Tensor] | Tensor) -> Work:
         assert isinstance(messages, Mapping)
-        place = range(self._collectives.world_size), one.incoming, self._first_number + one.number
-        num_words = 1 + one.notes_in("reduce_scatter")
-        return self._collectives.launch_messages("reduce_scatter", messages, *place, num_words)
+        return self._send_messages("reduce_scatter", one, messages, one.incoming)
+
+    def _send_messages(
+        self,
+        lane: str,
+        one: OwnedBucket,
+        messages: Mapping[int, Tensor],
+        room: Tensor,
+        number: int | None = None,
+    ) -> Work:
+        number = self._first_number + one.number if number is None else number
+        one.note_sent(messages, lane, room)
+        place = range(self._collectives.world_size), room, number
+        return self._collectives.launch_messages(lane, messages, *place, 1 + one.notes_in(lane))
 
     def _see(self, one: OwnedBucket, waiting: Tensor, scale: Tensor | None) -> None:
         period = getattr(one.codec, "xi_every", 0)
@@ -172,8 +183,9 @@ class SparseExchange(CompressedExchange):
             one.note_all()
         if one.is_filled or not one.is_sparse:
             return partial(self._send_as_it_is, one)
-        arriving = one.message(), one.gathered, one.take_sent(), self._is_nan
-        return partial(self._send, one, *arriving)
+        with device_work():
+            message = one.message()
+        return partial(self._send, one, message, one.gathered, one.take_sent(), self._is_nan)
 
     def _send(
         self,
@@ -184,26 +196,19 @@ class SparseExchange(CompressedExchange):
         is_nan: Tensor | None,
     ) -> Work:
         work = self._spread(one, message, gathered, self._first_number + one.number)
-        return Work(work.wait, partial(self._arrive, one, message, gathered, sent, is_nan))
+        return Work(work.wait, partial(self._arrive, one, gathered, sent, is_nan))
 
     def _spread(self, one: OwnedBucket, message: Tensor, gathered: Tensor, number: int) -> Work:
-        everybody = range(self._collectives.world_size)
-        messages, place = dict.fromkeys(everybody, message), (everybody, gathered, number)
-        num_words = 1 + one.notes_in("all_gather")
-        return self._collectives.launch_messages("all_gather", messages, *place, num_words)
+        messages = dict.fromkeys(range(self._collectives.world_size), message)
+        return self._send_messages("all_gather", one, messages, gathered, number)
 
     def _arrive(
-        self,
-        one: OwnedBucket,
-        message: Tensor,
-        gathered: Tensor,
-        sent: Sent,
-        is_nan: Tensor | None,
+        self, one: OwnedBucket, gathered: Tensor, sent: Sent, is_nan: Tensor | None
     ) -> None:
         # In whatever context somebody reads a parameter.
         with device_work(), plain_mode(one.bucket.parameters.device.type):
-            one.settle(sent, one.write(message, gathered))
-            one.note_gathered(message, gathered)
+            one.settle(sent, one.write(gathered))
+            one.note_gathered(gathered)
             if is_nan is not None:
                 one.bucket.gradients.masked_fill_(is_nan, math.nan)
 
@@ -223,9 +228,11 @@ class SparseExchange(CompressedExchange):
             return Work.done()
         if one.is_filled or not one.is_sparse:
             return self._collectives.launch_all_gather(bucket.gradients, number)
-        message, gathered = one.message(), torch.empty_like(one.gathered)
-        work = self._spread(one, message, gathered, number)
-        return Work(work.wait, partial(one.write, message, gathered))  # type: ignore[arg-type]
+        gathered, words_sent = torch.empty_like(one.gathered), one.tally.words_sent
+        work = self._spread(one, one.message(), gathered, number)
+        # It is sent once more to be stepped.
+        one.tally.words_sent = words_sent
+        return Work(work.wait, partial(one.write, gathered))  # type: ignore[arg-type]
 
     @override
     def look_again(self) -> None:
@@ -273,10 +280,10 @@ def compression_ratio(buckets: Sequence[SparseBucket], world_size: int) -> float
     return sum(dense) / sum(sent) if world_size > 1 else 1.0
 
 
-def sum_up(one: SparseBucket, own: Tensor) -> None:
+def sum_up(one: SparseBucket) -> None:
     """See `SparseBucket.sum_up`."""
     with device_work():
-        one.sum_up(own)
+        one.sum_up()
 
 
 def not_empty(entries: Entries) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -154,26 +154,32 @@ class SparseBucket(CompressedBucket):
         measured = self.tally.off_squared, self.tally.gradient_squared
         self.tally = Tally(self.k, num_selected, num_sent, 0, 0, 0, 0, most_words, *measured)
 
-    def note_messages(self, sent: Iterable[Tensor], received: Iterable[Tensor]) -> None:
-        """Counts messages in the tally: those that left this rank, and those that came."""
-        self.tally.words_sent += sum(2 * int(one[0]) for one in sent)
-        self.tally.words_received += sum(2 * int(one[0]) for one in received)
+    def note_sent(self, messages: Mapping[int, Tensor], lane: str, room: Tensor) -> None:
+        """Counts in the tally what leaves this rank, and puts its own message into its `room`."""
+        own = messages[self._rank]
+        room[self._rank, : len(own)] = own
+        num_words = sum(len(one) for one in messages.values()) - len(own)
+        others = len(messages) - 1
+        self.tally.words_sent += num_words - others * (1 + self.notes_in(lane))
 
-    def sum_up(self, own: Tensor) -> None:
-        """Makes the mean of `incoming` and this rank's own message, in the order of the ranks."""
+    def note_received(self, heads: Tensor) -> list[int]:
+        """Counts in the tally what has come: [world_size, 1 or more] int32, messages' beginnings.
+
+        Returns:
+            How many numbers are in each message, this rank's own among them.
+        """
+        counts: list[int] = heads[:, 0].tolist()
+        self.tally.words_received += 2 * (sum(counts) - counts[self._rank])
+        return counts
+
+    def sum_up(self) -> None:
+        """Makes the mean of `incoming`, in the order of the ranks."""
         mean, num_notes = self.bucket.mean.zero_(), self.notes_in("reduce_scatter")
-        self.note_messages((), self._others(self.incoming))
-        for row in self._of_all(own, self.incoming):
+        self.note_received(self.incoming)
+        for row in self.incoming:
             part = unpacked(row, num_notes)
             # Of one rank no place comes twice.
             mean.scatter_add_(0, part.places.long(), part.numbers.to(mean.dtype))
-
-    def _of_all(self, own: Tensor, rows: Tensor) -> Sequence[Tensor]:
-        """Messages in the order of the ranks; this one's own is not in `rows`."""
-        return [own if source == self._rank else row for source, row in enumerate(rows)]
-
-    def _others(self, rows: Tensor) -> list[Tensor]:
-        return [row for source, row in enumerate(rows) if source != self._rank]
 
     # --- the reduce half: as it is ----------------------------------------------------------------
 

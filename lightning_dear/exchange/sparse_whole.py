@@ -78,12 +78,12 @@ class WholeSparseExchange(CompressedExchange):
             own = selected.times(scale)
         if isinstance(self._codec, GTopk):
             return Work(partial(self._through_tree, one, own, scale))
-        message, everybody = own.packed(), range(self._collectives.world_size)
+        everybody = range(self._collectives.world_size)
+        messages = dict.fromkeys(everybody, own.packed())
+        one.note_sent(messages, "reduce_scatter", one.incoming)
         place = everybody, one.incoming, self._first_number + one.number
-        messages = dict.fromkeys(everybody, message)
-        one.note_messages([message] * (len(everybody) - 1), ())
         work = self._collectives.launch_messages("reduce_scatter", messages, *place)
-        return Work(work.wait, partial(sum_up, one, message))
+        return Work(work.wait, partial(sum_up, one))
 
     # --- gTopk ------------------------------------------------------------------------------------
 
@@ -121,13 +121,13 @@ class WholeSparseExchange(CompressedExchange):
     def _receive(self, one: SparseBucket, source: int) -> Entries:
         place = one.incoming, self._first_number + one.number
         self._collectives.launch_messages("reduce_scatter", {}, [source], *place).wait()
-        one.note_messages((), [one.incoming[source]])
+        one.tally.words_received += 2 * int(one.incoming[source, 0])
         return unpacked(one.incoming[source])
 
     def _send(self, one: SparseBucket, message: Tensor, ranks: Sequence[int]) -> None:
         place = one.incoming, self._first_number + one.number
         messages = dict.fromkeys(ranks, message)
-        one.note_messages([message] * len(ranks), ())
+        one.tally.words_sent += 2 * int(message[0]) * len(ranks)
         self._collectives.launch_messages("reduce_scatter", messages, [], *place).wait()
 
     # --- nothing is gathered ----------------------------------------------------------------------

@@ -103,7 +103,7 @@ class StaticBucket(OwnedBucket):
         self.tally.words_received += words
 
     @override
-    def sum_up(self, own: Tensor) -> None:
+    def sum_up(self) -> None:
         mean = self.bucket.mean.zero_()
         for part in _parts(self.incoming):
             mean.index_add_(0, part.places, part.numbers.to(mean.dtype))
@@ -162,7 +162,7 @@ class StaticBucket(OwnedBucket):
         return torch.cat([places.int(), numbers.view(torch.int32)])
 
     @override
-    def write(self, own: Tensor, gathered: Tensor) -> Tensor:
+    def write(self, gathered: Tensor) -> Tensor:
         gradients, last = self.bucket.gradients.zero_(), self.spec.padded_numel - 1
         parts = _parts(gathered)
         for part in parts:
@@ -173,11 +173,11 @@ class StaticBucket(OwnedBucket):
         return self._shown
 
     @override
-    def note_gathered(self, own: Tensor, gathered: Tensor) -> None:
+    def note_gathered(self, gathered: Tensor) -> None:
         end = self.spec.padded_numel
         counts = torch.stack([(part.places < end).sum() for part in _parts(gathered)])
         self.tally.num_kept, self.tally.most_kept = counts.sum(), counts.max()
-        self._count_words(len(own))
+        self._count_words(gathered.shape[1])
 
     # --- around a step ----------------------------------------------------------------------------
 

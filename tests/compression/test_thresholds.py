@@ -41,7 +41,7 @@ def test_places_above_a_floor(numel: int) -> None:
     numbers[-3:] = -math.inf
     numbers[5::1009] = 2.5
     for floor in (2.5, 0.0, 1.0, 3.0):
-        found = all_above(numbers[None], torch.full((1, 1), floor))
+        found = all_above(numbers, floor)
         expected = (~(numbers.abs() <= floor)).nonzero().view(-1)
         assert torch.equal(found, expected)
 
@@ -59,9 +59,9 @@ def test_a_step_that_is_not_made_changes_no_threshold() -> None:
 
 def test_of_nothing_nothing_is_large() -> None:
     """As in a region between two equal boundaries."""
-    nothing = torch.empty(1, 0)
-    assert all_above(nothing, torch.ones(1, 1)).tolist() == []
-    assert largest(nothing[0], 3).tolist() == []
+    nothing = torch.empty(0)
+    assert all_above(nothing, 1.0).tolist() == []
+    assert largest(nothing, 3).tolist() == []
 
 
 def test_nan_comes_first() -> None:

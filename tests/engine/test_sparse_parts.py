@@ -125,7 +125,7 @@ def test_summaries_come_back_from_their_slices(kind: str, of_ranks: list[list[in
         summary_of(kind, torch.tensor(sorted(own)).long(), numel, num_ranks) for own in of_ranks
     ]
     cut = [sliced(kind, own, num_ranks) for own in summaries]
-    sums = [added_up(kind, [own[rank] for own in cut]) for rank in range(num_ranks)]
+    sums = [added_up(kind, torch.stack([own[rank] for own in cut])) for rank in range(num_ranks)]
     assert {len(one) for one in sums} == {words_of_slice(kind, num_ranks)}
     total = put_together(kind, torch.stack(sums), num_ranks)
     assert torch.equal(total, torch.stack(summaries).sum(0))

@@ -26,6 +26,21 @@ def test_the_sum_is_right_and_no_moment_is_far_off(layer_s):
     assert waiter.late_s == 0
 
 
+def test_quick_steps_take_no_time():
+    time = FakeTime()
+    clocks = time.work_clock, time.device_clock, time.charged_clock
+    waiter = Waiter(time.clock, time.sleep, *clocks, num_quick=2)
+    took = []
+    for _ in range(4):
+        begin_s = time.now_s
+        waiter.begin()
+        time.work(2e-3)
+        for _ in range(10):
+            waiter.wait(1e-2)
+        took.append(time.now_s - begin_s)
+    assert took == pytest.approx([2e-3, 2e-3, 0.102, 0.102], abs=1e-3)
+
+
 def test_short_waits_are_put_off():
     time = FakeTime(TIMER_LATE_S)
     waiter = new_waiter(time)

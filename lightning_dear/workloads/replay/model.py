@@ -158,6 +158,7 @@ class ReplayNet(nn.Module):
         profile: What to replay.
         gradient_seed: See `ReplayModel`.
         encoding_scale: See `ReplayModel`.
+        quick_batches: See `ReplayModel`.
     """
 
     def __init__(
@@ -165,9 +166,10 @@ class ReplayNet(nn.Module):
         profile: ModelProfile,
         gradient_seed: int | None = None,
         encoding_scale: float = 1.0,
+        quick_batches: int = 0,
     ) -> None:
         super().__init__()
-        self.waiter = Waiter(charge=encoding_scale - 1)
+        self.waiter = Waiter(charge=encoding_scale - 1, num_quick=quick_batches)
         longest = max(math.prod(shape) for layer in profile.layers for shape in layer.shapes)
         noise = None if gradient_seed is None else Noise(gradient_seed, longest)
         self._gradients = [Gradients(noise) for _ in profile.layers]
@@ -212,6 +214,8 @@ class ReplayModel(Task):
             `scale` for the whole model's on such a core. It is counted in CPU time, as of a core
             that nobody shares, so that waits for one are part of it, and passes before what was
             encoded is sent.
+        quick_batches: Batches at first that take no time, and charge for nothing: where what is
+            measured begins when residuals have grown.
 
     Attributes:
         profile: What is replayed, scaled and with the time it takes.
@@ -228,7 +232,10 @@ class ReplayModel(Task):
         shard_unit_mb: float = 25.0,
         gradient_seed: int | None = None,
         encoding_scale: float = 1.0,
+        quick_batches: int = 0,
     ) -> None:
+        if not isinstance(quick_batches, int) or quick_batches < 0:
+            raise ValueError(f"quick_batches must be an integer >= 0, got {quick_batches!r}.")
         if not 1 <= encoding_scale < math.inf:
             raise ValueError(f"encoding_scale must be 1 or more, got {encoding_scale}.")
         if not 0 <= shard_unit_mb < math.inf:
@@ -238,7 +245,7 @@ class ReplayModel(Task):
         if compute_s is not None:
             profile = profile.with_compute(compute_s)
         profile = profile.scaled(scale)
-        net = ReplayNet(profile, gradient_seed, encoding_scale)
+        net = ReplayNet(profile, gradient_seed, encoding_scale, quick_batches)
         super().__init__(net, optimizer or _DEFAULT_OPTIMIZER, scheduler)
         self._waiter = net.waiter
         self.profile = profile

@@ -38,6 +38,7 @@ class Waiter:
         device_clock: Seconds of the device's own work so far; see `device_work`.
         charged_clock: Those of them that nobody has worked for.
         charge: See `charge_device_work`; applies from each step's beginning on.
+        num_quick: Steps at first in which nothing is waited for, nor charged.
     """
 
     def __init__(
@@ -48,7 +49,10 @@ class Waiter:
         device_clock: Callable[[], float] = device_work_s,
         charged_clock: Callable[[], float] = device_work_charged_s,
         charge: float = 0.0,
+        num_quick: int = 0,
     ) -> None:
+        self._num_quick = num_quick
+        self._is_quick = False
         self._clock = clock
         self._sleep = sleep
         self._work_clock = work_clock
@@ -69,13 +73,17 @@ class Waiter:
 
     def begin(self) -> None:
         """A step begins: the device is free from now on, and what came before is forgotten."""
-        charge_device_work(self._charge)
+        self._is_quick = self._num_quick > 0
+        self._num_quick -= self._is_quick
+        charge_device_work(0.0 if self._is_quick else self._charge)
         self._late_s = self.late_s
         self._free_s = self._host_s = self._left_s = self._clock()
         self._left_busy_s, self._left_device_s = self._busy_s(), self._device_clock()
 
     def wait(self, seconds: float) -> None:
         """Blocks until the device, when it is free, has worked for another `seconds`."""
+        if self._is_quick:
+            return
         now_s, busy_s = self._clock(), self._busy_s()
         gap_s, device_s = now_s - self._left_s, self._device_clock() - self._left_device_s
         if gap_s - (busy_s - self._left_busy_s) > MIN_STANDSTILL_S:
