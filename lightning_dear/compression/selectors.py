@@ -8,7 +8,9 @@ the places, and slots that are left stay empty.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ FIRST_SHARE = 0.25
 
 LONGEST = 0.75
 """Largest step of `sidco`: a share of the way to the largest |x|, which may be near the mean."""
+
+_kept = threading.local()
 
 NUM_CORRECTIONS = 2
 """Stages of `sidco` that aim at k once more: the first of them still miss it on heavy tails."""
@@ -165,9 +169,7 @@ def all_above(numbers: Tensor, floor: float, at_least: int | None = None) -> Ten
     missing = len(numbers) if at_least is None else at_least
     # numpy compares, and tells where, in a fifth of torch's time, but has no bfloat16.
     known = numbers.float() if numbers.dtype.itemsize < 4 else numbers
-    first = known[:TILE_ELEMENTS].numpy()
-    # New memory for each block would cost as much as comparing.
-    sizes, is_below = np.empty_like(first), np.empty_like(first, dtype=bool)
+    sizes, is_below = _scratch_for(known[:TILE_ELEMENTS].numpy())
     for number, block in enumerate(torch.split(known, TILE_ELEMENTS)):
         if missing <= 0:
             break
@@ -177,6 +179,18 @@ def all_above(numbers: Tensor, floor: float, at_least: int | None = None) -> Ten
         found.append(torch.from_numpy(np.flatnonzero(own)) + number * TILE_ELEMENTS)
         missing -= len(found[-1])
     return torch.cat(found)
+
+
+def _scratch_for(block: Any) -> tuple[Any, Any]:
+    """Memory for sizes and a mask of blocks like this one, or shorter; the same in each call.
+
+    New memory would cost as much as comparing. Each thread has its own.
+    """
+    kept: dict[Any, tuple[Any, Any]] = _kept.__dict__
+    if block.dtype.name not in kept:
+        numel = TILE_ELEMENTS
+        kept[block.dtype.name] = np.empty(numel, block.dtype), np.empty(numel, dtype=bool)
+    return kept[block.dtype.name]
 
 
 def all_reaching(numbers: Tensor, threshold: float) -> Tensor:

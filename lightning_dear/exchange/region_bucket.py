@@ -271,8 +271,8 @@ class RegionBucket(OwnedBucket):
         if self._has_zeros:
             return super()._has_arrived(sent, selected)
         # Nothing else is in the bucket's gradients now.
-        written = self.bucket.gradients.index_select(0, sent.places)
-        return (written != 0) & (sent.numbers != 0)
+        is_written = self.bucket.gradients.index_select(0, sent.places) != 0
+        return is_written & (sent.numbers != 0) if self._unused else is_written
 
     @override
     def note_gathered(self, gathered: Tensor) -> None:
