@@ -9,7 +9,7 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-_OWN_KEYS = ("name", "grid", "tuning_steps", "plan_of", "rounds")
+_OWN_KEYS = ("name", "grid", "tuning_steps", "plan_of", "rounds", "warm_up_steps")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Entry:
         tuning_steps: Steps of a fit whose last plan is kept; 0: none.
         plan_of: Overrides of that fit, if another strategy than the entry's is to find the plan.
         rounds: It takes part in the first so many rounds; None: in all.
+        warm_up_steps: Steps of its blocks that are not timed; None: as many as of others'.
     """
 
     name: str
@@ -31,14 +32,15 @@ class Entry:
     tuning_steps: int = 0
     plan_of: tuple[str, ...] = ()
     rounds: int | None = None
+    warm_up_steps: int | None = None
 
 
 def entries_of(cfg: DictConfig) -> list[Entry]:
     """Return the entries that ``cfg.entries`` names or spells out.
 
     Raises:
-        ValueError: For unknown names, names given twice, entries without a name, and numbers of
-            rounds that leave nothing to compare.
+        ValueError: For unknown names, names given twice, entries without a name, numbers of rounds
+            that leave nothing to compare, and too short a warm-up.
     """
     known = OmegaConf.to_container(cfg.competitors)
     assert isinstance(known, dict)
@@ -52,6 +54,10 @@ def entries_of(cfg: DictConfig) -> list[Entry]:
     for entry in entries:
         if entry.rounds is not None and entry.rounds < 1:
             raise ValueError(f"rounds of {entry.name} must be at least 1, got {entry.rounds}.")
+        if entry.warm_up_steps is not None and entry.warm_up_steps < 3:
+            raise ValueError(
+                f"warm_up_steps of {entry.name} must be at least 3, got {entry.warm_up_steps}."
+            )
     if entries[0].rounds is not None:
         raise ValueError(f"Ratios are to {names[0]}, which takes part in all rounds: no rounds.")
     return entries
@@ -74,8 +80,13 @@ def _entry(one: Any, known: Mapping[Any, Any]) -> Entry:
         grid=_grid(one.get("grid") or {}),
         tuning_steps=int(one.get("tuning_steps") or 0),
         plan_of=overrides_of(one.get("plan_of") or {}),
-        rounds=None if one.get("rounds") is None else int(one["rounds"]),
+        rounds=_number(one.get("rounds")),
+        warm_up_steps=_number(one.get("warm_up_steps")),
     )
+
+
+def _number(value: Any) -> int | None:
+    return None if value is None else int(value)
 
 
 def _grid(options: Mapping[str, Sequence[Any]]) -> tuple[tuple[str, ...], ...]:

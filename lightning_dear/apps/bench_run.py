@@ -87,15 +87,28 @@ class Comparison:
         cfg = self.cfg
         tries = cfg.grid_rounds * sum(len(entry.grid) for entry in self.entries)
         tunings = [entry.tuning_steps for entry in self.entries if entry.tuning_steps]
-        # With compute alone.
-        blocks = cfg.rounds + sum(min(one.rounds or cfg.rounds, cfg.rounds) for one in self.entries)
-        timed = tries * cfg.grid_steps + sum(tunings) + blocks * cfg.steps
-        return int(timed + (tries + len(tunings) + blocks) * cfg.warm_up_steps)
+        warm_up = [self._warm_up_of(one) for one in self.entries]
+        rounds = [min(one.rounds or cfg.rounds, cfg.rounds) for one in self.entries]
+        blocks = [
+            count * (warm_up_steps + cfg.steps)
+            for count, warm_up_steps in zip(rounds, warm_up, strict=True)
+        ]
+        alone = cfg.rounds * (cfg.warm_up_steps + cfg.steps)
+        per_try = cfg.warm_up_steps + cfg.grid_steps
+        tuned = sum(tunings) + len(tunings) * cfg.warm_up_steps
+        return int(sum(blocks) + alone + tries * per_try + tuned)
+
+    def _warm_up_of(self, entry: Entry) -> int:
+        warm_up_steps = entry.warm_up_steps
+        return self.cfg.warm_up_steps if warm_up_steps is None else warm_up_steps
 
     def run(self) -> None:
         """Measure everything, noting block after block. Collective, blocks."""
         # The baseline is the first entry, so what is no competitor stands last.
-        candidates = [replace(self._ready(one), num_rounds=one.rounds) for one in self.entries]
+        candidates = [
+            replace(self._ready(one), num_rounds=one.rounds, num_warm_up_steps=one.warm_up_steps)
+            for one in self.entries
+        ]
         candidates.append(Candidate(COMPUTE_ALONE, self._run_alone))
         length = BlockLength(self.cfg.warm_up_steps, self.cfg.steps)
         for block in run_rounds(candidates, length, self.cfg.rounds, self._begin):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from lightning_dear.benchmarking.block import BlockLength
@@ -23,11 +23,19 @@ class Candidate:
         name: For people; differs from the others'.
         run: Fits a fresh module and returns what this rank measured. Collective, blocks.
         num_rounds: It takes part in the first so many rounds; None: in all.
+        num_warm_up_steps: Of its blocks; None: as many as of others'.
     """
 
     name: str
     run: Callable[[BlockLength], RankBlock]
     num_rounds: int | None = None
+    num_warm_up_steps: int | None = None
+
+    def length_of(self, usual: BlockLength) -> BlockLength:
+        """How long its blocks are."""
+        if self.num_warm_up_steps is None:
+            return usual
+        return replace(usual, num_warm_up_steps=self.num_warm_up_steps)
 
     def takes_part(self, round_number: int) -> bool:
         """Whether it runs in that round."""
@@ -44,7 +52,7 @@ def run_rounds(
 
     Args:
         candidates: The first one is what the others are compared with.
-        length: Of every block.
+        length: Of every block, unless a candidate says otherwise.
         num_rounds: How often each candidate runs that takes part in all.
         on_begin: Told each block's name before it runs.
     """
@@ -79,5 +87,5 @@ def find_best(
 def _run(candidate: Candidate, length: BlockLength, round_number: int, place: int) -> Block:
     # Nobody starts while others still end the block before, or load their model.
     from_all_ranks(None)
-    ranks = from_all_ranks(candidate.run(length))
+    ranks = from_all_ranks(candidate.run(candidate.length_of(length)))
     return Block(candidate.name, round_number, place, tuple(ranks))

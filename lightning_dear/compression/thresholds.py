@@ -77,7 +77,7 @@ def corrected(threshold: float, sizes: Tensor, k: int) -> float:
         k: How many should have.
     """
     slope = float(sizes.log().mean()) - math.log(threshold)
-    return threshold * (len(sizes) / k) ** slope
+    return threshold * math.pow(len(sizes) / k, slope)
 
 
 class LocalThreshold:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from lightning_dear.device_work import device_work
 from lightning_dear.exchange.kth_largest import kth_largest

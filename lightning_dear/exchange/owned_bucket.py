@@ -187,12 +187,14 @@ class OwnedBucket(SparseBucket):
 
     def _has_arrived(self, sent: Entries, selected: Tensor) -> Tensor:
         """Which of the numbers that were sent is selected, once `write` has written them."""
-        return is_among(sent.places, selected, self.spec.padded_numel) & (sent.numbers != 0)
+        is_selected = is_among(sent.places, selected, self.spec.padded_numel)
+        return is_selected & (sent.numbers != 0)
 
     def settle_all(self, sent: Sent) -> None:
         """The same where all that was sent has arrived."""
         for one in sent.standing:
-            self.worker.clear(one.places.index_select(0, true_places(one.numbers != 0)))
+            was_sent = true_places(one.numbers != 0)
+            self.worker.clear(one.places.index_select(0, was_sent))
 
     # --- around a step ----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.compression import Compressor, OkTopk
-from lightning_dear.compression.selectors import all_reaching, true_places
+from lightning_dear.compression.selectors import all_reaching
 from lightning_dear.exchange.entries import Entries, joined, unpacked
 from lightning_dear.exchange.owned_bucket import OwnedBucket
 from lightning_dear.exchange.regions import (
@@ -205,10 +205,7 @@ class RegionBucket(OwnedBucket):
     def sums(self, floor: float = 0.0) -> Entries:
         """What of the region's sums is not 0 and at least `floor`."""
         own = self._selected_from
-        if floor > 0:
-            places = all_reaching(own, floor)
-        else:
-            places = true_places(own != 0)
+        places = all_reaching(own, floor)
         return Entries(places + self.region.start, own.index_select(0, places).float())
 
     def keep_share(self, scale: float) -> None:

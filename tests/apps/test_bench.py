@@ -93,7 +93,7 @@ def test_an_entry_may_be_spelt_out() -> None:
     with job(f"entries=[ddp,{spelt}]") as cfg:
         ddp, mine = entries_of(cfg)
         assert ddp.overrides == ("strategy=ddp", "strategy.bucket_cap_mb=null")
-        assert (mine.name, mine.rounds) == ("mine", None)
+        assert (mine.name, mine.rounds, mine.warm_up_steps) == ("mine", None, None)
         assert composed(mine.overrides).fusion.bucket_cap_mb == 3
 
 
@@ -117,6 +117,10 @@ def test_a_grid_is_one_option_with_its_values() -> None:
         (
             "[ddp,{name: wfbp, strategy: wfbp, rounds: 0}]",
             "rounds of wfbp must be at least 1, got 0",
+        ),
+        (
+            "[ddp,{name: wfbp, strategy: wfbp, warm_up_steps: 2}]",
+            "warm_up_steps of wfbp must be at least 3, got 2",
         ),
         (
             "[{name: wfbp, strategy: wfbp, rounds: 2}]",

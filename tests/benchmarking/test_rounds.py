@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_dear.benchmarking.block import BlockLength
 from lightning_dear.benchmarking.comparison import Candidate, run_rounds
+from lightning_dear.benchmarking.records import RankBlock
 from tests.benchmarking.examples import rank_block
 
 
@@ -25,3 +26,15 @@ def test_the_order_changes_among_those_that_take_part() -> None:
         ("c", 2, 1),
     ]
     assert told[-1] == "c, round 3 of 3"
+
+
+def test_a_warm_up_may_be_an_entry_s_own() -> None:
+    lengths: list[BlockLength] = []
+
+    def run(length: BlockLength) -> RankBlock:
+        lengths.append(length)
+        return rank_block(0, 1.0)
+
+    candidates = [Candidate("usual", run), Candidate("longer", run, num_warm_up_steps=9)]
+    list(run_rounds(candidates, BlockLength(3, 1), 1, lambda name: None))
+    assert lengths == [BlockLength(3, 1), BlockLength(9, 1)]

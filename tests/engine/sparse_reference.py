@@ -72,7 +72,7 @@ class Reference:
             if 2 / 3 * self.k <= len(places) <= 4 / 3 * self.k:
                 reached = own[places].abs().log().mean()
                 slope = float(reached) - math.log(self.local[rank])
-                self.local[rank] *= (len(places) / self.k) ** slope
+                self.local[rank] *= math.pow(len(places) / self.k, slope)
                 return places
         places = _largest(own, range(self.padded), self.k)
         self.local[rank] = min((abs(float(own[place])) for place in places), default=0.0)
@@ -107,7 +107,9 @@ class Reference:
             for pair, quota in zip(pairwise(self.regions), self.quotas, strict=True)
         ]
         chosen = [place for part in parts for place in part]
-        smallest = [min(abs(float(sums[place])) for place in part) * len(part) for part in parts if part]
+        smallest = [
+            min(abs(float(sums[place])) for place in part) * len(part) for part in parts if part
+        ]
         self.whole = math.fsum(smallest) / len(chosen) if chosen else 0.0
         if chosen and reached:
             self._divide([len(part) for part in self._in_regions(reached)])

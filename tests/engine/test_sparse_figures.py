@@ -62,6 +62,22 @@ def test_figures_say_what_travelled() -> None:
             assert 0 <= figures["owners_held_back"] < 1
 
 
+@distributed(world_sizes=(3,))
+def test_never_more_than_k_come_back_whatever_the_density_was() -> None:
+    """Owners' shares are of a k: of another one nothing is known until owners have agreed."""
+    run = run_of(OkTopk(density=0.2))
+    for density in (0.2, 0.05, 0.1, 0.02, 0.2):
+        # The last gathers are under way still.
+        run.part.use_codec(OkTopk(density=density))
+        for _ in range(2):
+            run.step()
+            run.pipeline.complete_parameters()
+            (one,) = run.part._active.exchange.coded
+            # Regions follow, too.
+            assert one.k / 2 <= one.tally.num_kept <= one.k, density
+        run.step()
+
+
 def test_what_owners_leave_of_what_reaches_their_threshold_is_a_figure() -> None:
     """Where the threshold was that of an earlier step."""
     exact = Tally(num_kept=9, most_kept=5)

@@ -141,7 +141,9 @@ def test_positions_of_many_ranks_add_up() -> None:
 # --- shares ---------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 500), st.lists(st.integers(0, 60), min_size=1, max_size=6), st.integers(0, 200))
+@given(
+    st.integers(0, 500), st.lists(st.integers(0, 60), min_size=1, max_size=6), st.integers(0, 200)
+)
 def test_what_is_divided_is_all_of_it_but_for_rounding(
     total: int, weights: list[int], cap: int
 ) -> None:

@@ -8,6 +8,7 @@ TESTS = "tests/engine/test_oktopk.py"
 PARTS = "tests/engine/test_sparse_parts.py"
 STEPS = "tests/engine/test_oktopk_steps.py"
 SUMS = "tests/engine/test_sparse_all_reduces.py"
+FIGURES = "tests/engine/test_sparse_figures.py"
 BUCKET = "exchange/region_bucket.py"
 OWNED = "exchange/owned_bucket.py"
 STATIC = "exchange/static_bucket.py"
@@ -20,12 +21,12 @@ REFERENCE = (f"{TESTS}::test_bits_are_those_of_the_reference",)
 SPARSE_SUMS = [
     Mutation(
         "knowing what has arrived without a search among places in the order of their numbers",
-        OWNED,
-        "            has_arrived = is_among(one.places, selected, end) & (one.numbers != 0)\n",
-        "            sizes = self.bucket.gradients[selected].abs()\n"
-        "            by_size = selected[sizes.argsort(descending=True)]\n"
-        "            at = torch.searchsorted(by_size, one.places).clamp_(max=len(by_size) - 1)\n"
-        "            has_arrived = (by_size[at] == one.places) & (one.numbers != 0)\n",
+        BUCKET,
+        "        is_written = self.bucket.gradients.index_select(0, sent.places) != 0\n",
+        "        sizes = self.bucket.gradients[selected].abs()\n"
+        "        by_size = selected[sizes.argsort(descending=True)]\n"
+        "        at = torch.searchsorted(by_size, sent.places).clamp_(max=len(by_size) - 1)\n"
+        "        is_written = by_size[at] == sent.places\n",
         TO_THE_BIT,
     ),
     Mutation(
@@ -36,11 +37,60 @@ SPARSE_SUMS = [
         TO_THE_BIT,
     ),
     Mutation(
-        "taking what was sent out of the residual",
-        BUCKET,
-        "        waiting.index_fill_(0, whole.places, 0.0)\n",
-        "",
+        "clearing what has arrived",
+        OWNED,
+        "            self.worker.clear(one.places.index_select(0, true_places(has_arrived)))\n",
+        "            pass\n",
         TO_THE_BIT,
+    ),
+    Mutation(
+        "clearing what an earlier round of the step has sent",
+        OWNED,
+        "            self.worker.clear(one.places)\n",
+        "            pass\n",
+        (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
+    ),
+    Mutation(
+        "clearing what has arrived, where sums travel as they are",
+        OWNED,
+        "            self.worker.clear(one.places.index_select(0, was_sent))\n",
+        "            pass\n",
+        (f"{SUMS}::test_every_number_arrives_or_is_left_to_the_bit",),
+    ),
+    Mutation(
+        "telling a number that is 0 from one that was not selected",
+        BUCKET,
+        "        self._has_zeros = bool((numbers == 0).any())\n",
+        "        self._has_zeros = False\n",
+        (f"{STEPS}::test_what_a_hook_makes_zero_has_arrived_all_the_same",),
+    ),
+    Mutation(
+        "shares of k by what has reached the threshold",
+        "exchange/shares.py",
+        "        weights = [one.num_reached for one in reports]\n",
+        "        weights = [1 for one in reports]\n",
+        REFERENCE,
+    ),
+    Mutation(
+        "shares of another density's k",
+        BUCKET,
+        "            self.shares = Shares.unknown(self._world_size)\n        super().use(codec)\n",
+        "            pass\n        super().use(codec)\n",
+        (f"{FIGURES}::test_never_more_than_k_come_back_whatever_the_density_was",),
+    ),
+    Mutation(
+        "shares of the step that ends when another density begins",
+        BUCKET,
+        "        if step.codec == self.codec:\n",
+        "        if True:\n",
+        (f"{FIGURES}::test_never_more_than_k_come_back_whatever_the_density_was",),
+    ),
+    Mutation(
+        "a tail as heavy as it is",
+        "compression/thresholds.py",
+        "    slope = float(sizes.log().mean()) - math.log(threshold)\n",
+        "    slope = 0.1\n",
+        REFERENCE,
     ),
     Mutation(
         "summing in the order of the ranks",
@@ -58,16 +108,16 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "a cap on what one owner keeps",
-        BUCKET,
-        "        return found.largest(self.most_owned), len(places)\n",
-        "        return found, len(places)\n",
+        SELECTION,
+        "        found = [one.sums().largest(one.most_owned) for one in buckets]\n",
+        "        found = [one.sums() for one in buckets]\n",
         REFERENCE,
     ),
     Mutation(
         "a cap on what all owners keep",
-        SELECTION,
-        "        return own.largest(len(own.places) * one.k // num_all)\n",
-        "        return own\n",
+        BUCKET,
+        "        self.keep(found.largest(quota), scale, num_reached)\n",
+        "        self.keep(found, scale, num_reached)\n",
         REFERENCE,
     ),
     Mutation(
@@ -87,8 +137,8 @@ SPARSE_SUMS = [
     Mutation(
         "regions for the next step",
         BUCKET,
-        "        self.regions, self.global_threshold = self._next_regions, self._next_global\n",
-        "        self.global_threshold = self._next_global\n",
+        "            self.regions = regions\n",
+        "            pass\n",
         REFERENCE,
     ),
     Mutation(
@@ -133,10 +183,10 @@ SPARSE_SUMS = [
         ),
     ),
     Mutation(
-        "what is left of a block behind its rows",
+        "finding what is nan",
         "compression/selectors.py",
-        "    return torch.cat([row * width + columns[column], last])\n",
-        "    return row * width + columns[column]\n",
+        "        np.logical_not(np.less_equal(size, floor, out=own), out=own)\n",
+        "        np.greater(size, floor, out=own)\n",
         ("tests/compression/test_thresholds.py::test_places_above_a_floor",),
     ),
     Mutation(
@@ -170,9 +220,9 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "thresholds without a loss scale",
-        SELECTION,
-        "                one.note_threshold(thresholds[number] / self._scale)\n",
-        "                one.note_threshold(thresholds[number])\n",
+        BUCKET,
+        "        smallest = float(chosen.numbers.abs().min()) / scale if count else 0.0\n",
+        "        smallest = float(chosen.numbers.abs().min()) if count else 0.0\n",
         (f"{TESTS}::test_a_loss_scale_changes_nothing",),
     ),
     Mutation(
@@ -227,8 +277,8 @@ SPARSE_SUMS = [
     Mutation(
         "telling a place from one where nothing was sent",
         OWNED,
-        "            has_arrived = is_among(one.places, selected, end) & (one.numbers != 0)\n",
-        "            has_arrived = is_among(one.places, selected, end)\n",
+        "        return is_selected & (sent.numbers != 0)\n",
+        "        return is_selected\n",
         (f"{PARTS}::test_what_was_not_sent_has_not_arrived",),
     ),
     Mutation(
