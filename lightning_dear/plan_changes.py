@@ -197,9 +197,9 @@ class PlanChanges:
 
         "compression_ratio": bytes of both halves without it, over those with it.
         "residual_norm": 2-norm of what this rank has still to send; with feedback at a rate, its
-        residuals over the rate. "lag": 2-norm of how far parameters are behind this rank's shards,
-        over that of the shards; of buckets that have arrived. Of sparse all-reduces also what
-        `figures_of` says of their last step.
+        residuals over the rate; of sparse all-reduces with what is on its way. "lag": 2-norm of how
+        far parameters are behind this rank's shards, over that of the shards; of buckets that have
+        arrived. Of sparse all-reduces also what `figures_of` says of their last step.
         """
         exchange = None if self._active is None else self._active.exchange
         if self._active is None or exchange is None or not exchange.coded:

@@ -60,7 +60,6 @@ class ResidualKeeper:
             one.start_anew(self._seed)
         if self._held is not None:
             self._put_in(self._held)
-        self.follow_rates(lambda: None)
 
     def _check_rescaling(self) -> None:
         asks = any(getattr(one.configured, "lr_rescale", False) for one in self._coded)
@@ -78,7 +77,7 @@ class ResidualKeeper:
         Local; between steps. Gradients that are on their way already leave it to the next step.
 
         Args:
-            complete: Called before anything is changed: what was sent in vain comes back by it.
+            complete: Called before anything is changed: what has arrived is cleared by it.
         """
         asking = [one for one in self._coded if getattr(one.configured, "lr_rescale", False)]
         if not asking or any(one.worker.has_pending for one in asking):

@@ -29,21 +29,24 @@ class OkTopk(ByThreshold):
     After Li and Hoefler 2022, "Near-Optimal Sparse Allreduce for Distributed Deep Learning",
     algorithm 1. In backward each rank takes the numbers of acc = gradient / P + residual that reach
     its local threshold, about k. Each goes to the owner of the region it lies in, and owners sum in
-    rank order. Afterwards they keep what reaches the global threshold, about k of all, and send
-    that to everybody: u. What of acc was sent and is in u is cleared, and the rest stays residual:
-    sum of acc = u + sum of residuals. At most 6 k (P - 1) / P words of 4 bytes, values and places,
-    are sent or received by a rank in a step of one round, however many ranks there are.
+    rank order. Afterwards they keep the largest sums, k of all, and send these to everybody: u.
+    What of acc was sent and is in u is cleared, and the rest stays residual: sum of acc = u + sum
+    of residuals. At most 6 k (P - 1) / P words of 4 bytes, values and places, are sent or received
+    by a rank in a step of one round, however many ranks there are.
 
     The local threshold is the k-th largest number, exactly, every `tau_prime` steps, and is used
-    again in between, where it follows the count; it is set anew at once where fewer than 2 k / 3 or
-    more than 4 k / 3 numbers reach it. The global one is the k-th largest sum, by the same rule, of
-    all ranks' histograms.
+    again in between, where it follows the count by Hill's estimate of the tail; it is set anew at
+    once where fewer than 2 k / 3 or more than 4 k / 3 numbers reach it. In the first step, every
+    `tau_prime` steps and after a change of density owners keep the k largest sums of all, found by
+    histograms. In between each keeps the largest of
+    its own, as many as are its share of k: the share it had in the last step of all sums that
+    reached the last global threshold. That is told with the messages, so that no rank waits for it.
+    (In the paper owners keep what reaches the threshold, be it more or fewer than k.)
 
     Regions are such that all ranks' selections have about as many numbers in each. They follow the
     selections of the step before, so that backward waits for nobody, every `tau` steps and in each
     of the first 64. Where they do not fit, caps keep the bound: what is beyond them stays in the
-    residuals. Of a message the largest travel, of equal ones the first. Where more than k sums
-    reach the last global threshold, each owner keeps its share of k, the largest of its own.
+    residuals. Of a message the largest travel, of equal ones the first.
 
     Mode "static" is for NCCL: always as many numbers travel as caps allow, so that no host waits
     for a count. Each rank takes its k largest, of equal ones any, and an owner keeps its k / P
@@ -62,8 +65,7 @@ class OkTopk(ByThreshold):
             keeps the bound, and with mode="static" at most 2. inf: no limit; with mode="static"
             there is always room for k then.
         owner_cap: Most numbers that one owner keeps, over k / P, and all together at most k; at
-            least 1; at most 1.25 keeps the bound. inf: no limit, not even k. Not with
-            mode="static".
+            least 1; at most 1.25 keeps the bound. inf: no limit but k. Not with mode="static".
         momentum: m, in [0, 1). Above 0 what is added to the residual is u = m u + gradient / P, and
             u, too, is cleared where it has arrived, as in DGC; the optimizer must have none then.
         xi_every: Steps between measurements of how far u is from the k largest numbers of the sum

@@ -165,7 +165,7 @@ def all_above(numbers: Tensor, floor: float, at_least: int | None = None) -> Ten
         at_least: How many are enough; None: all.
     """
     # Of nothing, such as a region between two equal boundaries, there is nothing.
-    found = [torch.empty(0, dtype=torch.int64)]
+    found = [torch.empty(0, dtype=torch.int64, device=numbers.device)]
     missing = len(numbers) if at_least is None else at_least
     # numpy compares, and tells where, in a fifth of torch's time, but has no bfloat16.
     known = numbers.float() if numbers.dtype.itemsize < 4 else numbers
@@ -196,9 +196,10 @@ def _scratch_for(block: Any) -> tuple[Any, Any]:
 def all_reaching(numbers: Tensor, threshold: float) -> Tensor:
     """Places of |x| >= threshold, or nan, ascending; of a threshold of 0, all but zeros.
 
-    As `all_above`, with fp32 `numbers`.
+    As `all_above`. Of fp64 numbers also those that fp32 rounds up to the threshold.
     """
-    return all_above(numbers, float(np.nextafter(np.float32(threshold), np.float32(0))))
+    rounded = np.float32(min(threshold, torch.finfo(torch.float32).max))
+    return all_above(numbers, float(np.nextafter(rounded, np.float32(0))))
 
 
 def true_places(mask: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Unsent(Memory):
             scale: What they are multiplied by; None: 1.
 
         Returns:
-            acc, flat, without the scale: what is pending, to be mutated where something is sent.
+            acc, flat, without the scale: what is pending, which may be mutated.
         """
         unscaled = gradients if scale is None else gradients / scale
         waiting = self._next("residual", unscaled)

@@ -177,13 +177,16 @@ class OwnedBucket(SparseBucket):
             selected: [n] int64: places of what all ranks have got, and perhaps the bucket's end.
         """
         for one in sent.standing:
-            has_arrived = self._has_arrived(one, selected)
+            has_arrived = self._note_arrived(one, selected)
             self.worker.clear(one.places.index_select(0, true_places(has_arrived)))
-            self.worker.note_arrived(one.places, has_arrived)
         for one in sent.cleared:
-            has_arrived = self._has_arrived(one, selected)
+            has_arrived = self._note_arrived(one, selected)
             self.worker.put_back(one.places, one.numbers.masked_fill(has_arrived, 0.0))
-            self.worker.note_arrived(one.places, has_arrived)
+
+    def _note_arrived(self, sent: Entries, selected: Tensor) -> Tensor:
+        has_arrived = self._has_arrived(sent, selected)
+        self.worker.note_arrived(sent.places, has_arrived)
+        return has_arrived
 
     def _has_arrived(self, sent: Entries, selected: Tensor) -> Tensor:
         """Which of the numbers that were sent is selected, once `write` has written them."""

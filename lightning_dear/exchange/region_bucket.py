@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.compression import Compressor, OkTopk
+from lightning_dear.bucket import Bucket
+from lightning_dear.compression import Compressor, OkTopk, SparseAllReduce
 from lightning_dear.compression.selectors import all_reaching
 from lightning_dear.exchange.entries import Entries, joined, unpacked
 from lightning_dear.exchange.owned_bucket import OwnedBucket
@@ -24,6 +25,7 @@ from lightning_dear.exchange.regions import (
     words_of_slice,
 )
 from lightning_dear.exchange.shares import Report, Shares
+from lightning_dear.work import Collectives
 
 FURTHER = 0.95
 """Of the last threshold: sums above that are looked at first, as most owners find their share."""
@@ -39,6 +41,7 @@ class _Step(NamedTuple):
         codec: Another one may be in use when the last messages arrive.
         k: How many numbers are wanted.
         most_owned: Most that one owner keeps.
+        regions: Where each rank's region begins, and the end.
         is_exact: Whether owners find the k largest of all sums.
         num_summed: Words of a slice of the summaries that are added up; 0: none.
     """
@@ -46,6 +49,7 @@ class _Step(NamedTuple):
     codec: Compressor
     k: int
     most_owned: int
+    regions: Sequence[int]
     is_exact: bool
     num_summed: int
 
@@ -58,9 +62,23 @@ class RegionBucket(OwnedBucket):
     up; afterwards the totals, and what owners report.
 
     Attributes:
-        regions: Where each rank's region begins, and the end.
-        shares: How many numbers each owner keeps.
+        regions: Where each rank's region begins in the next step, and the end.
+        shares: How many numbers each owner keeps in it.
     """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        configured: SparseAllReduce,
+        collectives: Collectives,
+        *,
+        is_encoded: bool,
+    ) -> None:
+        # Of what is under way, whatever is loaded meanwhile.
+        self._step: _Step | None = None
+        self._total_slice = torch.empty(0, dtype=torch.int32)
+        self._report = Report(0, 0, 0.0)
+        super().__init__(bucket, configured, collectives, is_encoded=is_encoded)
 
     # --- across plans and checkpoints -------------------------------------------------------------
 
@@ -69,28 +87,35 @@ class RegionBucket(OwnedBucket):
         super().start_anew(seed)
         self.shares = Shares.unknown(self._world_size)
         self.regions, self.has_regions = self._shards, False
-        self._step: _Step | None = None
-        self._total_slice = torch.empty(0, dtype=torch.int32)
-        self._report = Report(0, 0, 0.0)
 
     @property
     @override
     def steering(self) -> Tensor:
-        own = [self.shares.threshold, *self.shares.quotas, self.has_regions, *self.regions]
+        own = [*self._size, self.shares.threshold, *self.shares.quotas]
+        own += [self.has_regions, *self.regions]
         return torch.cat([super().steering, torch.tensor(own, dtype=torch.float64)])
 
     @override
     def steer(self, steering: Tensor) -> None:
-        super().steer(steering)
+        count, _, *own = steering.tolist()
+        is_alike = len(steering) == len(self.steering)
+        # Of mode "static" the second number is no threshold.
+        super().steer(steering[:2] if is_alike or not own else steering.new_tensor([count, 0.0]))
         # Another compressor has saved something else, and others need equal regions.
-        if len(steering) != len(self.steering) or not isinstance(self.configured, OkTopk):
+        is_alike = is_alike and isinstance(self.configured, OkTopk)
+        if not is_alike or own[-1] != self.spec.padded_numel:
             return
-        _, _, threshold, *own = steering.tolist()
-        quotas, (has_regions, *regions) = own[: self._world_size], own[self._world_size :]
-        if regions[-1] == self.spec.padded_numel:
-            self.shares = Shares(threshold, tuple(int(quota) for quota in quotas))
-            self.has_regions = bool(has_regions)
-            self.regions = [int(place) for place in regions]
+        num_owners = self._world_size
+        size, (everywhere, *quotas) = own[:2], own[2 : 3 + num_owners]
+        has_regions, *regions = own[3 + num_owners :]
+        if size == self._size:
+            self.shares = Shares(everywhere, tuple(int(quota) for quota in quotas))
+        self.has_regions, self.regions = bool(has_regions), [int(place) for place in regions]
+
+    @property
+    def _size(self) -> list[float]:
+        """What shares are of."""
+        return [self.k, self.most_owned] if isinstance(self.codec, OkTopk) else [0, 0]
 
     # --- how many --------------------------------------------------------------------------------
 
@@ -106,8 +131,7 @@ class RegionBucket(OwnedBucket):
     def most_owned(self) -> int:
         if not isinstance(self.codec, OkTopk):
             return self.spec.padded_numel // self._world_size
-        cap = self.codec.owner_cap
-        return self.k if cap == math.inf else int(cap * self.k / self._world_size)
+        return int(min(self.k, self.codec.owner_cap * self.k / self._world_size))
 
     @property
     @override
@@ -130,7 +154,8 @@ class RegionBucket(OwnedBucket):
     @property
     def region(self) -> slice:
         """Where this rank's region lies in the bucket."""
-        regions = self.regions if self.is_sparse else self._shards
+        step = self._step if self.is_sparse else None
+        regions = self._shards if step is None else step.regions
         return slice(regions[self._rank], regions[self._rank + 1])
 
     @property
@@ -153,7 +178,8 @@ class RegionBucket(OwnedBucket):
             is_exact = self.shares.threshold <= 0 or self.is_due(self.codec.tau_prime)
             num_words = words_of_slice(self.codec.boundaries, self._world_size)
             num_summed = num_words if self.are_regions_due else 0
-            self._step = _Step(self.codec, self.k, self.most_owned, is_exact, num_summed)
+            size = self.k, self.most_owned
+            self._step = _Step(self.codec, *size, self.regions, is_exact, num_summed)
         else:
             self._step = None
         return selected
@@ -214,7 +240,8 @@ class RegionBucket(OwnedBucket):
         Args:
             scale: What sums are multiplied by.
         """
-        quota, threshold = self.shares.quotas[self._rank], self.shares.threshold * scale
+        quota = min(self.shares.quotas[self._rank], self.most_owned)
+        threshold = self.shares.threshold * scale
         found = self.sums(FURTHER * threshold)
         if len(found.places) < quota:
             found = self.sums()
@@ -249,7 +276,7 @@ class RegionBucket(OwnedBucket):
         if self._step is None:
             return entries.packed()
         reached = torch.tensor([self._report.num_reached], dtype=torch.int32)
-        smallest = torch.tensor([self._report.smallest]).view(torch.int32)
+        smallest = torch.tensor([self._report.smallest], dtype=torch.float32).view(torch.int32)
         return entries.packed(reached, smallest, self._total_slice[: self._step.num_summed])
 
     @override

@@ -11,6 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+FEWEST_REACHED = 1 / 2
+"""Of k: with fewer sums above the last threshold shares stay as they are."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -65,8 +68,10 @@ class Shares:
             total = sum(one.num_kept for one in kept)
             threshold = math.fsum(one.num_kept * one.smallest for one in kept) / total
         weights = [one.num_reached for one in reports]
-        quotas = divided(k, weights, cap) if any(weights) else self.quotas
-        return Shares(threshold, tuple(quotas))
+        # Of a few sums that are left above a threshold, as after a spike, nothing can be learned.
+        says_enough = is_exact or FEWEST_REACHED * k <= sum(weights)
+        quotas = tuple(divided(k, weights, cap)) if says_enough else self.quotas
+        return Shares(threshold if any(quotas) else 0.0, quotas)
 
 
 def divided(total: int, weights: Sequence[int], cap: int) -> list[int]:

@@ -1,8 +1,8 @@
 """The sparse exchange: of about k numbers of each rank about k sums come back (Ok-Topk).
 
     gradients / P + residual -> local threshold -> to the regions' owners -> sum       (backward)
-    sums -> global threshold -> u                                          (before the step)
-    u -> to all ranks -> mean gradient; what was sent in vain -> residual      (the next forward)
+    sums -> each owner's share of k, the largest of its own -> u           (before the step)
+    u -> to all ranks -> mean gradient; what has arrived leaves the residual   (the next forward)
 
 Neither half waits for another rank but for what it sums and writes: regions, thresholds and owners'
 shares of k follow from what messages of the step before have told. Only now and then ranks wait for

@@ -78,7 +78,7 @@ class SparseBucket(CompressedBucket):
         return self.bucket.gradients.new_empty(shape, dtype=torch.int32)
 
     def notes_in(self, lane: str) -> int:
-        """Words of notes in each message of the step under way, between its length and places."""
+        """Words of notes in each message of the last step, between its length and places."""
         return 0
 
     # --- across plans and checkpoints -------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_dear.collectives import new_collectives
 from lightning_dear.compression import Compressor, resolve_compressor
 from lightning_dear.compression.density import FewOfMany
+from lightning_dear.exchange.regions import NUM_BINS
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import SingleFusion
@@ -85,9 +86,13 @@ class Wire:
         elif tag >= GRADIENT_NUMBERS:
             raise AssertionError(f"Not of a training step: {nbytes} bytes with tag {tag}.")
         else:
-            head_bytes = message.element_size() if message.dtype == torch.int32 else 0
-            self._sent[METADATA, dst] += head_bytes
-            self._sent[PAYLOAD, dst] += nbytes - head_bytes
+            # A sparse message begins with how many places and numbers are in it.
+            is_sparse = message.dtype == torch.int32
+            payload = 2 * int(message[0]) * message.element_size() if is_sparse else nbytes
+            most_notes = 3 + -(-NUM_BINS // self._num_ranks)
+            assert nbytes - payload <= most_notes * message.element_size(), "more than it says"
+            self._sent[PAYLOAD, dst] += payload
+            self._sent[METADATA, dst] += nbytes - payload
         return self._isend(message, group=group, dst=dst, tag=tag)
 
     def _note_all_reduce(self, buffer: Tensor, *, group: Any, async_op: bool) -> Any:

@@ -111,7 +111,7 @@ class Reference:
             min(abs(float(sums[place])) for place in part) * len(part) for part in parts if part
         ]
         self.whole = math.fsum(smallest) / len(chosen) if chosen else 0.0
-        if chosen and reached:
+        if chosen and 2 * len(reached) >= self.k:
             self._divide([len(part) for part in self._in_regions(reached)])
         return chosen
 

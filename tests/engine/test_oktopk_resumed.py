@@ -13,7 +13,13 @@ from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run
-from tests.engine.sparse_runs import BOTH_MODES, buckets_of, check_resumed_has_the_same_bits, run_of
+from tests.engine.sparse_runs import (
+    BOTH_MODES,
+    buckets_of,
+    check_all_alike,
+    check_resumed_has_the_same_bits,
+    run_of,
+)
 
 
 @distributed(world_sizes=(3,))
@@ -49,6 +55,49 @@ def test_a_resumed_run_has_the_same_bits_with_buckets_that_are_sparse_since_othe
         counts = [one.counts["reduce"] for one in buckets_of(run) if one.is_sparse]
         assert len(set(counts)) > 1
         check_resumed_has_the_same_bits(run, resumed)
+
+
+@distributed(world_sizes=(3,))
+def test_a_run_resumed_with_another_density_keeps_k() -> None:
+    """Owners' shares in a checkpoint are of the k that was wanted then, and of its cap."""
+    before = OkTopk(density=0.1)
+    for changes in ({"density": 0.05}, {"density": 0.09}, {"density": 0.2}, {"owner_cap": 1.0}):
+        run, resumed = run_of(before), run_of(replace(before, **changes))
+        for _ in range(3):
+            run.step()
+        state = copy.deepcopy(run.part.optimizer_state_dict())
+        resumed.resume(run)
+        resumed.optimizer.load_state_dict(state)
+        for step in range(3):
+            resumed.step()
+            check_all_alike(resumed)
+            (one,) = buckets_of(resumed)
+            assert one.k / 2 <= one.tally.num_kept <= one.k, (changes, step)
+        assert resumed.error() <= 1e-5
+
+
+@distributed(world_sizes=(3,))
+def test_a_load_leaves_what_is_under_way_alone() -> None:
+    """What backward sent is summed and selected as it was meant; what is loaded counts next."""
+    codec = OkTopk(density=0.05, tau_prime=1)
+    run, other = (run_of(codec) for _ in range(2))
+    run.step()
+    other.step()
+    early = copy.deepcopy(run.part.optimizer_state_dict())
+    for _ in range(4):
+        run.step()
+        other.step()
+    for one in (run, other):
+        one.backward()
+    run.optimizer.load_state_dict(early)
+    for one in (run, other):
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        one.pipeline.complete_parameters()
+    pairs = zip(run.model.weights, other.model.weights, strict=True)
+    assert all(torch.equal(one, another) for one, another in pairs)
+    run.step()
+    check_all_alike(run)
 
 
 @distributed(world_sizes=(2,))

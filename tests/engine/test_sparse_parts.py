@@ -221,6 +221,7 @@ def test_what_was_not_sent_has_not_arrived() -> None:
     worker.commit()
     bucket = SimpleNamespace(worker=worker, spec=SimpleNamespace(padded_numel=4))
     bucket._has_arrived = partial(OwnedBucket._has_arrived, bucket)
+    bucket._note_arrived = partial(OwnedBucket._note_arrived, bucket)
     worker.clear(torch.tensor([0, 2]))
     sent = torch.tensor([1.0, 3.0, 0.0, 0.0])
     entries = Entries(torch.tensor([0, 2, 0, 0]), sent)

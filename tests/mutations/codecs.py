@@ -31,8 +31,8 @@ CODECS = [
     Mutation(
         "sending nan past a threshold",
         "compression/selectors.py",
-        "    return (sizes <= floor).logical_not_()\n",
-        "    return sizes > floor\n",
+        "        np.logical_not(np.less_equal(size, floor, out=own), out=own)\n",
+        "        np.greater(size, floor, out=own)\n",
         (f"{SELECTORS}::test_of_rows_that_are_nan_nan_is_selected",),
     ),
     Mutation(
