@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.compressor import Kind
 from lightning_dear.compression.density import FewOfMany
-from lightning_dear.compression.selectors import true_places
+from lightning_dear.compression.selectors import all_above, true_places
 from lightning_dear.compression.thresholds import LocalThreshold
 
 FEWEST_PER_RANK = 4
@@ -153,14 +154,14 @@ class Gaussiank(SparseAllReduce):
     def find(
         self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int
     ) -> tuple[Tensor, Tensor]:
-        distances = waiting - waiting.mean()
+        distances = torch.sub(waiting, waiting.mean()).abs_()
         deviation = torch.linalg.vector_norm(distances) / math.sqrt(max(1, len(waiting) - 1))
         floor = float(deviation) * NormalDist().inv_cdf(1 - self.density / 2)
-        floor = _nudged(distances.abs_(), floor, k)
-        is_far = (distances <= floor).logical_not_()
         # So that what is nan, or has a mean that is, is selected, and found.
-        places = true_places(is_far.logical_and_(waiting != 0))
-        return places, waiting.index_select(0, places)
+        places = all_above(distances, _nudged(distances, floor, k))
+        found = waiting.index_select(0, places)
+        kept = true_places(found != 0)
+        return places.index_select(0, kept), found.index_select(0, kept)
 
     @override
     def most_words(self, numel: int, world_size: int) -> float:
@@ -170,7 +171,7 @@ class Gaussiank(SparseAllReduce):
 def _nudged(distances: Tensor, floor: float, k: int) -> float:
     """The floor, corrected until about k of `distances` exceed it."""
     for _ in range(MOST_NUDGES):
-        count = int((distances > floor).count_nonzero())
+        count = np.count_nonzero(distances.numpy() > floor)
         if NUDGED_BELOW * k <= count <= NUDGED_ABOVE * k:
             break
         floor *= NUDGE if count > k else 1 / NUDGE
