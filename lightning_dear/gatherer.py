@@ -50,6 +50,9 @@ class ParameterGatherer:
         waiting: Entered around every wait.
         on_arrival: Called with a bucket's number when it has arrived, by whoever waits for it.
         is_gated: False where nothing ever travels: no hook or gate is put anywhere.
+
+    Attributes:
+        arriving: Held by whoever completes buckets; nothing arrives while another thread holds it.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class ParameterGatherer:
         self._exchange = exchange
         self._waiting = waiting
         self._on_arrival = on_arrival
-        self._lock = threading.RLock()
+        self.arriving = threading.RLock()
         self._unexpected: dict[int, Bucket] = {}
         self._pending: dict[int, Work] = {}
         self._staged: dict[int, Work] = {}
@@ -159,7 +162,7 @@ class ParameterGatherer:
             RuntimeError: What the backend raises when a peer failed or the timeout passed; the
                 parameters then stay pending, so that a later read raises too.
         """
-        with self._lock:
+        with self.arriving:
             for number in tuple(self._pending) if numbers is None else numbers:
                 work = self._pending.get(number)
                 if work is not None:

@@ -321,8 +321,9 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
     def after_step(self) -> None:
         """See `StepListener`: from here on reads wait."""
         assert self._active is not None
-        self._active.gatherer.close_gates()
+        # First, since another thread may complete what is behind a gate at once.
         self._active.reducer.end_step()
+        self._active.gatherer.close_gates()
         self._is_reduced = self._is_exposed = False
         self.num_steps += 1
         self._has_leftovers = self._uses_buckets

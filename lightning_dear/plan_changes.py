@@ -170,7 +170,8 @@ class PlanChanges:
     def use_codec(self, codec: Compressor) -> None:
         """Encodes with `codec` from the next step on. All ranks call, after the same step. Local.
 
-        Gradients that have been sent, or whose sending has begun, go on as they have begun.
+        Blocks while another thread waits for parameters. Gradients that have been sent, or whose
+        sending has begun, go on as they have begun.
 
         Raises:
             ValueError: Without a compressor, and for one that keeps something else between steps,
@@ -183,7 +184,9 @@ class PlanChanges:
         if self._active is not None:
             has_reduced = self._is_reduced or self._active.reducer.has_begun
             is_idle = not (self._is_sending or has_reduced)
-            self._active.exchange.use(codec, is_idle=is_idle)
+            # Another thread that reads parameters may complete them just now.
+            with self._active.gatherer.arriving:
+                self._active.exchange.use(codec, is_idle=is_idle)
 
     @property
     def uses_configured_codec(self) -> bool:

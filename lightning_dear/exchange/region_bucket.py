@@ -76,6 +76,8 @@ class RegionBucket(OwnedBucket):
     ) -> None:
         # Of what is under way, whatever is loaded meanwhile.
         self._step: _Step | None = None
+        # Not once another codec was in use since, if only for a while: ranks hear at other times.
+        self._follows_shares = True
         self._total_slice = torch.empty(0, dtype=torch.int32)
         self._report = Report(0, 0, 0.0)
         super().__init__(bucket, configured, collectives, is_encoded=is_encoded)
@@ -167,6 +169,7 @@ class RegionBucket(OwnedBucket):
         if codec != self.codec:
             # Shares are of another k. Until the next exact step nothing is known of the new one.
             self.shares = Shares.unknown(self._world_size)
+            self._follows_shares = False
         super().use(codec)
 
     # --- the reduce half --------------------------------------------------------------------------
@@ -174,6 +177,7 @@ class RegionBucket(OwnedBucket):
     @override
     def select(self, waiting: Tensor) -> Entries:
         selected = super().select(waiting)
+        self._follows_shares = True
         if isinstance(self.codec, OkTopk):
             is_exact = self.shares.threshold <= 0 or self.is_due(self.codec.tau_prime)
             num_words = words_of_slice(self.codec.boundaries, self._world_size)
@@ -317,7 +321,7 @@ class RegionBucket(OwnedBucket):
         smallest = notes[:, 1].contiguous().view(torch.float32).tolist()
         told = zip(counts, notes[:, 0].tolist(), smallest, strict=True)
         reports = [Report(*one) for one in told]
-        if step.codec == self.codec:
+        if self._follows_shares:
             cap, is_exact = step.most_owned, step.is_exact
             self.shares = self.shares.after(reports, step.k, cap, is_exact=is_exact)
         if not step.is_exact:

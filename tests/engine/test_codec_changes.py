@@ -6,11 +6,13 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from lightning_dear.compression import Fp32, Int4, Int8, LoCo, RandomK, TopK
+from lightning_dear.compression import Fp32, Int4, Int8, LoCo, OkTopk, RandomK, TopK
 from lightning_dear.exchange_options import ExchangeOptions
 from tests.distributed.harness import distributed
 from tests.engine.linear import SOMETIMES, Run, gradients_of
+from tests.engine.sparse_runs import check_all_alike, run_of
 
 
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
@@ -40,6 +42,22 @@ def test_densities_may_change_with_gathers_still_under_way() -> None:
             run.part.use_codec(codec.at_density(1 / (1 + step)))
             run.step()
         assert run.error() <= 1e-5, codec
+
+
+@distributed(world_sizes=(2,))
+def test_ranks_agree_whether_messages_arrive_before_a_change_or_after() -> None:
+    """On the shares of owners, too, when a density was in use for no step at all."""
+    codec = OkTopk(density=0.05, tau_prime=100)
+    run = run_of(codec)
+    for step in range(12):
+        run.step()
+        if step % 4 == 2:
+            if dist.get_rank() == 0:
+                run.pipeline.complete_parameters()
+            run.part.use_codec(codec.at_density(0.1))
+            run.part.use_codec(codec)
+    check_all_alike(run)
+    assert run.error() <= 1e-5
 
 
 @pytest.mark.parametrize("drops", [False, True], ids=["", "and dropped"])
