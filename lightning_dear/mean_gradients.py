@@ -41,6 +41,14 @@ class MeanGradients:
                 " to change them there, which turns early gathers off, or use fusion='threshold'."
             )
 
+    def _check_may_add_to_exposed(self) -> None:
+        if (codec := self._options.codec) is not None and self._options.encodes_once:
+            raise RuntimeError(
+                f"Another backward would add to the mean gradients that a hook was shown, which"
+                f" compressor={codec.name!r} would encode once more. Run all backwards before the"
+                " hook, or pass DearStrategy(gradients_in_hooks=False)."
+            )
+
     @contextmanager
     def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
         """Mean gradients of this rank's pieces; `.grad` is as exposed afterwards as before."""

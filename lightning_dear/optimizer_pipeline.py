@@ -168,14 +168,6 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
             # As from the next step on: what `.grad` holds would not be the mean.
             self.reduce()
 
-    def _check_may_add_to_exposed(self) -> None:
-        if (codec := self._options.codec) is not None and self._options.encodes_once:
-            raise RuntimeError(
-                f"Another backward would add to the mean gradients that a hook was shown, which"
-                f" compressor={codec.name!r} would encode once more. Run all backwards before the"
-                " hook, or pass DearStrategy(gradients_in_hooks=False)."
-            )
-
     def _on_gradient(self, index: int) -> None:
         self._has_new = True
         if self._active is not None:
