@@ -12,6 +12,15 @@ CONTEXTS = (f"{REPLICATED}::test_an_update_does_not_see_the_contexts_around_a_re
 
 GATHERING = [
     Mutation(
+        "a step that is done with before its gates close",
+        "optimizer_pipeline.py",
+        "        self._active.reducer.end_step()\n        self._active.gatherer.close_gates()\n",
+        "        self._active.gatherer.close_gates()\n        self._active.reducer.end_step()\n",
+        (
+            "tests/engine/test_codec_changes.py::test_another_thread_may_complete_a_step_as_soon_as_its_gates_close",
+        ),
+    ),
+    Mutation(
         "stepping a bucket when its gradient has arrived",
         "optimizer_pipeline.py",
         "            self.sharded.step_bucket(number)\n",

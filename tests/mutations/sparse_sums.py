@@ -88,16 +88,25 @@ SPARSE_SUMS = [
     Mutation(
         "shares of another density's k",
         BUCKET,
-        "            self.shares = Shares.unknown(self._world_size)\n        super().use(codec)\n",
-        "            pass\n        super().use(codec)\n",
+        "            self.shares = Shares.unknown(self._world_size)\n            self._follows",
+        "            self._follows",
         (f"{FIGURES}::test_never_more_than_k_come_back_whatever_the_density_was",),
     ),
     Mutation(
         "shares of the step that ends when another density begins",
         BUCKET,
-        "        if step.codec == self.codec:\n",
+        "        if self._follows_shares:\n",
         "        if True:\n",
         (f"{FIGURES}::test_never_more_than_k_come_back_whatever_the_density_was",),
+    ),
+    Mutation(
+        "shares that ranks disagree on after a density that was in use for no step",
+        BUCKET,
+        "        if self._follows_shares:\n",
+        "        if step.codec == self.codec:\n",
+        (
+            "tests/engine/test_codec_changes.py::test_ranks_agree_whether_messages_arrive_before_a_change_or_after",
+        ),
     ),
     Mutation(
         "a tail as heavy as it is",
