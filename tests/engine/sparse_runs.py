@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dear.compression import Compressor, OkTopk
+from lightning_dear.compression import OkTopk
 from lightning_dear.exchange.sparse_bucket import SparseBucket
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
@@ -22,7 +22,7 @@ BOTH_MODES = (OkTopk(density=0.05, tau_prime=3), STATIC)
 NO_CAPS: dict[str, Any] = {"message_cap": math.inf, "owner_cap": math.inf}
 
 
-def run_of(codec: Compressor, **options: Any) -> Run:
+def run_of(codec: OkTopk, **options: Any) -> Run:
     return Run(ExchangeOptions("gradients", codec=codec, **options), SingleFusion())
 
 

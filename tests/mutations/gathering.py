@@ -17,7 +17,7 @@ GATHERING = [
         "        self._active.reducer.end_step()\n        self._active.gatherer.close_gates()\n",
         "        self._active.gatherer.close_gates()\n        self._active.reducer.end_step()\n",
         (
-            "tests/engine/test_codec_changes.py::test_another_thread_may_complete_a_step_as_soon_as_its_gates_close",
+            "tests/engine/test_codec_changes.py::test_a_step_is_committed_before_another_thread_may_complete_it",
         ),
     ),
     Mutation(
