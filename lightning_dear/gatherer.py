@@ -40,6 +40,7 @@ class ParameterGatherer:
     """Launches gathers and completes parameters.
 
     Completing is a local wait: it starts no collective, so any rank may do it at any time, alone.
+    Between `begin_step` and `end_step` only the thread that steps completes anything; others wait.
 
     Args:
         module: Whose parameters are gathered.
@@ -71,6 +72,8 @@ class ParameterGatherer:
         self._waiting = waiting
         self._on_arrival = on_arrival
         self.arriving = threading.RLock()
+        self._step_ended = threading.Condition(self.arriving)
+        self._stepping_thread: int | None = None
         self._unexpected: dict[int, Bucket] = {}
         self._pending: dict[int, Work] = {}
         self._staged: dict[int, Work] = {}
@@ -109,6 +112,19 @@ class ParameterGatherer:
             for module, numbers in waits.items()
         ]
 
+    def begin_step(self) -> None:
+        """From now on parameters and gradients change under the calling thread's hands."""
+        with self.arriving:
+            self._stepping_thread = threading.get_ident()
+
+    def end_step(self) -> None:
+        """Lets other threads complete parameters again, also of a step that broke off."""
+        if self._stepping_thread is None:
+            return
+        with self.arriving:
+            self._stepping_thread = None
+            self._step_ended.notify_all()
+
     def expect(self, *, early: bool) -> None:
         """Lets other ranks' new values arrive: in a backward those of early buckets, else all.
 
@@ -138,14 +154,14 @@ class ParameterGatherer:
         self._expect_next(1)
 
     def close_gates(self) -> None:
-        """Makes every module that owns a pending parameter wait at its next read."""
-        self._pending.update(self._staged)
-        self._staged.clear()
-        if not self._pending:
-            return
-        for module, numbers in self._owners.items():
-            if any(number in self._pending for number in numbers):
-                close_gate(module, self, partial(self.complete, numbers, type(module).__name__))
+        """Ends the step: every module that owns a pending parameter waits at its next read."""
+        with self.arriving:
+            self._pending.update(self._staged)
+            self._staged.clear()
+            for module, numbers in self._owners.items():
+                if any(number in self._pending for number in numbers):
+                    close_gate(module, self, partial(self.complete, numbers, type(module).__name__))
+            self.end_step()
 
     def complete_entry(self) -> None:
         """Completes what a forward reads before any module of it runs; may block."""
@@ -153,6 +169,8 @@ class ParameterGatherer:
 
     def complete(self, numbers: Iterable[int] | None = None, reason: str = "read") -> None:
         """Blocks until buckets (all by default) hold the new parameters; idempotent, thread-safe.
+
+        While another thread steps, those of that step: until it has ended.
 
         Args:
             numbers: Of the buckets to wait for.
@@ -162,7 +180,9 @@ class ParameterGatherer:
             RuntimeError: What the backend raises when a peer failed or the timeout passed; the
                 parameters then stay pending, so that a later read raises too.
         """
-        with self.arriving:
+        with self._step_ended:
+            own = threading.get_ident()
+            self._step_ended.wait_for(lambda: self._stepping_thread in (None, own))
             for number in tuple(self._pending) if numbers is None else numbers:
                 work = self._pending.get(number)
                 if work is not None:
@@ -189,11 +209,12 @@ class ParameterGatherer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no bucket is being gathered."""
-        return not self._pending
+        """Whether no bucket is being gathered, and no step is under way."""
+        return not self._pending and self._stepping_thread is None
 
     def detach(self) -> None:
         """Removes hooks and gates. Does not wait: complete first, or accept old values."""
+        self.end_step()
         for hook in self._hooks:
             hook.remove()
         for module in self._owners:

@@ -28,6 +28,7 @@ class MeanGradients:
     _active: ActivePlan | None
     _is_exposed: bool
     _is_reduced: bool
+    _was_changed: bool
 
     def reduce(self) -> None:
         """See `OptimizerPipeline`."""
@@ -41,13 +42,34 @@ class MeanGradients:
                 " to change them there, which turns early gathers off, or use fusion='threshold'."
             )
 
-    def _check_may_add_to_exposed(self) -> None:
+    def _check_may_add_to_means(self) -> None:
         if (codec := self._options.codec) is not None and self._options.encodes_once:
             raise RuntimeError(
-                f"Another backward would add to the mean gradients that a hook was shown, which"
-                f" compressor={codec.name!r} would encode once more. Run all backwards before the"
-                " hook, or pass DearStrategy(gradients_in_hooks=False)."
+                "Another backward would add to mean gradients that a hook was shown, that"
+                " whole_gradients() has shown or that were clipped, which"
+                f" compressor={codec.name!r} would encode once more. Run all backwards of a step"
+                " before that, or, if only hooks see them, pass"
+                " DearStrategy(gradients_in_hooks=False)."
             )
+
+    def _conceal(self) -> None:
+        assert self._active is not None
+        self.sharded.set_gradients(self._active.reducer.conceal())
+        self._is_exposed, self._was_changed = False, True
+
+    def expose_gradients(self) -> None:
+        """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
+
+        Costs an all-gather of the gradients. What is done to `.grad` counts: it is taken back
+        before the step.
+        """
+        if self._is_exposed and self._is_reduced:
+            return
+        self._refuse_changes()
+        self.reduce()
+        assert self._active is not None
+        self._active.reducer.expose()
+        self._is_exposed = True
 
     @contextmanager
     def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
@@ -56,6 +78,7 @@ class MeanGradients:
             self._refuse_changes()
         was_exposed = self._is_exposed and self._is_reduced
         self.reduce()
+        self._was_changed |= mutates
         yield self.sharded.gradients
         if was_exposed:
             assert self._active is not None

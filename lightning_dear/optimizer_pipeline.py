@@ -98,13 +98,15 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         self._synchronize = True
         self._has_leftovers = False
         # What has happened since the gradients were last reduced, dropped or stepped.
-        self._is_sending = self._has_new = self._is_reduced = self._is_exposed = False
+        self._is_sending = self._has_new = self._is_reduced = False
+        self._is_exposed = self._was_changed = False
         self._start_recording()
 
     # --- forward and backward -----------------------------------------------------------------
 
     def prepare_forward(self) -> None:
         """Takes parameters that are new in the optimizer into another plan. May block."""
+        self._end_broken_step()
         self._trained.restore_replaced()
         if not self._trained.have_grown():
             return
@@ -148,8 +150,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
     @contextmanager
     def backward(self, *, synchronize: bool) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
-        if self._is_exposed:
-            self._check_may_add_to_exposed()
+        if self._is_exposed or self._was_changed:
+            self._check_may_add_to_means()
         before, self._synchronize = self._synchronize, synchronize
         if synchronize:
             self._begin_sending()
@@ -228,25 +230,6 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
             return gradients.anyone(self._has_new, self._collectives)
         return self._has_new
 
-    def _conceal(self) -> None:
-        assert self._active is not None
-        self.sharded.set_gradients(self._active.reducer.conceal())
-        self._is_exposed = False
-
-    def expose_gradients(self) -> None:
-        """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
-
-        Costs an all-gather of the gradients. What is done to `.grad` counts: it is taken back
-        before the step.
-        """
-        if self._is_exposed and self._is_reduced:
-            return
-        self._refuse_changes()
-        self.reduce()
-        assert self._active is not None
-        self._active.reducer.expose()
-        self._is_exposed = True
-
     # --- the step: see `StepListener` -------------------------------------------------------------
 
     def drop_gradients(self) -> None:
@@ -264,7 +247,8 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
             self.sharded.clear_gradients()
         self._recorder.gradients.clear()
         self._has_leftovers = False
-        self._is_sending = self._has_new = self._is_reduced = self._is_exposed = False
+        self._is_sending = self._has_new = self._is_reduced = False
+        self._is_exposed = self._was_changed = False
 
     def before_step(self) -> None:
         """See `StepListener`: the last reduce-scatters, and at the first step the plan."""
@@ -274,6 +258,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         self._active.exchange.check()
         self._take_over(but=self.sharded.stepped_early)
         # From here to the end of the step nobody reads parameters: others' may arrive.
+        self._active.gatherer.begin_step()
         self._active.gatherer.expect(early=False)
         if self._times_recorder is not None:
             self._times_recorder.step_begins()
@@ -316,7 +301,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         # First, since another thread may complete what is behind a gate at once.
         self._active.reducer.end_step()
         self._active.gatherer.close_gates()
-        self._is_reduced = self._is_exposed = False
+        self._is_reduced = self._is_exposed = self._was_changed = False
         self.num_steps += 1
         self._has_leftovers = self._uses_buckets
         if self._times_recorder is not None:
@@ -328,12 +313,25 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         if self.sharded.has_foreign_post_hooks():
             self.complete_parameters("optimizer step hook")
 
+    def _end_broken_step(self) -> None:
+        if self._active is not None:
+            self._active.gatherer.end_step()
+
+    def without_arrivals(self) -> AbstractContextManager[Any]:
+        """See `StepListener`."""
+        return nullcontext() if self._active is None else self._active.gatherer.arriving
+
     # --- for whoever looks in from outside ------------------------------------------------------
 
     def complete_parameters(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step; local and idempotent."""
         if self._active is not None:
             self._active.gatherer.complete(reason=reason)
+
+    def abandon(self) -> None:
+        """After an exception, perhaps in a step: puts the optimizer's groups right; never waits."""
+        self.sharded.restore()
+        self._end_broken_step()
 
     def detach(self) -> None:
         """The module and the optimizer are as they were. Parameters should be complete."""

@@ -309,7 +309,7 @@ class Pipeline:
         self._is_abandoned = True
         self.collectives.discard()
         for part in self.parts:
-            part.sharded.restore()
+            part.abandon()
 
     @property
     def statistics(self) -> StepStatistics:

@@ -199,8 +199,9 @@ class ShardedOptimizer:
     def _on_zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("set_to_none", args[0] if args else True):
             warn_of_zeros(self.optimizer)
-        self._listener.drop_gradients()
-        self._zero_grad(*args, **kwargs)
+        with self._listener.without_arrivals():
+            self._listener.drop_gradients()
+            self._zero_grad(*args, **kwargs)
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Pre-hook: reduces after the closure, whether or not there is one."""

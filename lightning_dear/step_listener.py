@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 
 class StepListener(Protocol):
@@ -11,6 +12,9 @@ class StepListener(Protocol):
 
     def drop_gradients(self) -> None:
         """The user called `zero_grad`: what backward has produced since the last step is void."""
+
+    def without_arrivals(self) -> AbstractContextManager[Any]:
+        """Context in which no other thread completes parameters, which might use `.grad`."""
 
     def masters_dropped(self) -> None:
         """Masters were loaded that differ from the weights, and here weights are stepped."""

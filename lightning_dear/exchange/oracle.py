@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_dear.compression.thresholds import largest
 from lightning_dear.exchange.owned_bucket import OwnedBucket
 from lightning_dear.work import SELECTION_NUMBERS, Collectives, uncounted
 
@@ -43,7 +42,7 @@ def measure(
             u = u.clone() if scale is None else u / scale
             for numbers in (own.waiting, own.gradients, u):
                 collectives.launch_all_reduce(numbers, number).wait()
-            off, places = u, largest(own.waiting, one.k)
+            off, places = u, own.waiting.abs().topk(one.k, sorted=False).indices
             off[places] -= own.waiting[places]
             squares = (torch.linalg.vector_norm(each) ** 2 for each in (off, own.gradients))
             one.tally.off_squared, one.tally.gradient_squared = map(float, squares)

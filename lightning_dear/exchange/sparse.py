@@ -30,7 +30,7 @@ from lightning_dear.exchange.global_selection import keep_all, keep_largest
 from lightning_dear.exchange.oracle import Seen, measure
 from lightning_dear.exchange.owned_bucket import OwnedBucket, Sent
 from lightning_dear.exchange.region_bucket import RegionBucket
-from lightning_dear.exchange.sparse_bucket import SparseBucket
+from lightning_dear.exchange.sparse_bucket import SparseBucket, check_buckets
 from lightning_dear.plain_mode import plain_mode
 from lightning_dear.work import GRADIENT_NUMBERS, Collectives, Work
 
@@ -57,7 +57,8 @@ class SparseExchange(CompressedExchange):
         loss_scale: LossScale,
     ) -> None:
         super().__init__(collectives, first_number, codec, loss_scale)
-        self._seen: list[tuple[OwnedBucket, Seen]] = []
+        check_buckets(codec, uncompressed, collectives, buckets)
+        self._seen: dict[int, Seen | None] = {}
         self.coded: Sequence[OwnedBucket] = [
             self._kind(bucket, codec, collectives, is_encoded=bucket.number not in uncompressed)
             for bucket in buckets
@@ -118,13 +119,13 @@ class SparseExchange(CompressedExchange):
         period = getattr(one.codec, "xi_every", 0)
         if not period or not one.is_due(period):
             return
-        if any(one is other for other, _ in self._seen):
-            # Gradients came in two rounds, and neither had all of them.
-            self._seen = [(other, seen) for other, seen in self._seen if other is not one]
+        if one.number in self._seen:
+            # Gradients came in several rounds, and none had all of them.
+            self._seen[one.number] = None
         else:
             gradients = one.bucket.gradients.float()
             unscaled = gradients.clone() if scale is None else gradients / scale
-            self._seen.append((one, Seen(waiting.clone(), unscaled)))
+            self._seen[one.number] = Seen(waiting.clone(), unscaled)
 
     def _launch_as_it_is(self, one: OwnedBucket, number: int, scale: Tensor | None) -> Work:
         with device_work():
@@ -146,8 +147,9 @@ class SparseExchange(CompressedExchange):
         # What a rank refuses, all do.
         if keeps and self._refusal is None:
             self._choose([one for one in self.coded if one.is_sparse])
-            seen, self._seen = self._seen, []
+            seen = [(self.coded[at], one) for at, one in self._seen.items() if one is not None]
             measure(seen, self._collectives, self._first_number, self._loss_scale())
+            self._seen = dict.fromkeys(self._seen)
 
     def _choose(self, sparse: Sequence[OwnedBucket]) -> None:
         """Leaves in means what owners keep. All ranks call; now and then blocks."""
@@ -260,9 +262,14 @@ class SparseExchange(CompressedExchange):
             )
 
     @override
+    def commit(self) -> None:
+        super().commit()
+        self._seen = {}
+
+    @override
     def discard(self) -> None:
         super().discard()
-        self._seen = []
+        self._seen = {}
 
     @property
     @override

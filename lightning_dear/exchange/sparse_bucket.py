@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket, shard_slice
 from lightning_dear.compression import Compressor, Fp32, SparseAllReduce
 from lightning_dear.compression.memory import Memory
+from lightning_dear.compression.sparse_all_reduce import FEWEST_PER_RANK
 from lightning_dear.compression.thresholds import LocalThreshold
 from lightning_dear.compression.unsent import Unsent, new_unsent
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
@@ -214,3 +216,32 @@ class SparseBucket(CompressedBucket):
     def detach(self) -> None:
         super().detach()
         del self.incoming, self.received
+
+
+def check_buckets(
+    codec: SparseAllReduce,
+    uncompressed: Collection[int],
+    collectives: Collectives,
+    buckets: Sequence[Bucket],
+) -> None:
+    """Refuses buckets whose places do not fit, and warns (rank 0) if none is long enough.
+
+    Raises:
+        ValueError: If a bucket has more elements than places, of 32 bits, can number.
+    """
+    meant = [one for one in buckets if one.number not in uncompressed]
+    longest = max((one.spec.padded_numel for one in meant), default=0)
+    if longest > torch.iinfo(torch.int32).max:
+        raise ValueError(
+            f"compressor={codec.name!r} numbers elements with 32 bits, and a bucket has"
+            f" {longest:,}. Fuse less: fusion='threshold' with a smaller bucket_cap_mb."
+        )
+    num_ranks = collectives.world_size
+    is_sparse = any(codec.saves(one.spec.numel, num_ranks) for one in meant)
+    if meant and num_ranks > 1 and not is_sparse and collectives.rank == 0:
+        warnings.warn(
+            f"compressor={codec.name!r} compresses nothing: no bucket has {FEWEST_PER_RANK} numbers"
+            f" to send for each of {num_ranks} ranks (density={codec.density:g} of at most"
+            f" {longest:,}). Raise density or bucket_cap_mb, or leave it out.",
+            stacklevel=2,
+        )

@@ -19,7 +19,7 @@ from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.entries import Entries, added, is_among, unpacked
 from lightning_dear.exchange.sparse import compression_ratio, not_empty, sum_up
-from lightning_dear.exchange.sparse_bucket import SparseBucket
+from lightning_dear.exchange.sparse_bucket import SparseBucket, check_buckets
 from lightning_dear.work import Collectives, Work
 
 
@@ -47,6 +47,7 @@ class WholeSparseExchange(CompressedExchange):
         loss_scale: LossScale,
     ) -> None:
         super().__init__(collectives, first_number, codec, loss_scale)
+        check_buckets(codec, uncompressed, collectives, buckets)
         self._dense = dense
         self._failure: BaseException | None = None
         self.coded: Sequence[SparseBucket] = [

@@ -291,3 +291,19 @@ def _check_xi_is_that_of_the_formula(codec: OkTopk) -> None:
             xi = (expected - u).norm() / gradient.norm()
             assert figures["xi"] == pytest.approx(float(xi), rel=1e-4)
         residual = one.worker.kept["residual"].clone()
+
+
+@distributed(world_sizes=(2,))
+def test_xi_is_never_that_of_a_part_of_the_gradients() -> None:
+    run = run_of(OkTopk(density=0.05, xi_every=1))
+    run.step()
+    run.backward()
+    run.part.grad_norm()
+    measured = run.part.encoding_figures()["xi"]
+    run.backward(scale=1e-6, step=7)
+    run.optimizer.step()
+    run.pipeline.complete_parameters()
+    assert run.part.encoding_figures()["xi"] == measured
+    run.optimizer.zero_grad()
+    run.step()
+    assert run.part.encoding_figures()["xi"] != measured

@@ -217,6 +217,30 @@ def test_nothing_is_added_to_what_owners_have_shown() -> None:
             run.backward(step=7)
 
 
+@distributed(world_sizes=(2,))
+def test_nothing_is_added_to_what_was_changed() -> None:
+    """What owners have not chosen of it would come back with another round."""
+    run = run_of(OkTopk(density=0.05))
+
+    def change_whole() -> None:
+        run.part.expose_gradients()
+        for weight in run.model.weights:
+            weight.grad.zero_()
+        run.part.reduce()
+
+    for change in (change_whole, lambda: run.part.clip_by_norm(1.0)):
+        run.backward()
+        change()
+        with pytest.raises(RuntimeError, match=r"whole_gradients\(\).*Run all backwards"):
+            run.backward(step=7)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    run.backward()
+    run.part.grad_norm()
+    run.backward(step=7)
+    run.optimizer.step()
+
+
 # --- another one goes on --------------------------------------------------------------------------
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_dear.bucket import Bucket
+from lightning_dear.collectives import new_collectives
 from lightning_dear.compression import (
     Fp32,
     Gaussiank,
@@ -17,8 +20,10 @@ from lightning_dear.compression import (
     TopkA,
     TopkDSA,
 )
+from lightning_dear.exchange.sparse_bucket import check_buckets
 from lightning_dear.exchange.tally import Tally, figures_of
 from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.planning.plan import BucketSpec, Slice
 from tests.distributed.harness import distributed
 from tests.engine.sparse_runs import run_of
 from tests.engine.test_sparse_all_reduces import ALL
@@ -92,6 +97,28 @@ def test_what_has_no_effect_is_refused() -> None:
             ExchangeOptions("gradients", depth=2, codec=codec)
         ExchangeOptions("gradients", decouple=False, codec=codec)
     ExchangeOptions("gradients", depth=2, codec=OkTopk())
+
+
+@distributed(world_sizes=(2,))
+def test_what_compresses_nothing_says_so() -> None:
+    for codec in (OkTopk(density=1e-4), OkTopk(density=1e-4, mode="static"), TopkA(density=1e-4)):
+        run = run_of(codec)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.step()
+        said = [str(one.message) for one in caught if "compresses nothing" in str(one.message)]
+        assert len(said) == (dist.get_rank() == 0), codec
+        assert all("Raise density or bucket_cap_mb" in one for one in said)
+
+
+def test_places_have_32_bits() -> None:
+    spec = BucketSpec("float32", (Slice(0, 0, 2**31, 0),), 2**31)
+    none = torch.empty(0)
+    bucket = Bucket(0, spec, none, none, none, none, none, none, none)
+    collectives = new_collectives(torch.device("cpu"))
+    with pytest.raises(ValueError, match="2,147,483,648.*Fuse less"):
+        check_buckets(OkTopk(), (), collectives, [bucket])
+    check_buckets(OkTopk(), (0,), collectives, [bucket])
 
 
 # --- bytes ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 GATHERING_TESTS = "tests/engine/test_gathering.py"
+THREADS = "tests/engine/test_threads.py"
 REPLICATED = "tests/engine/test_replicated.py"
 TENSORWISE = "tests/engine/test_tensorwise.py"
 CONTEXTS = (f"{REPLICATED}::test_an_update_does_not_see_the_contexts_around_a_read",)
@@ -19,6 +20,27 @@ GATHERING = [
         (
             "tests/engine/test_codec_changes.py::test_a_step_is_committed_before_another_thread_may_complete_it",
         ),
+    ),
+    Mutation(
+        "other threads' wait for the end of a step",
+        "optimizer_pipeline.py",
+        "        self._active.gatherer.begin_step()\n",
+        "",
+        (f"{THREADS}::test_a_thread_that_completes_in_a_step_waits_for_its_end",),
+    ),
+    Mutation(
+        "zero_grad's wait for an update that another thread makes",
+        "sharded_optimizer.py",
+        "        with self._listener.without_arrivals():\n",
+        "        if True:\n",
+        (f"{THREADS}::test_zero_grad_waits_for_an_update_that_another_thread_makes",),
+    ),
+    Mutation(
+        "ending a step that broke off",
+        "optimizer_pipeline.py",
+        "        self.sharded.restore()\n        self._end_broken_step()\n",
+        "        self.sharded.restore()\n",
+        (f"{THREADS}::test_a_step_that_breaks_off_keeps_no_thread_waiting",),
     ),
     Mutation(
         "stepping a bucket when its gradient has arrived",
