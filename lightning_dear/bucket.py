@@ -38,7 +38,8 @@ class Bucket:
         published: Where differences are gathered, `replica` as it was when they had arrived; else
             empty.
         mean: This rank's shard of the mean gradient, as precise as `shard`; a view of `gradients`
-            where that is as precise.
+            where that is as precise. Of a sparse all-reduce that owners sum: as long as the bucket,
+            and 0 outside this rank's region until all sums have arrived.
         landing: What a gather fills: `parameters` itself, or a buffer as long where the bucket may
             be gathered while a backward still needs the old values.
         is_all_reduced: Whether every rank gets the whole mean gradient and steps the whole bucket,
@@ -64,7 +65,7 @@ class Bucket:
 
     @property
     def own(self) -> slice:
-        """Where this rank's shard lies in the bucket."""
+        """Where what this rank steps lies in the bucket: its shard, or all of it."""
         begin = self.replica.storage_offset() - self.parameters.storage_offset()
         return slice(begin, begin + self.replica.numel())
 

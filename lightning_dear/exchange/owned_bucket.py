@@ -26,8 +26,8 @@ class Sent:
     """What a rank has sent of a bucket, round by round.
 
     Attributes:
-        standing: What stands where it was taken from still.
-        cleared: What has been cleared there, and is to be put back if it does not arrive.
+        standing: What the residual still holds, and is erased there where it has arrived.
+        cleared: What is erased there already, and is added back where it has not arrived.
     """
 
     standing: list[Entries]
@@ -37,7 +37,7 @@ class Sent:
 class OwnedBucket(SparseBucket):
     """What one bucket sends in both halves, and what it leaves.
 
-    Its mean is 0 but for what is in this rank's region.
+    Its mean is 0 but for what is in this rank's region, until gradients are shown or have arrived.
 
     Args:
         bucket: See `SparseBucket`.
@@ -65,6 +65,8 @@ class OwnedBucket(SparseBucket):
     ) -> None:
         self._standing: list[Entries] = []
         self._cleared: list[Entries] = []
+        # Added back if another round of the step comes: sums of parameters that no rank had a
+        # gradient for, and sums that this owner has not chosen.
         self._set_aside: list[tuple[slice, Tensor]] = []
         self._rejected: Tensor | None = None
         self.is_filled = False

@@ -27,8 +27,8 @@ from lightning_dear.exchange.regions import (
 from lightning_dear.exchange.shares import Report, Shares
 from lightning_dear.work import Collectives
 
-FURTHER = 0.95
-"""Of the last threshold: sums above that are looked at first, as most owners find their share."""
+LOOKED_AT_FIRST = 0.95
+"""Of the last threshold: most owners find their share among the sums of at least so much."""
 
 NUM_REPORTED = 2
 """Words of notes in which an owner reports, besides how many numbers it sends."""
@@ -76,7 +76,8 @@ class RegionBucket(OwnedBucket):
     ) -> None:
         # Of what is under way, whatever is loaded meanwhile.
         self._step: _Step | None = None
-        # Not once another codec was in use since, if only for a while: ranks hear at other times.
+        # False from a change of codec to the next selection: on one rank messages of the old k
+        # arrive before the change and on another one after it, so they must change no shares.
         self._follows_shares = True
         self._total_slice = torch.empty(0, dtype=torch.int32)
         self._report = Report(0, 0, 0.0)
@@ -246,7 +247,7 @@ class RegionBucket(OwnedBucket):
         """
         quota = min(self.shares.quotas[self._rank], self.most_owned)
         threshold = self.shares.threshold * scale
-        found = self.sums(FURTHER * threshold)
+        found = self.sums(LOOKED_AT_FIRST * threshold)
         if len(found.places) < quota:
             found = self.sums()
         num_reached = int((found.numbers.abs() >= threshold).count_nonzero())

@@ -72,6 +72,27 @@ SPARSE_SUMS = [
         REFERENCE,
     ),
     Mutation(
+        "refusing to add to gradients that were shown and taken back",
+        "mean_gradients.py",
+        "        self._is_exposed, self._was_changed = False, True\n",
+        "        self._is_exposed = False\n",
+        (f"{SUMS}::test_nothing_is_added_to_what_was_changed",),
+    ),
+    Mutation(
+        "refusing to add to gradients that were clipped",
+        "mean_gradients.py",
+        "        self._was_changed |= mutates\n",
+        "",
+        (f"{SUMS}::test_nothing_is_added_to_what_was_changed",),
+    ),
+    Mutation(
+        "measuring xi of whole steps only",
+        "exchange/sparse.py",
+        "            self._seen = dict.fromkeys(self._seen)\n",
+        "            self._seen = {}\n",
+        (f"{STEPS}::test_xi_is_never_that_of_a_part_of_the_gradients",),
+    ),
+    Mutation(
         "shares of another density's k in a checkpoint",
         BUCKET,
         "        if size == self._size:\n",
