@@ -55,6 +55,12 @@ class Verdict:
     seconds: float
 
 
+def row(*names: str) -> tuple[str, ...]:
+    """Rows of the parity matrix, at two ranks with SGD."""
+    ids = [f"tests/lightning/matrix/test_matrix.py::test_row[{name}-sgd-2]" for name in names]
+    return tuple(ids)
+
+
 def copy_tree(to: Path) -> None:
     """Copies what tests need of the repository."""
     for name in _COPIED:

@@ -65,13 +65,6 @@ SPARSE_SUMS = [
         (f"{STEPS}::test_what_a_hook_makes_zero_has_arrived_all_the_same",),
     ),
     Mutation(
-        "shares of k by what has reached the threshold",
-        "exchange/shares.py",
-        "        weights = [one.num_reached for one in reports]\n",
-        "        weights = [1 for one in reports]\n",
-        REFERENCE,
-    ),
-    Mutation(
         "refusing to add to gradients that were shown and taken back",
         "mean_gradients.py",
         "        self._is_exposed, self._was_changed = False, True\n",
@@ -93,41 +86,11 @@ SPARSE_SUMS = [
         (f"{STEPS}::test_xi_is_never_that_of_a_part_of_the_gradients",),
     ),
     Mutation(
-        "shares of another density's k in a checkpoint",
-        BUCKET,
-        "        if size == self._size:\n",
-        "        if True:\n",
-        ("tests/engine/test_oktopk_resumed.py::test_a_run_resumed_with_another_density_keeps_k",),
-    ),
-    Mutation(
         "regions of the step under way, whatever is loaded meanwhile",
         BUCKET,
         "        regions = self._shards if step is None else step.regions\n",
         "        regions = self._shards if step is None else self.regions\n",
         ("tests/engine/test_oktopk_resumed.py::test_a_load_leaves_what_is_under_way_alone",),
-    ),
-    Mutation(
-        "shares of another density's k",
-        BUCKET,
-        "            self.shares = Shares.unknown(self._world_size)\n            self._follows",
-        "            self._follows",
-        (f"{FIGURES}::test_never_more_than_k_come_back_whatever_the_density_was",),
-    ),
-    Mutation(
-        "shares of the step that ends when another density begins",
-        BUCKET,
-        "        if self._follows_shares:\n",
-        "        if True:\n",
-        (f"{FIGURES}::test_never_more_than_k_come_back_whatever_the_density_was",),
-    ),
-    Mutation(
-        "shares that ranks disagree on after a density that was in use for no step",
-        BUCKET,
-        "        if self._follows_shares:\n",
-        "        if step.codec == self.codec:\n",
-        (
-            "tests/engine/test_codec_changes.py::test_ranks_agree_whether_messages_arrive_before_a_change_or_after",
-        ),
     ),
     Mutation(
         "a tail as heavy as it is",

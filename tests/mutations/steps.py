@@ -1,0 +1,340 @@
+"""Waits, guards and flushes of the engine, whatever travels."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation, row
+
+READING = "tests/engine/test_reading.py"
+GRADIENTS = "tests/engine/test_gradients.py"
+CONTRACT = "tests/engine/test_optimizer_contract.py"
+STATE = "tests/engine/test_state.py"
+DELAYS = "tests/engine/test_delays.py"
+MASTERS = "tests/engine/test_masters.py"
+
+WAITS = [
+    Mutation(
+        "waiting for a gathered bucket",
+        "gatherer.py",
+        "        with self._waiting(reason):\n            work.wait()\n",
+        "        with self._waiting(reason):\n            pass\n",
+        (f"{READING}::test_evaluation_forwards_read_new_values_and_update_nothing",),
+    ),
+    Mutation(
+        "waiting for reduced buckets",
+        "reducer.py",
+        "                one.wait()\n",
+        "                pass\n",
+        (f"{DELAYS}::test_delays_change_nothing",),
+    ),
+    Mutation(
+        "closing gates",
+        "gatherer.py",
+        "                close_gate(module, self, partial(",
+        "                (lambda *_: None)(module, self, partial(",
+        (f"{READING}::test_reads_between_steps_see_the_new_values",),
+    ),
+    Mutation(
+        "waiting before a module's forward",
+        "gatherer.py",
+        "        if not self._gatherer.is_idle:\n",
+        "        if False:\n",
+        row("recurrent layers (GRU)", "weights read through a held list"),
+    ),
+    Mutation(
+        "waiting for what is read outside any module",
+        "gatherer.py",
+        '        self.complete(self._entry, "training_step")\n',
+        "        pass\n",
+        (f"{READING}::test_a_held_tensor_read_outside_any_module_is_waited_for",),
+    ),
+    Mutation(
+        "waiting for it again after a step in mid-forward",
+        "pipeline.py",
+        "        if self._is_in_forward:\n",
+        "        if False:\n",
+        (f"{READING}::test_it_is_waited_for_again_after_a_step_in_mid_forward",),
+    ),
+    Mutation(
+        "waiting for all in front of a compiled region",
+        "optimizer_pipeline.py",
+        '            self._active.gatherer.complete(reason="compiled region")\n',
+        "            pass\n",
+        (f"{READING}::test_a_compiled_function_over_held_tensors_is_waited_for",),
+    ),
+    Mutation(
+        "waiting for module buffers",
+        "module_buffers.py",
+        "            work.wait()\n",
+        "",
+        (f"{DELAYS}::test_module_buffers_follow_rank_0_however_late",),
+    ),
+    Mutation(
+        "completing parameters before the step",
+        "optimizer_pipeline.py",
+        '        self.complete_parameters("step")\n',
+        "",
+        (f"{READING}::test_nothing_is_under_way_into_a_parameter_when_it_is_stepped",),
+    ),
+    Mutation(
+        "completing parameters before others' step hooks",
+        "optimizer_pipeline.py",
+        '            self.complete_parameters("optimizer step hook")\n',
+        "            pass\n",
+        (f"{CONTRACT}::test_post_hooks_see_the_users_groups_and_the_new_values",),
+    ),
+    Mutation(
+        "completing parameters before a new plan",
+        "plan_changes.py",
+        '        self.complete_parameters("re-plan")\n',
+        "",
+        (
+            "tests/engine/test_replan.py::test_values_that_have_not_arrived_yet_are_in_the_next_plan",
+        ),
+    ),
+    Mutation(
+        "completing parameters at the end",
+        "pipeline.py",
+        '            self.complete_parameters("teardown")\n',
+        "            pass\n",
+        (f"{DELAYS}::test_delays_change_nothing",),
+    ),
+]
+
+GUARDS = [
+    Mutation(
+        "bumping versions",
+        "gatherer.py",
+        "        torch.autograd.graph.increment_version(self._parameters_of[number])\n",
+        "        pass\n",
+        (f"{READING}::test_a_stale_read_that_no_gate_sees_is_refused",),
+    ),
+    Mutation(
+        "refusing a gradient of a pending parameter",
+        "optimizer_pipeline.py",
+        "            self._active.reducer.check_was_complete(index)\n",
+        "            pass\n",
+        (f"{READING}::test_a_gradient_for_a_pending_parameter_names_it",),
+    ),
+    Mutation(
+        "the audit",
+        "audit.py",
+        "        if any(active.gatherer.is_pending(number) for number in buckets):\n",
+        "        if False:\n",
+        (f"{READING}::test_an_audit_finds_a_read_that_takes_part_in_no_backward",),
+    ),
+    Mutation(
+        "refusing what no rank could know of",
+        "reducer.py",
+        "        if self._num_rounds or self._collectives.reads_flags_freely:\n",
+        "        if True:\n",
+        (f"{READING}::test_a_second_gradient_that_nobody_could_know_of_names_the_remedy",),
+    ),
+    Mutation(
+        "zeros for parameters without a gradient",
+        "reducer.py",
+        "                placement.gradient.zero_()\n",
+        "                pass\n",
+        (f"{STATE}::test_parameters_unused_by_all_or_by_some_are_stepped_as_ddp_steps_them",),
+    ),
+    Mutation(
+        "counting gradients before a launch",
+        "reducer.py",
+        "        if self._num_calls[index] >= self._expected[index]:\n",
+        "        if True:\n",
+        (f"{STATE}::test_gradients_that_come_in_parts_are_sent_once",),
+    ),
+    Mutation(
+        "leaving late gradients to another round",
+        "reducer.py",
+        "        return LATE in said_by_any\n",
+        "        return False\n",
+        (f"{GRADIENTS}::test_gradients_that_come_after_the_launch_are_added",),
+    ),
+    Mutation(
+        "adding up rounds",
+        "exchange/dense.py",
+        "        bucket.mean.add_(earlier)\n",
+        "        pass\n",
+        (f"{GRADIENTS}::test_a_backward_after_a_reduce_is_added",),
+    ),
+    Mutation(
+        "asking all ranks for new gradients",
+        "optimizer_pipeline.py",
+        "        self.reduce(votes=True)\n",
+        "        self.reduce()\n",
+        (f"{GRADIENTS}::test_late_on_one_rank_only_is_reduced_by_all",),
+    ),
+    Mutation(
+        "the vote on an overflow",
+        "gradients.py",
+        "    collectives.launch_any(flag).wait()\n    return flag\n",
+        "    pass\n    return flag\n",
+        (f"{GRADIENTS}::test_an_overflow_in_one_shard_skips_the_step_on_all",),
+    ),
+    Mutation(
+        "unused parameters stay unused",
+        "sharded_optimizer.py",
+        "            if not used[piece.tensor_index]:\n",
+        "            if False:\n",
+        (f"{STATE}::test_parameters_unused_by_all_or_by_some_are_stepped_as_ddp_steps_them",),
+    ),
+    Mutation(
+        "refusing parameters that are new between forward and step",
+        "optimizer_pipeline.py",
+        "        if self._trained.have_grown():\n            raise",
+        "        if False:\n            raise",
+        (f"{CONTRACT}::test_parameters_that_are_new_at_the_step_are_refused",),
+    ),
+    Mutation(
+        "a new plan for new parameters",
+        "optimizer_pipeline.py",
+        "        self._dissolve()\n",
+        "",
+        (f"{STATE}::test_unfreezing_in_mid_training_rebuilds_the_plan_and_keeps_state",),
+    ),
+    Mutation(
+        "a closure that was not called",
+        "sharded_optimizer.py",
+        "        if not self._selected:\n            raise",
+        "        if False:\n            raise",
+        (f"{CONTRACT}::test_a_step_that_never_calls_its_closure_is_refused",),
+    ),
+    Mutation(
+        "numbers of their own for a second optimizer's buckets",
+        "active_plan.py",
+        "    place = collectives, first_number\n",
+        "    place = collectives, 0\n",
+        (f"{GRADIENTS}::test_two_optimizers_number_their_buckets_apart",),
+    ),
+]
+
+FLUSHES = [
+    Mutation(
+        "ending what was begun before gradients are dropped",
+        "optimizer_pipeline.py",
+        "                self._active.reducer.reduce()\n",
+        "                pass\n",
+        (f"{CONTRACT}::test_a_dropped_backward_may_leave_other_buckets_on_other_ranks",),
+    ),
+    Mutation(
+        "forgetting dropped gradients",
+        "optimizer_pipeline.py",
+        "            self._active.reducer.drop()\n            self.sharded.clear_gradients()\n",
+        "            pass\n",
+        (f"{GRADIENTS}::test_dropped_gradients_leave_nothing_behind",),
+    ),
+    Mutation(
+        "taking exposed gradients back",
+        "optimizer_pipeline.py",
+        "                self._conceal()\n",
+        "                pass\n",
+        (f"{GRADIENTS}::test_what_is_done_to_exposed_gradients_counts",),
+    ),
+    Mutation(
+        "taking over data put in place of a parameter's",
+        "active_plan.py",
+        "                placement.adopt_replacement()\n",
+        "                pass\n",
+        (f"{READING}::test_writes_between_steps_are_kept",),
+    ),
+    Mutation(
+        "taking over writes to 16-bit parameters",
+        "active_plan.py",
+        "            bucket.adopt_writes()\n",
+        "            pass\n",
+        (f"{MASTERS}::test_writes_from_outside_reach_the_masters",),
+    ),
+    Mutation(
+        "rounding masters into parameters",
+        "exchange/dense.py",
+        "        bucket.publish()\n",
+        "",
+        (f"{MASTERS}::test_parameters_are_the_masters_rounded",),
+    ),
+    Mutation(
+        "masters in saved state",
+        "sharded_optimizer.py",
+        "            return {**state, MASTER_KEY: piece.parameter}\n",
+        "            return state\n",
+        (f"{MASTERS}::test_masters_survive_saving_and_loading",),
+    ),
+    Mutation(
+        "state as it was loaded, not cast to 16 bits",
+        "checkpoint/loading.py",
+        "        if parameter.dtype not in LOW_PRECISION:\n",
+        "        if True:\n",
+        (f"{MASTERS}::test_masters_survive_saving_and_loading",),
+    ),
+    Mutation(
+        "taking over loaded state",
+        "optimizer_pipeline.py",
+        "        self._take_over(but=self.sharded.stepped_early)\n",
+        "        self._active.adopt_writes(but=self.sharded.stepped_early)\n",
+        (f"{STATE}::test_resuming_gives_the_bits_of_the_uninterrupted_run",),
+    ),
+    Mutation(
+        "weights written after masters were loaded",
+        "plan_changes.py",
+        "            if self.sharded.adopt_state():\n                self._active",
+        "            if self.sharded.adopt_state() and False:\n                self._active",
+        (f"{MASTERS}::test_what_is_written_after_loading_reaches_the_masters",),
+    ),
+    Mutation(
+        "forgetting masters that nobody has stepped",
+        "fabric/checkpoints.py",
+        "            forget_masters(checkpoint)\n",
+        "            pass\n",
+        (
+            "tests/fabric/test_checkpoints.py"
+            "::test_masters_that_another_strategy_has_not_stepped_are_forgotten",
+        ),
+    ),
+    Mutation(
+        "gradients given to what nobody used",
+        "reducer.py",
+        "            self._used[index] = bool(used[index]) and",
+        "            self._used[index] &= bool(used[index]) and",
+        (f"{GRADIENTS}::test_a_gradient_given_to_what_nobody_used_counts",),
+    ),
+    Mutation(
+        "sending before the step where order counts",
+        "pipeline.py",
+        "                part.launches_in_backward = False\n",
+        "                pass\n",
+        (f"{GRADIENTS}::test_two_optimizers_send_in_one_order_where_collectives_must_keep_it",),
+    ),
+    Mutation(
+        "fp32 state beside fp32 masters",
+        "pieces.py",
+        " if piece.has_master and flat.is_floating_point() else None\n",
+        " if False else None\n",
+        (
+            "tests/fabric/test_checkpoints.py"
+            "::test_what_ddp_has_kept_in_16_bits_is_fp32_beside_masters",
+        ),
+    ),
+    Mutation(
+        "the same of two models",
+        "fabric/strategy.py",
+        "            one.hold_back()\n",
+        "            pass\n",
+        (
+            "tests/fabric/test_pipelines.py::test_two_models_hold_their_gradients_back_where"
+            "_collectives_must_keep_one_order",
+        ),
+    ),
+    Mutation(
+        "putting assigned parameters back",
+        "optimizer_pipeline.py",
+        "        self._trained.restore_replaced()\n",
+        "",
+        (f"{READING}::test_writes_between_steps_are_kept",),
+    ),
+    Mutation(
+        "the users' groups after a step that raised",
+        "sharded_optimizer.py",
+        "    def _begin(self) -> None:\n        self.restore()\n",
+        "    def _begin(self) -> None:\n",
+        (f"{CONTRACT}::test_a_step_after_an_interrupted_one_finds_the_users_groups",),
+    ),
+]
