@@ -198,7 +198,8 @@ class PlanChanges:
 
         Local; waits only for the device, where counts of `OkTopk` in mode "static" are read.
 
-        "compression_ratio": bytes of both halves without it, over those with it.
+        "compression_ratio": bytes of both halves without it, over those with it; of sparse
+        all-reduces, whose messages differ from step to step, what is usual (of `topkdsa` the most).
         "residual_norm": 2-norm of what this rank has still to send; with feedback at a rate, its
         residuals over the rate; of sparse all-reduces with what is on its way. "lag": 2-norm of how
         far parameters are behind this rank's shards, over that of the shards; of buckets that have

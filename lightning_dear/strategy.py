@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from inspect import signature
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -126,7 +127,7 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        check_options(ddp_options)
+        check_options(ddp_options, signature(DearStrategy).parameters)
         codec = resolve_compressor(compressor)
         self._gather = gather
         self._schedule = schedule_of(codec, compression_schedule)

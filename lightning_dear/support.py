@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_dear.compression import class_with
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.planning.search import PredictingPlanner
@@ -49,18 +51,31 @@ _DDP_OPTIONS = {
 }
 
 
-def check_options(ddp_options: Mapping[str, Any]) -> None:
-    """Refuses options of `DDPStrategy` that cannot apply, all in one message.
+def check_options(ddp_options: Mapping[str, Any], own: Iterable[str]) -> None:
+    """Refuses options of `DDPStrategy` that cannot apply, and unknown ones, all in one message.
+
+    Args:
+        ddp_options: What is left when the strategy has taken its `own`.
+        own: Their names.
 
     Raises:
-        ValueError: Naming each option and why; unknown options too.
+        ValueError: Naming each option, why, and what it may have been meant to be.
     """
     if not ddp_options:
         return
-    reasons = [f"{option} ({_DDP_OPTIONS.get(option, 'unknown option')})" for option in ddp_options]
-    raise ValueError(
-        f"strategy='dear' does not take {'; '.join(reasons)}. Leave it out, or use strategy='ddp'."
-    )
+    reasons = [f"{one} ({_DDP_OPTIONS.get(one) or _guess(one, own)})" for one in ddp_options]
+    or_else = ", or use strategy='ddp'" if any(one in _DDP_OPTIONS for one in ddp_options) else ""
+    raise ValueError(f"strategy='dear' does not take {'; '.join(reasons)}. Leave it out{or_else}.")
+
+
+def _guess(option: str, own: Iterable[str]) -> str:
+    if (kind := class_with(option)) is not None:
+        return (
+            "unknown option; compressors have it: compressor="
+            f"lightning_dear.compression.{kind.__name__}({option}=...)"
+        )
+    close = get_close_matches(option, own, n=1)
+    return f"unknown option; is {close[0]} meant?" if close else "unknown option"
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], precision: Precision) -> None:

@@ -50,6 +50,12 @@ class CompressionSchedule(Callback):
         densities: Mapping[int, float] | None = None,
         compressors: Mapping[str, str | Compressor] | None = None,
     ) -> None:
+        for name, given, example in (
+            ("densities", densities, {1000: 0.01}),
+            ("compressors", compressors, {"vectors": "none"}),
+        ):
+            if given is not None and not isinstance(given, Mapping):
+                raise TypeError(f"{name} must be a dict, such as {example}, got {given!r}.")
         resolved = {name: resolve_compressor(one) for name, one in (compressors or {}).items()}
         self.groups = groups_of(resolved)
         self._dense_steps = dense_steps
@@ -182,7 +188,13 @@ def schedule_of(
 
     Raises:
         ValueError: If the schedule is for another kind of codec.
+        TypeError: If it is none.
     """
+    if schedule is not None and not isinstance(schedule, CompressionSchedule):
+        raise TypeError(
+            "compression_schedule must be a lightning_dear.callbacks.CompressionSchedule, such as"
+            f" CompressionSchedule(densities={{1000: 0.01}}), got {schedule!r}."
+        )
     if schedule is not None:
         schedule.check(codec)
         return schedule

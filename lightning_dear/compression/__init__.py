@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib.metadata import entry_points
+from inspect import signature
 
 from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.compressor import Compressor
@@ -53,6 +55,12 @@ _COMPRESSORS: dict[str, type[Compressor]] = {
 }
 
 
+def class_with(option: str) -> type[Compressor] | None:
+    """The first class of compressors that has an option of this name."""
+    kinds = _COMPRESSORS.values()
+    return next((one for one in kinds if option in signature(one).parameters), None)
+
+
 class NoCompression:
     """The identity: gradients and parameters travel as they are."""
 
@@ -90,8 +98,13 @@ def resolve_compressor(compressor: str | Compressor | NoCompression) -> Compress
         return _COMPRESSORS[compressor]()
     others = {one.name: one for one in entry_points(group=ENTRY_POINTS)}
     if compressor not in others:
-        names = ", ".join((*COMPRESSORS, *others))
-        raise ValueError(f"Unknown compressor {compressor!r}; valid names: {names}.")
+        names = (*COMPRESSORS, *others)
+        plain = "".join(filter(str.isalnum, compressor.lower()))
+        close = get_close_matches(plain, names, n=1)
+        meant = f" Is {close[0]!r} meant?" if close else ""
+        raise ValueError(
+            f"Unknown compressor {compressor!r}; valid names: {', '.join(names)}.{meant}"
+        )
     codec = others[compressor].load()()
     if not isinstance(codec, Codec):
         raise TypeError(

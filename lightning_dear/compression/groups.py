@@ -76,8 +76,9 @@ def check_groups(groups: Groups, codec: Compressor | None) -> None:
         if not isinstance(codec, Codec):
             name = "none" if codec is None else codec.name
             raise ValueError(
-                f"{what} is for some of the tensors that a codec of rows encodes, which"
-                f" compressor={name!r} is not. Leave it out."
+                f"{what} encodes some parameters in another way than the others, and"
+                f" compressor={name!r} cannot leave any out. Leave compressors= out, or use one"
+                " that encodes each tensor's numbers, such as 'topk' or 'int8'."
             )
         if type(other) is Fp32 and codec.kind == "vote":
             raise ValueError(

@@ -119,7 +119,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        check_options(ddp_options)
+        check_options(ddp_options, inspect.signature(DearFabricStrategy).parameters)
         codec = resolve_compressor(compressor)
         self._gather = gather
         chosen = gather or default_gather(codec)

@@ -147,10 +147,11 @@ def test_only_what_is_unbiased_or_votes_goes_without_feedback(name: str) -> None
             compressor(error_feedback=True)
 
 
-def test_the_example_of_the_page_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+def test_the_examples_of_the_page_run() -> None:
+    codec_alone, with_a_trainer = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, object] = {}
-    exec(example, names)
+    exec(codec_alone, names)
+    exec(with_a_trainer, {})
     rows = names["rows"]
     assert isinstance(rows, torch.Tensor)
     assert len(rows[0, :128].unique()) < 128
@@ -170,3 +171,6 @@ def test_what_is_no_compressor_is_refused() -> None:
             resolve_compressor(wrong)
     with pytest.raises(ValueError, match="Unknown compressor 'int9'; valid names: none"):
         resolve_compressor("int9")
+    for wrong, meant in (("OkTopK", "oktopk"), ("ok-topk", "oktopk"), ("int9", "int8")):
+        with pytest.raises(ValueError, match=rf"\. Is '{meant}' meant\?"):
+            resolve_compressor(wrong)

@@ -116,7 +116,7 @@ OPTIONS = (
     row(
         name="unknown option",
         run=partial(_construct, bucket_cap=4),
-        message="does not take bucket_cap (unknown option)",
+        message="does not take bucket_cap (unknown option; is bucket_cap_mb meant?)",
         why="it would be ignored",
         instead="see the options in README",
     ),
