@@ -254,8 +254,8 @@ def test_a_resumed_run_and_another_plan_go_on_drawing() -> None:
 
 def test_what_cannot_stand_beside_another_is_refused() -> None:
     for codec, other, message in (
-        (None, None, "which compressor='none' is not"),
-        (PowerSGD(), None, "which compressor='powersgd' is not"),
+        (None, None, "compressor='none' cannot leave any out"),
+        (PowerSGD(), None, "compressor='powersgd' cannot leave any out"),
         (SignSGD(), None, "same learning rate as gradients"),
         (Int8(), SignSGD(), "need an optimizer of their own"),
         (DGC(), Int8(), "need an optimizer of their own"),
