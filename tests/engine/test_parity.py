@@ -55,7 +55,7 @@ def test_fifty_steps_have_the_bits_of_a_rank_order_sum(
     assert_equal(ours, train_reference(model, optimizer, NUM_STEPS, world_size))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["conv", "gpt", "mlp"])
 @distributed(world_sizes=(3, 4))
 def test_fifty_steps_in_double_precision_are_those_of_ddp(model: str, optimizer: str) -> None:

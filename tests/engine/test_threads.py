@@ -143,8 +143,8 @@ def test_threads_that_complete_all_the_time_change_nothing() -> None:
     other = threading.Thread(target=complete, daemon=True)
     run.step()
     other.start()
-    for step in range(20):
-        run.part.use_codec(OkTopk(density=0.05 if step % 8 < 4 else 0.1, tau_prime=3))
+    for step in range(12):
+        run.part.use_codec(OkTopk(density=0.05 if step % 6 < 3 else 0.1, tau_prime=3))
         run.step()
     is_done.set()
     other.join(SECONDS)
