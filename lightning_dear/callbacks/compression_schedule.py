@@ -190,15 +190,15 @@ def schedule_of(
         ValueError: If the schedule is for another kind of codec.
         TypeError: If it is none.
     """
-    if schedule is not None and not isinstance(schedule, CompressionSchedule):
+    if schedule is None:
+        return CompressionSchedule() if isinstance(codec, DGC) and codec.warm_up_steps else None
+    if not isinstance(schedule, CompressionSchedule):
         raise TypeError(
             "compression_schedule must be a lightning_dear.callbacks.CompressionSchedule, such as"
             f" CompressionSchedule(densities={{1000: 0.01}}), got {schedule!r}."
         )
-    if schedule is not None:
-        schedule.check(codec)
-        return schedule
-    return CompressionSchedule() if isinstance(codec, DGC) and codec.warm_up_steps else None
+    schedule.check(codec)
+    return schedule
 
 
 __all__ = ["CompressionSchedule", "schedule_of"]

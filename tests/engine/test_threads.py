@@ -42,7 +42,7 @@ class Interrupted(torch.optim.SGD):
 class Single:
     """One weight that falls by 1 in each step; one rank."""
 
-    def __init__(self, codec: Compressor | None, gather: str = "gradients") -> None:
+    def __init__(self, codec: Compressor, gather: str) -> None:
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(self.model.weight)
         self.optimizer = Interrupted(self.model.parameters(), lr=1.0)
@@ -64,13 +64,18 @@ class Single:
         return self.model.weight.item()
 
 
-@pytest.mark.parametrize("gather", ["gradients", "parameters"])
-@distributed(world_sizes=(1,))
-def test_a_thread_that_completes_in_a_step_waits_for_its_end(gather: str) -> None:
-    run = Single(OkTopk() if gather == "gradients" else Int8(), gather)
+def after_one_step(codec: Compressor, gather: str = "gradients") -> Single:
+    run = Single(codec, gather)
     run.step()
     run.optimizer.zero_grad()
     assert run.weight == -1
+    return run
+
+
+@pytest.mark.parametrize("gather", ["gradients", "parameters"])
+@distributed(world_sizes=(1,))
+def test_a_thread_that_completes_in_a_step_waits_for_its_end(gather: str) -> None:
+    run = after_one_step(OkTopk() if gather == "gradients" else Int8(), gather)
     seen: list[float] = []
     other = threading.Thread(target=lambda: seen.append(run.weight), daemon=True)
 
@@ -89,10 +94,7 @@ def test_a_thread_that_completes_in_a_step_waits_for_its_end(gather: str) -> Non
 
 @distributed(world_sizes=(1,))
 def test_zero_grad_waits_for_an_update_that_another_thread_makes() -> None:
-    run = Single(OkTopk())
-    run.step()
-    run.optimizer.zero_grad()
-    assert run.weight == -1
+    run = after_one_step(OkTopk())
     run.step()
     is_inside, may_go_on = threading.Event(), threading.Event()
 
@@ -112,10 +114,7 @@ def test_zero_grad_waits_for_an_update_that_another_thread_makes() -> None:
 
 @distributed(world_sizes=(1,))
 def test_a_step_that_breaks_off_keeps_no_thread_waiting() -> None:
-    run = Single(OkTopk())
-    run.step()
-    run.optimizer.zero_grad()
-    assert run.weight == -1
+    run = after_one_step(OkTopk())
 
     def break_off() -> None:
         run.optimizer.within.clear()
