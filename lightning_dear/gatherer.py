@@ -22,6 +22,9 @@ _NUM_EXPECTED_AHEAD = 4
 """Receives that are posted before their bucket is stepped. Posting all of them first would keep the
 first gather waiting."""
 
+_SECONDS_BETWEEN_LOOKS = 1.0
+"""Whether the thread that steps still lives."""
+
 Waiting = Callable[[str], AbstractContextManager[None]]
 """Reason -> context in which a wait for parameters happens."""
 
@@ -73,7 +76,7 @@ class ParameterGatherer:
         self._on_arrival = on_arrival
         self.arriving = threading.RLock()
         self._step_ended = threading.Condition(self.arriving)
-        self._stepping_thread: int | None = None
+        self._stepping_thread: threading.Thread | None = None
         self._unexpected: dict[int, Bucket] = {}
         self._pending: dict[int, Work] = {}
         self._staged: dict[int, Work] = {}
@@ -115,7 +118,7 @@ class ParameterGatherer:
     def begin_step(self) -> None:
         """From now on parameters and gradients change under the calling thread's hands."""
         with self.arriving:
-            self._stepping_thread = threading.get_ident()
+            self._stepping_thread = threading.current_thread()
 
     def end_step(self) -> None:
         """Lets other threads complete parameters again, also of a step that broke off."""
@@ -178,15 +181,28 @@ class ParameterGatherer:
 
         Raises:
             RuntimeError: What the backend raises when a peer failed or the timeout passed; the
-                parameters then stay pending, so that a later read raises too.
+                parameters then stay pending, so that a later read raises too. Or the thread that
+                stepped has ended within its step.
         """
         with self._step_ended:
-            own = threading.get_ident()
-            self._step_ended.wait_for(lambda: self._stepping_thread in (None, own))
+            self._wait_for_end_of_step()
             for number in tuple(self._pending) if numbers is None else numbers:
                 work = self._pending.get(number)
                 if work is not None:
                     self._wait(number, work, reason)
+
+    def _wait_for_end_of_step(self) -> None:
+        may_go_on = (None, threading.current_thread())
+        while not self._step_ended.wait_for(
+            lambda: self._stepping_thread in may_go_on, _SECONDS_BETWEEN_LOOKS
+        ):
+            thread = self._stepping_thread
+            if thread is not None and not thread.is_alive():
+                raise RuntimeError(
+                    f"Parameters were read in thread {threading.current_thread().name}, but thread"
+                    f" {thread.name} ended within optimizer.step(), whose exception says why: some"
+                    " parameters have taken that step and others have not. Load a checkpoint."
+                )
 
     def _wait(self, number: int, work: Work, reason: str) -> None:
         with self._waiting(reason):

@@ -130,6 +130,21 @@ def test_a_step_that_breaks_off_keeps_no_thread_waiting() -> None:
     assert not other.is_alive()
 
 
+@distributed(world_sizes=(1,))
+def test_a_thread_that_ends_within_its_step_keeps_no_other_waiting() -> None:
+    run = after_one_step(OkTopk())
+
+    def end_the_thread() -> None:
+        raise SystemExit  # which ends a thread without a word
+
+    run.optimizer.within.append(end_the_thread)
+    stepping = threading.Thread(target=run.step, name="stepping")
+    stepping.start()
+    stepping.join(SECONDS)
+    with pytest.raises(RuntimeError, match=r"thread stepping ended within optimizer\.step"):
+        run.pipeline.complete_parameters()
+
+
 @distributed(world_sizes=(2,))
 def test_threads_that_complete_all_the_time_change_nothing() -> None:
     run = Run(ExchangeOptions("gradients", codec=OkTopk(density=0.05, tau_prime=3)))

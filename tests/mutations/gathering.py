@@ -29,6 +29,13 @@ GATHERING = [
         (f"{THREADS}::test_a_thread_that_completes_in_a_step_waits_for_its_end",),
     ),
     Mutation(
+        "waiting for a thread that has ended",
+        "gatherer.py",
+        "            if thread is not None and not thread.is_alive():\n",
+        "            if False:\n",
+        (f"{THREADS}::test_a_thread_that_ends_within_its_step_keeps_no_other_waiting",),
+    ),
+    Mutation(
         "zero_grad's wait for an update that another thread makes",
         "sharded_optimizer.py",
         "        with self._listener.without_arrivals():\n",
