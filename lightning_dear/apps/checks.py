@@ -89,6 +89,18 @@ def unknown_options(keys: Iterable[str]) -> list[str]:
     return [key for key in keys if key not in {*map(str, config), *groups}]
 
 
+def options_named(name: str, config: Mapping[str, Any], above: str = "") -> list[str]:
+    """Return the dotted paths below a config's groups that end in a name: ``compressor.density``."""
+    paths = []
+    for key, value in config.items():
+        path = f"{above}{key}"
+        if above and key == name:
+            paths.append(path)
+        if isinstance(value, Mapping):
+            paths += options_named(name, value, f"{path}.")
+    return paths
+
+
 def _count(devices: int | str | list[int]) -> int:
     if isinstance(devices, list):
         return max(devices, default=0) + 1

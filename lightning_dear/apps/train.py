@@ -70,8 +70,15 @@ def check(cfg: DictConfig) -> None:
         strategy = OmegaConf.to_container(strategy)
     for group in checks.ignored_groups(list(HydraConfig.get().overrides.task), strategy):
         log.warning("%s is ignored: only strategy=dear reads it.", group)
-    for key in checks.unknown_options(map(str, cfg)):
-        log.warning("%s is no option of dear-train: nothing reads it but your own config.", key)
+    options = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(options, dict)
+    for key in checks.unknown_options(options):
+        meant = checks.options_named(key, options)
+        log.warning(
+            "%s is no option of dear-train%s: nothing reads it but your own config.",
+            key,
+            f" ({', '.join(meant)} would be)" if meant else "",
+        )
 
 
 def build_trainer(cfg: DictConfig) -> Trainer:

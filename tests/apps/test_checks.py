@@ -72,3 +72,12 @@ def test_choices_that_nothing_reads_are_found(overrides, ignored):
 def test_options_that_do_not_exist_are_found():
     known = ["strategy", "fusion", "callbacks", "seed", "task_name"]
     assert checks.unknown_options([*known, "strategi"]) == ["strategi"]
+
+
+def test_an_option_that_lacks_its_group_is_found_below_it() -> None:
+    config = {"lr": 1, "optimizer": {"lr": 1}, "compressor": {"lr": 2, "inner": {"lr": {}}}}
+    assert checks.options_named("lr", config) == [
+        "optimizer.lr",
+        "compressor.lr",
+        "compressor.inner.lr",
+    ]
