@@ -90,7 +90,7 @@ def unknown_options(keys: Iterable[str]) -> list[str]:
 
 
 def options_named(name: str, config: Mapping[str, Any], above: str = "") -> list[str]:
-    """Return the dotted paths below a config's groups that end in a name: ``compressor.density``."""
+    """Return what below a config's groups has a name, dotted: ``compressor.density``."""
     paths = []
     for key, value in config.items():
         path = f"{above}{key}"
