@@ -70,8 +70,7 @@ def check(cfg: DictConfig) -> None:
         strategy = OmegaConf.to_container(strategy)
     for group in checks.ignored_groups(list(HydraConfig.get().overrides.task), strategy):
         log.warning("%s is ignored: only strategy=dear reads it.", group)
-    options = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(options, dict)
+    options: Any = OmegaConf.to_container(cfg, resolve=False)
     for key in checks.unknown_options(options):
         meant = checks.options_named(key, options)
         log.warning(
