@@ -1,10 +1,12 @@
 # Each target works on a bare clone: it makes .venv and installs what it needs, the first time.
 #   PYTHON=python3.12   the interpreter to build .venv with (3.10 or newer)
 #   ARGS="..."          passed on: Hydra overrides for train, pytest options for test and test-all
+#   WORKERS=2           how many tests run at once, or 0: one after the other, as --pdb needs
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= 2
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
@@ -23,11 +25,11 @@ train: $(VENV)/.ready-to-run ## train on the digits with 2 processes: make train
 bench: $(VENV)/.ready-to-run ## compare strategies side by side: make bench ARGS="cluster=emulated entries=[ddp,dear]"
 	$(BIN)/dear-bench $(ARGS)
 
-test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (about 20 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (about 10 minutes on 2 cores)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.ready-to-test ## run every test: full matrices and package builds too
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 netns: $(VENV)/.ready-to-test ## run the tests that need root and iproute2: bytes and overlap on shaped links
 	$(BIN)/python -m pytest -m netns $(ARGS)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Generator
 
 import pytest
 
 from tests.distributed.harness import start_server, stop_server
 from tests.distributed.leaks import check_leaks
+from tests.distributed.turns import turn
 
 pytest_plugins = ["pytester"]
 
@@ -28,6 +30,17 @@ def pytest_configure() -> None:
 def pytest_unconfigure() -> None:
     """End the server and with it every rank."""
     stop_server()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """With several workers (`-n 2`), tests marked `netns` or `alone` run while no other does."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    assert item.config.inipath is not None
+    alone = any(map(item.get_closest_marker, ("netns", "alone")))
+    with turn(item.config.inipath, item.config.rootpath, alone=alone):
+        return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -181,7 +181,9 @@ def _predicted_s(plan: BucketPlan) -> float:
 
 
 @pytest.mark.usefixtures("_made_up_codec")
-@pytest.mark.parametrize("planner", [MergeCompFusion(), MergeCompHeuristicFusion()], ids=str)
+@pytest.mark.parametrize(
+    "planner", [MergeCompFusion(), MergeCompHeuristicFusion()], ids=lambda one: one.name
+)
 def test_what_no_cost_shows_is_learnt_from_the_starting_plan(planner: Any) -> None:
     tuner, pipeline, said = _encoding(planner)
 

@@ -24,6 +24,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Pipe
+from multiprocessing.reduction import send_handle
 from typing import Any, TypeVar
 
 import pytest
@@ -72,7 +73,7 @@ def run_ranks(
     Each rank has one thread, the caller's environment, directory and `sys.path`, the variables
     of `torchrun` (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
     `MASTER_PORT`) and an initialised gloo process group. Ranks stay alive until all have
-    returned. What they print is captured by pytest as the test's own output. Blocks.
+    returned. What they print goes where the caller's own output goes, to pytest. Blocks.
 
     Args:
         fn: A function at the top of an importable module.
@@ -188,6 +189,8 @@ class _Server:
         with self._lock:
             try:
                 self._connection.send(call)
+                for output in (1, 2):
+                    send_handle(self._connection, output, self.pid)
                 answer: list[Outcome] | str = self._connection.recv()
             except (EOFError, BrokenPipeError):
                 raise RuntimeError("the fork server died: see its traceback above") from None

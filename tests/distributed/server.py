@@ -20,6 +20,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
 from tests.distributed.calls import Died, Hung, Outcome, Raised, RankCall, Returned, Stopped
@@ -53,10 +54,14 @@ def serve(connection: Connection, parent: int) -> None:
             return
         if request == STOP:  # meant for a call that had ended by itself, or has just been ended
             continue
+        # Pytest changes where its output goes, from test to test.
+        outputs = [recv_handle(connection) for _ in range(2)]
         try:
-            answer: list[Outcome] | str = _run(pickle.loads(request), connection)
+            answer: list[Outcome] | str = _run(pickle.loads(request), connection, outputs)
         except Exception:
             answer = traceback.format_exc()
+        for output in outputs:
+            os.close(output)
         connection.send(answer)
 
 
@@ -67,7 +72,17 @@ class _Rank:
     report: Connection
 
 
-def _run(call: RankCall, control: Connection) -> list[Outcome]:
+@dataclass(frozen=True)
+class _Inherited:
+    """What a rank finds open: ends of the pipe that ends with the call, and others' files."""
+
+    released: int
+    release: int
+    control: Connection
+    outputs: list[int]
+
+
+def _run(call: RankCall, control: Connection, outputs: list[int]) -> list[Outcome]:
     sys.path[:] = call.sys_path
     with suppress(Exception):  # the ranks import it again and report what is wrong with it
         importlib.import_module(call.module)
@@ -79,7 +94,8 @@ def _run(call: RankCall, control: Connection) -> list[Outcome]:
     try:
         port = _free_port()
         for rank in range(call.world_size):
-            ranks.append(_fork_rank(call, rank, port, directory, (released, release, control)))
+            inherited = _Inherited(released, release, control, outputs)
+            ranks.append(_fork_rank(call, rank, port, directory, inherited))
         outcomes = _watch(call, ranks, directory, control)
     finally:
         os.close(release)
@@ -94,7 +110,7 @@ def _fork_rank(
     rank: int,
     port: int,
     directory: Path,
-    inherited: tuple[int, int, Connection],
+    inherited: _Inherited,
 ) -> _Rank:
     report, send = Pipe(duplex=False)
     server = os.getpid()
@@ -105,10 +121,12 @@ def _fork_rank(
     try:
         os.setsid()
         die_with_parent(server)
-        released, release, control = inherited
-        os.close(release)
-        control.close()
-        run_rank(call, rank, port, directory, send, released)
+        os.close(inherited.release)
+        inherited.control.close()
+        for standard, output in enumerate(inherited.outputs, start=1):
+            os.dup2(output, standard)
+            os.close(output)
+        run_rank(call, rank, port, directory, send, inherited.released)
     except BaseException:  # nothing may return into the server's loop
         traceback.print_exc()
     finally:

@@ -170,6 +170,16 @@ def test_observed_ranks_run_on_after_a_failure() -> None:
     assert outcomes[1].exit_code == -signal.SIGKILL
 
 
+def _print() -> None:
+    print("by Python")
+    os.write(2, b"by the descriptor\n")
+
+
+def test_what_ranks_print_is_the_tests_own_output(capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(_print, 1)
+    assert capfd.readouterr() == ("by Python\n", "by the descriptor\n")
+
+
 def _unpicklable() -> object:
     return threading.Lock()
 
