@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def turn(door: Path, room: Path, *, alone: bool) -> Iterator[None]:
-    """Around a test. Blocks while another process's test runs alone, and if `alone`, while any does.
+    """Around a test. Blocks while another process's test runs alone; if `alone`, while any does.
 
     Who is to run alone waits at the door, so that no new test gets past it.
 
