@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_dear.clock import Clock, HostClock
-
-LANES = ("forward", "backward", "reduce_scatter", "step", "all_gather", "other", "wait")
-"""In the order in which a step goes through them.
-
-`other` holds the flags of used parameters and the module buffers, `wait` what blocked the host."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that took from `start_s` to `end_s` (seconds, `time.perf_counter`)."""
-
-    lane: str
-    name: str
-    start_s: float
-    end_s: float
+from lightning_dear.spans import Span, write_chrome_trace
 
 
 class Timeline:
@@ -78,22 +62,4 @@ class Timeline:
 
     def write_chrome_trace(self, path: Path, rank: int = 0) -> None:
         """Writes the spans in Chrome's trace format (opens in Perfetto), one thread per lane."""
-        spans = self.spans
-        origin_s = spans[0].start_s if spans else 0.0
-        events: list[dict[str, object]] = [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane}}
-            for tid, lane in enumerate(LANES)
-        ]
-        events += [
-            {
-                "ph": "X",
-                "name": span.name,
-                "cat": span.lane,
-                "pid": rank,
-                "tid": LANES.index(span.lane),
-                "ts": (span.start_s - origin_s) * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-            }
-            for span in spans
-        ]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        write_chrome_trace(self.spans, path, rank)

@@ -94,7 +94,7 @@ def predict(
     for plans with early or all-reduced buckets. What a codec's costs do not show is added to the
     step.
     """
-    nbytes = _stepped_bytes(plan, tensors)
+    nbytes = stepped_bytes(plan, tensors)
     costs = bucket_costs(plan, tensors, codecs)
     timeline = reduced_timeline(plan, tensors, times, link, codecs)
     encode_s = sum(costs[number].encode_s for number in plan.reduce_order)
@@ -144,7 +144,7 @@ def bucket_costs(
     ]
 
 
-def _stepped_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
+def stepped_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
     """Size of each bucket without its padding, which no optimizer steps.
 
     So shards take as long to step with every plan, and each tensor its share of that.

@@ -60,7 +60,7 @@ CODEC_PLANS = [
     Mutation(
         "stepping no padding",
         "planning/predict.py",
-        "    nbytes = _stepped_bytes(plan, tensors)\n",
+        "    nbytes = stepped_bytes(plan, tensors)\n",
         "    nbytes = bucket_bytes(plan, tensors)\n",
         (PADDING,),
     ),

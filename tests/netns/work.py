@@ -19,7 +19,8 @@ from typing_extensions import override
 from lightning_dear import DearStrategy
 from lightning_dear.callbacks import DearMonitor
 from lightning_dear.emulation import EmulatedHost
-from lightning_dear.timeline import Span, Timeline
+from lightning_dear.spans import Span
+from lightning_dear.timeline import Timeline
 from tests.lightning.fitting import new_trainer
 
 WIDTH = 1024

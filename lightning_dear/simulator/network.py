@@ -1,0 +1,163 @@
+"""What collectives cost on a cluster: alpha-beta links within a node and between nodes.
+
+Formulas are the usual ones (Thakur, Rabenseifner, Gropp, IJHPCA 2005; NCCL's double binary trees).
+A cost in seconds is of all ranks at once, which begin together; n is the size of the whole buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Algorithm = Literal["pairwise", "ring", "tree", "hierarchical", "best"]
+"""How a collective goes about it.
+
+pairwise: every rank sends to every other one at once; for both halves of an all-reduce.
+ring: P - 1 steps for a half, each after the one before.
+tree: two binary trees that share the bytes, for all-reduces; half of one takes a ring.
+hierarchical: a half within the nodes, the other part between them.
+best: whatever is fastest for a size, as NCCL's tuner chooses.
+"""
+
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+Half = Literal["reduce_scatter", "all_gather"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a link.
+
+    Attributes:
+        alpha_s: Seconds that a message takes however small it is.
+        beta_s: Seconds for a byte.
+    """
+
+    alpha_s: float
+    beta_s: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.alpha_s < math.inf and 0 <= self.beta_s < math.inf):
+            raise ValueError(
+                f"alpha_s and beta_s must be finite and not negative, got {self.alpha_s} and"
+                f" {self.beta_s}."
+            )
+
+    def message_s(self, nbytes: float, num_messages: float = 1) -> float:
+        """Seconds for so many messages, one after the other, of `nbytes` in all."""
+        return num_messages * self.alpha_s + nbytes * self.beta_s
+
+
+@dataclass(frozen=True)
+class Network:
+    """A cluster of equal nodes, each with one link that its ranks share.
+
+    Attributes:
+        between: A node's link to the others.
+        world_size: Ranks in all.
+        ranks_per_node: At most; they fill one node after the other.
+        within: A rank's link to others of its node; None: what is in one node travels as if each
+            rank were a node of its own.
+        algorithm: How halves and all-reduces go about it.
+        all_reduce: The backend's own all-reduce as measured, in bytes that a rank sends; None: by
+            `algorithm`.
+    """
+
+    between: Link
+    world_size: int
+    ranks_per_node: int = 1
+    within: Link | None = None
+    algorithm: Algorithm = "best"
+    all_reduce: Link | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "ranks_per_node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"Unknown algorithm {self.algorithm!r}; valid ones: {', '.join(ALGORITHMS)}."
+            )
+        if self.num_nodes > 1 and self.world_size % self.ranks_in_node:
+            raise ValueError(
+                f"{self.world_size} ranks do not fill nodes of {self.ranks_per_node}; let all nodes"
+                " have as many."
+            )
+        if self.ranks_in_node > 1 and self.num_nodes > 1 and self.within is None:
+            raise ValueError("Nodes of several ranks need the link within one: within=Link(...).")
+
+    @property
+    def ranks_in_node(self) -> int:
+        """Ranks of a node."""
+        return min(self.ranks_per_node, self.world_size)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that are used."""
+        return -(-self.world_size // self.ranks_in_node)
+
+    def sent_bytes(self, nbytes: float) -> float:
+        """What a rank sends in one half, whatever the algorithm: n(P-1)/P."""
+        return nbytes * (self.world_size - 1) / self.world_size
+
+    def half_s(self, nbytes: float) -> float:
+        """Seconds for a reduce-scatter, or an all-gather, of `nbytes`; 0 at one rank."""
+        if self.world_size == 1:
+            return 0.0
+        ways = {
+            "pairwise": self._pairwise_s,
+            "ring": self._ring_s,
+            "tree": self._ring_s,
+            "hierarchical": self._hierarchical_s,
+        }
+        if self.algorithm != "best":
+            return ways[self.algorithm](nbytes)
+        return min(ways[name](nbytes) for name in ("ring", "hierarchical"))
+
+    def all_reduce_s(self, nbytes: float) -> float:
+        """Seconds for an all-reduce of `nbytes`; 0 at one rank."""
+        if self.world_size == 1:
+            return 0.0
+        if self.all_reduce is not None:
+            return self.all_reduce.message_s(2 * self.sent_bytes(nbytes))
+        if self.algorithm == "tree":
+            return self._tree_s(nbytes)
+        if self.algorithm == "best":
+            return min(2 * self.half_s(nbytes), self._tree_s(nbytes))
+        return 2 * self.half_s(nbytes)
+
+    def messages_s(self, nbytes: float) -> float:
+        """Seconds in which every rank sends `nbytes` in all, an equal share to every other one."""
+        return self._pairwise_s(nbytes * self.world_size / max(self.world_size - 1, 1))
+
+    # --- one half, by algorithm -----------------------------------------------------------------
+
+    def _pairwise_s(self, nbytes: float) -> float:
+        """All messages at once: one start, and every byte that leaves a node over its link."""
+        piece, inside = nbytes / self.world_size, self.ranks_in_node
+        outside = self.world_size - inside
+        between_s = self.between.message_s(inside * outside * piece) if outside else 0.0
+        return max(between_s, self._local.message_s((inside - 1) * piece) if inside > 1 else 0.0)
+
+    def _ring_s(self, nbytes: float) -> float:
+        """P - 1 steps, each as long as its slowest link; a node's link is in the ring once."""
+        slowest = self.between if self.num_nodes > 1 else self._local
+        return slowest.message_s(self.sent_bytes(nbytes), self.world_size - 1)
+
+    def _hierarchical_s(self, nbytes: float) -> float:
+        """A ring within nodes, and one between them for each rank, which share the node's link."""
+        inside, nodes = self.ranks_in_node, self.num_nodes
+        within_s = self._local.message_s(nbytes * (inside - 1) / inside, inside - 1)
+        return within_s + self.between.message_s(nbytes * (nodes - 1) / nodes, nodes - 1)
+
+    def _tree_s(self, nbytes: float) -> float:
+        """Up and down two trees over the nodes, each with half of the bytes; chains in nodes."""
+        depth = math.ceil(math.log2(self.num_nodes)) if self.num_nodes > 1 else 0
+        inside = self.ranks_in_node - 1
+        starts_s = 2 * (depth * self.between.alpha_s + inside * self._local.alpha_s)
+        slowest = self.between if self.num_nodes > 1 else self._local
+        return starts_s + 2 * nbytes * slowest.beta_s
+
+    @property
+    def _local(self) -> Link:
+        return self.within if self.within is not None else self.between

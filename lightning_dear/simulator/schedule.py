@@ -1,0 +1,193 @@
+"""From a plan to a program: when buckets are launched, stepped and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_dear.planning import BucketPlan
+from lightning_dear.planning.codec_cost import BucketCost
+from lightning_dear.planning.predict import bucket_bytes, bucket_costs, stepped_bytes
+from lightning_dear.simulator.network import Network
+from lightning_dear.simulator.program import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BACKWARD,
+    CODEC,
+    FORWARD,
+    REDUCE_SCATTER,
+    STEP,
+    Compute,
+    Launch,
+    Message,
+    Op,
+    Program,
+    Wait,
+    interleaved,
+)
+from lightning_dear.simulator.workload import Workload
+
+Gathers = Literal["stepped", "one_ahead", "at_once"]
+"""When all-gathers are launched.
+
+stepped: each as soon as its bucket is stepped.
+one_ahead: when all buckets are stepped the first, and each other one where forward gets to the
+    bucket before it.
+at_once: when all buckets are stepped, and nothing is computed until all have ended.
+"""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a strategy does with the buckets of a plan; the default is `DearStrategy`'s.
+
+    Attributes:
+        gathers: When all-gathers are launched.
+        steps_late: Whether every rank steps whole buckets where forward first reads them, of
+            gradients that were gathered, as DeAR was published.
+        cycle_s: Between the times when buckets are launched, as Horovod's cycles; 0: at once.
+        reduce_is_all_reduce: Whether a reduce-scatter moves what an all-reduce does, as gloo's own.
+    """
+
+    gathers: Gathers = "stepped"
+    steps_late: bool = False
+    cycle_s: float = 0.0
+    reduce_is_all_reduce: bool = False
+
+    def program(self, plan: BucketPlan, workload: Workload, network: Network) -> Program:
+        """The steady-state step of `plan`, which must be one for `network`'s ranks."""
+        return _Builder(self, plan, workload, network).program()
+
+
+class _Builder:
+    def __init__(
+        self, schedule: Schedule, plan: BucketPlan, workload: Workload, network: Network
+    ) -> None:
+        self._schedule, self._plan, self._network = schedule, plan, network
+        self._workload, self._times = workload, workload.times
+        self._costs: Sequence[BucketCost] = bucket_costs(plan, workload.tensors, workload.codecs)
+        self._nbytes = bucket_bytes(plan, workload.tensors)
+        stepped = stepped_bytes(plan, workload.tensors)
+        per_byte_s = workload.times.step_s / max(sum(stepped), 1)
+        self._step_s = [per_byte_s * size for size in stepped]
+        # All but the early ones, in the order in which forward needs them.
+        self._gathered = [n for n in plan.gather_order if n not in plan.early]
+
+    def program(self) -> Program:
+        ops = [*self._forward(), *self._backward(), *self._reduced(), *self._step()]
+        ops = [op for op in ops if not isinstance(op, Compute) or op.seconds]
+        return Program(self._plan.name, tuple(ops), self._memory_bytes())
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def _forward(self) -> list[Op]:
+        uses = sorted(
+            (self._times.first_use_of(bucket), number)
+            for number, bucket in enumerate(self._plan.buckets)
+            if number not in self._plan.all_reduced
+        )
+        is_late = self._schedule.gathers == "at_once"
+        events = [(0.0 if is_late else at_s, self._before_use(number)) for at_s, number in uses]
+        return interleaved(FORWARD, self._times.forward_s, events)
+
+    def _before_use(self, number: int) -> list[Op]:
+        ops: list[Op] = [Wait((ALL_GATHER, number), from_last_step=True)]
+        if self._schedule.gathers == "one_ahead":
+            place = self._gathered.index(number)
+            ops = [Wait((ALL_GATHER, number), from_last_step=place == 0)]
+            ops += [self._gather(ahead) for ahead in self._gathered[place + 1 : place + 2]]
+        ops.append(Compute(CODEC, self._costs[number].decode_s))
+        if self._schedule.steps_late:
+            ops.append(Compute(STEP, self._step_s[number]))
+        return ops
+
+    # --- backward ---------------------------------------------------------------------------------
+
+    def _backward(self) -> list[Op]:
+        ready_s, events = 0.0, []
+        followers = self._early_after()
+        for number in self._plan.reduce_order:
+            ready_s = max(ready_s, self._times.ready_of(self._plan.buckets[number]))
+            ops: list[Op] = [Compute(CODEC, self._costs[number].encode_s), self._reduce(number)]
+            ops += [self._gather(early, after=number) for early in followers.get(number, ())]
+            events.append((self._launched_s(ready_s), ops))
+        return interleaved(BACKWARD, self._times.backward_s, events)
+
+    def _launched_s(self, ready_s: float) -> float:
+        cycle_s = self._schedule.cycle_s
+        return ready_s if not cycle_s else -(-ready_s // cycle_s) * cycle_s
+
+    def _early_after(self) -> dict[int, list[int]]:
+        """Bucket whose reduce-scatter ends last -> early gathers that then may begin, in order."""
+        order = {number: place for place, number in enumerate(self._plan.reduce_order)}
+        followers: dict[int, list[int]] = {}
+        last = None
+        for number in self._plan.early:
+            last = number if last is None else max(last, number, key=order.__getitem__)
+            followers.setdefault(last, []).append(number)
+        return followers
+
+    def _reduce(self, number: int) -> Launch:
+        size = self._costs[number].reduce_bytes
+        if number in self._plan.all_reduced:
+            whole = self._nbytes[number]
+            # 16-bit gradients are all-reduced in fp32.
+            wide = whole * max(4 / self._itemsize(number), 1)
+            return self._launch(ALL_REDUCE, number, self._network.all_reduce_s(wide), 2 * wide)
+        if self._schedule.reduce_is_all_reduce:
+            seconds = self._network.all_reduce_s(size)
+            return self._launch(REDUCE_SCATTER, number, seconds, 2 * size)
+        return self._launch(REDUCE_SCATTER, number, self._network.half_s(size), size)
+
+    def _itemsize(self, number: int) -> int:
+        return self._nbytes[number] // self._plan.buckets[number].padded_numel
+
+    def _gather(self, number: int, after: int | None = None) -> Launch:
+        size = self._costs[number].gather_bytes
+        launch = self._launch(ALL_GATHER, number, self._network.half_s(size), size)
+        if after is None:
+            return launch
+        return Launch(replace(launch.message, after=(REDUCE_SCATTER, after)))
+
+    def _launch(self, kind: str, number: int, seconds: float, size: float) -> Launch:
+        return Launch(Message(kind, number, seconds, self._network.sent_bytes(size)))
+
+    # --- the optimizer's step ---------------------------------------------------------------------
+
+    def _reduced(self) -> Iterator[Op]:
+        for number in self._plan.reduce_order:
+            is_whole = number in self._plan.all_reduced
+            yield Wait((ALL_REDUCE if is_whole else REDUCE_SCATTER, number))
+            yield Compute(CODEC, self._costs[number].sum_s)
+
+    def _step(self) -> list[Op]:
+        steps, gathers = list[Op](), list[Op]()
+        for number in range(len(self._plan.buckets)):
+            if number in self._plan.all_reduced:
+                continue
+            if not self._schedule.steps_late:
+                steps.append(Compute(STEP, self._step_s[number] / self._plan.world_size))
+            steps.append(Compute(CODEC, self._costs[number].publish_s))
+            if number in self._gathered:
+                is_own = self._schedule.gathers == "stepped"
+                (steps if is_own else gathers).append(self._gather(number))
+        if self._schedule.gathers == "one_ahead":
+            gathers = gathers[:1]
+        whole_s = sum(self._step_s[number] for number in self._plan.all_reduced)
+        rest_s = max(self._workload.codecs.unseen_s, 0.0)
+        return [*steps, Compute(STEP, whole_s), Compute(CODEC, rest_s), *gathers]
+
+    def _memory_bytes(self) -> dict[str, float]:
+        padded, world_size = sum(self._nbytes), self._plan.world_size
+        whole = sum(self._nbytes[number] for number in self._plan.all_reduced)
+        if self._schedule.steps_late:
+            whole = padded
+        state = self._workload.state_bytes * (whole + (padded - whole) / world_size)
+        early = sum(self._nbytes[number] for number in self._plan.early)
+        return {
+            "parameters": padded,
+            "gradients": padded,
+            "optimizer state": state,
+            "buffers": (padded - whole) / world_size + early,
+        }

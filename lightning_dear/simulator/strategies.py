@@ -1,0 +1,220 @@
+"""Strategies by name: how each makes its buckets, and what it does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_dear.planning import (
+    AutoFusion,
+    BucketPlan,
+    LinkCost,
+    MergeCompFusion,
+    MGWFBPFusion,
+    ModelTimes,
+    NoFusion,
+    SearchingPlanner,
+    TensorSpec,
+    ThresholdFusion,
+)
+from lightning_dear.planning.all_reduce import everything_all_reduced
+from lightning_dear.planning.fusion import fuse_groups
+from lightning_dear.planning.mgwfbp import backward_order
+from lightning_dear.simulator.network import Network
+from lightning_dear.simulator.partitioned import partitioned_program
+from lightning_dear.simulator.program import BACKWARD, FORWARD, STEP, Compute, Program
+from lightning_dear.simulator.schedule import Schedule
+from lightning_dear.simulator.simulate import simulate
+from lightning_dear.simulator.workload import Workload
+
+MIB = 1 << 20
+HOROVOD_FUSION_MB = 64.0
+"""Of its buffer, and so of a bucket; HOROVOD_FUSION_THRESHOLD's default."""
+
+HOROVOD_CYCLE_S = 1e-3
+"""HOROVOD_CYCLE_TIME's default, since 0.23."""
+
+PAPER_CAP_MB = FSDP2_UNIT_MB = 25.0
+"""DeAR's buckets as published, and what FSDP2 gathers together here."""
+
+OURS = Schedule()
+
+Builder = Callable[[Workload, Network], Program]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to train with many ranks.
+
+    Attributes:
+        name: Its key in `STRATEGIES`.
+        what: In a line, for people.
+        program: Makes its step of a workload on a network.
+    """
+
+    name: str
+    what: str
+    program: Builder
+
+
+def planned(
+    plan: Callable[[Sequence[TensorSpec], int], BucketPlan],
+    schedule: Schedule = OURS,
+    *,
+    all_reduces: bool = False,
+) -> Builder:
+    """Buckets by a fixed rule."""
+
+    def build(workload: Workload, network: Network) -> Program:
+        made = plan(workload.tensors, network.world_size)
+        if all_reduces:
+            made = whole(made)
+        return schedule.program(made, workload, network)
+
+    return build
+
+
+def whole(plan: BucketPlan) -> BucketPlan:
+    """`plan` with every bucket all-reduced."""
+    return replace(plan, all_reduced=tuple(range(len(plan.buckets))))
+
+
+def searched(planner: SearchingPlanner) -> Builder:
+    """What the engine's own search ends with, if its trial steps take what is simulated."""
+
+    def build(workload: Workload, network: Network) -> Program:
+        times, world_size = workload.sharded_times(network.world_size), network.world_size
+        search = planner.search(workload.tensors, world_size, times, linear(workload, network))
+        while (plan := search.next()) is not None:
+            program = OURS.program(plan, workload, network)
+            search.tell(plan, simulate(program, world_size).step_s)
+        return OURS.program(search.best, workload, network)
+
+    return build
+
+
+def linear(workload: Workload, network: Network) -> LinkCost:
+    """What planners know of a network: alpha and beta, of a small bucket and of half the model.
+
+    Of all-reduces, too. What no line fits, such as a change of algorithm, they do not see.
+    """
+    small, large = 1024.0, workload.nbytes / 2 + 2048.0
+
+    def fitted(cost_s: Callable[[float], float], halves: int) -> tuple[float, float]:
+        sent = halves * (network.sent_bytes(large) - network.sent_bytes(small))
+        beta_s = (cost_s(large) - cost_s(small)) / sent if sent else 0.0
+        return max(cost_s(small) - beta_s * halves * network.sent_bytes(small), 0.0), beta_s
+
+    return LinkCost(
+        *fitted(network.half_s, 1), all_reduce=LinkCost(*fitted(network.all_reduce_s, 2))
+    )
+
+
+def mgwfbp_plan(workload: Workload, network: Network) -> BucketPlan:
+    """MG-WFBP's rule with the cost of an all-reduce."""
+    link = linear(workload, network).all_reduce
+    assert link is not None
+    as_half = LinkCost(link.alpha_s, 2 * link.beta_s)
+    times = workload.sharded_times(network.world_size)
+    return whole(MGWFBPFusion().best_plan(workload.tensors, network.world_size, times, as_half))
+
+
+def _mgwfbp(workload: Workload, network: Network) -> Program:
+    return OURS.program(mgwfbp_plan(workload, network), workload, network)
+
+
+def _horovod(workload: Workload, network: Network) -> Program:
+    """All gradients that a cycle finds ready, up to the buffer's size, are one all-reduce."""
+    groups = [
+        group
+        for family in backward_order(workload.tensors, workload.times)
+        for group in _cycles(family, workload.times)
+    ]
+    plan = fuse_groups("horovod", workload.tensors, network.world_size, groups)
+    return Schedule(cycle_s=HOROVOD_CYCLE_S).program(whole(plan), workload, network)
+
+
+def _cycles(family: Sequence[TensorSpec], times: ModelTimes) -> list[list[int]]:
+    groups: list[list[int]] = []
+    last_cycle, filled = -1.0, 0.0
+    for tensor in family:
+        cycle = -(-times.ready_s.get(tensor.index, times.backward_s) // HOROVOD_CYCLE_S)
+        size = tensor.numel * tensor.itemsize
+        if cycle != last_cycle or filled + size > HOROVOD_FUSION_MB * MIB:
+            groups.append([])
+            last_cycle, filled = cycle, 0.0
+        groups[-1].append(tensor.index)
+        filled += size
+    return groups
+
+
+def _single(workload: Workload, network: Network) -> Program:
+    times, size = workload.times, workload.nbytes
+    ops = (
+        Compute(FORWARD, times.forward_s),
+        Compute(BACKWARD, times.backward_s),
+        Compute(STEP, times.step_s),
+    )
+    memory = {"parameters": size, "gradients": size, "optimizer state": workload.state_bytes * size}
+    return Program("one rank", ops, memory)
+
+
+_ZERO = Schedule(gathers="at_once")
+_FSDP2 = Schedule(gathers="one_ahead")
+_PAPER = Schedule(gathers="one_ahead", steps_late=True)
+_paper_plan = ThresholdFusion(bucket_cap_mb=PAPER_CAP_MB, first_bucket_cap_mb=PAPER_CAP_MB).plan
+_unit_plan = ThresholdFusion(bucket_cap_mb=FSDP2_UNIT_MB, first_bucket_cap_mb=FSDP2_UNIT_MB).plan
+
+STRATEGIES: dict[str, Strategy] = {
+    one.name: one
+    for one in (
+        Strategy("single", "one rank alone: nothing is sent", _single),
+        Strategy(
+            "wfbp",
+            "an all-reduce for every tensor, as soon as its gradient is there",
+            planned(NoFusion().plan, all_reduces=True),
+        ),
+        Strategy(
+            "ddp",
+            "DistributedDataParallel: all-reduces of 25 MiB, the first of 1 MiB",
+            planned(everything_all_reduced),
+        ),
+        Strategy("horovod", "all-reduces of what each cycle of 1 ms finds, up to 64 MiB", _horovod),
+        Strategy("mgwfbp", "all-reduces, merged by MG-WFBP's rule", _mgwfbp),
+        Strategy(
+            "bytescheduler",
+            "all-reduces of 4 MiB, those that forward needs first before the others",
+            partitioned_program,
+        ),
+        Strategy(
+            "zero",
+            "ZeRO-1 and 2: reduce-scatters in backward, all-gathers before the next forward",
+            planned(_unit_plan, _ZERO),
+        ),
+        Strategy(
+            "fsdp2",
+            "FSDP2 that keeps parameters: all-gathers in forward, one ahead",
+            planned(_unit_plan, _FSDP2),
+        ),
+        Strategy(
+            "dear_paper",
+            "DeAR as published: gradients are gathered one ahead, every rank steps all",
+            planned(_paper_plan, _PAPER),
+        ),
+        Strategy("dear", "strategy=dear with its default buckets", planned(ThresholdFusion().plan)),
+        Strategy("dear_mergecomp", "strategy=dear fusion=mergecomp", searched(MergeCompFusion())),
+        Strategy("dear_auto", "strategy=dear fusion=auto", searched(AutoFusion())),
+    )
+}
+"""Name -> strategy."""
+
+
+def resolve_strategy(name: str) -> Strategy:
+    """The strategy of that name.
+
+    Raises:
+        ValueError: If there is none; the message lists the names.
+    """
+    if name not in STRATEGIES:
+        raise ValueError(f"Unknown strategy {name!r}; valid ones: {', '.join(STRATEGIES)}.")
+    return STRATEGIES[name]

@@ -1,0 +1,38 @@
+"""What is trained, as a simulation sees it: tensors, when each is due, what compressing costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_dear.planning import CodecCosts, ModelTimes, TensorSpec
+from lightning_dear.planning.codec_cost import NO_CODEC
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, as one rank trains it.
+
+    Attributes:
+        name: For people.
+        tensors: Its parameters, of which `first_use` and `ready` are known.
+        times: Of a step without communication. `step_s` is that of stepping all parameters: how
+            much of it a rank does is the strategy's.
+        codecs: What compressing costs.
+        state_bytes: Of the optimizer's state, for each byte of parameters: 2 for Adam's.
+    """
+
+    name: str
+    tensors: Sequence[TensorSpec]
+    times: ModelTimes
+    codecs: CodecCosts = NO_CODEC
+    state_bytes: float = 2.0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parameters."""
+        return sum(tensor.numel * tensor.itemsize for tensor in self.tensors)
+
+    def sharded_times(self, world_size: int) -> ModelTimes:
+        """Its times as planners take them: `step_s` is that of one rank's share."""
+        return replace(self.times, step_s=self.times.step_s / world_size)

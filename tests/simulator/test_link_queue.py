@@ -1,0 +1,99 @@
+"""The link: first come first served, by priority, one after another, and never both at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dear.simulator.link_queue import LinkQueue
+from lightning_dear.simulator.program import Message
+
+
+def message(number: int, seconds: float, priority: int = 0, after: int | None = None) -> Message:
+    before = None if after is None else ("m", after)
+    return Message("m", number, seconds, priority=priority, after=before)
+
+
+def carried(queue: LinkQueue) -> list[tuple[int, float, float]]:
+    queue.carry_until(float("inf"))
+    return [(one.message.number, one.begin_s, one.end_s) for one in queue.spans]
+
+
+def test_first_come_first_served() -> None:
+    queue = LinkQueue()
+    queue.launch(0, message(0, 3.0), 1.0)
+    queue.launch(0, message(1, 1.0), 2.0)
+    queue.launch(0, message(2, 1.0), 9.0)
+    assert carried(queue) == [(0, 1, 4), (1, 4, 5), (2, 9, 10)]
+
+
+def test_what_is_urgent_overtakes_what_waits_but_not_what_has_begun() -> None:
+    queue = LinkQueue()
+    queue.launch(0, message(0, 3.0, priority=5), 0.0)
+    queue.launch(0, message(1, 1.0, priority=4), 0.0)
+    queue.launch(0, message(2, 1.0, priority=0), 1.0)
+    assert carried(queue) == [(1, 0, 1), (2, 1, 2), (0, 2, 5)]
+
+
+def test_a_follower_begins_after_its_message_and_no_earlier_than_launched() -> None:
+    queue = LinkQueue()
+    queue.launch(0, message(0, 2.0), 0.0)
+    queue.launch(0, message(1, 1.0, after=0), 0.0)
+    queue.launch(0, message(2, 1.0), 1.0)
+    queue.launch(0, message(3, 1.0, after=2), 10.0)
+    assert carried(queue) == [(0, 0, 2), (2, 2, 3), (1, 3, 4), (3, 10, 11)]
+
+
+def test_a_follower_of_what_has_ended_may_begin_at_once() -> None:
+    queue = LinkQueue()
+    queue.launch(0, message(0, 2.0), 0.0)
+    assert queue.end_s(0, "m", 0) == 2
+    queue.launch(0, message(1, 1.0, after=0), 1.0)
+    assert queue.end_s(0, "m", 1) == 3
+
+
+def test_the_timeline_is_made_no_further_than_asked() -> None:
+    queue = LinkQueue()
+    for number in range(3):
+        queue.launch(0, message(number, 2.0, priority=1), 0.0)
+    queue.carry_until(2.0)
+    assert len(queue.spans) == 1
+    queue.launch(0, message(3, 1.0), 2.0)
+    assert [number for number, *_ in carried(queue)] == [0, 3, 1, 2]
+
+
+def test_steps_are_apart() -> None:
+    queue = LinkQueue()
+    queue.launch(0, message(0, 1.0), 0.0)
+    queue.launch(1, message(0, 1.0), 5.0)
+    assert (queue.end_s(0, "m", 0), queue.end_s(1, "m", 0)) == (1, 6)
+
+
+def test_what_was_never_launched_is_named() -> None:
+    with pytest.raises(KeyError, match="m 7 of step 0 was never launched"):
+        LinkQueue().end_s(0, "m", 7)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 2)), max_size=20),
+    st.integers(0, 20),
+)
+def test_the_link_carries_all_one_at_a_time_and_never_rests_in_vain(
+    asked: list[tuple[int, int, int]], until: int
+) -> None:
+    queue, ready_s = LinkQueue(), 0.0
+    launched = []
+    for number, (pause, seconds, priority) in enumerate(asked):
+        ready_s += pause
+        queue.carry_until(min(ready_s, until))
+        queue.launch(0, message(number, float(seconds), priority), ready_s)
+        launched.append(ready_s)
+    spans = carried(queue)
+    assert sorted(number for number, *_ in spans) == list(range(len(asked)))
+    free_s = 0.0
+    for place, (number, begin_s, end_s) in enumerate(spans):
+        assert begin_s >= launched[number]
+        assert begin_s >= free_s
+        assert begin_s == max(free_s, min(launched[other] for other, *_ in spans[place:]))
+        free_s = end_s

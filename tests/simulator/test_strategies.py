@@ -1,0 +1,157 @@
+"""Every strategy: bounds, bytes and order, on made-up models and networks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dear.simulator import Link, Network, Workload, simulate
+from lightning_dear.simulator.program import Launch, Program
+from lightning_dear.simulator.strategies import STRATEGIES, resolve_strategy
+from tests.planning.models import ITEMSIZE, UNIT, chain, chains, unaligned_chains
+
+every_strategy = pytest.mark.parametrize("name", STRATEGIES)
+parallel = pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "single"])
+FIXED = [
+    name for name in STRATEGIES if name not in ("bytescheduler", "dear_auto", "dear_mergecomp")
+]
+"""Whose order of messages does not depend on when they end."""
+
+SLACK = 1 + 1e-9
+PER_UNIT_S = 1 / (UNIT * ITEMSIZE)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    tensors, times = draw(st.one_of(chains(), unaligned_chains()))
+    return Workload("made up", tensors, replace(times, step_s=draw(st.floats(0.01, 4))))
+
+
+networks = st.builds(
+    lambda alpha_s, beta, world_size, algorithm: Network(
+        Link(alpha_s, beta * PER_UNIT_S), world_size, algorithm=algorithm
+    ),
+    st.sampled_from([0.0, 0.01, 1.0]),
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.sampled_from([2, 3, 8]),
+    st.sampled_from(["pairwise", "ring", "best"]),
+)
+
+
+def step_s(name: str, workload: Workload, network: Network) -> float:
+    program = STRATEGIES[name].program(workload, network)
+    return simulate(program, network.world_size).step_s
+
+
+@every_strategy
+@given(workloads())
+@settings(max_examples=15, deadline=None)
+def test_one_rank_takes_what_it_computes(name: str, workload: Workload) -> None:
+    times = workload.times
+    alone = step_s(name, workload, Network(Link(1.0, 1.0), 1))
+    assert alone == pytest.approx(times.forward_s + times.backward_s + times.step_s)
+
+
+@parallel
+@given(workloads(), networks)
+@settings(max_examples=25, deadline=None)
+def test_no_step_beats_its_bounds(name: str, workload: Workload, network: Network) -> None:
+    program = STRATEGIES[name].program(workload, network)
+    step = simulate(program, network.world_size)
+    bytes_s = program.sent_bytes * network.between.beta_s
+    assert step.step_s * SLACK >= max(program.compute_s, bytes_s)
+    waited_s = sum(step.exposed_s.values())
+    assert step.step_s == pytest.approx(program.compute_s + waited_s, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", FIXED)
+@given(workloads(), networks, st.sampled_from([0.0, 0.3, 0.9]))
+@settings(max_examples=25, deadline=None)
+def test_a_faster_link_is_never_slower(
+    name: str, workload: Workload, network: Network, factor: float
+) -> None:
+    program = STRATEGIES[name].program(workload, network)
+    between = network.between
+    faster = replace(network, between=Link(factor * between.alpha_s, factor * between.beta_s))
+    quick = simulate(_with_times_of(program, faster, network), network.world_size)
+    assert quick.step_s <= simulate(program, network.world_size).step_s * SLACK
+
+
+def _with_times_of(program: Program, faster: Network, network: Network) -> Program:
+    """The same buckets, each message as much shorter as the link is faster."""
+    ratio = _ratio(faster, network)
+    ops = [
+        Launch(replace(op.message, seconds=op.message.seconds * ratio))
+        if isinstance(op, Launch)
+        else op
+        for op in program.ops
+    ]
+    return replace(program, ops=tuple(ops))
+
+
+def _ratio(faster: Network, network: Network) -> float:
+    before_s = network.half_s(1e6)
+    return faster.half_s(1e6) / before_s if before_s else 1.0
+
+
+@parallel
+@given(workloads(), networks)
+@settings(max_examples=15, deadline=None)
+def test_as_many_bytes_travel_as_an_all_reduce_sends(
+    name: str, workload: Workload, network: Network
+) -> None:
+    program = STRATEGIES[name].program(workload, network)
+    least = 2 * network.sent_bytes(workload.nbytes)
+    # At most 64 elements a tensor and 64 a rank and bucket are padding.
+    padding = 2 * len(workload.tensors) * 64 * (1 + network.world_size) * ITEMSIZE
+    assert least / SLACK <= program.sent_bytes <= least + padding
+
+
+@parallel
+@given(workloads(), networks)
+@settings(max_examples=15, deadline=None)
+def test_messages_keep_to_the_order_of_their_launches(
+    name: str, workload: Workload, network: Network
+) -> None:
+    step = simulate(STRATEGIES[name].program(workload, network), network.world_size)
+    if name == "bytescheduler":
+        return
+    for kind in {message.kind for message in step.program.messages}:
+        launched = [one.number for one in step.program.messages if one.kind == kind]
+        in_step = [
+            one.message.number for one in step.spans if one.step == 3 and one.message.kind == kind
+        ]
+        assert in_step == launched
+
+
+@every_strategy
+def test_memory_is_that_of_what_is_kept(name: str) -> None:
+    # 25 MiB of one tensor; Adam's state is twice as large.
+    tensors, times = chain([25 * (1 << 20) // (UNIT * ITEMSIZE)], [1.0], [2.0])
+    program = STRATEGIES[name].program(
+        Workload("one tensor", tensors, times), Network(Link(0.0, 0.0), 4)
+    )
+    megabytes = {kind: size / (1 << 20) for kind, size in program.memory_bytes.items()}
+    shards = name in ("zero", "fsdp2", "dear", "dear_mergecomp", "dear_auto")
+    assert megabytes["parameters"] == megabytes["gradients"] == pytest.approx(25, rel=1e-3)
+    state = 12.5 if shards else 50
+    assert megabytes["optimizer state"] == pytest.approx(state, rel=1e-3)
+
+
+def test_urgent_parts_overtake() -> None:
+    """ByteScheduler's point: the first layer's gradients do not wait behind the last one's."""
+    units = 8 * (1 << 20) // (UNIT * ITEMSIZE)
+    tensors, times = chain([units, 3 * units], [0.01, 0.01], [0.01, 0.01])
+    workload = Workload("two layers", tensors, times)
+    network = Network(Link(0.0, 1 / (1 << 20)), 2)
+    assert step_s("bytescheduler", workload, network) < step_s("wfbp", workload, network)
+
+
+def test_unknown_names_list_the_valid_ones() -> None:
+    assert resolve_strategy("dear").name == "dear"
+    with pytest.raises(ValueError, match=re.escape("'dare'; valid ones: single, wfbp, ddp")):
+        resolve_strategy("dare")
