@@ -38,6 +38,8 @@ PAPER_CAP_MB = FSDP2_UNIT_MB = 25.0
 """DeAR's buckets as published, and what FSDP2 gathers together here."""
 
 OURS = Schedule()
+ALONE = "single"
+"""What the others are measured against: it is no way to train with many ranks."""
 
 Builder = Callable[[Workload, Network], Program]
 
@@ -50,11 +52,13 @@ class Strategy:
         name: Its key in `STRATEGIES`.
         what: In a line, for people.
         program: Makes its step of a workload on a network.
+        overrides: What `dear-train` takes to use it; None where it cannot.
     """
 
     name: str
     what: str
     program: Builder
+    overrides: str | None = None
 
 
 def planned(
@@ -168,16 +172,18 @@ _unit_plan = ThresholdFusion(bucket_cap_mb=FSDP2_UNIT_MB, first_bucket_cap_mb=FS
 STRATEGIES: dict[str, Strategy] = {
     one.name: one
     for one in (
-        Strategy("single", "one rank alone: nothing is sent", _single),
+        Strategy(ALONE, "one rank alone: nothing is sent", _single),
         Strategy(
             "wfbp",
             "an all-reduce for every tensor, as soon as its gradient is there",
             planned(NoFusion().plan, all_reduces=True),
+            "strategy=wfbp",
         ),
         Strategy(
             "ddp",
             "DistributedDataParallel: all-reduces of 25 MiB, the first of 1 MiB",
             planned(everything_all_reduced),
+            "strategy=ddp",
         ),
         Strategy("horovod", "all-reduces of what each cycle of 1 ms finds, up to 64 MiB", _horovod),
         Strategy("mgwfbp", "all-reduces, merged by MG-WFBP's rule", _mgwfbp),
@@ -195,15 +201,32 @@ STRATEGIES: dict[str, Strategy] = {
             "fsdp2",
             "FSDP2 that keeps parameters: all-gathers in forward, one ahead",
             planned(_unit_plan, _FSDP2),
+            "strategy=fsdp2_zero2",
         ),
         Strategy(
             "dear_paper",
             "DeAR as published: gradients are gathered one ahead, every rank steps all",
             planned(_paper_plan, _PAPER),
+            "strategy=dear_paper",
         ),
-        Strategy("dear", "strategy=dear with its default buckets", planned(ThresholdFusion().plan)),
-        Strategy("dear_mergecomp", "strategy=dear fusion=mergecomp", searched(MergeCompFusion())),
-        Strategy("dear_auto", "strategy=dear fusion=auto", searched(AutoFusion())),
+        Strategy(
+            "dear",
+            "ours, in buckets of 8 to 25 MiB",
+            planned(ThresholdFusion().plan),
+            "strategy=dear",
+        ),
+        Strategy(
+            "dear_mergecomp",
+            "ours, in the buckets that are predicted to be best",
+            searched(MergeCompFusion()),
+            "strategy=dear fusion=mergecomp",
+        ),
+        Strategy(
+            "dear_auto",
+            "ours, in the best buckets of those it measures, a tenth of them all-reduced",
+            searched(AutoFusion()),
+            "strategy=dear fusion=auto",
+        ),
     )
 }
 """Name -> strategy."""

@@ -9,42 +9,24 @@ the step over max(forward + backward, bytes / rate). Pure: the same on every mac
 
 from __future__ import annotations
 
-import math
 import sys
-from itertools import accumulate
 
-from lightning_dear.planning import LinkCost, TensorSpec, ThresholdFusion
+from lightning_dear.planning import LinkCost, ThresholdFusion
 from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.predict import predict
-from lightning_dear.planning.times import ModelTimes
-from lightning_dear.workloads.replay import ModelProfile, load_profile
+from lightning_dear.workloads.replay import load_profile
+from lightning_dear.workloads.replay.planned import planned
 
 WORLD_SIZE = 2
 BYTES_PER_S = 125e6
 CAPS_MB = (1, 2, 4, 8, 16, 32)
 
 
-def tensors_and_times(profile: ModelProfile) -> tuple[list[TensorSpec], ModelTimes]:
-    """What a recorded and a measured step of the profile would give the planners."""
-    owned = [(layer, math.prod(shape)) for layer in profile.layers for shape in layer.shapes]
-    begins_s = accumulate((layer.forward_s for layer in profile.layers), initial=0.0)
-    ends_s = list(accumulate(layer.backward_s for layer in reversed(profile.layers)))
-    first_use_of = dict(zip((layer.name for layer in profile.layers), begins_s, strict=False))
-    ready_of = dict(zip((layer.name for layer in profile.layers), reversed(ends_s), strict=True))
-    first_use_s = {index: first_use_of[layer.name] for index, (layer, _) in enumerate(owned)}
-    ready_s = {index: ready_of[layer.name] for index, (layer, _) in enumerate(owned)}
-    tensors = [
-        TensorSpec(index, str(index), numel, 4, "f", first_use=index, ready=len(owned) - index)
-        for index, (_, numel) in enumerate(owned)
-    ]
-    return tensors, ModelTimes(profile.forward_s, profile.backward_s, first_use_s, ready_s)
-
-
 def possible_over_bound(name: str, ratio: float) -> float:
     """The best step over the bound, at `ratio` seconds of communication to one of compute."""
     profile = load_profile(name)
     communication_s = 2 * (WORLD_SIZE - 1) / WORLD_SIZE * profile.nbytes / BYTES_PER_S
-    tensors, times = tensors_and_times(profile.with_compute(communication_s / ratio))
+    tensors, times = planned(profile.with_compute(communication_s / ratio))
     link = LinkCost(0.0, 1 / BYTES_PER_S)
     steps = []
     for cap_mb in CAPS_MB:

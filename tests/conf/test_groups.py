@@ -136,15 +136,20 @@ def test_a_cluster_is_launch_and_network(option):
     cluster = OmegaConf.load(conf_dir() / "cluster" / f"{option}.yaml")
     hosts = ["num_hosts", "ranks_per_host", "rate_mbit", "mtu", "delay_ms"]
     hosts.append("congestion_control")
+    is_planned = "source" in cluster
     assert list(cluster) == [
         *(hosts if option == "emulated" else []),
+        *(["source"] if is_planned else []),
         "num_nodes",
         "devices",
         "accelerator",
         "interface",
         "alpha_s",
         "beta_s_per_byte",
+        *(["within"] if is_planned else []),
     ]
+    if is_planned:
+        assert list(cluster.within) == ["alpha_s", "beta_s_per_byte"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""``dear-plan``: which strategy would be fastest for a model on a cluster, without either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_dear.apps import job
+from lightning_dear.apps.plan_config import (
+    conditions_of,
+    network_of,
+    source_of,
+    strategies_of,
+    workload_of,
+    world_sizes_of,
+)
+from lightning_dear.apps.plan_report import advice, describe, format_rows, write_rows, write_scaling
+from lightning_dear.paths import conf_dir
+from lightning_dear.simulator.ranking import Ranked, ranked, recommended, scaling
+from lightning_dear.simulator.timeline import lanes_of, spans_of
+from lightning_dear.spans import write_chrome_trace
+from lightning_dear.timeline_plot import plot_timeline
+
+
+def plan(cfg: DictConfig, folder: Path) -> Ranked:
+    """Predict a step under each strategy; print and write what comes out. Starts no process.
+
+    Args:
+        cfg: A config of ``conf/plan.yaml``.
+        folder: Where tables and pictures go.
+
+    Returns:
+        What to use.
+
+    Raises:
+        ValueError: If the config asks for what does not exist.
+    """
+    workload, network = workload_of(cfg), network_of(cfg)
+    strategies, conditions = strategies_of(cfg), conditions_of(cfg)
+    rows = ranked(strategies, workload, network, conditions)
+    best = recommended(rows, enough=float(cfg.enough))
+    text = "\n".join(
+        [
+            describe(workload, network, source_of(cfg)),
+            format_rows(rows, workload),
+            advice(best, rows, str(cfg.profile)),
+        ]
+    )
+    print(text, flush=True)
+    (folder / "table.txt").write_text(f"{text}\n")
+    write_rows(folder / "plan.csv", rows, workload)
+    _write_timeline(folder, best)
+    steps_s = scaling(strategies, workload, network, world_sizes_of(cfg), conditions)
+    write_scaling(folder, steps_s, workload)
+    print(f"The rows, how each scales, and the best one's timeline: {folder}", flush=True)
+    return best
+
+
+def _write_timeline(folder: Path, best: Ranked) -> None:
+    spans = spans_of(best.step)
+    lanes: Sequence[str] = lanes_of(spans)
+    write_chrome_trace(spans, folder / "timeline.json", lanes=lanes)
+    title = f"Two steps of {best.strategy.name}, simulated: {best.step.step_s * 1e3:.0f} ms each"
+    plot_timeline(spans, folder / "timeline.png", title, lanes)
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="plan")
+def main(cfg: DictConfig) -> None:
+    """Plan one job."""
+    with job.one_message("dear-plan"):
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+        plan(cfg, folder)
+
+
+if __name__ == "__main__":
+    main()

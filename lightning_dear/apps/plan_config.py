@@ -1,0 +1,106 @@
+"""What a config of ``dear-plan`` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_dear.simulator import Link, Network, Stragglers, Workload
+from lightning_dear.simulator.ranking import Conditions
+from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
+from lightning_dear.workloads.replay.planned import planned
+from lightning_dear.workloads.replay.profile import load_profile
+
+
+def workload_of(cfg: DictConfig) -> Workload:
+    """Return the profile's model, with the seconds that the config gives it.
+
+    Raises:
+        ValueError: If there is no such profile, or its seconds make no sense.
+    """
+    profile = load_profile(cfg.profile)
+    if cfg.compute_s is not None:
+        profile = profile.with_compute(float(cfg.compute_s))
+    tensors, times = planned(profile)
+    times = replace(times, step_s=float(cfg.step_s))
+    return Workload(profile.name, tensors, times, state_bytes=float(cfg.state_bytes))
+
+
+def network_of(cfg: DictConfig) -> Network:
+    """Return the cluster's network.
+
+    Raises:
+        ValueError: If the cluster's file lacks something.
+    """
+    cluster = cfg.cluster
+    if cluster.beta_s_per_byte is None and cluster.get("rate_mbit") is None:
+        raise ValueError(
+            "The cluster's file says nothing of its links; set cluster.beta_s_per_byte (seconds a"
+            " byte: 8.0e-10 at 10 Gb/s) and cluster.alpha_s."
+        )
+    ranks_per_node, num_nodes = _ranks_per_node(cluster), int(cluster.num_nodes)
+    between = Link(float(cluster.alpha_s), _beta_s(cluster))
+    within = cluster.get("within")
+    return Network(
+        between=between,
+        world_size=ranks_per_node * num_nodes,
+        ranks_per_node=ranks_per_node,
+        within=between if within is None else Link(within.alpha_s, within.beta_s_per_byte),
+        algorithm=cfg.algorithm,
+    )
+
+
+def _ranks_per_node(cluster: DictConfig) -> int:
+    if not isinstance(cluster.devices, int):
+        raise ValueError(
+            f"dear-plan has to know how many ranks a node has, not devices={cluster.devices!r}; set"
+            " cluster.devices=8 (or another number)."
+        )
+    return cluster.devices
+
+
+def _beta_s(cluster: DictConfig) -> float:
+    if cluster.beta_s_per_byte is not None:
+        return float(cluster.beta_s_per_byte)
+    return 8 / (float(cluster.rate_mbit) * 1e6)
+
+
+def source_of(cfg: DictConfig) -> str:
+    """Return where the cluster's figures come from."""
+    return str(cfg.cluster.get("source") or "no source given")
+
+
+def strategies_of(cfg: DictConfig) -> list[Strategy]:
+    """Return the strategies to compare; all of them for null.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    return [resolve_strategy(name) for name in cfg.strategies or STRATEGIES]
+
+
+def conditions_of(cfg: DictConfig) -> Conditions:
+    """Return stragglers and contention.
+
+    Raises:
+        ValueError: If they make no sense.
+    """
+    options: Any = OmegaConf.to_container(cfg.stragglers, resolve=True)
+    if not float(cfg.contention) >= 0:
+        raise ValueError(f"contention must not be negative, got {cfg.contention}.")
+    return Conditions(Stragglers(**options), float(cfg.contention), int(cfg.num_steps))
+
+
+def world_sizes_of(cfg: DictConfig) -> Sequence[int]:
+    """Return the numbers of ranks of the scaling curves.
+
+    Raises:
+        ValueError: If one is below 1.
+    """
+    sizes = [int(size) for size in cfg.world_sizes]
+    if min(sizes, default=1) < 1:
+        raise ValueError(f"world_sizes must be at least 1, got {sizes}.")
+    return sizes

@@ -1,0 +1,161 @@
+"""What ``dear-plan`` says: the table, the advice, and the curves."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lightning_dear.simulator import Network, Workload
+from lightning_dear.simulator.program import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from lightning_dear.simulator.ranking import Ranked, alone_s
+from lightning_dear.simulator.strategies import ALONE
+
+_TITLES = (
+    "strategy",
+    "step ms",
+    "x ddp",
+    "scaling",
+    "waits in backward ms",
+    "in forward ms",
+    "MB/step",
+    "GB/rank",
+    "",
+)
+_BASELINE = "ddp"
+
+
+def describe(workload: Workload, network: Network, source: str) -> str:
+    """Return in a few lines what is predicted for what."""
+    times, between = workload.times, network.between
+    rate = f"{8 / between.beta_s / 1e9:.3g} Gb/s" if between.beta_s else "of any rate"
+    return "\n".join(
+        [
+            f"{workload.name}: {workload.nbytes / 1e6:.1f} MB, forward {_ms(times.forward_s)} ms,"
+            f" backward {_ms(times.backward_s)} ms",
+            f"{network.world_size} ranks on {network.num_nodes} nodes; links between nodes: {rate},"
+            f" {between.alpha_s * 1e6:.3g} us a message",
+            f"Network: {source}",
+            "SIMULATED: nothing here was measured on that cluster.",
+        ]
+    )
+
+
+def cells(row: Ranked, workload: Workload, ddp_s: float | None) -> list[str]:
+    """Return a row of the table."""
+    step = row.step
+    backward_s = step.exposed_s.get(REDUCE_SCATTER, 0.0)
+    whole_s = step.exposed_s.get(ALL_REDUCE, 0.0)
+    return [
+        row.strategy.name,
+        _ms(step.step_s),
+        "-" if ddp_s is None else f"{ddp_s / step.step_s:.3f}",
+        f"{row.efficiency(alone_s(workload)):.1%}",
+        _ms(backward_s + whole_s),
+        _ms(step.exposed_s.get(ALL_GATHER, 0.0)),
+        f"{step.sent_bytes / 1e6:.1f}",
+        f"{row.memory_bytes / 1e9:.2f}",
+        row.strategy.what,
+    ]
+
+
+def format_rows(rows: Sequence[Ranked], workload: Workload) -> str:
+    """Return the table, the fastest first."""
+    ddp_s = _step_of(rows, _BASELINE)
+    lines = [list(_TITLES), *(cells(row, workload, ddp_s) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_TITLES))]
+    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    texts = [
+        "  ".join(
+            cell.ljust(width) if column in (0, len(widths) - 1) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join([rule, texts[0], rule, *texts[1:], rule])
+
+
+def advice(best: Ranked, rows: Sequence[Ranked], profile: str) -> str:
+    """Return what to use, why, and the overrides to paste."""
+    ddp_s = _step_of(rows, _BASELINE)
+    if best.strategy.name == _BASELINE:
+        gain = best.step.step_s / min(row.step.step_s for row in rows if _can_run(row)) - 1
+        lines = [f"DDP will do: nothing that can be run here is more than {gain:.1%} faster."]
+    else:
+        lines = [f"Use {best.strategy.name}: {best.strategy.what}."]
+        if ddp_s is not None:
+            lines.append(f"A step under DDP takes {ddp_s / best.step.step_s:.2f} times as long.")
+    others = [row for row in rows if not _can_run(row) and row.strategy.name != ALONE]
+    if others and others[0].step.step_s < best.step.step_s:
+        lines.append(f"({others[0].strategy.name} would be faster, but cannot be run here.)")
+    lines.append(f"dear-train {best.strategy.overrides}")
+    if best.strategy.name.startswith("dear"):
+        lines.append(f"Try it here, without the cluster: dear-bench model.profile={profile}")
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def _can_run(row: Ranked) -> bool:
+    return row.strategy.overrides is not None
+
+
+def _step_of(rows: Sequence[Ranked], name: str) -> float | None:
+    return next((row.step.step_s for row in rows if row.strategy.name == name), None)
+
+
+def write_rows(path: Path, rows: Sequence[Ranked], workload: Workload) -> None:
+    """Write all figures as CSV, in seconds and bytes."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        kinds = (REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER)
+        exposed = [f"exposed_{kind}_s" for kind in kinds]
+        writer.writerow(
+            ["strategy", "step_s", "efficiency", *exposed, "sent_bytes", "memory_bytes"]
+        )
+        for row in rows:
+            waits = [row.step.exposed_s.get(kind, 0.0) for kind in kinds]
+            efficiency = row.efficiency(alone_s(workload))
+            step_s, sent = row.step.step_s, row.step.sent_bytes
+            writer.writerow([row.strategy.name, step_s, efficiency, *waits, sent, row.memory_bytes])
+
+
+def write_scaling(
+    folder: Path, steps_s: Mapping[str, Mapping[int, float]], workload: Workload
+) -> None:
+    """Write ``scaling.csv``, and ``scaling.png``: efficiency over the number of ranks."""
+    with (folder / "scaling.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["strategy", "world_size", "step_s"])
+        for name, by_size in steps_s.items():
+            writer.writerows([name, size, seconds] for size, seconds in by_size.items())
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, (name, by_size) in enumerate(steps_s.items()):
+        shares = [100 * alone_s(workload) / seconds for seconds in by_size.values()]
+        is_ours = name.startswith("dear")
+        axes.plot(
+            list(by_size),
+            shares,
+            label=name,
+            marker="o" if is_ours else ".",
+            color=colormaps["tab20"](number % 20),
+            linewidth=2.0 if is_ours else 1.0,
+        )
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("one rank's step over this step, %")
+    axes.set_ylim(0, 105)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    axes.set_title(f"{workload.name}: weak scaling, simulated", fontsize=10)
+    figure.savefig(folder / "scaling.png", dpi=130)

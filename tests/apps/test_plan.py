@@ -1,0 +1,89 @@
+"""dear-plan: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lightning_dear.apps.plan import plan
+from lightning_dear.paths import conf_dir
+
+PLANNED = sorted(
+    path.stem for path in (conf_dir() / "cluster").glob("*.yaml") if "source:" in path.read_text()
+)
+FEW = ("strategies=[single,ddp,dear,bytescheduler]", "world_sizes=[1,4,8,16]")
+
+
+def planned(folder: Path, *overrides: str):
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose("plan", list(overrides))
+    return plan(cfg, folder)
+
+
+def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
+    best = planned(tmp_path, *FEW)
+    said = capsys.readouterr().out
+    assert best.strategy.name == "dear"
+    for words in (
+        "64 ranks on 16 nodes",
+        "9.41 Gb/s",
+        "SIMULATED",
+        "Use dear",
+        "dear-train strategy=dear\n",
+        "dear-bench model.profile=bert_base",
+    ):
+        assert words in said
+    assert said.startswith((tmp_path / "table.txt").read_text().rstrip())
+    rows = (tmp_path / "plan.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows[:3]] == ["strategy", "single", "dear"]
+    assert len((tmp_path / "scaling.csv").read_text().splitlines()) == 1 + 4 * 4
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "all_gather"}
+    for picture in ("scaling.png", "timeline.png"):
+        assert (tmp_path / picture).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("cluster", PLANNED)
+def test_every_cluster_that_names_its_source_can_be_planned_for(tmp_path, cluster, capsys) -> None:
+    planned(tmp_path, "strategies=[ddp,dear]", "world_sizes=[8]", f"cluster={cluster}")
+    said = capsys.readouterr().out
+    assert "Network: nominal" in said or "assumptions" in said
+
+
+def test_it_says_when_ddp_will_do(tmp_path, capsys) -> None:
+    fast = "cluster.beta_s_per_byte=1.0e-11"
+    assert planned(tmp_path, *FEW, fast, "profile=resnet50").strategy.name == "ddp"
+    said = capsys.readouterr().out
+    assert "DDP will do" in said
+    assert "dear-train strategy=ddp\n" in said
+
+
+def test_the_users_own_seconds_and_numbers_count(tmp_path, capsys) -> None:
+    options = ("compute_s=3.0", "cluster.num_nodes=2", "cluster.devices=2", "step_s=0.5")
+    planned(tmp_path, *FEW, *options)
+    said = capsys.readouterr().out
+    assert "forward 1000.0 ms, backward 2000.0 ms" in said
+    assert "4 ranks on 2 nodes" in said
+    assert re.search(r"single +3500\.0 ", said)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("profile=bert_huge", "Unknown profile 'bert_huge'; valid names: bert_base"),
+        ("strategies=[dare]", "Unknown strategy 'dare'; valid ones: single, wfbp, ddp"),
+        ("cluster=gpu_host", "set cluster.devices=8"),
+        ("cluster.beta_s_per_byte=null", "set cluster.beta_s_per_byte"),
+        ("algorithm=rings", "Unknown algorithm 'rings'; valid ones: pairwise"),
+        ("stragglers.sigma=-1", "sigma must be finite and not negative"),
+        ("contention=-1", "contention must not be negative"),
+        ("world_sizes=[0]", "world_sizes must be at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path, override, words) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        planned(tmp_path, "strategies=[single,ddp]", "world_sizes=[1]", override)

@@ -1,0 +1,70 @@
+"""What is recommended, and how strategies scale."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_dear.simulator import Link, Network, Stragglers, Workload
+from lightning_dear.simulator.ranking import (
+    Conditions,
+    alone_s,
+    ranked,
+    recommended,
+    scaling,
+)
+from lightning_dear.simulator.strategies import STRATEGIES
+from lightning_dear.workloads.replay import load_profile
+from lightning_dear.workloads.replay.planned import planned
+
+NAMES = ("single", "ddp", "bytescheduler", "dear", "dear_mergecomp")
+SLOW, FAST = Link(5e-5, 8e-10), Link(5e-6, 1e-12)
+
+
+@pytest.fixture(scope="module")
+def bert() -> Workload:
+    profile = load_profile("bert_base")
+    return Workload(profile.name, *planned(profile))
+
+
+def strategies(*names: str):
+    return [STRATEGIES[name] for name in names]
+
+
+def test_a_slow_network_asks_for_ours_and_a_fast_one_for_nothing(bert: Workload) -> None:
+    slow = ranked(strategies(*NAMES), bert, Network(SLOW, 16))
+    assert slow[0].strategy.name == "single"
+    assert recommended(slow).strategy.name == "dear_mergecomp"
+    fast = ranked(strategies(*NAMES), bert, Network(FAST, 16))
+    assert recommended(fast).strategy.name == "ddp"
+    assert recommended(fast, enough=0.0).strategy.name != "single"
+
+
+def test_only_what_can_be_run_is_recommended(bert: Workload) -> None:
+    rows = ranked(strategies("bytescheduler", "ddp"), bert, Network(SLOW, 4))
+    assert rows[0].strategy.name == "bytescheduler"
+    assert recommended(rows).strategy.name == "ddp"
+    with pytest.raises(ValueError, match="add ddp or dear"):
+        recommended(rows[:1])
+
+
+def test_efficiency_is_that_of_weak_scaling(bert: Workload) -> None:
+    (row,) = ranked(strategies("ddp"), bert, Network(SLOW, 8))
+    assert row.efficiency(alone_s(bert)) == pytest.approx(alone_s(bert) / row.step.step_s)
+    assert 0 < row.efficiency(alone_s(bert)) < 1
+
+
+def test_scaling_leaves_out_numbers_that_fill_no_nodes(bert: Workload) -> None:
+    network = Network(SLOW, 8, ranks_per_node=4, within=FAST)
+    steps_s = scaling(strategies("ddp", "dear"), bert, network, [1, 2, 4, 6, 8, 16])
+    assert [list(by_size) for by_size in steps_s.values()] == [[1, 2, 4, 8, 16]] * 2
+    assert steps_s["ddp"][1] == pytest.approx(alone_s(bert))
+    assert list(steps_s["dear"].values()) == sorted(steps_s["dear"].values())
+
+
+def test_stragglers_make_all_wait(bert: Workload) -> None:
+    network = Network(FAST, 64)
+    (even,) = ranked(strategies("ddp"), bert, network)
+    uneven = Conditions(Stragglers(sigma=0.05))
+    (late,) = ranked(strategies("ddp"), bert, network, uneven)
+    # The largest of 64 factors is about 2.4 standard deviations out.
+    assert 1.08 < late.step.step_s / even.step.step_s < 1.2
