@@ -61,6 +61,10 @@ class Network:
         algorithm: How halves and all-reduces go about it.
         all_reduce: The backend's own all-reduce as measured, in bytes that a rank sends; None: by
             `algorithm`.
+        all_gather: The same of the backend's own all-gather, which ours is not on gloo.
+        has_reduce_scatter: Whether the backend has a reduce-scatter, and streams on which it takes
+            place. Gloo has neither: a reduce-scatter that is not ours is an all-reduce, and FSDP2
+            stands still for each exchange.
     """
 
     between: Link
@@ -69,6 +73,8 @@ class Network:
     within: Link | None = None
     algorithm: Algorithm = "best"
     all_reduce: Link | None = None
+    all_gather: Link | None = None
+    has_reduce_scatter: bool = True
 
     def __post_init__(self) -> None:
         for name in ("world_size", "ranks_per_node"):
@@ -125,6 +131,12 @@ class Network:
         if self.algorithm == "best":
             return min(2 * self.half_s(nbytes), self._tree_s(nbytes))
         return 2 * self.half_s(nbytes)
+
+    def all_gather_s(self, nbytes: float) -> float:
+        """Seconds for the backend's own all-gather of `nbytes`; 0 at one rank."""
+        if self.world_size == 1 or self.all_gather is None:
+            return self.half_s(nbytes)
+        return self.all_gather.message_s(self.sent_bytes(nbytes))
 
     def messages_s(self, nbytes: float) -> float:
         """Seconds in which every rank sends `nbytes` in all, an equal share to every other one."""

@@ -47,13 +47,14 @@ class Schedule:
         steps_late: Whether every rank steps whole buckets where forward first reads them, of
             gradients that were gathered, as DeAR was published.
         cycle_s: Between the times when buckets are launched, as Horovod's cycles; 0: at once.
-        reduce_is_all_reduce: Whether a reduce-scatter moves what an all-reduce does, as gloo's own.
+        uses_the_backends: Whether reduce-scatters and all-gathers are the backend's own; see
+            `Network.has_reduce_scatter`.
     """
 
     gathers: Gathers = "stepped"
     steps_late: bool = False
     cycle_s: float = 0.0
-    reduce_is_all_reduce: bool = False
+    uses_the_backends: bool = False
 
     def program(self, plan: BucketPlan, workload: Workload, network: Network) -> Program:
         """The steady-state step of `plan`, which must be one for `network`'s ranks."""
@@ -77,7 +78,13 @@ class _Builder:
     def program(self) -> Program:
         ops = [*self._forward(), *self._backward(), *self._reduced(), *self._step()]
         ops = [op for op in ops if not isinstance(op, Compute) or op.seconds]
+        if self._lacks_reduce_scatter:
+            ops = [one for op in ops for one in _blocking(op)]
         return Program(self._plan.name, tuple(ops), self._memory_bytes())
+
+    @property
+    def _lacks_reduce_scatter(self) -> bool:
+        return self._schedule.uses_the_backends and not self._network.has_reduce_scatter
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -135,7 +142,7 @@ class _Builder:
             # 16-bit gradients are all-reduced in fp32.
             wide = whole * max(4 / self._itemsize(number), 1)
             return self._launch(ALL_REDUCE, number, self._network.all_reduce_s(wide), 2 * wide)
-        if self._schedule.reduce_is_all_reduce:
+        if self._lacks_reduce_scatter:
             seconds = self._network.all_reduce_s(size)
             return self._launch(REDUCE_SCATTER, number, seconds, 2 * size)
         return self._launch(REDUCE_SCATTER, number, self._network.half_s(size), size)
@@ -145,7 +152,9 @@ class _Builder:
 
     def _gather(self, number: int, after: int | None = None) -> Launch:
         size = self._costs[number].gather_bytes
-        launch = self._launch(ALL_GATHER, number, self._network.half_s(size), size)
+        is_own = not self._schedule.uses_the_backends
+        seconds = self._network.half_s(size) if is_own else self._network.all_gather_s(size)
+        launch = self._launch(ALL_GATHER, number, seconds, size)
         if after is None:
             return launch
         return Launch(replace(launch.message, after=(REDUCE_SCATTER, after)))
@@ -191,3 +200,7 @@ class _Builder:
             "optimizer state": state,
             "buffers": (padded - whole) / world_size + early,
         }
+
+
+def _blocking(op: Op) -> list[Op]:
+    return [op, Wait(op.message.key)] if isinstance(op, Launch) else [op]

@@ -163,8 +163,8 @@ def _single(workload: Workload, network: Network) -> Program:
     return Program("one rank", ops, memory)
 
 
-_ZERO = Schedule(gathers="at_once")
-_FSDP2 = Schedule(gathers="one_ahead")
+_ZERO = Schedule(gathers="at_once", uses_the_backends=True)
+_FSDP2 = Schedule(gathers="one_ahead", uses_the_backends=True)
 _PAPER = Schedule(gathers="one_ahead", steps_late=True)
 _paper_plan = ThresholdFusion(bucket_cap_mb=PAPER_CAP_MB, first_bucket_cap_mb=PAPER_CAP_MB).plan
 _unit_plan = ThresholdFusion(bucket_cap_mb=FSDP2_UNIT_MB, first_bucket_cap_mb=FSDP2_UNIT_MB).plan

@@ -155,3 +155,29 @@ def test_unknown_names_list_the_valid_ones() -> None:
     assert resolve_strategy("dear").name == "dear"
     with pytest.raises(ValueError, match=re.escape("'dare'; valid ones: single, wfbp, ddp")):
         resolve_strategy("dare")
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero"])
+@given(workloads(), networks)
+@settings(max_examples=15, deadline=None)
+def test_on_gloo_what_others_reduce_scatter_is_all_reduced_and_waited_for(
+    name: str, workload: Workload, network: Network
+) -> None:
+    gloo = replace(network, has_reduce_scatter=False)
+    program = STRATEGIES[name].program(workload, gloo)
+    step = simulate(program, gloo.world_size)
+    elsewhere = STRATEGIES[name].program(workload, network)
+    assert program.sent_bytes == pytest.approx(1.5 * elsewhere.sent_bytes)
+    assert step.step_s == pytest.approx(program.compute_s + step.link_busy_s)
+    ours = STRATEGIES["dear"]
+    assert ours.program(workload, gloo) == ours.program(workload, network)
+
+
+def test_the_backends_own_gather_has_its_own_cost() -> None:
+    tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
+    workload = Workload("two layers", tensors, times)
+    network = Network(Link(0.0, PER_UNIT_S), 2, has_reduce_scatter=False)
+    slow = replace(network, all_gather=Link(0.0, 2 * PER_UNIT_S))
+    gathered_s = 8.0
+    assert step_s("fsdp2", workload, slow) - step_s("fsdp2", workload, network) == gathered_s
+    assert step_s("dear", workload, slow) == step_s("dear", workload, network)
