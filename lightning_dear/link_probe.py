@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dear.native import all_gather_into
 from lightning_dear.summing import shard_of
 from lightning_dear.work import Collectives
 
@@ -28,6 +29,7 @@ MAX_RANKS_FOR_ALL_PAIRS = 8
 
 _PREFIX = "lightning_dear_doctor"
 _NUM_PINGS = 20
+_NUM_GATHERS = 5
 _MAX_REPEATS = 5
 _BUDGET_S = 1.0
 
@@ -180,6 +182,22 @@ def probe_together(collectives: Collectives, device: torch.device, max_bytes: in
         if size * 8 > max_bytes or time_s * 8 * 3 > 3 * _BUDGET_S:
             return rate
         size *= 8
+
+
+def probe_gather(collectives: Collectives, device: torch.device, nbytes: int) -> float:
+    """Seconds of the backend's own all-gather of `nbytes`, which our collectives may not use.
+
+    The median of the slowest rank's repeats, after one that does not count. Collective, blocks.
+    """
+    shard = torch.zeros(max(nbytes // 4 // collectives.world_size, 1), device=device)
+    whole = torch.zeros(shard.numel() * collectives.world_size, device=device)
+    times_s = []
+    for _ in range(1 + _NUM_GATHERS):
+        collectives.all_gather_object(None)
+        with _Clock(device) as clock:
+            all_gather_into(whole, shard)
+        times_s.append(clock.elapsed_s)
+    return max(collectives.all_gather_object(median(times_s[1:])))
 
 
 def _move(collectives: Collectives, device: torch.device, size: int) -> float:

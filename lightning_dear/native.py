@@ -47,7 +47,7 @@ class NativeCollectives(GroupCollectives):
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        work = _all_gather(buffer, own, group=self.gather_group, async_op=True)
+        work = all_gather_into(buffer, own, group=self.gather_group, async_op=True)
         self.ledger.all_gather_bytes += self.ring_bytes(buffer)
         return self.new_work("all_gather", f"bucket {bucket}", [work])
 
@@ -66,4 +66,4 @@ class NativeCollectives(GroupCollectives):
 
 # torch 2.13 renamed both; the old names warn there and are the only ones before it.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

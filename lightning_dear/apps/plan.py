@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps import job
+from lightning_dear.apps import calibrate, job
 from lightning_dear.apps.plan_config import (
     conditions_of,
     network_of,
@@ -24,6 +26,9 @@ from lightning_dear.simulator.ranking import Ranked, ranked, recommended, scalin
 from lightning_dear.simulator.timeline import lanes_of, spans_of
 from lightning_dear.spans import write_chrome_trace
 from lightning_dear.timeline_plot import plot_timeline
+
+CALIBRATE = "calibrate"
+"""The command line's first word, to measure instead of to predict."""
 
 
 def plan(cfg: DictConfig, folder: Path) -> Ranked:
@@ -68,8 +73,16 @@ def _write_timeline(folder: Path, best: Ranked) -> None:
     plot_timeline(spans, folder / "timeline.png", title, lanes)
 
 
+def main() -> None:
+    """``dear-plan``, or ``dear-plan calibrate``."""
+    if sys.argv[1:2] == [CALIBRATE]:
+        # As a module of its own, which its ranks can be started as.
+        os.execv(sys.executable, [sys.executable, "-m", calibrate.MODULE, *sys.argv[2:]])
+    plan_job()
+
+
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="plan")
-def main(cfg: DictConfig) -> None:
+def plan_job(cfg: DictConfig) -> None:
     """Plan one job."""
     with job.one_message("dear-plan"):
         folder = Path(HydraConfig.get().runtime.output_dir)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.simulator import Link, Network, Stragglers, Workload
 from lightning_dear.simulator.ranking import Conditions
+from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import load_profile
@@ -21,12 +23,28 @@ def workload_of(cfg: DictConfig) -> Workload:
     Raises:
         ValueError: If there is no such profile, or its seconds make no sense.
     """
+    if _is_measured(str(cfg.profile)):
+        return _measured(cfg)
     profile = load_profile(cfg.profile)
     if cfg.compute_s is not None:
         profile = profile.with_compute(float(cfg.compute_s))
     tensors, times = planned(profile)
     times = replace(times, step_s=float(cfg.step_s))
     return Workload(profile.name, tensors, times, state_bytes=float(cfg.state_bytes))
+
+
+def _is_measured(name: str) -> bool:
+    path = Path(name)
+    return path.suffix == ".json" and path.is_file() and '"tensors"' in path.read_text()
+
+
+def _measured(cfg: DictConfig) -> Workload:
+    if cfg.compute_s is not None or cfg.step_s:
+        raise ValueError(
+            "compute_s and step_s change a profile's seconds, and these were measured; leave them"
+            " out."
+        )
+    return replace(load_workload(cfg.profile), state_bytes=float(cfg.state_bytes))
 
 
 def network_of(cfg: DictConfig) -> Network:
@@ -50,7 +68,19 @@ def network_of(cfg: DictConfig) -> Network:
         ranks_per_node=ranks_per_node,
         within=between if within is None else Link(within.alpha_s, within.beta_s_per_byte),
         algorithm=cfg.algorithm,
+        **_measured_costs(cluster.get("measured")),
     )
+
+
+def _measured_costs(measured: DictConfig | None) -> dict[str, Any]:
+    """What the backend's own collectives cost, where that was measured."""
+    if measured is None:
+        return {}
+    costs = {
+        kind: Link(measured[kind].alpha_s, measured[kind].beta_s_per_byte)
+        for kind in ("all_reduce", "all_gather")
+    }
+    return {**costs, "has_reduce_scatter": measured.has_reduce_scatter}
 
 
 def _ranks_per_node(cluster: DictConfig) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,24 @@ def check(cfg: DictConfig) -> None:
         )
 
 
-def build_trainer(cfg: DictConfig) -> Trainer:
-    """Build the trainer with its strategy, callbacks and loggers; starts no process."""
-    strategy: Any = cfg.strategy
-    if OmegaConf.is_config(strategy):
-        strategy = instantiate(strategy, _convert_="all")
+def build_trainer(
+    cfg: DictConfig, strategy: Any = None, callbacks: Sequence[Callback] = ()
+) -> Trainer:
+    """Build the trainer with its strategy, callbacks and loggers; starts no process.
+
+    Args:
+        cfg: The job.
+        strategy: None: the config's.
+        callbacks: Beside the config's.
+    """
+    if strategy is None:
+        strategy = cfg.strategy
+        if OmegaConf.is_config(strategy):
+            strategy = instantiate(strategy, _convert_="all")
     trainer: Trainer = instantiate(
         cfg.trainer,
         strategy=strategy,
-        callbacks=build_callbacks(cfg),
+        callbacks=[*build_callbacks(cfg), *callbacks],
         logger=build_loggers(cfg) or False,
         _convert_="all",
     )

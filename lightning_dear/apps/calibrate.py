@@ -1,0 +1,196 @@
+"""``dear-plan calibrate``: measures this cluster and this model, for ``dear-plan`` to plan with.
+
+The engine measures both whenever a planner wants times: so this is a short training with a planner
+that writes down what it is told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
+
+from lightning_dear.apps import emulated, job, train
+from lightning_dear.collectives import new_collectives
+from lightning_dear.link_probe import probe_gather
+from lightning_dear.paths import conf_dir
+from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec, ThresholdFusion
+from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
+from lightning_dear.planning.search import NoContest
+from lightning_dear.simulator import Workload
+from lightning_dear.simulator.saved import save_workload
+
+MODULE = "lightning_dear.apps.calibrate"
+_TIMEOUT = timedelta(minutes=10)
+_SMALL_BYTES = 1 << 16
+_LARGE_BYTES = 1 << 22, 1 << 24
+"""Least and most of the larger gather; in between a quarter of the model."""
+
+log = logging.getLogger(__name__)
+
+
+class Calibration(ThresholdFusion):
+    """A planner that keeps its own buckets, and what the engine has measured for it.
+
+    Attributes:
+        found: Tensors, times, the link's costs and a codec's, on rank 0 once they are there.
+    """
+
+    name = "calibration"
+    plans_for_codecs = True
+
+    def __init__(
+        self, *, bucket_cap_mb: float | None = None, first_bucket_cap_mb: float = 1.0
+    ) -> None:
+        super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
+        self.found: tuple[Sequence[TensorSpec], ModelTimes, LinkCost, CodecCosts] | None = None
+
+    def search(
+        self,
+        tensors: Sequence[TensorSpec],
+        world_size: int,
+        times: ModelTimes,
+        link: LinkCost,
+        codecs: CodecCosts = NO_CODEC,
+    ) -> PlanSearch:
+        """See `SearchingPlanner`; called on rank 0."""
+        self.found = tensors, times, link, codecs
+        return NoContest(self.plan(tensors, world_size), "calibration: measured")
+
+
+class GatherProbe(Callback):
+    """Measures the backend's own all-gather when training has ended.
+
+    Attributes:
+        cost: Of it, by what a rank sends; the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.cost: LinkCost | None = None
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.world_size == 1:
+            return
+        device = trainer.strategy.root_device
+        collectives = new_collectives(device, _TIMEOUT)
+        model_bytes = sum(p.numel() * p.itemsize for p in pl_module.parameters())
+        least, most = _LARGE_BYTES
+        small, large = _SMALL_BYTES, min(max(model_bytes // 4, least), most)
+        seconds = {size: probe_gather(collectives, device, size) for size in (small, large)}
+        share = (collectives.world_size - 1) / collectives.world_size
+        beta_s = (seconds[large] - seconds[small]) / (share * (large - small))
+        self.cost = LinkCost(max(seconds[small] - beta_s * share * small, 0.0), max(beta_s, 0.0))
+
+
+def calibrate(cfg: DictConfig) -> None:
+    """Train some steps of ``cfg`` and write what they tell. Starts the ranks, and blocks.
+
+    Raises:
+        ValueError: If the job has one rank, whose network nobody can measure.
+        RuntimeError: If training ended before everything was measured.
+    """
+    train.check(cfg)
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    datamodule = instantiate(cfg.data, _convert_="all")
+    model = instantiate(cfg.model, _convert_="all")
+    planner, gathers = Calibration(), GatherProbe()
+    strategy = instantiate(cfg.strategy, fusion=planner, _convert_="all")
+    trainer = train.build_trainer(cfg, strategy, [gathers])
+    trainer.fit(model, datamodule=datamodule)
+    if trainer.is_global_zero:
+        _finish(cfg, trainer.world_size, planner, gathers.cost)
+    job.wait_for_children(trainer)
+
+
+def _finish(
+    cfg: DictConfig, world_size: int, planner: Calibration, gathers: LinkCost | None
+) -> None:
+    if world_size == 1:
+        raise ValueError("One rank has no network to measure; set cluster.devices=2 or more.")
+    if planner.found is None or gathers is None:
+        raise RuntimeError(
+            "Training ended before everything was measured: let it take more steps"
+            f" (trainer.max_steps={2 * max(int(cfg.trainer.max_steps), 10)}), or more batches."
+        )
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    tensors, times, link, codecs = planner.found
+    # A rank steps its shards: all parameters would take as many times as long as there are ranks.
+    whole = ModelTimes(**{**vars(times), "step_s": times.step_s * world_size})
+    save_workload(Workload(str(cfg.task_name), tensors, whole, codecs), folder / "model.json")
+    (folder / "cluster").mkdir(exist_ok=True)
+    text = OmegaConf.to_yaml(OmegaConf.create(cluster_of(cfg, world_size, link, gathers)))
+    (folder / "cluster" / "measured.yaml").write_text(text)
+    print(summary(link, gathers, times, world_size))
+    print(f"dear-plan --config-dir={folder} cluster=measured profile={folder / 'model.json'}")
+
+
+def cluster_of(
+    cfg: DictConfig, world_size: int, link: LinkCost, gathers: LinkCost
+) -> dict[str, Any]:
+    """Return a cluster's file with what was measured among so many ranks."""
+    num_nodes = int(cfg.cluster.num_nodes)
+    assert link.all_reduce is not None
+    is_gloo = not torch.cuda.is_available() or cfg.cluster.accelerator == "cpu"
+    return {
+        "source": f"measured by dear-plan calibrate among {world_size} ranks on {num_nodes} nodes",
+        "num_nodes": num_nodes,
+        "devices": world_size // num_nodes,
+        "accelerator": str(cfg.cluster.accelerator),
+        "interface": cfg.cluster.interface,
+        "alpha_s": link.alpha_s,
+        "beta_s_per_byte": link.beta_s,
+        "measured": {
+            "world_size": world_size,
+            "all_reduce": {
+                "alpha_s": link.all_reduce.alpha_s,
+                "beta_s_per_byte": link.all_reduce.beta_s,
+            },
+            "all_gather": {"alpha_s": gathers.alpha_s, "beta_s_per_byte": gathers.beta_s},
+            "has_reduce_scatter": not is_gloo,
+        },
+    }
+
+
+def summary(link: LinkCost, gathers: LinkCost, times: ModelTimes, world_size: int) -> str:
+    """Return what was measured, for people."""
+    assert link.all_reduce is not None
+    lines = [f"Measured among {world_size} ranks (alpha: a start; rate: of what a rank sends):"]
+    named = (
+        ("our reduce-scatter, all-gather", link),
+        ("the backend's all-reduce", link.all_reduce),
+        ("the backend's all-gather", gathers),
+    )
+    for name, cost in named:
+        rate = f"{8e-6 / cost.beta_s:.0f} Mb/s" if cost.beta_s else "too fast to tell"
+        lines.append(f"  {name:32s} {cost.alpha_s * 1e3:8.3f} ms  {rate}")
+    lines.append(
+        f"  forward {times.forward_s * 1e3:.1f} ms, backward {times.backward_s * 1e3:.1f} ms,"
+        f" step of a shard {times.step_s * 1e3:.1f} ms"
+    )
+    return "\n".join(lines)
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="calibrate")
+def main(cfg: DictConfig) -> None:
+    """Calibrate once."""
+    with job.one_message("dear-plan calibrate"), job.isolated_job():
+        code = emulated.restart_on_cluster(cfg, MODULE)
+        if code is None:
+            calibrate(cfg)
+        else:
+            job.end_unless_zero(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Workloads as JSON files: what was measured of a model, to be planned for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_dear.planning import CodecCost, CodecCosts, Linear, ModelTimes, TensorSpec
+from lightning_dear.simulator.workload import Workload
+
+FORMAT_VERSION = 1
+"""Of `save_workload`."""
+
+
+def save_workload(workload: Workload, path: str | Path) -> None:
+    """Writes `workload` as JSON, for `load_workload`."""
+    content = {
+        "version": FORMAT_VERSION,
+        "name": workload.name,
+        "state_bytes": workload.state_bytes,
+        "times": asdict(workload.times),
+        "codecs": {
+            kind: asdict(getattr(workload.codecs, kind)) for kind in ("compressed", "uncompressed")
+        },
+        "may_mix": workload.codecs.may_mix,
+        "tensors": [list(asdict(one).values()) for one in workload.tensors],
+    }
+    Path(path).write_text(json.dumps(content))
+
+
+def load_workload(path: str | Path) -> Workload:
+    """Reads what `save_workload` wrote.
+
+    Raises:
+        ValueError: If the file holds something else.
+        FileNotFoundError: If there is none.
+    """
+    text = Path(path).read_text()
+    try:
+        content = json.loads(text)
+        if content["version"] != FORMAT_VERSION:
+            raise ValueError(f"its version is {content['version']}, not {FORMAT_VERSION}")
+        codecs = content["codecs"]
+        return Workload(
+            name=content["name"],
+            tensors=[TensorSpec(*fields) for fields in content["tensors"]],
+            times=_times(content["times"]),
+            codecs=CodecCosts(
+                _codec(codecs["compressed"]), _codec(codecs["uncompressed"]), content["may_mix"]
+            ),
+            state_bytes=content["state_bytes"],
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} holds no measured model ({error}); calibrate again.") from error
+
+
+def _times(fields: Mapping[str, Any]) -> ModelTimes:
+    # JSON knows no keys but text.
+    by_index = {
+        key: {int(index): seconds for index, seconds in value.items()}
+        for key, value in fields.items()
+        if isinstance(value, Mapping)
+    }
+    return ModelTimes(**{**fields, **by_index})
+
+
+def _codec(fields: Mapping[str, Any]) -> CodecCost:
+    return CodecCost(**{key: value and Linear(**value) for key, value in fields.items()})

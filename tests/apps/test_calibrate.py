@@ -1,0 +1,92 @@
+"""`dear-plan calibrate` as a user runs it: it measures, and `dear-plan` plans with that."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_dear.apps.calibrate import Calibration, cluster_of, summary
+from lightning_dear.planning import LinkCost
+from lightning_dear.simulator.saved import load_workload
+from tests.apps.test_train import QUICK, run
+from tests.planning.models import chain
+
+PROGRAM = ("-m", "lightning_dear.apps.plan")
+LINK = LinkCost(1e-4, 1e-9, LinkCost(2e-4, 2e-9))
+CLUSTER = OmegaConf.create({"cluster": {"num_nodes": 2, "accelerator": "cpu", "interface": None}})
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """Calibrate once with a compressor; return the result and the folder."""
+    folder = tmp_path_factory.mktemp("calibration")
+    options = (*QUICK, "compressor=bf16", "hydra.run.dir=out")
+    return run(folder, "calibrate", *options, program=PROGRAM), folder / "out"
+
+
+def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
+    result, folder = calibrated
+    assert result.returncode == 0, result.stderr
+    assert "the backend's all-gather" in result.stdout
+    workload = load_workload(folder / "model.json")
+    assert workload.times.forward_s > 0
+    assert workload.times.step_s > 0
+    assert set(workload.times.ready_s) == {tensor.index for tensor in workload.tensors}
+    assert workload.codecs.compressed.encode.of(1e6) > 0
+    cluster = OmegaConf.load(folder / "cluster" / "measured.yaml")
+    assert (cluster.num_nodes, cluster.devices) == (1, 2)
+    assert min(cluster.beta_s_per_byte, cluster.measured.all_gather.beta_s_per_byte) >= 0
+    assert not cluster.measured.has_reduce_scatter
+
+
+def test_the_line_it_prints_plans_with_that(calibrated, tmp_path: Path) -> None:
+    result, folder = calibrated
+    program, *line = shlex.split(result.stdout.strip().splitlines()[-1])
+    assert program == "dear-plan"
+    few = ("strategies=[single,ddp,fsdp2,dear]", "world_sizes=[2]", "hydra.run.dir=plan")
+    # As the line was printed in the folder above the job's.
+    line = [word.replace("=out", f"={folder}") for word in line]
+    planned = run(tmp_path, *line, *few, program=PROGRAM)
+    assert planned.returncode == 0, planned.stderr
+    assert "measured by dear-plan calibrate among 2 ranks" in planned.stdout
+    assert (tmp_path / "plan" / "plan.csv").is_file()
+
+
+def test_one_rank_has_no_network(tmp_path: Path) -> None:
+    result = run(tmp_path, "calibrate", *QUICK, "cluster=single_process", program=PROGRAM)
+    assert result.returncode != 0
+    assert "One rank has no network to measure; set cluster.devices=2" in result.stderr
+
+
+def test_too_few_steps_are_said_to_be_too_few(tmp_path: Path) -> None:
+    result = run(tmp_path, "calibrate", *QUICK, "trainer.max_steps=2", program=PROGRAM)
+    assert result.returncode != 0
+    assert "let it take more steps (trainer.max_steps=20)" in result.stderr
+
+
+def test_the_planner_keeps_its_buckets_and_what_it_is_told() -> None:
+    tensors, times = chain([3, 4], [1.0, 1.0], [1.0, 1.0])
+    planner = Calibration(bucket_cap_mb=1)
+    search = planner.search(tensors, 2, times, LINK)
+    assert search.next() is None
+    assert search.best == planner.plan(tensors, 2)
+    assert planner.found is not None
+    assert planner.found[:3] == (tensors, times, LINK)
+
+
+def test_the_clusters_file_has_what_was_measured() -> None:
+    file = cluster_of(CLUSTER, 8, LINK, LinkCost(3e-4, 3e-9))
+    assert (file["devices"], file["alpha_s"], file["beta_s_per_byte"]) == (4, 1e-4, 1e-9)
+    assert file["measured"]["all_reduce"] == {"alpha_s": 2e-4, "beta_s_per_byte": 2e-9}
+    assert file["measured"]["all_gather"] == {"alpha_s": 3e-4, "beta_s_per_byte": 3e-9}
+
+
+def test_rates_are_said_for_people() -> None:
+    _, times = chain([1], [0.01], [0.02])
+    said = summary(LINK, LinkCost(0.0, 0.0), replace(times, step_s=0.003), 4)
+    for words in ("among 4 ranks", "8000 Mb/s", "4000 Mb/s", "too fast to tell", "forward 10.0 ms"):
+        assert words in said
