@@ -45,7 +45,7 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
         ValueError: If the config asks for what does not exist.
     """
     workload, network = workload_of(cfg), network_of(cfg)
-    strategies, conditions = strategies_of(cfg), conditions_of(cfg)
+    strategies, conditions = strategies_of(cfg, workload), conditions_of(cfg)
     rows = ranked(strategies, workload, network, conditions)
     best = recommended(rows, enough=float(cfg.enough))
     text = "\n".join(

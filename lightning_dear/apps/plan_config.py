@@ -103,13 +103,16 @@ def source_of(cfg: DictConfig) -> str:
     return str(cfg.cluster.get("source") or "no source given")
 
 
-def strategies_of(cfg: DictConfig) -> list[Strategy]:
-    """Return the strategies to compare; all of them for null.
+def strategies_of(cfg: DictConfig, workload: Workload) -> list[Strategy]:
+    """Return the strategies to compare; for null all that can be used for the workload.
 
     Raises:
         ValueError: If a name is unknown.
     """
-    return [resolve_strategy(name) for name in cfg.strategies or STRATEGIES]
+    if cfg.strategies is not None:
+        return [resolve_strategy(name) for name in cfg.strategies]
+    has_codec = not workload.codecs.are_none
+    return [one for one in STRATEGIES.values() if one.plans_for_codecs or not has_codec]
 
 
 def conditions_of(cfg: DictConfig) -> Conditions:

@@ -28,11 +28,12 @@ _BASELINE = "ddp"
 def describe(workload: Workload, network: Network, source: str) -> str:
     """Return in a few lines what is predicted for what."""
     times, between = workload.times, network.between
+    codec = "" if workload.codecs.are_none else "; ours with the compressor that was calibrated"
     rate = f"{8 / between.beta_s / 1e9:.3g} Gb/s" if between.beta_s else "of any rate"
     return "\n".join(
         [
             f"{workload.name}: {workload.nbytes / 1e6:.1f} MB, forward {_ms(times.forward_s)} ms,"
-            f" backward {_ms(times.backward_s)} ms",
+            f" backward {_ms(times.backward_s)} ms{codec}",
             f"{network.world_size} ranks on {network.num_nodes} nodes; links between nodes: {rate},"
             f" {between.alpha_s * 1e6:.3g} us a message",
             f"Network: {source}",

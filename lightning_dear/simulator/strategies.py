@@ -51,14 +51,32 @@ class Strategy:
     Attributes:
         name: Its key in `STRATEGIES`.
         what: In a line, for people.
-        program: Makes its step of a workload on a network.
+        build: Makes its step of a workload on a network.
         overrides: What `dear-train` takes to use it; None where it cannot.
+        compresses: Whether a workload's compressor is for it; else it goes without.
+        plans_for_codecs: Whether it may be used with a compressor.
     """
 
     name: str
     what: str
-    program: Builder
+    build: Builder
     overrides: str | None = None
+    compresses: bool = False
+    plans_for_codecs: bool = True
+
+    def program(self, workload: Workload, network: Network) -> Program:
+        """Its step of `workload` on `network`.
+
+        Raises:
+            ValueError: If there is a compressor and it may not be used with one.
+        """
+        if workload.codecs.are_none or self.compresses:
+            return self.build(workload, network)
+        if not self.plans_for_codecs:
+            raise ValueError(
+                f"{self.name} may not be used with a compressor; leave it out of strategies."
+            )
+        return self.build(workload.uncompressed, network)
 
 
 def planned(
@@ -88,7 +106,9 @@ def searched(planner: SearchingPlanner) -> Builder:
 
     def build(workload: Workload, network: Network) -> Program:
         times, world_size = workload.sharded_times(network.world_size), network.world_size
-        search = planner.search(workload.tensors, world_size, times, linear(workload, network))
+        link, codecs = linear(workload, network), workload.codecs
+        given = () if codecs.are_none else (codecs,)
+        search = planner.search(workload.tensors, world_size, times, link, *given)
         while (plan := search.next()) is not None:
             program = OURS.program(plan, workload, network)
             search.tell(plan, simulate(program, world_size).step_s)
@@ -214,18 +234,21 @@ STRATEGIES: dict[str, Strategy] = {
             "ours, in buckets of 8 to 25 MiB",
             planned(ThresholdFusion().plan),
             "strategy=dear",
+            compresses=True,
         ),
         Strategy(
             "dear_mergecomp",
             "ours, in the buckets that are predicted to be best",
             searched(MergeCompFusion()),
             "strategy=dear fusion=mergecomp",
+            compresses=True,
         ),
         Strategy(
             "dear_auto",
             "ours, in the best buckets of those it measures, a tenth of them all-reduced",
             searched(AutoFusion()),
             "strategy=dear fusion=auto",
+            plans_for_codecs=False,
         ),
     )
 }

@@ -33,6 +33,11 @@ class Workload:
         """Of all parameters."""
         return sum(tensor.numel * tensor.itemsize for tensor in self.tensors)
 
+    @property
+    def uncompressed(self) -> Workload:
+        """The same without a compressor."""
+        return replace(self, codecs=NO_CODEC)
+
     def sharded_times(self, world_size: int) -> ModelTimes:
         """Its times as planners take them: `step_s` is that of one rank's share."""
         return replace(self.times, step_s=self.times.step_s / world_size)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_dear.planning import CodecCost, CodecCosts, Linear
 from lightning_dear.simulator import Link, Network, Workload, simulate
 from lightning_dear.simulator.program import Launch, Program
 from lightning_dear.simulator.strategies import STRATEGIES, resolve_strategy
@@ -181,3 +182,20 @@ def test_the_backends_own_gather_has_its_own_cost() -> None:
     gathered_s = 8.0
     assert step_s("fsdp2", workload, slow) - step_s("fsdp2", workload, network) == gathered_s
     assert step_s("dear", workload, slow) == step_s("dear", workload, network)
+
+
+COSTS = CodecCosts(CodecCost(encode=Linear(0.5), gather_bytes=Linear(0.0, 1.0)), may_mix=True)
+
+
+@parallel
+def test_a_compressor_is_for_ours(name: str) -> None:
+    tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
+    plain = Workload("two layers", tensors, replace(times, step_s=1.0))
+    workload, network = replace(plain, codecs=COSTS), Network(Link(0.0, PER_UNIT_S), 2)
+    if name == "dear_auto":
+        with pytest.raises(ValueError, match="leave it out of strategies"):
+            STRATEGIES[name].program(workload, network)
+        return
+    program = STRATEGIES[name].program(workload, network)
+    differs = program != STRATEGIES[name].program(plain, network)
+    assert differs == (name in ("dear", "dear_mergecomp"))
