@@ -13,6 +13,7 @@ import torch
 from lightning_dear import tuning
 from lightning_dear.compression import Codec, Int8
 from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange_probe import measure_link
 from lightning_dear.planning import (
     AutoFusion,
     BayesianFusion,
@@ -35,7 +36,7 @@ from lightning_dear.planning.search import (
     STEPS_PER_TRIAL,
     PredictingPlanner,
 )
-from lightning_dear.tuning import Tuning, measure_link
+from lightning_dear.tuning import Tuning
 from lightning_dear.work import WireLedger, Work
 from tests.engine.test_default_dtype import default_dtype
 from tests.planning.models import UNIT, chain

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing_extensions import override
 
 from lightning_dear.apps import emulated, job, train
 from lightning_dear.collectives import new_collectives
+from lightning_dear.exchange_probe import line, measure_sizes
 from lightning_dear.link_probe import probe_gather
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec, ThresholdFusion
@@ -34,7 +36,7 @@ MODULE = "lightning_dear.apps.calibrate"
 _TIMEOUT = timedelta(minutes=10)
 _SMALL_BYTES = 1 << 16
 _LARGE_BYTES = 1 << 22, 1 << 24
-"""Least and most of the larger gather; in between a quarter of the model."""
+"""Least and most that is moved in large exchanges; in between as much as the model has."""
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +70,30 @@ class Calibration(ThresholdFusion):
         return NoContest(self.plan(tensors, world_size), "calibration: measured")
 
 
-class GatherProbe(Callback):
-    """Measures the backend's own all-gather when training has ended.
+@dataclass(frozen=True)
+class Costs:
+    """What exchanges cost, by what a rank sends; the same on all ranks.
 
     Attributes:
-        cost: Of it, by what a rank sends; the same on all ranks.
+        halves: Our reduce-scatter and all-gather.
+        all_reduce: The backend's.
+        all_gather: The backend's own, which ours is not on gloo.
+    """
+
+    halves: LinkCost
+    all_reduce: LinkCost
+    all_gather: LinkCost
+
+
+class ExchangeProbe(Callback):
+    """Measures exchanges when training has ended.
+
+    Attributes:
+        costs: None until then, and of one rank.
     """
 
     def __init__(self) -> None:
-        self.cost: LinkCost | None = None
+        self.costs: Costs | None = None
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -86,11 +103,13 @@ class GatherProbe(Callback):
         collectives = new_collectives(device, _TIMEOUT)
         model_bytes = sum(p.numel() * p.itemsize for p in pl_module.parameters())
         least, most = _LARGE_BYTES
-        small, large = _SMALL_BYTES, min(max(model_bytes // 4, least), most)
-        seconds = {size: probe_gather(collectives, device, size) for size in (small, large)}
+        large = min(max(model_bytes, least), most)
+        halves, all_reduce = measure_sizes(collectives, device, large)
+        sizes = _SMALL_BYTES, large // 4
+        few_s, many_s = (probe_gather(collectives, device, size) for size in sizes)
         share = (collectives.world_size - 1) / collectives.world_size
-        beta_s = (seconds[large] - seconds[small]) / (share * (large - small))
-        self.cost = LinkCost(max(seconds[small] - beta_s * share * small, 0.0), max(beta_s, 0.0))
+        all_gather = line(share * sizes[0], few_s, share * sizes[1], many_s)
+        self.costs = Costs(halves, all_reduce, all_gather)
 
 
 def calibrate(cfg: DictConfig) -> None:
@@ -104,72 +123,67 @@ def calibrate(cfg: DictConfig) -> None:
     seed_everything(cfg.seed, workers=True, verbose=False)
     datamodule = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
-    planner, gathers = Calibration(), GatherProbe()
+    planner, probe = Calibration(), ExchangeProbe()
     strategy = instantiate(cfg.strategy, fusion=planner, _convert_="all")
-    trainer = train.build_trainer(cfg, strategy, [gathers])
+    trainer = train.build_trainer(cfg, strategy, [probe])
     trainer.fit(model, datamodule=datamodule)
     if trainer.is_global_zero:
-        _finish(cfg, trainer.world_size, planner, gathers.cost)
+        _finish(cfg, trainer.world_size, planner, probe.costs)
     job.wait_for_children(trainer)
 
 
-def _finish(
-    cfg: DictConfig, world_size: int, planner: Calibration, gathers: LinkCost | None
-) -> None:
+def _finish(cfg: DictConfig, world_size: int, planner: Calibration, costs: Costs | None) -> None:
     if world_size == 1:
         raise ValueError("One rank has no network to measure; set cluster.devices=2 or more.")
-    if planner.found is None or gathers is None:
+    if planner.found is None or costs is None:
         raise RuntimeError(
             "Training ended before everything was measured: let it take more steps"
             f" (trainer.max_steps={2 * max(int(cfg.trainer.max_steps), 10)}), or more batches."
         )
     folder = Path(HydraConfig.get().runtime.output_dir)
-    tensors, times, link, codecs = planner.found
+    tensors, times, _, codecs = planner.found
     # A rank steps its shards: all parameters would take as many times as long as there are ranks.
     whole = ModelTimes(**{**vars(times), "step_s": times.step_s * world_size})
     save_workload(Workload(str(cfg.task_name), tensors, whole, codecs), folder / "model.json")
     (folder / "cluster").mkdir(exist_ok=True)
-    text = OmegaConf.to_yaml(OmegaConf.create(cluster_of(cfg, world_size, link, gathers)))
+    text = OmegaConf.to_yaml(OmegaConf.create(cluster_of(cfg, world_size, costs)))
     (folder / "cluster" / "measured.yaml").write_text(text)
-    print(summary(link, gathers, times, world_size))
+    print(summary(costs, times, world_size))
     print(f"dear-plan --config-dir={folder} cluster=measured profile={folder / 'model.json'}")
 
 
-def cluster_of(
-    cfg: DictConfig, world_size: int, link: LinkCost, gathers: LinkCost
-) -> dict[str, Any]:
+def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]:
     """Return a cluster's file with what was measured among so many ranks."""
     num_nodes = int(cfg.cluster.num_nodes)
-    assert link.all_reduce is not None
     is_gloo = not torch.cuda.is_available() or cfg.cluster.accelerator == "cpu"
+
+    def written(cost: LinkCost) -> dict[str, float]:
+        return {"alpha_s": cost.alpha_s, "beta_s_per_byte": cost.beta_s}
+
     return {
         "source": f"measured by dear-plan calibrate among {world_size} ranks on {num_nodes} nodes",
         "num_nodes": num_nodes,
         "devices": world_size // num_nodes,
         "accelerator": str(cfg.cluster.accelerator),
         "interface": cfg.cluster.interface,
-        "alpha_s": link.alpha_s,
-        "beta_s_per_byte": link.beta_s,
+        **written(costs.halves),
         "measured": {
             "world_size": world_size,
-            "all_reduce": {
-                "alpha_s": link.all_reduce.alpha_s,
-                "beta_s_per_byte": link.all_reduce.beta_s,
-            },
-            "all_gather": {"alpha_s": gathers.alpha_s, "beta_s_per_byte": gathers.beta_s},
+            "is_emulated": emulated.is_emulated(cfg),
+            "all_reduce": written(costs.all_reduce),
+            "all_gather": written(costs.all_gather),
             "has_reduce_scatter": not is_gloo,
         },
     }
 
 
-def summary(link: LinkCost, gathers: LinkCost, times: ModelTimes, world_size: int) -> str:
+def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
     """Return what was measured, for people."""
-    assert link.all_reduce is not None
     lines = [f"Measured among {world_size} ranks (alpha: a start; rate: of what a rank sends):"]
     named = (
-        ("our reduce-scatter, all-gather", link),
-        ("the backend's all-reduce", link.all_reduce),
-        ("the backend's all-gather", gathers),
+        ("our reduce-scatter, all-gather", costs.halves),
+        ("the backend's all-reduce", costs.all_reduce),
+        ("the backend's all-gather", costs.all_gather),
     )
     for name, cost in named:
         rate = f"{8e-6 / cost.beta_s:.0f} Mb/s" if cost.beta_s else "too fast to tell"

@@ -61,6 +61,9 @@ def network_of(cfg: DictConfig) -> Network:
         )
     ranks_per_node, num_nodes = _ranks_per_node(cluster), int(cluster.num_nodes)
     between = Link(float(cluster.alpha_s), _beta_s(cluster))
+    if cluster.get("measured") is not None:
+        network = measured_network(cluster, ranks_per_node * num_nodes)
+        return replace(network, ranks_per_node=ranks_per_node)
     within = cluster.get("within")
     return Network(
         between=between,
@@ -68,19 +71,34 @@ def network_of(cfg: DictConfig) -> Network:
         ranks_per_node=ranks_per_node,
         within=between if within is None else Link(within.alpha_s, within.beta_s_per_byte),
         algorithm=cfg.algorithm,
-        **_measured_costs(cluster.get("measured")),
     )
 
 
-def _measured_costs(measured: DictConfig | None) -> dict[str, Any]:
-    """What the backend's own collectives cost, where that was measured."""
-    if measured is None:
-        return {}
-    costs = {
-        kind: Link(measured[kind].alpha_s, measured[kind].beta_s_per_byte)
-        for kind in ("all_reduce", "all_gather")
-    }
-    return {**costs, "has_reduce_scatter": measured.has_reduce_scatter}
+def measured_network(cluster: DictConfig, world_size: int) -> Network:
+    """Return what was measured, for another number of ranks.
+
+    A rank starts P - 1 messages in each half, and takes part in 2 (P - 1) steps of an all-reduce:
+    so alpha grows, with the number of ranks that share this machine's cores as well if the cluster
+    is emulated. Seconds a byte stay.
+    """
+    measured = cluster.measured
+    growth = (world_size - 1) / (measured.world_size - 1)
+    if measured.is_emulated:
+        growth *= world_size / measured.world_size
+
+    def link(costs: DictConfig) -> Link:
+        return Link(growth * costs.alpha_s, costs.beta_s_per_byte)
+
+    between = link(cluster)
+    return Network(
+        between=between,
+        world_size=world_size,
+        within=between,
+        algorithm="pairwise",
+        all_reduce=link(measured.all_reduce),
+        all_gather=link(measured.all_gather),
+        has_reduce_scatter=measured.has_reduce_scatter,
+    )
 
 
 def _ranks_per_node(cluster: DictConfig) -> int:

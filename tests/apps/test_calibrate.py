@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_dear.apps.calibrate import Calibration, cluster_of, summary
+from lightning_dear.apps.calibrate import Calibration, Costs, cluster_of, summary
+from lightning_dear.apps.plan_config import measured_network
 from lightning_dear.planning import LinkCost
+from lightning_dear.simulator import Link
 from lightning_dear.simulator.saved import load_workload
 from tests.apps.test_train import QUICK, run
 from tests.planning.models import chain
 
 PROGRAM = ("-m", "lightning_dear.apps.plan")
-LINK = LinkCost(1e-4, 1e-9, LinkCost(2e-4, 2e-9))
+LINK = LinkCost(1e-4, 1e-9)
+COSTS = Costs(LINK, LinkCost(2e-4, 2e-9), LinkCost(3e-4, 0.0))
 CLUSTER = OmegaConf.create({"cluster": {"num_nodes": 2, "accelerator": "cpu", "interface": None}})
 
 
@@ -79,14 +82,25 @@ def test_the_planner_keeps_its_buckets_and_what_it_is_told() -> None:
 
 
 def test_the_clusters_file_has_what_was_measured() -> None:
-    file = cluster_of(CLUSTER, 8, LINK, LinkCost(3e-4, 3e-9))
-    assert (file["devices"], file["alpha_s"], file["beta_s_per_byte"]) == (4, 1e-4, 1e-9)
-    assert file["measured"]["all_reduce"] == {"alpha_s": 2e-4, "beta_s_per_byte": 2e-9}
-    assert file["measured"]["all_gather"] == {"alpha_s": 3e-4, "beta_s_per_byte": 3e-9}
+    file = OmegaConf.create(cluster_of(CLUSTER, 8, COSTS))
+    assert (file.devices, file.alpha_s, file.beta_s_per_byte) == (4, 1e-4, 1e-9)
+    network = measured_network(file, 8)
+    assert network.between == Link(1e-4, 1e-9)
+    assert (network.all_reduce, network.all_gather) == (Link(2e-4, 2e-9), Link(3e-4, 0.0))
+
+
+@pytest.mark.parametrize(("is_emulated", "growth"), [(False, 5), (True, 10)])
+def test_starts_cost_more_with_more_ranks(is_emulated: bool, growth: float) -> None:
+    file = OmegaConf.create(cluster_of(CLUSTER, 8, COSTS))
+    file.measured.is_emulated = is_emulated
+    network = measured_network(file, 36)
+    growth *= 36 / 8 / 2 if is_emulated else 1
+    assert network.between.alpha_s == pytest.approx(growth * 1e-4)
+    assert network.between.beta_s == 1e-9
 
 
 def test_rates_are_said_for_people() -> None:
     _, times = chain([1], [0.01], [0.02])
-    said = summary(LINK, LinkCost(0.0, 0.0), replace(times, step_s=0.003), 4)
+    said = summary(COSTS, replace(times, step_s=0.003), 4)
     for words in ("among 4 ranks", "8000 Mb/s", "4000 Mb/s", "too fast to tell", "forward 10.0 ms"):
         assert words in said

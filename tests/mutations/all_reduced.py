@@ -75,7 +75,7 @@ ALL_REDUCED = [
     ),
     Mutation(
         "measuring the backend's own all-reduce",
-        "tuning.py",
+        "exchange_probe.py",
         "    return replace(fitted(**halves), all_reduce=fitted(**all_reduces))\n",
         "    return fitted(**halves)\n",
         ("tests/test_tuning.py::test_steps_after_a_change_are_dropped_and_a_pause_does_not_count",),

@@ -68,7 +68,7 @@ KEPT = [
     ),
     Mutation(
         "measuring a link with fp32",
-        "tuning.py",
+        "exchange_probe.py",
         "partial(torch.empty, dtype=torch.float32, device=device)",
         "partial(torch.empty, device=device)",
         ("tests/test_tuning.py::test_the_link_is_measured_in_fp32_within_any_default_dtype",),

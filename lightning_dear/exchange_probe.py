@@ -1,0 +1,157 @@
+"""What exchanges cost on this cluster: alpha and beta, while others are under way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+from lightning_dear.clock import clock_of
+from lightning_dear.pipeline import Pipeline
+from lightning_dear.planning import LinkCost
+from lightning_dear.planning.cost import Train, fitted, sent_bytes
+from lightning_dear.planning.plan import ALIGNMENT, aligned
+from lightning_dear.summing import shard_of
+from lightning_dear.work import STATE_NUMBERS, Collectives, Work, uncounted
+
+_LEAST_BYTES, _MOST_BYTES, _MOST_LONG_BYTES = 1 << 18, 1 << 24, 1 << 26
+"""Of a train of exchanges that are under way at once, as in a step: while one starts, the others
+use the link. In between, an eighth of the model, and half of it for the long train, so that a slow
+link takes no longer than three steps."""
+
+_TRAINS = {"many": (16, 16), "few": (4, 4), "small": (4, 16)}
+"""Of `fitted` -> (number of exchanges, divisor of the bytes for each)."""
+
+_NUM_LONG = 8
+"""Exchanges of the long train. It is so long because ranks end a train at different moments: with
+four ranks on 1 Gb/s 10 ms apart, a tenth of the time of 16 MiB."""
+
+_NUM_REPEATS = 3
+"""Of a train; the long one runs once."""
+
+
+def measure_link(pipeline: Pipeline) -> LinkCost:
+    """What our two halves and an all-reduce cost, from trains of exchanges. Collective, blocks.
+
+    A train's time is that of the slowest rank, of its own the median over repeats (and, of the
+    halves, over both). Needs twice the bytes of the long train for a moment.
+    """
+    pipeline.complete_parameters("measuring the link")
+    collectives = pipeline.collectives
+    device = pipeline.parts[0].parameters[0].device
+    tensors = pipeline.parts[0].tensors
+    model_bytes = sum(tensor.numel * tensor.itemsize for tensor in tensors)
+    total_bytes = min(max(model_bytes // 8, _LEAST_BYTES), _MOST_BYTES)
+    long_bytes = min(max(model_bytes // 2, total_bytes), _MOST_LONG_BYTES)
+    planned = {
+        **{name: (count, total_bytes // part) for name, (count, part) in _TRAINS.items()},
+        "long": (_NUM_LONG, long_bytes // _NUM_LONG),
+    }
+    halves, all_reduces = {}, {}
+    for name, (count, nbytes) in planned.items():
+        numel = aligned(nbytes // 4, ALIGNMENT * collectives.world_size)
+        repeats = 1 if name == "long" else _NUM_REPEATS
+        with uncounted(collectives):
+            both_s = map(median, train_times(collectives, device, numel, count, repeats))
+        half_s, whole_s = (max(collectives.all_gather_object(one_s)) for one_s in both_s)
+        sent = sent_bytes(4 * numel, collectives.world_size)
+        halves[name] = Train(count, sent, half_s)
+        all_reduces[name] = Train(count, 2 * sent, whole_s)
+    return replace(fitted(**halves), all_reduce=fitted(**all_reduces))
+
+
+def train_times(
+    collectives: Collectives, device: torch.device, numel: int, count: int, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Seconds for `count` exchanges of `numel` fp32 numbers each that are under way at once.
+
+    Of either half, in turns, and of all-reduces.
+    """
+    clock = clock_of(device)
+    # Written to, unlike `torch.zeros`, whose pages the kernel would make during the exchange.
+    made = partial(torch.empty, dtype=torch.float32, device=device)
+    buffers = [made(numel).zero_() for _ in range(count)]
+    scratch = collectives.scratch_numel(numel)
+    received = [made(scratch).zero_() for _ in buffers]
+
+    def reduce_scatter(place: int) -> Work:
+        buffer = buffers[place]
+        own = shard_of(buffer, collectives.rank, collectives.world_size)
+        number = STATE_NUMBERS + place
+        return collectives.launch_reduce_scatter(buffer, received[place], own, number)
+
+    def all_gather(place: int) -> Work:
+        return collectives.launch_all_gather(buffers[place], STATE_NUMBERS + place)
+
+    def all_reduce(place: int) -> Work:
+        return collectives.launch_all_reduce(buffers[place], STATE_NUMBERS + place)
+
+    kinds = (reduce_scatter, all_gather, all_reduce)
+    # One of each first: what a size needs once is set up, and ranks begin together.
+    for launch in kinds:
+        launch(0).wait()
+    halves, all_reduces = [], []
+    for _ in range(repeats):
+        marks = [clock.mark()]
+        for launch in kinds:
+            for work in [launch(place) for place in range(count)]:
+                work.wait()
+            marks.append(clock.mark())
+        moments = [clock.seconds(mark) for mark in marks]
+        *both, whole = (end - begin for begin, end in pairwise(moments))
+        halves += both
+        all_reduces.append(whole)
+    return halves, all_reduces
+
+
+_TINY_NUMEL = 1024
+_NUM_FEW, _NUM_MANY = 16, 128
+_NUM_LARGE = 4
+
+
+def measure_sizes(
+    collectives: Collectives, device: torch.device, total_bytes: int
+) -> tuple[LinkCost, LinkCost]:
+    """What our halves and the backend's all-reduce cost: alpha from tiny ones, beta from large.
+
+    For a cluster's file, which is to serve models of any size. Collective, blocks.
+
+    Args:
+        collectives: Training's.
+        device: Where buffers are.
+        total_bytes: Of the large exchanges, which are under way at once.
+    """
+    unit = ALIGNMENT * collectives.world_size
+    tiny, large = aligned(_TINY_NUMEL, unit), aligned(total_bytes // 4 // _NUM_LARGE, unit)
+    few, many, long = (
+        _slowest_times(collectives, device, numel, count)
+        for numel, count in ((tiny, _NUM_FEW), (tiny, _NUM_MANY), (large, _NUM_LARGE))
+    )
+    costs = []
+    for kind, halves in enumerate((1, 2)):
+        small, sent = (
+            halves * sent_bytes(4 * numel, collectives.world_size) for numel in (tiny, large)
+        )
+        # A train of tiny ones also takes some time once.
+        start_s = (many[kind] - few[kind]) / (_NUM_MANY - _NUM_FEW)
+        costs.append(line(small, max(start_s, 0.0), sent, long[kind] / _NUM_LARGE))
+    return costs[0], costs[1]
+
+
+def _slowest_times(
+    collectives: Collectives, device: torch.device, numel: int, count: int
+) -> tuple[float, float]:
+    """Seconds of `count` halves, and of as many all-reduces, that are under way at once."""
+    with uncounted(collectives):
+        both_s = map(median, train_times(collectives, device, numel, count, _NUM_REPEATS))
+    half_s, whole_s = (max(collectives.all_gather_object(one_s)) for one_s in both_s)
+    return half_s, whole_s
+
+
+def line(few_bytes: float, few_s: float, many_bytes: float, many_s: float) -> LinkCost:
+    """Alpha and beta of two exchanges, of what a rank sends in each; never below zero."""
+    beta_s = max((many_s - few_s) / (many_bytes - few_bytes), 0.0)
+    return LinkCost(max(few_s - beta_s * few_bytes, 0.0), beta_s)
