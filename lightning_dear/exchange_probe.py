@@ -107,7 +107,10 @@ def train_times(
     return halves, all_reduces
 
 
-_TINY_NUMEL = 1024
+_SMALL_NUMELS = 1 << 10, 1 << 14
+"""4 and 64 KiB. In a train the former wait for each other's acknowledgements, as no step's do; on a
+slow link the latter take what their bytes take. So the shorter time counts."""
+
 _NUM_FEW, _NUM_MANY = 16, 128
 _NUM_LARGE = 4
 
@@ -115,36 +118,50 @@ _NUM_LARGE = 4
 def measure_sizes(
     collectives: Collectives, device: torch.device, total_bytes: int
 ) -> tuple[LinkCost, LinkCost]:
-    """What our halves and the backend's all-reduce cost: alpha from tiny ones, beta from large.
+    """What our halves and the backend's all-reduce cost: alpha from small ones, beta from large.
 
-    For a cluster's file, which is to serve models of any size. Collective, blocks.
+    For a cluster's file, which is to serve models of any size. An all-reduce of gloo's takes its
+    alpha or its bytes' time, whichever is longer: its dependent steps hide behind the bytes of
+    another one. Collective, blocks.
 
     Args:
         collectives: Training's.
         device: Where buffers are.
         total_bytes: Of the large exchanges, which are under way at once.
     """
-    unit = ALIGNMENT * collectives.world_size
-    tiny, large = aligned(_TINY_NUMEL, unit), aligned(total_bytes // 4 // _NUM_LARGE, unit)
-    few, many, long = (
-        _slowest_times(collectives, device, numel, count)
-        for numel, count in ((tiny, _NUM_FEW), (tiny, _NUM_MANY), (large, _NUM_LARGE))
+    world_size = collectives.world_size
+    unit = ALIGNMENT * world_size
+    large = aligned(total_bytes // 4 // _NUM_LARGE, unit)
+    sent = sent_bytes(4 * large, world_size)
+    half_s, whole_s = (
+        seconds / _NUM_LARGE for seconds in _slowest_times(collectives, device, large, _NUM_LARGE)
     )
-    costs = []
-    for kind, halves in enumerate((1, 2)):
-        small, sent = (
-            halves * sent_bytes(4 * numel, collectives.world_size) for numel in (tiny, large)
-        )
-        # A train of tiny ones also takes some time once.
-        start_s = (many[kind] - few[kind]) / (_NUM_MANY - _NUM_FEW)
-        costs.append(line(small, max(start_s, 0.0), sent, long[kind] / _NUM_LARGE))
-    return costs[0], costs[1]
+    halves: list[LinkCost] = []
+    starts_s: list[float] = []
+    for numel in (aligned(small, unit) for small in _SMALL_NUMELS):
+        own_s, all_reduce_s = _each(collectives, device, numel)
+        halves.append(line(sent_bytes(4 * numel, world_size), own_s, sent, half_s))
+        starts_s.append(all_reduce_s)
+    best = min(halves, key=lambda cost: cost.alpha_s)
+    return best, LinkCost(min(starts_s), whole_s / (2 * sent))
+
+
+def _each(collectives: Collectives, device: torch.device, numel: int) -> tuple[float, float]:
+    """Seconds of one small half, and of one all-reduce, in a train, which takes some time once."""
+    few, many = (
+        _slowest_times(collectives, device, numel, count) for count in (_NUM_FEW, _NUM_MANY)
+    )
+    half_s, whole_s = (
+        max(after - before, 0.0) / (_NUM_MANY - _NUM_FEW)
+        for before, after in zip(few, many, strict=True)
+    )
+    return half_s, whole_s
 
 
 def _slowest_times(
     collectives: Collectives, device: torch.device, numel: int, count: int
 ) -> tuple[float, float]:
-    """Seconds of `count` halves, and of as many all-reduces, that are under way at once."""
+    """Seconds of `count` halves, and of `count` all-reduces, that are under way at once."""
     with uncounted(collectives):
         both_s = map(median, train_times(collectives, device, numel, count, _NUM_REPEATS))
     half_s, whole_s = (max(collectives.all_gather_object(one_s)) for one_s in both_s)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dear import tuning
+from lightning_dear import exchange_probe, tuning
 from lightning_dear.compression import Codec, Int8
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.exchange_probe import measure_link
@@ -129,7 +129,8 @@ class _Pipeline:
 
 @pytest.fixture(autouse=True)
 def _made_up_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "clock_of", lambda device: CLOCK)
+    for module in (tuning, exchange_probe):
+        monkeypatch.setattr(module, "clock_of", lambda device: CLOCK)
 
 
 def _bucket_s(pipeline: _Pipeline) -> float:

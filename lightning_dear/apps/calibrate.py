@@ -169,7 +169,6 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]
         **written(costs.halves),
         "measured": {
             "world_size": world_size,
-            "is_emulated": emulated.is_emulated(cfg),
             "all_reduce": written(costs.all_reduce),
             "all_gather": written(costs.all_gather),
             "has_reduce_scatter": not is_gloo,

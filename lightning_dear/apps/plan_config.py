@@ -78,13 +78,10 @@ def measured_network(cluster: DictConfig, world_size: int) -> Network:
     """Return what was measured, for another number of ranks.
 
     A rank starts P - 1 messages in each half, and takes part in 2 (P - 1) steps of an all-reduce:
-    so alpha grows, with the number of ranks that share this machine's cores as well if the cluster
-    is emulated. Seconds a byte stay.
+    so alpha grows with P - 1. Seconds a byte stay.
     """
     measured = cluster.measured
     growth = (world_size - 1) / (measured.world_size - 1)
-    if measured.is_emulated:
-        growth *= world_size / measured.world_size
 
     def link(costs: DictConfig) -> Link:
         return Link(growth * costs.alpha_s, costs.beta_s_per_byte)

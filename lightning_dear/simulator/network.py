@@ -59,8 +59,9 @@ class Network:
         within: A rank's link to others of its node; None: what is in one node travels as if each
             rank were a node of its own.
         algorithm: How halves and all-reduces go about it.
-        all_reduce: The backend's own all-reduce as measured, in bytes that a rank sends; None: by
-            `algorithm`.
+        all_reduce: The backend's own all-reduce as measured, by bytes that a rank sends: alpha or
+            the bytes' time, whichever is longer, as its dependent steps hide behind the bytes of
+            another one. None: by `algorithm`.
         all_gather: The same of the backend's own all-gather, which ours is not on gloo.
         has_reduce_scatter: Whether the backend has a reduce-scatter, and streams on which it takes
             place. Gloo has neither: a reduce-scatter that is not ours is an all-reduce, and FSDP2
@@ -125,7 +126,8 @@ class Network:
         if self.world_size == 1:
             return 0.0
         if self.all_reduce is not None:
-            return self.all_reduce.message_s(2 * self.sent_bytes(nbytes))
+            seconds = 2 * self.sent_bytes(nbytes) * self.all_reduce.beta_s
+            return max(self.all_reduce.alpha_s, seconds)
         if self.algorithm == "tree":
             return self._tree_s(nbytes)
         if self.algorithm == "best":

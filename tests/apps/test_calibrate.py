@@ -89,13 +89,9 @@ def test_the_clusters_file_has_what_was_measured() -> None:
     assert (network.all_reduce, network.all_gather) == (Link(2e-4, 2e-9), Link(3e-4, 0.0))
 
 
-@pytest.mark.parametrize(("is_emulated", "growth"), [(False, 5), (True, 10)])
-def test_starts_cost_more_with_more_ranks(is_emulated: bool, growth: float) -> None:
-    file = OmegaConf.create(cluster_of(CLUSTER, 8, COSTS))
-    file.measured.is_emulated = is_emulated
-    network = measured_network(file, 36)
-    growth *= 36 / 8 / 2 if is_emulated else 1
-    assert network.between.alpha_s == pytest.approx(growth * 1e-4)
+def test_starts_cost_more_with_more_ranks() -> None:
+    network = measured_network(OmegaConf.create(cluster_of(CLUSTER, 8, COSTS)), 36)
+    assert network.between.alpha_s == pytest.approx(5 * 1e-4)
     assert network.between.beta_s == 1e-9
 
 

@@ -93,7 +93,8 @@ def test_a_ring_of_single_ranks_is_hierarchical(link: Link, nbytes: float) -> No
 
 def test_a_measured_all_reduce_counts() -> None:
     network = Network(SLOW, 2, all_reduce=Link(3.0, 2.0))
-    assert network.all_reduce_s(10.0) == 3 + 2 * 10
+    assert network.all_reduce_s(10.0) == 2 * 10
+    assert network.all_reduce_s(1.0) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""What exchanges cost by size: by hand, and between real ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lightning_dear.collectives import new_collectives
+from lightning_dear.exchange_probe import line, measure_sizes
+from lightning_dear.link_probe import probe_gather
+from lightning_dear.planning import LinkCost
+from tests.distributed.harness import distributed
+
+CPU = torch.device("cpu")
+
+
+def test_a_line_through_two_exchanges() -> None:
+    assert line(10.0, 4.0, 30.0, 8.0) == LinkCost(2.0, 0.2)
+
+
+def test_noise_never_makes_a_cost_negative() -> None:
+    assert line(10.0, 5.0, 30.0, 4.0) == LinkCost(5.0, 0.0)
+    assert line(10.0, 1.0, 30.0, 30.0).alpha_s == 0
+
+
+@distributed(world_sizes=(2, 3))
+def test_sizes_are_measured_alike_on_all_ranks(world_size: int) -> None:
+    collectives = new_collectives(CPU)
+    sent_before = collectives.ledger.total_bytes
+    halves, all_reduce = measure_sizes(collectives, CPU, 1 << 20)
+    for cost in (halves, all_reduce):
+        assert 0 <= cost.alpha_s < 1
+        assert 0 <= cost.beta_s < 1e-4
+        assert math.isfinite(cost.beta_s)
+    seconds = probe_gather(collectives, CPU, 1 << 16)
+    assert 0 < seconds < 1
+    everyone = collectives.all_gather_object((halves, all_reduce, seconds))
+    assert everyone == [everyone[0]] * world_size
+    # Training's bytes stay training's.
+    assert collectives.ledger.total_bytes == sent_before
