@@ -98,7 +98,7 @@ SPEED = [
     ),
     Mutation(
         "one exchange of each kind before a train",
-        "tuning.py",
+        "exchange_probe.py",
         "        launch(0).wait()\n",
         "        pass\n",
         ("tests/test_tuning.py::test_trains_have_limits_and_do_not_count_what_a_size_sets_up",),
