@@ -21,8 +21,18 @@ from lightning_dear.apps.plan_config import (
     world_sizes_of,
 )
 from lightning_dear.apps.plan_report import advice, describe, format_rows, write_rows, write_scaling
+from lightning_dear.benchmarking.progress import Progress
 from lightning_dear.paths import conf_dir
-from lightning_dear.simulator.ranking import Ranked, ranked, recommended, scaling
+from lightning_dear.simulator import Network, Workload
+from lightning_dear.simulator.ranking import (
+    Ranked,
+    Scaled,
+    filling,
+    ranked,
+    recommended,
+    scaling,
+)
+from lightning_dear.simulator.strategies import Strategy
 from lightning_dear.simulator.timeline import lanes_of, spans_of
 from lightning_dear.spans import write_chrome_trace
 from lightning_dear.timeline_plot import plot_timeline
@@ -59,10 +69,25 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
     (folder / "table.txt").write_text(f"{text}\n")
     write_rows(folder / "plan.csv", rows, workload)
     _write_timeline(folder, best)
-    steps_s = scaling(strategies, workload, network, world_sizes_of(cfg), conditions)
-    write_scaling(folder, steps_s, workload)
+    write_scaling(folder, _scaling(cfg, strategies, workload, network), workload)
     print(f"The rows, how each scales, and the best one's timeline: {folder}", flush=True)
     return best
+
+
+def _scaling(
+    cfg: DictConfig, strategies: Sequence[Strategy], workload: Workload, network: Network
+) -> list[Scaled]:
+    sizes = filling(world_sizes_of(cfg), network)
+    progress = Progress(len(strategies) * len(sizes))
+    scaled = []
+    try:
+        for one in scaling(strategies, workload, network, sizes, conditions_of(cfg)):
+            scaled.append(one)
+            progress.begin(f"{one.name}, {one.world_size} ranks")
+            progress.step()
+    finally:
+        progress.close()
+    return scaled
 
 
 def _write_timeline(folder: Path, best: Ranked) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.program import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from lightning_dear.simulator.ranking import Ranked, alone_s
+from lightning_dear.simulator.ranking import Ranked, Scaled, alone_s
 from lightning_dear.simulator.strategies import ALONE
 
 _TITLES = (
@@ -123,15 +123,12 @@ def write_rows(path: Path, rows: Sequence[Ranked], workload: Workload) -> None:
             writer.writerow([row.strategy.name, step_s, efficiency, *waits, sent, row.memory_bytes])
 
 
-def write_scaling(
-    folder: Path, steps_s: Mapping[str, Mapping[int, float]], workload: Workload
-) -> None:
+def write_scaling(folder: Path, scaled: Sequence[Scaled], workload: Workload) -> None:
     """Write ``scaling.csv``, and ``scaling.png``: efficiency over the number of ranks."""
     with (folder / "scaling.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["strategy", "world_size", "step_s"])
-        for name, by_size in steps_s.items():
-            writer.writerows([name, size, seconds] for size, seconds in by_size.items())
+        writer.writerows([one.name, one.world_size, one.step_s] for one in scaled)
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -140,12 +137,12 @@ def write_scaling(
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for number, (name, by_size) in enumerate(steps_s.items()):
-        shares = [100 * alone_s(workload) / seconds for seconds in by_size.values()]
+    for number, name in enumerate(dict.fromkeys(one.name for one in scaled)):
+        own = [one for one in scaled if one.name == name]
         is_ours = name.startswith("dear")
         axes.plot(
-            list(by_size),
-            shares,
+            [one.world_size for one in own],
+            [100 * alone_s(workload) / one.step_s for one in own],
             label=name,
             marker="o" if is_ours else ".",
             color=colormaps["tab20"](number % 20),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_dear.simulator.network import Network
@@ -72,6 +72,15 @@ def ranked(
     return sorted(rows, key=lambda row: row.step.step_s)
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """A step of a strategy with some number of ranks."""
+
+    name: str
+    world_size: int
+    step_s: float
+
+
 def alone_s(workload: Workload) -> float:
     """Seconds of a step of one rank that sends nothing."""
     times = workload.times
@@ -102,13 +111,15 @@ def scaling(
     network: Network,
     world_sizes: Iterable[int],
     conditions: Conditions = PLAIN,
-) -> dict[str, dict[int, float]]:
-    """Name -> number of ranks -> seconds of a step, for those numbers that fill nodes."""
-    steps_s: dict[str, dict[int, float]] = {one.name: {} for one in strategies}
+) -> Iterator[Scaled]:
+    """Each strategy's step at each number of ranks, one after the other as they are simulated."""
     for world_size in world_sizes:
-        if world_size > network.ranks_per_node and world_size % network.ranks_per_node:
-            continue
         sized = replace(network, world_size=world_size)
         for one in strategies:
-            steps_s[one.name][world_size] = conditions.step(one, workload, sized).step_s
-    return steps_s
+            yield Scaled(one.name, world_size, conditions.step(one, workload, sized).step_s)
+
+
+def filling(world_sizes: Iterable[int], network: Network) -> list[int]:
+    """Those numbers of ranks that fit into one node, or fill several."""
+    inside = network.ranks_per_node
+    return [size for size in world_sizes if size <= inside or size % inside == 0]

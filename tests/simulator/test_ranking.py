@@ -8,6 +8,7 @@ from lightning_dear.simulator import Link, Network, Stragglers, Workload
 from lightning_dear.simulator.ranking import (
     Conditions,
     alone_s,
+    filling,
     ranked,
     recommended,
     scaling,
@@ -53,12 +54,20 @@ def test_efficiency_is_that_of_weak_scaling(bert: Workload) -> None:
     assert 0 < row.efficiency(alone_s(bert)) < 1
 
 
-def test_scaling_leaves_out_numbers_that_fill_no_nodes(bert: Workload) -> None:
+def test_numbers_that_fill_no_nodes_are_left_out() -> None:
     network = Network(SLOW, 8, ranks_per_node=4, within=FAST)
-    steps_s = scaling(strategies("ddp", "dear"), bert, network, [1, 2, 4, 6, 8, 16])
-    assert [list(by_size) for by_size in steps_s.values()] == [[1, 2, 4, 8, 16]] * 2
-    assert steps_s["ddp"][1] == pytest.approx(alone_s(bert))
-    assert list(steps_s["dear"].values()) == sorted(steps_s["dear"].values())
+    assert filling([1, 2, 3, 4, 6, 8, 16], network) == [1, 2, 3, 4, 8, 16]
+
+
+def test_each_strategy_is_scaled_to_each_number(bert: Workload) -> None:
+    network = Network(SLOW, 8, ranks_per_node=4, within=FAST)
+    scaled = list(scaling(strategies("ddp", "dear"), bert, network, [1, 4, 16]))
+    assert [(one.name, one.world_size) for one in scaled] == [
+        (name, size) for size in (1, 4, 16) for name in ("ddp", "dear")
+    ]
+    assert scaled[0].step_s == pytest.approx(alone_s(bert))
+    of_ddp = [one.step_s for one in scaled if one.name == "ddp"]
+    assert of_ddp == sorted(of_ddp)
 
 
 def test_stragglers_make_all_wait(bert: Workload) -> None:
