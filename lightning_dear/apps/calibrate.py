@@ -144,7 +144,11 @@ def _finish(cfg: DictConfig, world_size: int, planner: Calibration, costs: Costs
     tensors, times, _, codecs = planner.found
     # A rank steps its shards: all parameters would take as many times as long as there are ranks.
     whole = ModelTimes(**{**vars(times), "step_s": times.step_s * world_size})
-    save_workload(Workload(str(cfg.task_name), tensors, whole, codecs), folder / "model.json")
+    choices = HydraConfig.get().runtime.choices
+    workload = Workload(
+        str(choices["model"]), tensors, whole, codecs, compressor=str(choices["compressor"])
+    )
+    save_workload(workload, folder / "model.json")
     (folder / "cluster").mkdir(exist_ok=True)
     text = OmegaConf.to_yaml(OmegaConf.create(cluster_of(cfg, world_size, costs)))
     (folder / "cluster" / "measured.yaml").write_text(text)

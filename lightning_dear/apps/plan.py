@@ -62,7 +62,7 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
         [
             describe(workload, network, source_of(cfg)),
             format_rows(rows, workload),
-            advice(best, rows, str(cfg.profile)),
+            advice(best, rows, str(cfg.profile), workload.compressor),
         ]
     )
     print(text, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,11 @@ def network_of(cfg: DictConfig) -> Network:
             " byte: 8.0e-10 at 10 Gb/s) and cluster.alpha_s."
         )
     ranks_per_node, num_nodes = _ranks_per_node(cluster), int(cluster.num_nodes)
+    if ranks_per_node * num_nodes < 2:
+        raise ValueError(
+            "The cluster has one rank, which sends nothing; set cluster.num_nodes and"
+            " cluster.devices to those of yours."
+        )
     between = Link(float(cluster.alpha_s), _beta_s(cluster))
     if cluster.get("measured") is not None:
         network = measured_network(cluster, ranks_per_node * num_nodes)
@@ -115,7 +121,7 @@ def _beta_s(cluster: DictConfig) -> float:
 
 def source_of(cfg: DictConfig) -> str:
     """Return where the cluster's figures come from."""
-    return str(cfg.cluster.get("source") or "no source given")
+    return str(cfg.cluster.get("source") or "its file names no source")
 
 
 def strategies_of(cfg: DictConfig, workload: Workload) -> list[Strategy]:
@@ -124,6 +130,8 @@ def strategies_of(cfg: DictConfig, workload: Workload) -> list[Strategy]:
     Raises:
         ValueError: If a name is unknown.
     """
+    if isinstance(cfg.strategies, str):
+        raise ValueError(f"strategies must be a list: strategies=[{cfg.strategies}].")
     if cfg.strategies is not None:
         return [resolve_strategy(name) for name in cfg.strategies]
     has_codec = not workload.codecs.are_none
@@ -131,14 +139,19 @@ def strategies_of(cfg: DictConfig, workload: Workload) -> list[Strategy]:
 
 
 def conditions_of(cfg: DictConfig) -> Conditions:
-    """Return stragglers and contention.
+    """Return stragglers and contention; looks at the other numbers, too.
 
     Raises:
         ValueError: If they make no sense.
     """
     options: Any = OmegaConf.to_container(cfg.stragglers, resolve=True)
-    if not float(cfg.contention) >= 0:
-        raise ValueError(f"contention must not be negative, got {cfg.contention}.")
+    for name in ("contention", "step_s", "state_bytes"):
+        if not 0 <= float(cfg[name]) < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {cfg[name]}.")
+    if not 0 <= float(cfg.enough) < 1:
+        raise ValueError(f"enough is a share of a step, 0 to 1, got {cfg.enough}.")
+    if int(cfg.num_steps) < 1:
+        raise ValueError(f"num_steps must be at least 1, got {cfg.num_steps}.")
     return Conditions(Stragglers(**options), float(cfg.contention), int(cfg.num_steps))
 
 

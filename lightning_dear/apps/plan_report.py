@@ -23,19 +23,24 @@ _TITLES = (
     "",
 )
 _BASELINE = "ddp"
+_WORTH_SAYING = 0.01
+"""Share of a step by which something that cannot be run here must be faster."""
 
 
 def describe(workload: Workload, network: Network, source: str) -> str:
     """Return in a few lines what is predicted for what."""
-    times, between = workload.times, network.between
-    codec = "" if workload.codecs.are_none else "; ours with the compressor that was calibrated"
-    rate = f"{8 / between.beta_s / 1e9:.3g} Gb/s" if between.beta_s else "of any rate"
+    times, is_one = workload.times, network.num_nodes == 1
+    link = network.within if is_one and network.within is not None else network.between
+    rate = f"{8 / link.beta_s / 1e9:.3g} Gb/s" if link.beta_s else "of any rate"
+    place = "within the node" if is_one else "between nodes"
+    has_codec = not workload.codecs.are_none
+    codec = f"; ours with compressor={workload.compressor}" if has_codec else ""
     return "\n".join(
         [
             f"{workload.name}: {workload.nbytes / 1e6:.1f} MB, forward {_ms(times.forward_s)} ms,"
             f" backward {_ms(times.backward_s)} ms{codec}",
-            f"{network.world_size} ranks on {network.num_nodes} nodes; links between nodes: {rate},"
-            f" {between.alpha_s * 1e6:.3g} us a message",
+            f"{network.world_size} ranks on {network.num_nodes} node(s); links {place}: {rate},"
+            f" {link.alpha_s * 1e6:.3g} us a message",
             f"Network: {source}",
             "SIMULATED: nothing here was measured on that cluster.",
         ]
@@ -76,7 +81,7 @@ def format_rows(rows: Sequence[Ranked], workload: Workload) -> str:
     return "\n".join([rule, texts[0], rule, *texts[1:], rule])
 
 
-def advice(best: Ranked, rows: Sequence[Ranked], profile: str) -> str:
+def advice(best: Ranked, rows: Sequence[Ranked], profile: str, compressor: str) -> str:
     """Return what to use, why, and the overrides to paste."""
     ddp_s = _step_of(rows, _BASELINE)
     if best.strategy.name == _BASELINE:
@@ -87,9 +92,10 @@ def advice(best: Ranked, rows: Sequence[Ranked], profile: str) -> str:
         if ddp_s is not None:
             lines.append(f"A step under DDP takes {ddp_s / best.step.step_s:.2f} times as long.")
     others = [row for row in rows if not _can_run(row) and row.strategy.name != ALONE]
-    if others and others[0].step.step_s < best.step.step_s:
+    if others and (1 + _WORTH_SAYING) * others[0].step.step_s < best.step.step_s:
         lines.append(f"({others[0].strategy.name} would be faster, but cannot be run here.)")
-    lines.append(f"dear-train {best.strategy.overrides}")
+    suffix = f" compressor={compressor}" if best.strategy.compresses else ""
+    lines.append(f"dear-train {best.strategy.overrides}{suffix if compressor != 'none' else ''}")
     if best.strategy.name.startswith("dear"):
         lines.append(f"Try it here, without the cluster: dear-bench model.profile={profile}")
     return "\n".join(lines)

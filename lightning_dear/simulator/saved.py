@@ -21,6 +21,7 @@ def save_workload(workload: Workload, path: str | Path) -> None:
         "version": FORMAT_VERSION,
         "name": workload.name,
         "state_bytes": workload.state_bytes,
+        "compressor": workload.compressor,
         "times": asdict(workload.times),
         "codecs": {
             kind: asdict(getattr(workload.codecs, kind)) for kind in ("compressed", "uncompressed")
@@ -52,6 +53,7 @@ def load_workload(path: str | Path) -> Workload:
                 _codec(codecs["compressed"]), _codec(codecs["uncompressed"]), content["may_mix"]
             ),
             state_bytes=content["state_bytes"],
+            compressor=content["compressor"],
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} holds no measured model ({error}); calibrate again.") from error

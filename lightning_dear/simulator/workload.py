@@ -20,6 +20,7 @@ class Workload:
             much of it a rank does is the strategy's.
         codecs: What compressing costs.
         state_bytes: Of the optimizer's state, for each byte of parameters: 2 for Adam's.
+        compressor: The name of what `codecs` are the costs of.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Workload:
     times: ModelTimes
     codecs: CodecCosts = NO_CODEC
     state_bytes: float = 2.0
+    compressor: str = "none"
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +38,7 @@ class Workload:
     @property
     def uncompressed(self) -> Workload:
         """The same without a compressor."""
-        return replace(self, codecs=NO_CODEC)
+        return replace(self, codecs=NO_CODEC, compressor="none")
 
     def sharded_times(self, world_size: int) -> ModelTimes:
         """Its times as planners take them: `step_s` is that of one rank's share."""

@@ -39,6 +39,7 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     assert workload.times.forward_s > 0
     assert workload.times.step_s > 0
     assert set(workload.times.ready_s) == {tensor.index for tensor in workload.tensors}
+    assert (workload.name, workload.compressor) == ("resnet", "bf16")
     assert workload.codecs.compressed.encode.of(1e6) > 0
     cluster = OmegaConf.load(folder / "cluster" / "measured.yaml")
     assert (cluster.num_nodes, cluster.devices) == (1, 2)
@@ -56,6 +57,7 @@ def test_the_line_it_prints_plans_with_that(calibrated, tmp_path: Path) -> None:
     planned = run(tmp_path, *line, *few, program=PROGRAM)
     assert planned.returncode == 0, planned.stderr
     assert "measured by dear-plan calibrate among 2 ranks" in planned.stdout
+    assert "ours with compressor=bf16" in planned.stdout
     assert (tmp_path / "plan" / "plan.csv").is_file()
 
 

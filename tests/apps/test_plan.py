@@ -29,7 +29,7 @@ def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
     said = capsys.readouterr().out
     assert best.strategy.name == "dear"
     for words in (
-        "64 ranks on 16 nodes",
+        "64 ranks on 16 node(s)",
         "9.41 Gb/s",
         "SIMULATED",
         "Use dear",
@@ -45,6 +45,11 @@ def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "all_gather"}
     for picture in ("scaling.png", "timeline.png"):
         assert (tmp_path / picture).stat().st_size > 10_000
+
+
+def test_one_node_has_links_within(tmp_path, capsys) -> None:
+    planned(tmp_path, "strategies=[ddp]", "world_sizes=[8]", "cluster=nvlink_8gpu")
+    assert "8 ranks on 1 node(s); links within the node: 1.04e+03 Gb/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cluster", PLANNED)
@@ -67,7 +72,7 @@ def test_the_users_own_seconds_and_numbers_count(tmp_path, capsys) -> None:
     planned(tmp_path, *FEW, *options)
     said = capsys.readouterr().out
     assert "forward 1000.0 ms, backward 2000.0 ms" in said
-    assert "4 ranks on 2 nodes" in said
+    assert "4 ranks on 2 node(s)" in said
     assert re.search(r"single +3500\.0 ", said)
 
 
@@ -80,7 +85,13 @@ def test_the_users_own_seconds_and_numbers_count(tmp_path, capsys) -> None:
         ("cluster.beta_s_per_byte=null", "set cluster.beta_s_per_byte"),
         ("algorithm=rings", "Unknown algorithm 'rings'; valid ones: pairwise"),
         ("stragglers.sigma=-1", "sigma must be finite and not negative"),
-        ("contention=-1", "contention must not be negative"),
+        ("contention=-1", "contention must be finite and not negative"),
+        ("state_bytes=-1", "state_bytes must be finite and not negative"),
+        ("step_s=inf", "step_s must be finite"),
+        ("enough=2", "enough is a share of a step"),
+        ("num_steps=0", "num_steps must be at least 1"),
+        ("cluster=single_process", "has one rank, which sends nothing; set cluster.num_nodes"),
+        ("strategies=ddp", "strategies must be a list: strategies=[ddp]"),
         ("world_sizes=[0]", "world_sizes must be at least 1"),
     ],
 )

@@ -18,7 +18,7 @@ from tests.planning.models import chain, chains, codecs
 @given(chains(), codecs, st.floats(0, 4))
 def test_it_comes_back_as_it_was(tmp_path_factory, model, costs, state_bytes) -> None:
     tensors, times = model
-    workload = Workload("made up", tensors, times, costs, state_bytes)
+    workload = Workload("made up", tensors, times, costs, state_bytes, "int8")
     path = tmp_path_factory.mktemp("saved") / "model.json"
     save_workload(workload, path)
     assert load_workload(path) == workload
