@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -142,11 +142,16 @@ def _finish(cfg: DictConfig, world_size: int, planner: Calibration, costs: Costs
         )
     folder = Path(HydraConfig.get().runtime.output_dir)
     tensors, times, _, codecs = planner.found
-    # A rank steps its shards: all parameters would take as many times as long as there are ranks.
-    whole = ModelTimes(**{**vars(times), "step_s": times.step_s * world_size})
+    # What stepping all instead of a shard takes was not measured: so it is counted alike for all.
+    others = replace(times, step_s=0.0)
     choices = HydraConfig.get().runtime.choices
     workload = Workload(
-        str(choices["model"]), tensors, whole, codecs, compressor=str(choices["compressor"])
+        str(choices["model"]),
+        tensors,
+        others,
+        codecs,
+        compressor=str(choices["compressor"]),
+        fixed_step_s=times.step_s,
     )
     save_workload(workload, folder / "model.json")
     (folder / "cluster").mkdir(exist_ok=True)
@@ -173,6 +178,7 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]
         **written(costs.halves),
         "measured": {
             "world_size": world_size,
+            "num_nodes": num_nodes,
             "all_reduce": written(costs.all_reduce),
             "all_gather": written(costs.all_gather),
             "has_reduce_scatter": not is_gloo,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -23,11 +24,10 @@ from lightning_dear.apps.plan_config import (
 from lightning_dear.apps.plan_report import advice, describe, format_rows, write_rows, write_scaling
 from lightning_dear.benchmarking.progress import Progress
 from lightning_dear.paths import conf_dir
-from lightning_dear.simulator import Network, Workload
+from lightning_dear.simulator import Workload
 from lightning_dear.simulator.ranking import (
     Ranked,
     Scaled,
-    filling,
     ranked,
     recommended,
     scaling,
@@ -69,19 +69,19 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
     (folder / "table.txt").write_text(f"{text}\n")
     write_rows(folder / "plan.csv", rows, workload)
     _write_timeline(folder, best)
-    write_scaling(folder, _scaling(cfg, strategies, workload, network), workload)
+    write_scaling(folder, _scaling(cfg, strategies, workload), workload)
     print(f"The rows, how each scales, and the best one's timeline: {folder}", flush=True)
     return best
 
 
-def _scaling(
-    cfg: DictConfig, strategies: Sequence[Strategy], workload: Workload, network: Network
-) -> list[Scaled]:
-    sizes = filling(world_sizes_of(cfg), network)
+def _scaling(cfg: DictConfig, strategies: Sequence[Strategy], workload: Workload) -> list[Scaled]:
+    sizes = world_sizes_of(cfg)
     progress = Progress(len(strategies) * len(sizes))
     scaled = []
     try:
-        for one in scaling(strategies, workload, network, sizes, conditions_of(cfg)):
+        for one in scaling(
+            strategies, workload, partial(network_of, cfg), sizes, conditions_of(cfg)
+        ):
             scaled.append(one)
             progress.begin(f"{one.name}, {one.world_size} ranks")
             progress.step()

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.simulator import Link, Network, Stragglers, Workload
-from lightning_dear.simulator.ranking import Conditions
+from lightning_dear.simulator.ranking import Conditions, filling
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
 from lightning_dear.workloads.replay.planned import planned
@@ -48,11 +48,11 @@ def _measured(cfg: DictConfig) -> Workload:
     return replace(load_workload(cfg.profile), state_bytes=float(cfg.state_bytes))
 
 
-def network_of(cfg: DictConfig) -> Network:
-    """Return the cluster's network.
+def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
+    """Return the cluster's network, for another number of ranks if one is given.
 
     Raises:
-        ValueError: If the cluster's file lacks something.
+        ValueError: If the cluster's file lacks something, or has one rank.
     """
     cluster = cfg.cluster
     if cluster.beta_s_per_byte is None and cluster.get("rate_mbit") is None:
@@ -60,29 +60,46 @@ def network_of(cfg: DictConfig) -> Network:
             "The cluster's file says nothing of its links; set cluster.beta_s_per_byte (seconds a"
             " byte: 8.0e-10 at 10 Gb/s) and cluster.alpha_s."
         )
-    ranks_per_node, num_nodes = _ranks_per_node(cluster), int(cluster.num_nodes)
-    if ranks_per_node * num_nodes < 2:
+    inside, num_nodes = ranks_per_node(cluster), int(cluster.num_nodes)
+    if inside * num_nodes < 2:
         raise ValueError(
             "The cluster has one rank, which sends nothing; set cluster.num_nodes and"
             " cluster.devices to those of yours."
         )
-    between = Link(float(cluster.alpha_s), _beta_s(cluster))
+    world_size = inside * num_nodes if world_size is None else world_size
     if cluster.get("measured") is not None:
-        network = measured_network(cluster, ranks_per_node * num_nodes)
-        return replace(network, ranks_per_node=ranks_per_node)
+        _check_measured(cfg, num_nodes)
+        return measured_network(cluster, world_size)
+    between = Link(float(cluster.alpha_s), _beta_s(cluster))
     within = cluster.get("within")
+    is_gloo = cluster.accelerator == "cpu"
     return Network(
         between=between,
-        world_size=ranks_per_node * num_nodes,
-        ranks_per_node=ranks_per_node,
+        world_size=world_size,
+        ranks_per_node=inside,
         within=between if within is None else Link(within.alpha_s, within.beta_s_per_byte),
-        algorithm=cfg.algorithm,
+        algorithm="pairwise" if is_gloo and cfg.algorithm == "best" else cfg.algorithm,
+        has_reduce_scatter=not is_gloo,
     )
+
+
+def _check_measured(cfg: DictConfig, num_nodes: int) -> None:
+    if cfg.algorithm != "best":
+        raise ValueError(
+            f"algorithm={cfg.algorithm} means nothing for a cluster that was measured; leave it"
+            " out."
+        )
+    if cfg.cluster.measured.num_nodes == 1 < num_nodes:
+        raise ValueError(
+            "This cluster was measured on one node, which says nothing of links between several;"
+            " calibrate on two or more, or choose another cluster."
+        )
 
 
 def measured_network(cluster: DictConfig, world_size: int) -> Network:
     """Return what was measured, for another number of ranks.
 
+    Each rank counts as a node of its own: that ranks share a node's link is in what was measured.
     A rank starts P - 1 messages in each half, and takes part in 2 (P - 1) steps of an all-reduce:
     so alpha grows with P - 1. Seconds a byte stay.
     """
@@ -104,7 +121,12 @@ def measured_network(cluster: DictConfig, world_size: int) -> Network:
     )
 
 
-def _ranks_per_node(cluster: DictConfig) -> int:
+def ranks_per_node(cluster: DictConfig) -> int:
+    """Return how many ranks a node has.
+
+    Raises:
+        ValueError: If the cluster's file leaves it open.
+    """
     if not isinstance(cluster.devices, int):
         raise ValueError(
             f"dear-plan has to know how many ranks a node has, not devices={cluster.devices!r}; set"
@@ -156,12 +178,15 @@ def conditions_of(cfg: DictConfig) -> Conditions:
 
 
 def world_sizes_of(cfg: DictConfig) -> Sequence[int]:
-    """Return the numbers of ranks of the scaling curves.
+    """Return the numbers of ranks of the scaling curves, those that fill nodes.
 
     Raises:
-        ValueError: If one is below 1.
+        ValueError: If one is below 1, or none fills nodes.
     """
     sizes = [int(size) for size in cfg.world_sizes]
     if min(sizes, default=1) < 1:
         raise ValueError(f"world_sizes must be at least 1, got {sizes}.")
-    return sizes
+    inside = ranks_per_node(cfg.cluster)
+    if sizes and not filling(sizes, inside):
+        raise ValueError(f"None of world_sizes={sizes} fits into nodes of {inside} ranks.")
+    return filling(sizes, inside)

@@ -10,14 +10,15 @@ from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.program import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator.ranking import Ranked, Scaled, alone_s
 from lightning_dear.simulator.strategies import ALONE
+from lightning_dear.workloads.replay.profile import PROFILES
 
 _TITLES = (
     "strategy",
     "step ms",
     "x ddp",
     "scaling",
-    "waits in backward ms",
-    "in forward ms",
+    "waits for gradients ms",
+    "for parameters ms",
     "MB/step",
     "GB/rank",
     "",
@@ -96,7 +97,7 @@ def advice(best: Ranked, rows: Sequence[Ranked], profile: str, compressor: str) 
         lines.append(f"({others[0].strategy.name} would be faster, but cannot be run here.)")
     suffix = f" compressor={compressor}" if best.strategy.compresses else ""
     lines.append(f"dear-train {best.strategy.overrides}{suffix if compressor != 'none' else ''}")
-    if best.strategy.name.startswith("dear"):
+    if best.strategy.name.startswith("dear") and profile in PROFILES:
         lines.append(f"Try it here, without the cluster: dear-bench model.profile={profile}")
     return "\n".join(lines)
 
@@ -158,7 +159,7 @@ def write_scaling(folder: Path, scaled: Sequence[Scaled], workload: Workload) ->
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("ranks")
     axes.set_ylabel("one rank's step over this step, %")
-    axes.set_ylim(0, 105)
+    axes.set_ylim(0, max(105, *(105 * alone_s(workload) / one.step_s for one in scaled)))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     axes.set_title(f"{workload.name}: weak scaling, simulated", fontsize=10)

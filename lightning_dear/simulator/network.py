@@ -17,7 +17,7 @@ pairwise: every rank sends to every other one at once; for both halves of an all
 ring: P - 1 steps for a half, each after the one before.
 tree: two binary trees that share the bytes, for all-reduces; half of one takes a ring.
 hierarchical: a half within the nodes, the other part between them.
-best: whatever is fastest for a size, as NCCL's tuner chooses.
+best: as NCCL: rings for halves; for all-reduces a ring or trees, whichever is faster for a size.
 """
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
@@ -119,7 +119,8 @@ class Network:
         }
         if self.algorithm != "best":
             return ways[self.algorithm](nbytes)
-        return min(ways[name](nbytes) for name in ("ring", "hierarchical"))
+        # NCCL has nothing else for halves.
+        return self._ring_s(nbytes)
 
     def all_reduce_s(self, nbytes: float) -> float:
         """Seconds for an all-reduce of `nbytes`; 0 at one rank."""
@@ -140,10 +141,6 @@ class Network:
             return self.half_s(nbytes)
         return self.all_gather.message_s(self.sent_bytes(nbytes))
 
-    def messages_s(self, nbytes: float) -> float:
-        """Seconds in which every rank sends `nbytes` in all, an equal share to every other one."""
-        return self._pairwise_s(nbytes * self.world_size / max(self.world_size - 1, 1))
-
     # --- one half, by algorithm -----------------------------------------------------------------
 
     def _pairwise_s(self, nbytes: float) -> float:
@@ -155,8 +152,7 @@ class Network:
 
     def _ring_s(self, nbytes: float) -> float:
         """P - 1 steps, each as long as its slowest link; a node's link is in the ring once."""
-        slowest = self.between if self.num_nodes > 1 else self._local
-        return slowest.message_s(self.sent_bytes(nbytes), self.world_size - 1)
+        return self._slowest.message_s(self.sent_bytes(nbytes), self.world_size - 1)
 
     def _hierarchical_s(self, nbytes: float) -> float:
         """A ring within nodes, and one between them for each rank, which share the node's link."""
@@ -169,8 +165,14 @@ class Network:
         depth = math.ceil(math.log2(self.num_nodes)) if self.num_nodes > 1 else 0
         inside = self.ranks_in_node - 1
         starts_s = 2 * (depth * self.between.alpha_s + inside * self._local.alpha_s)
-        slowest = self.between if self.num_nodes > 1 else self._local
-        return starts_s + 2 * nbytes * slowest.beta_s
+        return starts_s + 2 * nbytes * self._slowest.beta_s
+
+    @property
+    def _slowest(self) -> Link:
+        """Of the links that are used, in either respect."""
+        used = [self._local] if self.ranks_in_node > 1 else []
+        used += [self.between] if self.num_nodes > 1 else []
+        return Link(max(one.alpha_s for one in used), max(one.beta_s for one in used))
 
     @property
     def _local(self) -> Link:

@@ -67,6 +67,7 @@ def partitioned_program(
     ops = [
         *interleaved(FORWARD, times.forward_s, forward),
         *interleaved(BACKWARD, times.backward_s, backward),
+        Compute(STEP, workload.fixed_step_s),
     ]
     size = workload.nbytes
     memory = {"parameters": size, "gradients": size, "optimizer state": workload.state_bytes * size}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.simulate import SimulatedStep, simulate
@@ -84,7 +84,7 @@ class Scaled:
 def alone_s(workload: Workload) -> float:
     """Seconds of a step of one rank that sends nothing."""
     times = workload.times
-    return times.forward_s + times.backward_s + times.step_s
+    return times.forward_s + times.backward_s + times.step_s + workload.fixed_step_s
 
 
 def recommended(rows: Sequence[Ranked], baseline: str = "ddp", enough: float = ENOUGH) -> Ranked:
@@ -108,18 +108,25 @@ def recommended(rows: Sequence[Ranked], baseline: str = "ddp", enough: float = E
 def scaling(
     strategies: Sequence[Strategy],
     workload: Workload,
-    network: Network,
+    network_of: Callable[[int], Network],
     world_sizes: Iterable[int],
     conditions: Conditions = PLAIN,
 ) -> Iterator[Scaled]:
-    """Each strategy's step at each number of ranks, one after the other as they are simulated."""
+    """Each strategy's step at each number of ranks, one after the other as they are simulated.
+
+    Args:
+        strategies: Which.
+        workload: What is trained.
+        network_of: Number of ranks -> the network among so many.
+        world_sizes: Numbers of ranks.
+        conditions: What else counts.
+    """
     for world_size in world_sizes:
-        sized = replace(network, world_size=world_size)
+        sized = network_of(world_size)
         for one in strategies:
             yield Scaled(one.name, world_size, conditions.step(one, workload, sized).step_s)
 
 
-def filling(world_sizes: Iterable[int], network: Network) -> list[int]:
-    """Those numbers of ranks that fit into one node, or fill several."""
-    inside = network.ranks_per_node
+def filling(world_sizes: Iterable[int], inside: int) -> list[int]:
+    """Those numbers of ranks that fit into one node of `inside` ranks, or fill several."""
     return [size for size in world_sizes if size <= inside or size % inside == 0]

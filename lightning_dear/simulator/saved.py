@@ -22,6 +22,7 @@ def save_workload(workload: Workload, path: str | Path) -> None:
         "name": workload.name,
         "state_bytes": workload.state_bytes,
         "compressor": workload.compressor,
+        "fixed_step_s": workload.fixed_step_s,
         "times": asdict(workload.times),
         "codecs": {
             kind: asdict(getattr(workload.codecs, kind)) for kind in ("compressed", "uncompressed")
@@ -54,6 +55,7 @@ def load_workload(path: str | Path) -> Workload:
             ),
             state_bytes=content["state_bytes"],
             compressor=content["compressor"],
+            fixed_step_s=content["fixed_step_s"],
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} holds no measured model ({error}); calibrate again.") from error

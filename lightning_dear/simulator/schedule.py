@@ -68,8 +68,12 @@ class _Builder:
         self._schedule, self._plan, self._network = schedule, plan, network
         self._workload, self._times = workload, workload.times
         self._costs: Sequence[BucketCost] = bucket_costs(plan, workload.tensors, workload.codecs)
+        self._itemsizes = {one.index: one.itemsize for one in workload.tensors}
         self._nbytes = bucket_bytes(plan, workload.tensors)
         stepped = stepped_bytes(plan, workload.tensors)
+        if len(plan.all_reduced) == len(plan.buckets):
+            # As others' all-reduces, which need no equal shards.
+            self._nbytes = stepped
         per_byte_s = workload.times.step_s / max(sum(stepped), 1)
         self._step_s = [per_byte_s * size for size in stepped]
         # All but the early ones, in the order in which forward needs them.
@@ -148,7 +152,7 @@ class _Builder:
         return self._launch(REDUCE_SCATTER, number, self._network.half_s(size), size)
 
     def _itemsize(self, number: int) -> int:
-        return self._nbytes[number] // self._plan.buckets[number].padded_numel
+        return self._itemsizes[self._plan.buckets[number].slices[0].tensor]
 
     def _gather(self, number: int, after: int | None = None) -> Launch:
         size = self._costs[number].gather_bytes
@@ -185,20 +189,30 @@ class _Builder:
             gathers = gathers[:1]
         whole_s = sum(self._step_s[number] for number in self._plan.all_reduced)
         rest_s = max(self._workload.codecs.unseen_s, 0.0)
-        return [*steps, Compute(STEP, whole_s), Compute(CODEC, rest_s), *gathers]
+        fixed = Compute(STEP, self._workload.fixed_step_s)
+        return [fixed, *steps, Compute(STEP, whole_s), Compute(CODEC, rest_s), *gathers]
 
     def _memory_bytes(self) -> dict[str, float]:
         padded, world_size = sum(self._nbytes), self._plan.world_size
         whole = sum(self._nbytes[number] for number in self._plan.all_reduced)
-        if self._schedule.steps_late:
-            whole = padded
-        state = self._workload.state_bytes * (whole + (padded - whole) / world_size)
-        early = sum(self._nbytes[number] for number in self._plan.early)
+        sharded = (padded - whole) / world_size
+        stepped_whole = padded if self._schedule.steps_late else whole
+        gradients: float = padded
+        buffers: float = sharded
+        if self._schedule.uses_the_backends:
+            # ZeRO-2 keeps a shard of the gradients, and one bucket's while it is reduced.
+            gradients, buffers = sharded, max(self._nbytes)
+        elif whole == padded:
+            # DDP's buckets, beside the gradients.
+            buffers = whole
+        if world_size == 1:
+            gradients, buffers = padded, 0
+        share = (padded - stepped_whole) / world_size
         return {
             "parameters": padded,
-            "gradients": padded,
-            "optimizer state": state,
-            "buffers": (padded - whole) / world_size + early,
+            "gradients": gradients,
+            "optimizer state": self._workload.state_bytes * (stepped_whole + share),
+            "buffers": buffers + sum(self._nbytes[number] for number in self._plan.early),
         }
 
 

@@ -38,10 +38,16 @@ class Stragglers:
         if not 0 <= self.slow_share <= 1:
             raise ValueError(f"slow_share must be between 0 and 1, got {self.slow_share}.")
 
+        if (self.slow_share > 0) != (self.slow_factor > 1):
+            raise ValueError(
+                "slow_share and slow_factor go together: give the share of slow ranks and how many"
+                f" times as long they take; got {self.slow_share} and {self.slow_factor}."
+            )
+
     @property
     def are_none(self) -> bool:
         """Whether all ranks take as long as planned."""
-        return self.sigma == 0 and (self.slow_share == 0 or self.slow_factor == 1)
+        return self.sigma == 0 and self.slow_share == 0
 
     def factors(self, world_size: int, num_steps: int) -> Floats:
         """Of each step and rank; of one rank that stands for all, where all are alike."""
@@ -49,7 +55,7 @@ class Stragglers:
             return np.ones((num_steps, 1))
         generator = np.random.default_rng(self.seed)
         factors = np.exp(generator.normal(0.0, self.sigma, (num_steps, world_size)))
-        num_slow = round(self.slow_share * world_size)
+        num_slow = math.ceil(self.slow_share * world_size)
         factors[:, generator.permutation(world_size)[:num_slow]] *= self.slow_factor
         return factors
 

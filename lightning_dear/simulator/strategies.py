@@ -177,7 +177,7 @@ def _single(workload: Workload, network: Network) -> Program:
     ops = (
         Compute(FORWARD, times.forward_s),
         Compute(BACKWARD, times.backward_s),
-        Compute(STEP, times.step_s),
+        Compute(STEP, times.step_s + workload.fixed_step_s),
     )
     memory = {"parameters": size, "gradients": size, "optimizer state": workload.state_bytes * size}
     return Program("one rank", ops, memory)
@@ -214,7 +214,7 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             "zero",
-            "ZeRO-1 and 2: reduce-scatters in backward, all-gathers before the next forward",
+            "ZeRO-2: reduce-scatters in backward, all-gathers before the next forward",
             planned(_unit_plan, _ZERO),
         ),
         Strategy(

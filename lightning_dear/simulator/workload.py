@@ -20,6 +20,7 @@ class Workload:
             much of it a rank does is the strategy's.
         codecs: What compressing costs.
         state_bytes: Of the optimizer's state, for each byte of parameters: 2 for Adam's.
+        fixed_step_s: Seconds of the optimizer's step that are the same however little is stepped.
         compressor: The name of what `codecs` are the costs of.
     """
 
@@ -29,6 +30,7 @@ class Workload:
     codecs: CodecCosts = NO_CODEC
     state_bytes: float = 2.0
     compressor: str = "none"
+    fixed_step_s: float = 0.0
 
     @property
     def nbytes(self) -> int:

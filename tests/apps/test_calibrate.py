@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_dear.apps.calibrate import Calibration, Costs, cluster_of, summary
-from lightning_dear.apps.plan_config import measured_network
+from lightning_dear.apps.plan_config import network_of
 from lightning_dear.planning import LinkCost
 from lightning_dear.simulator import Link
 from lightning_dear.simulator.saved import load_workload
@@ -37,7 +37,7 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     assert "the backend's all-gather" in result.stdout
     workload = load_workload(folder / "model.json")
     assert workload.times.forward_s > 0
-    assert workload.times.step_s > 0
+    assert (workload.times.step_s, workload.fixed_step_s > 0) == (0, True)
     assert set(workload.times.ready_s) == {tensor.index for tensor in workload.tensors}
     assert (workload.name, workload.compressor) == ("resnet", "bf16")
     assert workload.codecs.compressed.encode.of(1e6) > 0
@@ -86,13 +86,16 @@ def test_the_planner_keeps_its_buckets_and_what_it_is_told() -> None:
 def test_the_clusters_file_has_what_was_measured() -> None:
     file = OmegaConf.create(cluster_of(CLUSTER, 8, COSTS))
     assert (file.devices, file.alpha_s, file.beta_s_per_byte) == (4, 1e-4, 1e-9)
-    network = measured_network(file, 8)
+    network = network_of(OmegaConf.create({"cluster": file, "algorithm": "best"}))
+    # What four ranks of a node share is in what was measured.
+    assert network.half_s(800.0) == pytest.approx(1e-4 + 700 * 1e-9)
     assert network.between == Link(1e-4, 1e-9)
     assert (network.all_reduce, network.all_gather) == (Link(2e-4, 2e-9), Link(3e-4, 0.0))
 
 
 def test_starts_cost_more_with_more_ranks() -> None:
-    network = measured_network(OmegaConf.create(cluster_of(CLUSTER, 8, COSTS)), 36)
+    cluster = cluster_of(CLUSTER, 8, COSTS)
+    network = network_of(OmegaConf.create({"cluster": cluster, "algorithm": "best"}), 36)
     assert network.between.alpha_s == pytest.approx(5 * 1e-4)
     assert network.between.beta_s == 1e-9
 
@@ -102,3 +105,16 @@ def test_rates_are_said_for_people() -> None:
     said = summary(COSTS, replace(times, step_s=0.003), 4)
     for words in ("among 4 ranks", "8000 Mb/s", "4000 Mb/s", "too fast to tell", "forward 10.0 ms"):
         assert words in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"algorithm": "ring"}, "algorithm=ring means nothing for a cluster that was measured"),
+        ({"cluster": {"measured": {"num_nodes": 1}}}, "measured on one node"),
+    ],
+)
+def test_what_was_not_measured_is_not_planned_for(changes: dict, words: str) -> None:
+    cfg = OmegaConf.create({"cluster": cluster_of(CLUSTER, 8, COSTS), "algorithm": "best"})
+    with pytest.raises(ValueError, match=words):
+        network_of(OmegaConf.merge(cfg, changes))

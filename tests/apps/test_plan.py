@@ -25,11 +25,11 @@ def planned(folder: Path, *overrides: str):
 
 
 def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
-    best = planned(tmp_path, *FEW)
+    best = planned(tmp_path, *FEW, "cluster.num_nodes=4")
     said = capsys.readouterr().out
     assert best.strategy.name == "dear"
     for words in (
-        "64 ranks on 16 node(s)",
+        "16 ranks on 4 node(s)",
         "9.41 Gb/s",
         "SIMULATED",
         "Use dear",
@@ -93,6 +93,8 @@ def test_the_users_own_seconds_and_numbers_count(tmp_path, capsys) -> None:
         ("cluster=single_process", "has one rank, which sends nothing; set cluster.num_nodes"),
         ("strategies=ddp", "strategies must be a list: strategies=[ddp]"),
         ("world_sizes=[0]", "world_sizes must be at least 1"),
+        ("world_sizes=[5,7]", "None of world_sizes=[5, 7] fits into nodes of 4 ranks"),
+        ("stragglers.slow_factor=3", "slow_share and slow_factor go together"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, override, words) -> None:

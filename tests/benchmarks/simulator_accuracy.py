@@ -5,9 +5,9 @@
 
 Rows must be replays whose entries are called as strategies are; a cluster's file is what `dear-plan
 calibrate` measured at the rate that is said before it. Where no file has as many ranks as a row,
-that with the most below counts. Beside ours stand two predictors that know no schedule: compute +
-bytes / rate ("sum"), and a line fitted to the rows that are not held out ("line": least squares,
-over compute and bytes / rate).
+that with the most below counts. Beside ours stand two predictors that know no schedule: the longer
+of compute and bytes / rate ("bound"), and a line fitted to the rows that are not held out ("line":
+least squares, over compute and bytes / rate).
 
 Prints a row for each cell, means and largest errors, and how many pairs of strategies are ordered
 as measured. Nothing here is measured anew.
@@ -151,7 +151,7 @@ def judge(
             steps[cell],
             {
                 "ours": simulated_s[cell],
-                "sum": sum(known[cell][:2]),
+                "bound": max(known[cell][:2]) + overhead_s,
                 "line": float(np.dot(known[cell], line)),
             },
             cell in outside,
@@ -179,7 +179,7 @@ def summary(rows: Sequence[Judged], title: str) -> str:
     """A line of mean and largest errors, and of pairs."""
     if not rows:
         return f"{title}: none"
-    errors = {name: [abs(row.error(name)) for row in rows] for name in ("ours", "sum", "line")}
+    errors = {name: [abs(row.error(name)) for row in rows] for name in ("ours", "bound", "line")}
     parts = [f"{name} {mean(of):.1%} (worst {max(of):.1%})" for name, of in errors.items()]
     num_right, num_all = pairs(rows)
     return (
@@ -204,11 +204,11 @@ def main() -> None:
     held_out = {*args.held_out_ranks, *args.held_out_models}
     rows = judge(measured_steps(args.raw), files, held_out)
     print(
-        f"{'model':14s} ranks  Mb/s  {'strategy':15s} measured  simulated    error     sum    line"
+        f"{'model':14s} ranks  Mb/s  {'strategy':15s} measured  simulated    error   bound    line"
     )
     for row in rows:
         cell, mark = row.cell, " held out" * row.is_held_out
-        errors = "  ".join(f"{row.error(name):+7.1%}" for name in ("ours", "sum", "line"))
+        errors = "  ".join(f"{row.error(name):+7.1%}" for name in ("ours", "bound", "line"))
         print(
             f"{cell.model:14s} {cell.world_size:5d} {cell.rate_mbit:5g}  {cell.entry:15s}"
             f" {row.measured_s * 1e3:8.1f} {row.predicted_s['ours'] * 1e3:8.1f}    {errors}{mark}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_dear.simulator import Link, Network, Stragglers, Workload
@@ -55,13 +57,16 @@ def test_efficiency_is_that_of_weak_scaling(bert: Workload) -> None:
 
 
 def test_numbers_that_fill_no_nodes_are_left_out() -> None:
-    network = Network(SLOW, 8, ranks_per_node=4, within=FAST)
-    assert filling([1, 2, 3, 4, 6, 8, 16], network) == [1, 2, 3, 4, 8, 16]
+    assert filling([1, 2, 3, 4, 6, 8, 16], 4) == [1, 2, 3, 4, 8, 16]
 
 
 def test_each_strategy_is_scaled_to_each_number(bert: Workload) -> None:
     network = Network(SLOW, 8, ranks_per_node=4, within=FAST)
-    scaled = list(scaling(strategies("ddp", "dear"), bert, network, [1, 4, 16]))
+
+    def of(world_size: int) -> Network:
+        return replace(network, world_size=world_size)
+
+    scaled = list(scaling(strategies("ddp", "dear"), bert, of, [1, 4, 16]))
     assert [(one.name, one.world_size) for one in scaled] == [
         (name, size) for size in (1, 4, 16) for name in ("ddp", "dear")
     ]

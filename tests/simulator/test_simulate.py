@@ -88,6 +88,8 @@ def test_ranks_that_are_alike_are_simulated_as_one() -> None:
         ({"sigma": -1}, "sigma must be finite"),
         ({"slow_factor": 0.5}, "slow_factor finite and at least 1"),
         ({"slow_share": 1.5}, "slow_share must be between 0 and 1"),
+        ({"slow_share": 0.5}, "slow_share and slow_factor go together"),
+        ({"slow_factor": 2.0}, "slow_share and slow_factor go together"),
     ],
 )
 def test_impossible_stragglers_are_refused(options: dict, words: str) -> None:

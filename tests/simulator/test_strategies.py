@@ -109,6 +109,8 @@ def test_as_many_bytes_travel_as_an_all_reduce_sends(
     least = 2 * network.sent_bytes(workload.nbytes)
     # At most 64 elements a tensor and 64 a rank and bucket are padding.
     padding = 2 * len(workload.tensors) * 64 * (1 + network.world_size) * ITEMSIZE
+    if name in ("wfbp", "ddp", "horovod", "mgwfbp", "bytescheduler"):
+        padding = least * 1e-9
     assert least / SLACK <= program.sent_bytes <= least + padding
 
 
@@ -138,7 +140,9 @@ def test_memory_is_that_of_what_is_kept(name: str) -> None:
     )
     megabytes = {kind: size / (1 << 20) for kind, size in program.memory_bytes.items()}
     shards = name in ("zero", "fsdp2", "dear", "dear_mergecomp", "dear_auto")
-    assert megabytes["parameters"] == megabytes["gradients"] == pytest.approx(25, rel=1e-3)
+    assert megabytes["parameters"] == pytest.approx(25, rel=1e-3)
+    gradients = 6.25 if name in ("zero", "fsdp2") else 25
+    assert megabytes["gradients"] == pytest.approx(gradients, rel=1e-3)
     state = 12.5 if shards else 50
     assert megabytes["optimizer state"] == pytest.approx(state, rel=1e-3)
 
