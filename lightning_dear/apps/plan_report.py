@@ -6,6 +6,7 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_dear.benchmarking.table import format_table
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.program import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator.ranking import Ranked, Scaled, alone_s
@@ -69,17 +70,7 @@ def cells(row: Ranked, workload: Workload, ddp_s: float | None) -> list[str]:
 def format_rows(rows: Sequence[Ranked], workload: Workload) -> str:
     """Return the table, the fastest first."""
     ddp_s = _step_of(rows, _BASELINE)
-    lines = [list(_TITLES), *(cells(row, workload, ddp_s) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_TITLES))]
-    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
-    texts = [
-        "  ".join(
-            cell.ljust(width) if column in (0, len(widths) - 1) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    return "\n".join([rule, texts[0], rule, *texts[1:], rule])
+    return format_table(_TITLES, [cells(row, workload, ddp_s) for row in rows])
 
 
 def advice(best: Ranked, rows: Sequence[Ranked], profile: str, compressor: str) -> str:

@@ -42,7 +42,7 @@ def format_rows(rows: Sequence[Row]) -> str:
     """Return all rows, those of one point under a line that describes it; empty for no rows."""
     parts = []
     for point, group in groupby(rows, key=lambda row: row.point):
-        parts.append(f"{describe(point)}\n{_format_table([_cells(row) for row in group])}")
+        parts.append(f"{describe(point)}\n{format_table(_TITLES, [_cells(row) for row in group])}")
     return "\n\n".join([*parts, LEGEND]) if parts else ""
 
 
@@ -106,9 +106,10 @@ def _spread(row: Row) -> str:
     return f"{row.ratio:.3f} [{row.ratio_min:.3f}-{row.ratio_max:.3f}]"
 
 
-def _format_table(cells: Sequence[Sequence[str]]) -> str:
-    lines = [list(_TITLES), *cells]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_TITLES))]
+def format_table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """Return rows under their titles: the first and the last column are words, figures between."""
+    lines = [titles, *cells]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
     rule = "-" * (sum(widths) + 2 * len(widths) - 2)
     texts = [
         "  ".join(
