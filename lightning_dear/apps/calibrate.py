@@ -116,25 +116,34 @@ def calibrate(cfg: DictConfig) -> None:
     """Train some steps of ``cfg`` and write what they tell. Starts the ranks, and blocks.
 
     Raises:
-        ValueError: If the job has one rank, whose network nobody can measure.
+        ValueError: If the job has one rank, whose network nobody can measure, or another strategy.
         RuntimeError: If training ended before everything was measured.
     """
     train.check(cfg)
+    _check(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
     datamodule = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
     planner, probe = Calibration(), ExchangeProbe()
     strategy = instantiate(cfg.strategy, fusion=planner, _convert_="all")
     trainer = train.build_trainer(cfg, strategy, [probe])
+    if trainer.world_size == 1:
+        raise ValueError("One rank has no network to measure; set cluster.devices=2 or more.")
     trainer.fit(model, datamodule=datamodule)
     if trainer.is_global_zero:
         _finish(cfg, trainer.world_size, planner, probe.costs)
     job.wait_for_children(trainer)
 
 
+def _check(cfg: DictConfig) -> None:
+    if not (OmegaConf.is_config(cfg.strategy) and "fusion" in cfg.strategy):
+        raise ValueError("dear-plan calibrate measures with strategy=dear; leave strategy out.")
+    chosen = HydraConfig.get().overrides.task
+    if any(word.lstrip("+~").startswith("fusion") for word in chosen):
+        log.warning("fusion is ignored: calibration trains in the default buckets.")
+
+
 def _finish(cfg: DictConfig, world_size: int, planner: Calibration, costs: Costs | None) -> None:
-    if world_size == 1:
-        raise ValueError("One rank has no network to measure; set cluster.devices=2 or more.")
     if planner.found is None or costs is None:
         raise RuntimeError(
             "Training ended before everything was measured: let it take more steps"

@@ -67,9 +67,17 @@ def test_one_rank_has_no_network(tmp_path: Path) -> None:
     assert "One rank has no network to measure; set cluster.devices=2" in result.stderr
 
 
-def test_too_few_steps_are_said_to_be_too_few(tmp_path: Path) -> None:
-    result = run(tmp_path, "calibrate", *QUICK, "trainer.max_steps=2", program=PROGRAM)
+def test_another_strategy_measures_nothing(tmp_path: Path) -> None:
+    result = run(tmp_path, "calibrate", *QUICK, "strategy=ddp", program=PROGRAM)
     assert result.returncode != 0
+    assert "measures with strategy=dear; leave strategy out" in result.stderr
+
+
+def test_too_few_steps_are_said_to_be_too_few(tmp_path: Path) -> None:
+    options = ("trainer.max_steps=2", "fusion=single")
+    result = run(tmp_path, "calibrate", *QUICK, *options, program=PROGRAM)
+    assert result.returncode != 0
+    assert "fusion is ignored: calibration trains in the default buckets" in result.stdout
     assert "let it take more steps (trainer.max_steps=20)" in result.stderr
 
 
