@@ -153,6 +153,23 @@ def test_the_dead_and_the_hanging_are_told_apart(
     assert boards[0].blame(RuntimeError(CLOSED)).startswith("No rank has reported a cause")
 
 
+def test_a_suspicion_outlives_the_store(
+    boards: list[FailureBoard], store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 dies, rank 0 notices, says so and ends; only then rank 1 loses a connection."""
+    watch = FailureWatch(boards[1], timedelta(seconds=60))
+    boards[0].report(0, RuntimeError(CLOSED))
+    while not store.check([boards[0]._key("alive", 1)]):
+        time.sleep(0.01)
+    sentence = boards[0].blame(RuntimeError(CLOSED))
+    while boards[1]._suspected is None:
+        time.sleep(0.01)
+    monkeypatch.setattr(failures, "default_store", _DeadStore)
+    assert boards[1].blame(RuntimeError(CLOSED)) == sentence
+    assert sentence.startswith("Ranks [2] are gone")
+    watch.close()
+
+
 class _DeadStore:
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("Connection refused")

@@ -98,6 +98,7 @@ class FailureBoard:
         self.seen: Failure | None = None
         self._attempt = attempt
         self._own: str | None = None
+        self._suspected: str | None = None
         self._num_agreements = 0
         self._is_store_gone = False
 
@@ -139,7 +140,13 @@ class FailureBoard:
         return self.seen
 
     def read(self, store: Any) -> bool:
-        """Looks for the first failure in `store` and keeps it in `seen`; whether there is one."""
+        """Looks for the first failure in `store` and keeps it in `seen`; whether there is one.
+
+        Keeps as well what a rank suspects that has noticed a silent end before this one, since
+        that rank may take the store with it.
+        """
+        if store.check([self._key("suspicion")]):
+            self._suspected = store.get(self._key("suspicion")).decode()
         if self.seen is None and store.check([self._key("first")]):
             rank, _, message = store.get(self._key("first")).decode(errors="replace").partition(" ")
             self.seen = Failure(int(rank), message)
@@ -232,16 +239,13 @@ class FailureBoard:
         silent = self._ask(lambda store: self._without(store, "failed"))
         mute = self._ask(lambda store: self._without(store, "alive"))
         if silent is None or mute is None:
-            return (
+            return self._suspected or (
                 "No rank's report can be read, since rank 0, which keeps them, is gone: see what"
                 " rank 0 printed last, and whether it was killed (out of memory)."
             )
-        dead = [rank for rank in silent if rank in mute]
-        if dead:
-            return f"Ranks {dead} are gone without a report: were they killed (out of memory)?"
-        if silent:
-            return f"Ranks {silent} did not come to a collective: see what they do or printed last."
-        return "No rank has reported a cause of its own: see what each printed first."
+        sentence = _suspect(silent, [rank for rank in silent if rank in mute])
+        self._ask(lambda store: store.set(self._key("suspicion"), sentence) is None)
+        return sentence
 
     def _verdict(self, store: Any, key: str, state: str, timeout_s: float) -> str:
         store.set(f"{key}/{self.rank}", state)
@@ -270,6 +274,14 @@ class FailureBoard:
                 break
             time.sleep(POLL_S)
         return decided
+
+
+def _suspect(silent: list[int], dead: list[int]) -> str:
+    if dead:
+        return f"Ranks {dead} are gone without a report: were they killed (out of memory)?"
+    if silent:
+        return f"Ranks {silent} did not come to a collective: see what they do or printed last."
+    return "No rank has reported a cause of its own: see what each printed first."
 
 
 def _bounded(call: Callable[[], T], timeout_s: float) -> T | None:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -77,12 +78,16 @@ class FailureWatch:
             while not self.board.notice(client):
                 if self._is_over.wait(WATCH_POLL_S):
                     return
-            if self._is_over.wait(self._timeout_s):
-                return
-            self.board.read(client)
         except Exception:
             # The store is gone: whatever this rank waits for fails too, and says more.
-            if self.board.seen is None or self._is_over.wait(self._timeout_s):
+            if self.board.seen is None:
+                return
+        end = time.monotonic() + self._timeout_s
+        while (left_s := end - time.monotonic()) > 0:
+            # The store may go before this rank fails, and with it what it could read then.
+            with suppress(Exception):
+                self.board.read(client)
+            if self._is_over.wait(min(left_s, WATCH_POLL_S)):
                 return
         self._end()
 
