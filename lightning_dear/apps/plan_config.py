@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.simulator import Link, Network, Stragglers, Workload
+from lightning_dear.simulator import Algorithm, Link, Network, Stragglers, Workload
 from lightning_dear.simulator.ranking import Conditions, filling
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
@@ -78,9 +78,16 @@ def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
         world_size=world_size,
         ranks_per_node=inside,
         within=between if within is None else Link(within.alpha_s, within.beta_s_per_byte),
-        algorithm="pairwise" if is_gloo and cfg.algorithm == "best" else cfg.algorithm,
+        algorithm=_algorithm(cfg, is_gloo),
         has_reduce_scatter=not is_gloo,
     )
+
+
+def _algorithm(cfg: DictConfig, is_gloo: bool) -> Algorithm:
+    """Return what is asked for, or what the cluster's figures are of."""
+    if cfg.algorithm != "best":
+        return cfg.algorithm  # type: ignore[no-any-return]
+    return cfg.cluster.get("algorithm") or ("pairwise" if is_gloo else "best")
 
 
 def _check_measured(cfg: DictConfig, num_nodes: int) -> None:

@@ -1,6 +1,6 @@
 """Predicts what a cluster would do: the engine's own plans, on networks that are not here."""
 
-from lightning_dear.simulator.network import ALGORITHMS, Link, Network
+from lightning_dear.simulator.network import ALGORITHMS, Algorithm, Link, Network
 from lightning_dear.simulator.program import Program
 from lightning_dear.simulator.schedule import Schedule
 from lightning_dear.simulator.simulate import SimulatedStep, simulate
@@ -9,6 +9,7 @@ from lightning_dear.simulator.workload import Workload
 
 __all__ = [
     "ALGORITHMS",
+    "Algorithm",
     "NO_STRAGGLERS",
     "Link",
     "Network",

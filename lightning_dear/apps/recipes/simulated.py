@@ -1,0 +1,138 @@
+"""Steps of profiles on clusters, by name, as the recipes need them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_dear.apps.plan_config import network_of
+from lightning_dear.paths import conf_dir
+from lightning_dear.simulator import Network, Workload
+from lightning_dear.simulator.ranking import Ranked, alone_s, ranked
+from lightning_dear.simulator.strategies import Strategy, resolve_strategy
+from lightning_dear.workloads.replay.planned import planned
+from lightning_dear.workloads.replay.profile import load_profile
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model on one cluster under one strategy."""
+
+    model: str
+    cluster: str
+    ranked: Ranked
+    alone_s: float
+
+    @property
+    def name(self) -> str:
+        """The strategy's."""
+        return self.ranked.strategy.name
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.ranked.step.step_s
+
+    def as_row(self) -> dict[str, Any]:
+        """Return its figures, for a file."""
+        return {
+            "model": self.model,
+            "cluster": self.cluster,
+            "strategy": self.name,
+            "step_s": self.step_s,
+            "alone_s": self.alone_s,
+            "sent_bytes": self.ranked.step.sent_bytes,
+            "memory_bytes": self.ranked.memory_bytes,
+        }
+
+
+def simulated(
+    models: Sequence[Workload], clusters: dict[str, Network], strategies: Sequence[Strategy]
+) -> Iterator[Cell]:
+    """Every model on every cluster under every strategy, the fastest first."""
+    for name, network in clusters.items():
+        for workload in models:
+            for row in ranked(strategies, workload, network):
+                yield Cell(workload.name, name, row, alone_s(workload))
+
+
+def workloads_of(cfg: DictConfig) -> list[Workload]:
+    """Return the profiles that `cfg.models` names, and their seconds times `cfg.compute_factor`.
+
+    Raises:
+        ValueError: If there is no such profile.
+    """
+    made = []
+    for name in listed(cfg, "models"):
+        profile = load_profile(name)
+        seconds = profile.forward_s + profile.backward_s
+        tensors, times = planned(profile.with_compute(seconds * float(cfg.compute_factor)))
+        made.append(Workload(profile.name, tensors, times))
+    return made
+
+
+def networks_of(cfg: DictConfig, world_size: int | None) -> dict[str, Network]:
+    """Return the networks of `cfg.clusters`, or that of `cfg.cluster` if one is given.
+
+    Args:
+        cfg: The recipe's.
+        world_size: Ranks in all; None: as the cluster's file says.
+
+    Raises:
+        ValueError: If a cluster is unknown, or its file lacks something.
+    """
+    given = cfg.get("cluster")
+    if given is not None:
+        names = {_chosen(): given}
+    else:
+        names = {name: load_cluster(name) for name in listed(cfg, "clusters")}
+    made = {}
+    for name, cluster in names.items():
+        asked = OmegaConf.create({"cluster": cluster, "algorithm": "best"})
+        made[name] = network_of(asked, world_size)
+    return made
+
+
+def _chosen() -> str:
+    from hydra.core.hydra_config import HydraConfig
+
+    return str(HydraConfig.get().runtime.choices["cluster"]) if HydraConfig.initialized() else "own"
+
+
+def load_cluster(name: str) -> DictConfig:
+    """Return the cluster of that name.
+
+    Raises:
+        ValueError: If there is none that can be simulated; the message lists those.
+    """
+    folder = conf_dir() / "cluster"
+    valid = sorted(path.stem for path in folder.glob("*.yaml") if "source:" in path.read_text())
+    if name not in valid:
+        raise ValueError(f"Unknown cluster {name!r}; valid ones: {', '.join(valid)}.")
+    cluster = OmegaConf.load(folder / f"{name}.yaml")
+    assert isinstance(cluster, DictConfig)
+    return cluster
+
+
+def strategies_of(cfg: DictConfig) -> list[Strategy]:
+    """Return those that `cfg.baselines` names, and then `cfg.ours`.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    return [resolve_strategy(name) for name in [*listed(cfg, "baselines"), *listed(cfg, "ours")]]
+
+
+def listed(cfg: DictConfig, option: str) -> list[str]:
+    """Return the names of an option.
+
+    Raises:
+        ValueError: If they are no list, or none.
+    """
+    names = cfg[option]
+    if isinstance(names, str) or not names:
+        raise ValueError(f"{option} must be a list of names, such as {option}=[{names or '...'}].")
+    return [str(name) for name in names]

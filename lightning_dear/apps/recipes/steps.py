@@ -1,0 +1,42 @@
+"""Steps that `dear-bench` has measured, as a recipe's table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_dear.apps.recipes.report import Table
+from lightning_dear.apps.recipes.sibling import Row
+
+
+def measured_steps(rows: Sequence[Row], baseline: str, note: str) -> Table:
+    """Return each point's steps, and how many times as fast as the baseline's they are.
+
+    Args:
+        rows: Of a `summary.csv`; none: the table says so.
+        baseline: An entry's name, or how it begins.
+        note: The command and the machine.
+    """
+    cells = []
+    for row in rows:
+        base = next(
+            (r for r in rows if r["point"] == row["point"] and r["entry"].startswith(baseline)), row
+        )
+        step_s = float(row["step_s"])
+        spread = f"{float(row['ratio_min']):.3f}-{float(row['ratio_max']):.3f}"
+        cells.append(
+            [
+                f"{row['model']}, {row['world_size']} ranks",
+                f"{float(row['stands_for_mbit']) / 1e3:g} Gb/s",
+                row["entry"],
+                f"{1e3 * step_s:.0f}",
+                f"{float(base['step_s']) / step_s:.2f}",
+                spread,
+            ]
+        )
+    return Table(
+        "measured",
+        "replayed models on emulated links" + ("" if rows else ": NOT RUN, measure=true does it"),
+        ["model", "stands for", "entry", "step ms", f"x {baseline}", "spread of step/first"],
+        cells,
+        note if rows else "",
+    )
