@@ -107,10 +107,20 @@ class Network:
         """What a rank sends in one half, whatever the algorithm: n(P-1)/P."""
         return nbytes * (self.world_size - 1) / self.world_size
 
-    def half_s(self, nbytes: float) -> float:
-        """Seconds for a reduce-scatter, or an all-gather, of `nbytes`; 0 at one rank."""
-        if self.world_size == 1:
+    def half_s(self, nbytes: float, starts: float | None = None) -> float:
+        """Seconds for a reduce-scatter, or an all-gather, of `nbytes`; 0 at one rank, and for none.
+
+        Args:
+            nbytes: Of the whole buffer.
+            starts: Messages that begin one after the other; None: as many as the algorithm takes.
+        """
+        if self.world_size == 1 or not nbytes:
             return 0.0
+        if starts is not None:
+            return starts * self._slowest.alpha_s + self._half_s(nbytes) - self._half_s(0.0)
+        return self._half_s(nbytes)
+
+    def _half_s(self, nbytes: float) -> float:
         ways = {
             "pairwise": self._pairwise_s,
             "ring": self._ring_s,
@@ -151,8 +161,15 @@ class Network:
         return max(between_s, self._local.message_s((inside - 1) * piece) if inside > 1 else 0.0)
 
     def _ring_s(self, nbytes: float) -> float:
-        """P - 1 steps, each as long as its slowest link; a node's link is in the ring once."""
-        return self._slowest.message_s(self.sent_bytes(nbytes), self.world_size - 1)
+        """A block passes P - 1 links, of which a node's is one, and bytes wait for the slowest.
+
+        Starts add up along the ring, as in NCCL's own model (its tuning.cc): while a block is on
+        its way over one link, the next link is free.
+        """
+        nodes = self.num_nodes - 1
+        starts_s = nodes * self.between.alpha_s
+        starts_s += (self.world_size - 1 - nodes) * self._local.alpha_s
+        return starts_s + self.sent_bytes(nbytes) * self._slowest.beta_s
 
     def _hierarchical_s(self, nbytes: float) -> float:
         """A ring within nodes, and one between them for each rank, which share the node's link."""

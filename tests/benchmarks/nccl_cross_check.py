@@ -2,32 +2,30 @@
 
     python -m tests.benchmarks.nccl_cross_check --csv rows.csv
 
-Inductor estimates collectives in `torch/_inductor/comm_analysis.py`, after NCCL's `tuning.cc`: rings
-and, for all-reduces, trees, each in three protocols (LL, LL128, SIMPLE), whichever is fastest for a
-size. Both are models: nothing is measured, and neither says that the other is right.
+`torch/_inductor/comm_analysis.py` estimates them after NCCL's `tuning.cc`: rings and, for
+all-reduces, trees, in three protocols (LL, LL128, SIMPLE); the fastest for a size is taken. Both
+are models: nothing is measured, and neither shows that the other is right.
 
-Ours is given the links of what torch takes, by the same algorithm. All from torch's module, as if
-it ran on nodes of 8 H100s with NVLink and a 400 Gb/s InfiniBand port for each GPU:
+Ours has the links of the way that torch takes, and both have the bytes of the whole buffer. All
+constants are those of torch's module for nodes of 8 H100s with NVLink and InfiniBand:
 
-alpha: `hwLat` of NVLINK within nodes and of NET between them, for the algorithm and the protocol.
-beta: `get_intra_node_bw()` within nodes (370 GB/s), `get_inter_node_bw()` between them (50 GB/s, one
-    port: to torch a ring over nodes has no more), of which the share in `PAYLOAD` is payload. That
-    share is NCCL's; torch has it as a number within a function, where it cannot be read.
+- alpha: `hwLat` of NVLINK within nodes, of NET between them, by algorithm and protocol.
+- beta: `get_intra_node_bw()` within nodes, 370 GB/s; `get_inter_node_bw()` between them, 50 GB/s,
+  which is the port of one GPU: to torch a ring has no more. `PAYLOAD` is the protocol's share of
+  it, which torch has as a number within a function, where it cannot be read.
 
-Both are given the bytes of the whole buffer. What torch's model assumes and ours does not:
+What torch's model assumes and ours does not:
 
-- Each collective begins with `baseLat`, 6.6 to 14 us, an all-reduce once, its two halves twice.
-- A ring over nodes takes the sum of its hops' latencies, of which one for each node but one is
-  between nodes. Ours takes the slower link's alpha for each of the P - 1 steps.
-- A hop within nodes takes at least 1 us (SIMPLE: 3) where there are several nodes.
-- Between nodes 2 of them have 0.80 of the bandwidth, 8 and more all of it; at more than 2, messages
-  above 50 MB have more than that, 1.33 times at 256 MiB, as they would use several ports.
-- Trees have 0.92 of the bandwidth (LL: 1/3.8), less by a table for medium sizes (0.5 at least in
-  SIMPLE), and caps; LL has caps of its own, LL128 is off between nodes.
-- Trees over N nodes are log2(N) deep, rounded down; ours is rounded up. All N here are powers of 2.
+- A collective begins with `baseLat`, 6.6 to 14 us: an all-reduce once, its two halves twice.
+- A hop within nodes takes 1 us or more (SIMPLE: 3) where there are several nodes.
+- Two nodes have 0.80 of the bandwidth between them, 8 and more all of it. More than two have more
+  for messages above 50 MB, 1.33 times at 256 MiB, as if several ports took part.
+- Trees have 0.92 of the bandwidth (LL: 1 / 3.8), and 0.4 to 1 of that by a table of sizes. There
+  are caps as well, and LL128 is off between nodes of InfiniBand.
+- Trees over N nodes are log2(N) deep, rounded down; ours rounds up. N is a power of 2 here.
 
-And ours has pairwise and hierarchical collectives, of which torch's knows nothing. At 256 MiB, ours
-over torch's is between 0.83 and 1.71 here; at 64 KiB between 0.40 and 2.18.
+Torch's knows no pairwise and no hierarchical collectives. Ours over torch's is 0.83 to 1.71 here at
+256 MiB, and 0.40 to 2.18 at 64 KiB, where base latencies and rings over nodes count most.
 """
 
 from __future__ import annotations
@@ -37,9 +35,10 @@ import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 from unittest.mock import patch
 
 import torch
@@ -47,20 +46,21 @@ import torch
 from lightning_dear.simulator import Link, Network
 
 MODULE = "torch._inductor.comm_analysis"
-NEEDED = ("NCCL_ALGO", "NCCL_COLL", "NCCL_HW", "NCCL_PROTO", "NVIDIA_GPU_TYPE", "_has_nvlink")
-NEEDED += ("_nccl_algo_time", "get_gpu_type", "get_inter_node_bw", "get_intra_node_bw", "hwLat")
-
-GPUS_PER_NODE = 8
-"""What torch's model takes where there is no GPU."""
+NEEDED = (
+    *("NCCL_ALGO", "NCCL_COLL", "NCCL_HW", "NCCL_PROTO", "NVIDIA_GPU_TYPE", "_has_nvlink"),
+    *("_nccl_algo_time", "get_gpu_type", "get_inter_node_bw", "get_intra_node_bw", "hwLat"),
+)
 
 PAYLOAD = {"LL": 4 / 8, "LL128": 120 / 128, "SIMPLE": 1.0}
 """Protocol -> payload of the bytes that it sends; the others are flags."""
 
+GPUS_PER_NODE = 8
 NUM_GPUS = (8, 16, 64, 256)
-SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "25 MiB": 25 << 20, "256 MiB": 256 << 20}
+SIZES = {1 << 16: "64 KiB", 1 << 20: "1 MiB", 25 << 20: "25 MiB", 256 << 20: "256 MiB"}
 
+Algorithm = Literal["ring", "tree"]
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
-COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
 class NoModelError(RuntimeError):
@@ -68,7 +68,7 @@ class NoModelError(RuntimeError):
 
 
 class Case(NamedTuple):
-    """What is to be sent: `nbytes` is the whole buffer."""
+    """What is to be sent."""
 
     collective: Collective
     num_gpus: int
@@ -78,36 +78,26 @@ class Case(NamedTuple):
 class Way(NamedTuple):
     """How NCCL may send it."""
 
-    algorithm: Literal["ring", "tree"]
+    algorithm: Algorithm
     protocol: str
-
-    def __str__(self) -> str:
-        return f"{self.algorithm} {self.protocol}"
 
 
 class Row(NamedTuple):
-    """Both estimates of a case.
-
-    Attributes:
-        way: What torch takes.
-        torch_us: What it says of that.
-        ours_us: What ours says of the same way.
-        own_way: What would be taken by our estimates; each way has its own links.
-        own_us: What ours says of that.
-    """
+    """Both estimates, of the way that torch takes, and of the best of ours in its protocol."""
 
     collective: Collective
     num_gpus: int
     nbytes: int
-    way: Way
+    algorithm: Algorithm
+    protocol: str
     torch_us: float
     ours_us: float
-    own_way: Way
-    own_us: float
+    best: Algorithm
+    best_us: float
 
     @property
     def ratio(self) -> float:
-        """Ours over torch's, of the way that torch takes."""
+        """Ours over torch's, of the same way."""
         return self.ours_us / self.torch_us
 
 
@@ -118,45 +108,37 @@ def torch_model() -> Iterator[Any]:
         model = import_module(MODULE)
     except ImportError as error:
         raise NoModelError(f"torch {torch.__version__} has no {MODULE}.") from error
-    if missing := [name for name in NEEDED if not hasattr(model, name)]:
-        raise NoModelError(
-            f"{MODULE} of torch {torch.__version__} has no {', '.join(missing)}. These names are"
-            " private; torch 2.13 has them."
-        )
+    if missing := ", ".join(name for name in NEEDED if not hasattr(model, name)):
+        raise NoModelError(f"{MODULE} of torch {torch.__version__} has no {missing}; 2.13's has.")
     gpu = model.NVIDIA_GPU_TYPE.HOPPER
-    ours = {"get_gpu_type": lambda: gpu, "_has_nvlink": lambda: True}
-    # With a GPU here, a node would have as many GPUs as this machine.
-    with patch.multiple(model, **ours), patch("torch.cuda.is_available", lambda: False):
+    with (
+        patch.object(model, "get_gpu_type", lambda: gpu),
+        patch.object(model, "_has_nvlink", lambda: True),
+        # With GPUs here, a node would have as many as this machine; without, it has 8.
+        patch("torch.cuda.is_available", lambda: False),
+    ):
         yield model
 
 
 def torch_us(model: Any, case: Case, way: Way) -> float | None:
     """Microseconds by torch's model; None where NCCL does not do that."""
-    estimate = model._nccl_algo_time(
-        case.nbytes,
-        case.num_gpus,
-        model.NCCL_COLL[case.collective.upper()],
-        model.NCCL_ALGO[way.algorithm.upper()],
-        model.NCCL_PROTO[way.protocol],
-    )
-    return float(estimate) if estimate >= 0 else None
+    collective = model.NCCL_COLL[case.collective.upper()]
+    algorithm, protocol = model.NCCL_ALGO[way.algorithm.upper()], model.NCCL_PROTO[way.protocol]
+    us = model._nccl_algo_time(case.nbytes, case.num_gpus, collective, algorithm, protocol)
+    return float(us) if us >= 0 else None
 
 
 def network(model: Any, num_gpus: int, way: Way) -> Network:
     """Ours, of torch's constants for this algorithm and protocol."""
+    algorithm, protocol = model.NCCL_ALGO[way.algorithm.upper()], model.NCCL_PROTO[way.protocol]
 
     def link(hardware: str, gb_per_s: float) -> Link:
-        of_algorithm = model.hwLat[model.NCCL_HW[hardware]][model.NCCL_ALGO[way.algorithm.upper()]]
-        alpha_us = of_algorithm[model.NCCL_PROTO[way.protocol]]
+        alpha_us = model.hwLat[model.NCCL_HW[hardware]][algorithm][protocol]
         return Link(alpha_us / 1e6, 1 / (gb_per_s * 1e9 * PAYLOAD[way.protocol]))
 
-    return Network(
-        between=link("NET", model.get_inter_node_bw()),
-        world_size=num_gpus,
-        ranks_per_node=GPUS_PER_NODE,
-        within=link("NVLINK", model.get_intra_node_bw()),
-        algorithm=way.algorithm,
-    )
+    between = link("NET", model.get_inter_node_bw())
+    within = link("NVLINK", model.get_intra_node_bw())
+    return Network(between, num_gpus, GPUS_PER_NODE, within, way.algorithm)
 
 
 def ours_us(model: Any, case: Case, way: Way) -> float:
@@ -166,39 +148,33 @@ def ours_us(model: Any, case: Case, way: Way) -> float:
     return cost_s(case.nbytes) * 1e6
 
 
-def compared(model: Any, case: Case) -> Row:
-    """The ways that NCCL has, the one that torch takes of them, and the one that ours would."""
-    ways = [Way("ring", protocol) for protocol in PAYLOAD]
+def compared(case: Case) -> Row:
+    """What torch takes of all that NCCL has for the case, and both estimates of it."""
+    algorithms: Sequence[Algorithm] = ("ring",)
     if case.collective == "all_reduce":
-        ways += [Way("tree", protocol) for protocol in PAYLOAD]
-    said = {way: us for way in ways if (us := torch_us(model, case, way)) is not None}
-    ours = {way: ours_us(model, case, way) for way in said}
-    way, own_way = min(said, key=said.__getitem__), min(ours, key=ours.__getitem__)
-    return Row(*case, way, said[way], ours[way], own_way, ours[own_way])
+        algorithms = ("ring", "tree")
+    with torch_model() as model:
+        ways = [Way(*each) for each in product(algorithms, PAYLOAD)]
+        said = {way: us for way in ways if (us := torch_us(model, case, way)) is not None}
+        taken = min(said, key=said.__getitem__)
+        ours = {one: ours_us(model, case, Way(one, taken.protocol)) for one in algorithms}
+    best = min(ours, key=ours.__getitem__)
+    return Row(*case, *taken, said[taken], ours[taken.algorithm], best, ours[best])
 
 
 def table() -> list[Row]:
-    """All cases."""
-    with torch_model() as model:
-        return [
-            compared(model, Case(collective, num_gpus, nbytes))
-            for collective in COLLECTIVES
-            for num_gpus in NUM_GPUS
-            for nbytes in SIZES.values()
-        ]
+    """A row for each case."""
+    return [compared(Case(*each)) for each in product(COLLECTIVES, NUM_GPUS, SIZES)]
 
 
 def markdown(rows: Sequence[Row]) -> Iterator[str]:
-    """Lines: a row for each case, and the ratios of each collective."""
-    names = {nbytes: name for name, nbytes in SIZES.items()}
-    yield "| collective | GPUs | bytes | torch takes | torch, us | ours, us | ratio | ours takes |"
+    """Lines: the table, and the ratios of each collective."""
+    yield "| collective | GPUs | bytes | torch takes | torch, us | ours, us | ratio | our `best` |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
-        yield (
-            f"| {row.collective} | {row.num_gpus} | {names[row.nbytes]} | {row.way} |"
-            f" {row.torch_us:.1f} | {row.ours_us:.1f} | {row.ratio:.2f} |"
-            f" {row.own_way}, {row.own_us:.1f} |"
-        )
+        case = f"| {row.collective} | {row.num_gpus} | {SIZES[row.nbytes]} |"
+        taken = f" {row.algorithm} {row.protocol} | {row.torch_us:.1f} | {row.ours_us:.1f} |"
+        yield f"{case}{taken} {row.ratio:.2f} | {row.best}, {row.best_us:.1f} |"
     yield ""
     for collective in COLLECTIVES:
         ratios = [row.ratio for row in rows if row.collective == collective]
@@ -214,9 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\n".join(markdown(rows)))
     if options.csv is not None:
         with options.csv.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(Row._fields)
-            writer.writerows(rows)
+            csv.writer(file).writerows([Row._fields, *rows])
 
 
 if __name__ == "__main__":

@@ -37,12 +37,12 @@ def eight_ranks(algorithm: str) -> Network:
     [
         # Of 80 bytes each of a node's 4 ranks sends 10 to each of the other node's 4: 160.
         ("pairwise", 10 + 5 * 160, 2 * (10 + 5 * 160)),
-        # 7 steps of 10 bytes over the node's link.
-        ("ring", 7 * (10 + 5 * 10), 2 * 7 * (10 + 5 * 10)),
+        # A block passes one link between and six within; 70 bytes go over the node's link.
+        ("ring", 10 + 6 * 1 + 5 * 70, 2 * (10 + 6 * 1 + 5 * 70)),
         # 3 steps of 20 bytes within; one step between, of 10 bytes for each of 4 ranks.
         ("hierarchical", 3 * (1 + 20) + 10 + 5 * 40, 2 * (3 * 21 + 210)),
         # Up and down: one step between nodes and three within; the bytes once each way.
-        ("tree", 7 * (10 + 5 * 10), 2 * (10 + 3 * 1) + 2 * 80 * 5),
+        ("tree", 10 + 6 * 1 + 5 * 70, 2 * (10 + 3 * 1) + 2 * 80 * 5),
     ],
 )
 def test_by_hand(algorithm: str, half_s: float, all_reduce_s: float) -> None:
@@ -53,7 +53,7 @@ def test_by_hand(algorithm: str, half_s: float, all_reduce_s: float) -> None:
 
 def test_the_slower_link_decides_wherever_it_is() -> None:
     inverted = Network(FAST, 8, ranks_per_node=4, within=SLOW, algorithm="ring")
-    assert inverted.half_s(80.0) == 7 * (10 + 5 * 10)
+    assert inverted.half_s(80.0) == 1 + 6 * 10 + 5 * 70
     tree = replace(inverted, algorithm="tree")
     assert tree.all_reduce_s(80.0) == 2 * (1 + 3 * 10) + 2 * 80 * 5
 
@@ -68,11 +68,11 @@ def test_best_takes_rings_for_halves_and_the_faster_of_both_for_all_reduces() ->
     best = eight_ranks("best")
     assert best.half_s(80.0) == eight_ranks("ring").half_s(80.0)
     ring, tree = eight_ranks("ring"), eight_ranks("tree")
-    for nbytes in (8.0, 80.0, 8000.0):
+    for nbytes in (0.8, 80.0, 8000.0):
         least = min(ring.all_reduce_s(nbytes), tree.all_reduce_s(nbytes))
         assert best.all_reduce_s(nbytes) == least
     assert ring.all_reduce_s(8000.0) < tree.all_reduce_s(8000.0)
-    assert ring.all_reduce_s(8.0) > tree.all_reduce_s(8.0)
+    assert ring.all_reduce_s(0.8) > tree.all_reduce_s(0.8)
 
 
 @given(networks, sizes, sizes)
@@ -101,6 +101,12 @@ def test_a_measured_all_reduce_counts() -> None:
     network = Network(SLOW, 2, all_reduce=Link(3.0, 2.0))
     assert network.all_reduce_s(10.0) == 2 * 10
     assert network.all_reduce_s(1.0) == 3
+
+
+def test_starts_may_be_fewer_and_nothing_takes_no_time() -> None:
+    network = eight_ranks("ring")
+    assert network.half_s(80.0, starts=2) == 2 * 10 + 5 * 70
+    assert network.half_s(0.0) == network.half_s(0.0, starts=2) == 0
 
 
 @pytest.mark.parametrize(
