@@ -19,6 +19,7 @@ from lightning_dear.apps.plan_config import (
     source_of,
     strategies_of,
     workload_of,
+    workloads_of,
     world_sizes_of,
 )
 from lightning_dear.apps.plan_report import advice, describe, format_rows, write_rows, write_scaling
@@ -28,7 +29,8 @@ from lightning_dear.simulator import Workload
 from lightning_dear.simulator.ranking import (
     Ranked,
     Scaled,
-    ranked,
+    num_ranked,
+    ranked_with,
     recommended,
     scaling,
 )
@@ -56,13 +58,14 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
     """
     workload, network = workload_of(cfg), network_of(cfg)
     strategies, conditions = strategies_of(cfg, workload), conditions_of(cfg)
-    rows = ranked(strategies, workload, network, conditions)
+    workloads = workloads_of(cfg, workload, network.world_size)
+    rows = ranked_with(strategies, workloads, network, conditions)
     best = recommended(rows, enough=float(cfg.enough))
     text = "\n".join(
         [
             describe(workload, network, source_of(cfg)),
             format_rows(rows, workload),
-            advice(best, rows, str(cfg.profile), workload.compressor),
+            advice(best, rows, str(cfg.profile)),
         ]
     )
     print(text, flush=True)
@@ -76,12 +79,11 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
 
 def _scaling(cfg: DictConfig, strategies: Sequence[Strategy], workload: Workload) -> list[Scaled]:
     sizes = world_sizes_of(cfg)
-    progress = Progress(len(strategies) * len(sizes))
+    sized = partial(workloads_of, cfg, workload)
+    progress = Progress(num_ranked(strategies, sized(2)) * len(sizes))
     scaled = []
     try:
-        for one in scaling(
-            strategies, workload, partial(network_of, cfg), sizes, conditions_of(cfg)
-        ):
+        for one in scaling(strategies, sized, partial(network_of, cfg), sizes, conditions_of(cfg)):
             scaled.append(one)
             progress.begin(f"{one.name}, {one.world_size} ranks")
             progress.step()
@@ -94,7 +96,7 @@ def _write_timeline(folder: Path, best: Ranked) -> None:
     spans = spans_of(best.step)
     lanes: Sequence[str] = lanes_of(spans)
     write_chrome_trace(spans, folder / "timeline.json", lanes=lanes)
-    title = f"Two steps of {best.strategy.name}, simulated: {best.step.step_s * 1e3:.0f} ms each"
+    title = f"Two steps of {best.name}, simulated: {best.step.step_s * 1e3:.0f} ms each"
     plot_timeline(spans, folder / "timeline.png", title, lanes)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_dear.compression import Compressor
+from lightning_dear.device_costs import Device, halves_costs, whole_costs
 from lightning_dear.simulator import Algorithm, Link, Network, Stragglers, Workload
 from lightning_dear.simulator.ranking import Conditions, filling
 from lightning_dear.simulator.saved import load_workload
@@ -32,6 +34,40 @@ def workload_of(cfg: DictConfig) -> Workload:
     tensors, times = planned(profile)
     times = replace(times, step_s=float(cfg.step_s))
     return Workload(profile.name, tensors, times, state_bytes=float(cfg.state_bytes))
+
+
+def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Workload]:
+    """Return `workload`, and the same with each of `cfg.compressors`, among so many ranks.
+
+    Raises:
+        ValueError: If a name is unknown, or the model was measured with a compressor.
+    """
+    if isinstance(cfg.compressors, str):
+        raise ValueError(f"compressors must be a list: compressors=[{cfg.compressors}].")
+    names = [name for name in cfg.compressors if name != "none"]
+    if names and not workload.codecs.are_none:
+        raise ValueError(
+            f"This model was measured with {workload.compressor!r}; leave compressors out, or"
+            " calibrate without one."
+        )
+    device = Device(float(cfg.device.kernel_s), float(cfg.device.bytes_per_s))
+    return [workload, *(compressed(workload, name, device, world_size) for name in names)]
+
+
+def compressed(
+    workload: Workload, compressor: str | Compressor, device: Device, world_size: int
+) -> Workload:
+    """Return `workload` with what a compressor would cost on `device`.
+
+    Raises:
+        ValueError: If it is unknown, or cannot be counted.
+    """
+    return replace(
+        workload,
+        codecs=halves_costs(compressor, device, world_size),
+        whole_codecs=whole_costs(compressor, device, world_size),
+        compressor=compressor if isinstance(compressor, str) else compressor.name,
+    )
 
 
 def _is_measured(name: str) -> bool:

@@ -55,7 +55,7 @@ def cells(row: Ranked, workload: Workload, ddp_s: float | None) -> list[str]:
     backward_s = step.exposed_s.get(REDUCE_SCATTER, 0.0)
     whole_s = step.exposed_s.get(ALL_REDUCE, 0.0)
     return [
-        row.strategy.name,
+        row.name,
         _ms(step.step_s),
         "-" if ddp_s is None else f"{ddp_s / step.step_s:.3f}",
         f"{row.efficiency(alone_s(workload)):.1%}",
@@ -73,21 +73,20 @@ def format_rows(rows: Sequence[Ranked], workload: Workload) -> str:
     return format_table(_TITLES, [cells(row, workload, ddp_s) for row in rows])
 
 
-def advice(best: Ranked, rows: Sequence[Ranked], profile: str, compressor: str) -> str:
+def advice(best: Ranked, rows: Sequence[Ranked], profile: str) -> str:
     """Return what to use, why, and the overrides to paste."""
     ddp_s = _step_of(rows, _BASELINE)
-    if best.strategy.name == _BASELINE:
+    if best.name == _BASELINE:
         gain = best.step.step_s / min(row.step.step_s for row in rows if _can_run(row)) - 1
         lines = [f"DDP will do: nothing that can be run here is more than {gain:.1%} faster."]
     else:
-        lines = [f"Use {best.strategy.name}: {best.strategy.what}."]
+        lines = [f"Use {best.name}: {best.strategy.what}."]
         if ddp_s is not None:
             lines.append(f"A step under DDP takes {ddp_s / best.step.step_s:.2f} times as long.")
     others = [row for row in rows if not _can_run(row) and row.strategy.name != ALONE]
     if others and (1 + _WORTH_SAYING) * others[0].step.step_s < best.step.step_s:
-        lines.append(f"({others[0].strategy.name} would be faster, but cannot be run here.)")
-    suffix = f" compressor={compressor}" if best.strategy.compresses else ""
-    lines.append(f"dear-train {best.strategy.overrides}{suffix if compressor != 'none' else ''}")
+        lines.append(f"({others[0].name} would be faster, but cannot be run here.)")
+    lines.append(f"dear-train {best.overrides}")
     if best.strategy.name.startswith("dear") and profile in PROFILES:
         lines.append(f"Try it here, without the cluster: dear-bench model.profile={profile}")
     return "\n".join(lines)
@@ -98,11 +97,11 @@ def _ms(seconds: float) -> str:
 
 
 def _can_run(row: Ranked) -> bool:
-    return row.strategy.overrides is not None
+    return row.overrides is not None
 
 
 def _step_of(rows: Sequence[Ranked], name: str) -> float | None:
-    return next((row.step.step_s for row in rows if row.strategy.name == name), None)
+    return next((row.step.step_s for row in rows if row.name == name), None)
 
 
 def write_rows(path: Path, rows: Sequence[Ranked], workload: Workload) -> None:
@@ -118,7 +117,7 @@ def write_rows(path: Path, rows: Sequence[Ranked], workload: Workload) -> None:
             waits = [row.step.exposed_s.get(kind, 0.0) for kind in kinds]
             efficiency = row.efficiency(alone_s(workload))
             step_s, sent = row.step.step_s, row.step.sent_bytes
-            writer.writerow([row.strategy.name, step_s, efficiency, *waits, sent, row.memory_bytes])
+            writer.writerow([row.name, step_s, efficiency, *waits, sent, row.memory_bytes])
 
 
 def write_scaling(folder: Path, scaled: Sequence[Scaled], workload: Workload) -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from lightning_dear.planning.plan import BucketPlan
 from lightning_dear.planning.times import ModelTimes
+
+Way = Literal["half", "both_halves", "all_gather", "all_reduce"]
+"""How the first half of what is encoded travels: to owners; to owners and from them to everybody;
+all of it to everybody; or summed on its way. Planners know of the first alone, simulations of all.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ class BucketCost:
         decode_s: In forward, at the first read.
         reduce_bytes: Size of what travels in the reduce half, as if all of it were sent.
         gather_bytes: The same of the gather half.
+        way: See `Way`.
+        reduce_starts: See `CodecCost`.
     """
 
     encode_s: float
@@ -39,6 +47,8 @@ class BucketCost:
     decode_s: float
     reduce_bytes: float
     gather_bytes: float
+    way: Way = "half"
+    reduce_starts: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,10 @@ class CodecCost:
         reduce_bytes: Of a shard that is encoded for its owner; of the shard's elements. None: as
             many as it has.
         gather_bytes: Of a shard that its owner has encoded; the same.
+        way: See `Way`.
+        reduce_starts: Messages, one after the other, with which the first half begins; None: as
+            many as any half of the network. Planners take it that there are as many.
+        kept_bytes: Of each element, for what encoding has left.
     """
 
     encode: Linear = Linear()
@@ -66,6 +80,9 @@ class CodecCost:
     decode: Linear = Linear()
     reduce_bytes: Linear | None = None
     gather_bytes: Linear | None = None
+    way: Way = "half"
+    reduce_starts: float | None = None
+    kept_bytes: float = 0.0
 
     def with_launches(self, reduce_s: float, gather_s: float) -> CodecCost:
         """With what starting messages takes of each half, whatever the size of a bucket."""
@@ -90,6 +107,8 @@ class CodecCost:
             decode_s=self.decode.of(numel),
             reduce_bytes=size(self.reduce_bytes),
             gather_bytes=size(self.gather_bytes),
+            way=self.way,
+            reduce_starts=self.reduce_starts,
         )
 
 
@@ -102,6 +121,7 @@ class CodecCosts:
         uncompressed: What travelling as they are costs among buckets that are compressed.
         may_mix: Whether a plan may leave buckets uncompressed. Not where there is no codec, nor
             where what comes back is no gradient, such as a vote.
+        may_plan: Whether planners may try other buckets with it. Not with sparse all-reduces.
         unseen_s: Seconds of a step that no cost shows, such as ranks that wait for each other;
             negative where steps are shorter than all costs say. The same for every plan.
         fitted_to: The plan whose measured step all these add up to, if there is one.
@@ -110,6 +130,7 @@ class CodecCosts:
     compressed: CodecCost = CodecCost()
     uncompressed: CodecCost = CodecCost()
     may_mix: bool = False
+    may_plan: bool = True
     unseen_s: float = 0.0
     fitted_to: BucketPlan | None = None
 

@@ -108,13 +108,13 @@ class Network:
         return nbytes * (self.world_size - 1) / self.world_size
 
     def half_s(self, nbytes: float, starts: float | None = None) -> float:
-        """Seconds for a reduce-scatter, or an all-gather, of `nbytes`; 0 at one rank, and for none.
+        """Seconds for a reduce-scatter, or an all-gather, of `nbytes`; 0 at one rank.
 
         Args:
             nbytes: Of the whole buffer.
             starts: Messages that begin one after the other; None: as many as the algorithm takes.
         """
-        if self.world_size == 1 or not nbytes:
+        if self.world_size == 1:
             return 0.0
         if starts is not None:
             return starts * self._slowest.alpha_s + self._half_s(nbytes) - self._half_s(0.0)

@@ -46,10 +46,25 @@ PLAIN = Conditions()
 
 @dataclass(frozen=True)
 class Ranked:
-    """A strategy and its step."""
+    """A strategy and its step.
+
+    Attributes:
+        strategy: Which.
+        step: What it takes.
+        compressor: What it encodes with.
+        overrides: What `dear-train` takes to use both; None where it cannot.
+    """
 
     strategy: Strategy
     step: SimulatedStep
+    compressor: str = "none"
+    overrides: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of both."""
+        suffix = "" if self.compressor == "none" else f" + {self.compressor}"
+        return f"{self.strategy.name}{suffix}"
 
     @property
     def memory_bytes(self) -> float:
@@ -68,8 +83,51 @@ def ranked(
     conditions: Conditions = PLAIN,
 ) -> list[Ranked]:
     """All of `strategies`, the one with the shortest step first; of equal ones, as they were."""
-    rows = [Ranked(one, conditions.step(one, workload, network)) for one in strategies]
+    rows = [_ranked(one, workload, network, conditions) for one in strategies]
     return sorted(rows, key=lambda row: row.step.step_s)
+
+
+def _ranked(
+    strategy: Strategy, workload: Workload, network: Network, conditions: Conditions
+) -> Ranked:
+    used = workload.compressor if strategy.encodes(workload) else "none"
+    step = conditions.step(strategy, workload, network)
+    return Ranked(strategy, step, used, strategy.overrides_for(workload))
+
+
+def ranked_with(
+    strategies: Sequence[Strategy],
+    workloads: Sequence[Workload],
+    network: Network,
+    conditions: Conditions = PLAIN,
+) -> list[Ranked]:
+    """Each of `strategies` with each workload's compressor that it can use, the fastest first.
+
+    Args:
+        strategies: Which.
+        workloads: The same one with different compressors. Of the first, strategies that cannot use
+            its compressor are shown without it.
+        network: Where to.
+        conditions: What else counts.
+    """
+    rows = [_ranked(*pair, network, conditions) for pair in _pairs(strategies, workloads)]
+    return sorted(rows, key=lambda row: row.step.step_s)
+
+
+def num_ranked(strategies: Sequence[Strategy], workloads: Sequence[Workload]) -> int:
+    """How many rows `ranked_with` has."""
+    return len(_pairs(strategies, workloads))
+
+
+def _pairs(
+    strategies: Sequence[Strategy], workloads: Sequence[Workload]
+) -> list[tuple[Strategy, Workload]]:
+    return [
+        (strategy, workload)
+        for number, workload in enumerate(workloads)
+        for strategy in strategies
+        if strategy.allows(workload) and (number == 0 or strategy.encodes(workload))
+    ]
 
 
 @dataclass(frozen=True)
@@ -95,19 +153,19 @@ def recommended(rows: Sequence[Ranked], baseline: str = "ddp", enough: float = E
     Raises:
         ValueError: If none of `rows` can be run.
     """
-    runnable = [row for row in rows if row.strategy.overrides is not None]
+    runnable = [row for row in rows if row.overrides is not None]
     if not runnable:
         raise ValueError("None of these strategies can be run; add ddp or dear.")
     best = min(runnable, key=lambda row: row.step.step_s)
     for row in runnable:
-        if row.strategy.name == baseline and row.step.step_s <= (1 + enough) * best.step.step_s:
+        if row.name == baseline and row.step.step_s <= (1 + enough) * best.step.step_s:
             return row
     return best
 
 
 def scaling(
     strategies: Sequence[Strategy],
-    workload: Workload,
+    workloads_of: Callable[[int], Sequence[Workload]],
     network_of: Callable[[int], Network],
     world_sizes: Iterable[int],
     conditions: Conditions = PLAIN,
@@ -116,15 +174,16 @@ def scaling(
 
     Args:
         strategies: Which.
-        workload: What is trained.
+        workloads_of: Number of ranks -> what is trained, without a compressor and with others.
         network_of: Number of ranks -> the network among so many.
         world_sizes: Numbers of ranks.
         conditions: What else counts.
     """
     for world_size in world_sizes:
-        sized = network_of(world_size)
+        sized, workloads = network_of(world_size), workloads_of(world_size)
         for one in strategies:
-            yield Scaled(one.name, world_size, conditions.step(one, workload, sized).step_s)
+            for row in ranked_with([one], workloads, sized, conditions):
+                yield Scaled(row.name, world_size, row.step.step_s)
 
 
 def filling(world_sizes: Iterable[int], inside: int) -> list[int]:

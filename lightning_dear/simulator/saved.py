@@ -72,4 +72,8 @@ def _times(fields: Mapping[str, Any]) -> ModelTimes:
 
 
 def _codec(fields: Mapping[str, Any]) -> CodecCost:
-    return CodecCost(**{key: value and Linear(**value) for key, value in fields.items()})
+    made: dict[str, Any] = {
+        key: Linear(**value) if isinstance(value, Mapping) else value
+        for key, value in fields.items()
+    }
+    return CodecCost(**made)

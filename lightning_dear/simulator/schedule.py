@@ -140,16 +140,26 @@ class _Builder:
         return followers
 
     def _reduce(self, number: int) -> Launch:
-        size = self._costs[number].reduce_bytes
+        cost = self._costs[number]
         if number in self._plan.all_reduced:
-            whole = self._nbytes[number]
-            # 16-bit gradients are all-reduced in fp32.
-            wide = whole * max(4 / self._itemsize(number), 1)
-            return self._launch(ALL_REDUCE, number, self._network.all_reduce_s(wide), 2 * wide)
+            return self._all_reduce(number, cost)
+        size, starts = cost.reduce_bytes, cost.reduce_starts
         if self._lacks_reduce_scatter:
             seconds = self._network.all_reduce_s(size)
             return self._launch(REDUCE_SCATTER, number, seconds, 2 * size)
-        return self._launch(REDUCE_SCATTER, number, self._network.half_s(size), size)
+        return self._launch(REDUCE_SCATTER, number, self._network.half_s(size, starts), size)
+
+    def _all_reduce(self, number: int, cost: BucketCost) -> Launch:
+        size, starts = cost.reduce_bytes, cost.reduce_starts
+        if cost.way in ("all_gather", "both_halves"):
+            back = cost.gather_bytes if cost.way == "both_halves" else 0.0
+            seconds = self._network.half_s(size, starts)
+            seconds += self._network.half_s(back) if back else 0.0
+            return self._launch(ALL_REDUCE, number, seconds, size + back)
+        if cost.way == "half":
+            # Nothing is encoded; 16-bit gradients are all-reduced in fp32.
+            size = self._nbytes[number] * max(4 / self._itemsize(number), 1)
+        return self._launch(ALL_REDUCE, number, self._network.all_reduce_s(size), 2 * size)
 
     def _itemsize(self, number: int) -> int:
         return self._itemsizes[self._plan.buckets[number].slices[0].tensor]
@@ -158,6 +168,9 @@ class _Builder:
         size = self._costs[number].gather_bytes
         is_own = not self._schedule.uses_the_backends
         seconds = self._network.half_s(size) if is_own else self._network.all_gather_s(size)
+        if self._costs[number].way != "half":
+            # The first half has brought all that there is.
+            seconds = 0.0
         launch = self._launch(ALL_GATHER, number, seconds, size)
         if after is None:
             return launch
@@ -213,7 +226,12 @@ class _Builder:
             "gradients": gradients,
             "optimizer state": self._workload.state_bytes * (stepped_whole + share),
             "buffers": buffers + sum(self._nbytes[number] for number in self._plan.early),
+            "residuals": sum(map(self._kept_bytes, range(len(self._plan.buckets)))),
         }
+
+    def _kept_bytes(self, number: int) -> float:
+        numel = self._nbytes[number] / self._itemsize(number)
+        return numel * self._workload.codecs.of(self._plan, number).kept_bytes
 
 
 def _blocking(op: Op) -> list[Op]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from lightning_dear.planning import (
     AutoFusion,
@@ -53,16 +54,21 @@ class Strategy:
         what: In a line, for people.
         build: Makes its step of a workload on a network.
         overrides: What `dear-train` takes to use it; None where it cannot.
-        compresses: Whether a workload's compressor is for it; else it goes without.
+        compresses: What a workload's compressor is to it: it has halves to encode, or all-reduces,
+            of which all ranks' bytes become all-gathers; "no": it goes without.
         plans_for_codecs: Whether it may be used with a compressor.
+        searches: Whether its buckets are those of a search, which not all compressors allow.
+        hooks: Compressor -> overrides, where it all-reduces.
     """
 
     name: str
     what: str
     build: Builder
     overrides: str | None = None
-    compresses: bool = False
+    compresses: Literal["no", "halves", "whole"] = "no"
     plans_for_codecs: bool = True
+    searches: bool = False
+    hooks: Mapping[str, str] = field(default_factory=dict)
 
     def program(self, workload: Workload, network: Network) -> Program:
         """Its step of `workload` on `network`.
@@ -70,13 +76,34 @@ class Strategy:
         Raises:
             ValueError: If there is a compressor and it may not be used with one.
         """
-        if workload.codecs.are_none or self.compresses:
-            return self.build(workload, network)
-        if not self.plans_for_codecs:
+        if not self.allows(workload):
             raise ValueError(
-                f"{self.name} may not be used with a compressor; leave it out of strategies."
+                f"{self.name} may not be used with {workload.compressor!r}; leave one of them out."
             )
-        return self.build(workload.uncompressed, network)
+        if not self.encodes(workload):
+            return self.build(workload.uncompressed, network)
+        return self.build(workload.all_reduced if self.compresses == "whole" else workload, network)
+
+    def allows(self, workload: Workload) -> bool:
+        """Whether it may be used where the workload's compressor is wanted, with it or without."""
+        codecs = workload.codecs
+        return codecs.are_none or (self.plans_for_codecs and (codecs.may_plan or not self.searches))
+
+    def encodes(self, workload: Workload) -> bool:
+        """Whether its step of `workload` uses the compressor."""
+        if workload.codecs.are_none:
+            return False
+        return self.compresses == "halves" or (
+            self.compresses == "whole" and workload.whole_codecs is not None
+        )
+
+    def overrides_for(self, workload: Workload) -> str | None:
+        """What `dear-train` takes to use it for `workload`; None where it cannot."""
+        if self.overrides is None or not self.encodes(workload):
+            return self.overrides
+        if self.compresses == "whole":
+            return self.hooks.get(workload.compressor)
+        return f"{self.overrides} compressor={workload.compressor}"
 
 
 def planned(
@@ -198,15 +225,23 @@ STRATEGIES: dict[str, Strategy] = {
             "an all-reduce for every tensor, as soon as its gradient is there",
             planned(NoFusion().plan, all_reduces=True),
             "strategy=wfbp",
+            compresses="whole",
         ),
         Strategy(
             "ddp",
             "DistributedDataParallel: all-reduces of 25 MiB, the first of 1 MiB",
             planned(everything_all_reduced),
             "strategy=ddp",
+            compresses="whole",
+            hooks={"bf16": "strategy=ddp_bf16"},
         ),
-        Strategy("horovod", "all-reduces of what each cycle of 1 ms finds, up to 64 MiB", _horovod),
-        Strategy("mgwfbp", "all-reduces, merged by MG-WFBP's rule", _mgwfbp),
+        Strategy(
+            "horovod",
+            "all-reduces of what each cycle of 1 ms finds, up to 64 MiB",
+            _horovod,
+            compresses="whole",
+        ),
+        Strategy("mgwfbp", "all-reduces, merged by MG-WFBP's rule", _mgwfbp, compresses="whole"),
         Strategy(
             "bytescheduler",
             "all-reduces of 4 MiB, those that forward needs first before the others",
@@ -234,14 +269,15 @@ STRATEGIES: dict[str, Strategy] = {
             "ours, in buckets of 8 to 25 MiB",
             planned(ThresholdFusion().plan),
             "strategy=dear",
-            compresses=True,
+            compresses="halves",
         ),
         Strategy(
             "dear_mergecomp",
             "ours, in the buckets that are predicted to be best",
             searched(MergeCompFusion()),
             "strategy=dear fusion=mergecomp",
-            compresses=True,
+            compresses="halves",
+            searches=True,
         ),
         Strategy(
             "dear_auto",
@@ -249,6 +285,7 @@ STRATEGIES: dict[str, Strategy] = {
             searched(AutoFusion()),
             "strategy=dear fusion=auto",
             plans_for_codecs=False,
+            searches=True,
         ),
     )
 }

@@ -18,7 +18,9 @@ class Workload:
         tensors: Its parameters, of which `first_use` and `ready` are known.
         times: Of a step without communication. `step_s` is that of stepping all parameters: how
             much of it a rank does is the strategy's.
-        codecs: What compressing costs.
+        codecs: What compressing costs, where owners sum gradients and spread what comes of it.
+        whole_codecs: What it costs where all ranks get all ranks' bytes. None: strategies that work
+            so go without.
         state_bytes: Of the optimizer's state, for each byte of parameters: 2 for Adam's.
         fixed_step_s: Seconds of the optimizer's step that are the same however little is stepped.
         compressor: The name of what `codecs` are the costs of.
@@ -31,6 +33,7 @@ class Workload:
     state_bytes: float = 2.0
     compressor: str = "none"
     fixed_step_s: float = 0.0
+    whole_codecs: CodecCosts | None = None
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +43,14 @@ class Workload:
     @property
     def uncompressed(self) -> Workload:
         """The same without a compressor."""
-        return replace(self, codecs=NO_CODEC, compressor="none")
+        return replace(self, codecs=NO_CODEC, whole_codecs=None, compressor="none")
+
+    @property
+    def all_reduced(self) -> Workload:
+        """The same for strategies that all-reduce."""
+        if self.whole_codecs is None:
+            return self.uncompressed
+        return replace(self, codecs=self.whole_codecs)
 
     def sharded_times(self, world_size: int) -> ModelTimes:
         """Its times as planners take them: `step_s` is that of one rank's share."""

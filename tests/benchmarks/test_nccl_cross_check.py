@@ -25,7 +25,6 @@ from tests.benchmarks.nccl_cross_check import (
     Row,
     Way,
     main,
-    network,
     ours_us,
     table,
     torch_model,

@@ -103,10 +103,8 @@ def test_a_measured_all_reduce_counts() -> None:
     assert network.all_reduce_s(1.0) == 3
 
 
-def test_starts_may_be_fewer_and_nothing_takes_no_time() -> None:
-    network = eight_ranks("ring")
-    assert network.half_s(80.0, starts=2) == 2 * 10 + 5 * 70
-    assert network.half_s(0.0) == network.half_s(0.0, starts=2) == 0
+def test_starts_may_be_fewer() -> None:
+    assert eight_ranks("ring").half_s(80.0, starts=2) == 2 * 10 + 5 * 70
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ FIXED = [
 """Whose order of messages does not depend on when they end."""
 
 SLACK = 1 + 1e-9
+OURS = ("dear", "dear_mergecomp")
 PER_UNIT_S = 1 / (UNIT * ITEMSIZE)
 
 
@@ -172,14 +173,33 @@ COSTS = CodecCosts(CodecCost(encode=Linear(0.5), gather_bytes=Linear(0.0, 1.0)),
 
 
 @parallel
-def test_a_compressor_is_for_ours(name: str) -> None:
+def test_a_compressor_is_for_whom_it_has_costs(name: str) -> None:
     tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
     plain = Workload("two layers", tensors, replace(times, step_s=1.0))
     workload, network = replace(plain, codecs=COSTS), Network(Link(0.0, PER_UNIT_S), 2)
     if name == "dear_auto":
-        with pytest.raises(ValueError, match="leave it out of strategies"):
+        with pytest.raises(ValueError, match="leave one of them out"):
             STRATEGIES[name].program(workload, network)
         return
-    program = STRATEGIES[name].program(workload, network)
-    differs = program != STRATEGIES[name].program(plain, network)
-    assert differs == (name in ("dear", "dear_mergecomp"))
+    without = STRATEGIES[name].program(plain, network)
+    assert (STRATEGIES[name].program(workload, network) != without) == (name in OURS)
+    whole = replace(workload, whole_codecs=COSTS)
+    ours_or_whole = (*OURS, "wfbp", "ddp", "horovod", "mgwfbp")
+    assert (STRATEGIES[name].program(whole, network) != without) == (name in ours_or_whole)
+
+
+@pytest.mark.parametrize(
+    ("way", "sent", "seconds"),
+    # Of 2 ranks each sends half of a buffer, and all 4 bytes of an element count.
+    [("all_gather", 1.0, 1.0), ("both_halves", 1.5, 1.5), ("all_reduce", 2.0, 2.0)],
+)
+def test_what_is_all_reduced_travels_as_the_compressor_says(way, sent, seconds) -> None:
+    tensors, times = chain([1], [1.0], [1.0])
+    cost = CodecCost(reduce_bytes=Linear(0.0, 4.0), gather_bytes=Linear(0.0, 2.0), way=way)
+    workload = Workload(
+        "a layer", tensors, times, codecs=COSTS, whole_codecs=CodecCosts(cost), compressor="made up"
+    )
+    network = Network(Link(0.0, 2 * PER_UNIT_S), 2)
+    (message,) = STRATEGIES["ddp"].program(workload, network).messages
+    assert message.nbytes * PER_UNIT_S == pytest.approx(sent / 2)
+    assert message.seconds == pytest.approx(seconds)

@@ -1,0 +1,273 @@
+"""What compressors would cost on a device that is not here, from what they do there.
+
+A kernel takes `kernel_s` to start, and its bytes at `bytes_per_s`. Kernels and bytes of codecs are
+counted, by running them on tensors without memory; those of sparse all-reduces, whose work depends
+on the numbers, are written down here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_dear.compression import (
+    Bf16,
+    Codec,
+    Compressor,
+    Fp16,
+    GTopk,
+    SparseAllReduce,
+    resolve_compressor,
+)
+from lightning_dear.planning import CodecCost, CodecCosts, Linear
+from lightning_dear.planning.codec_cost import NO_CODEC
+
+_META = torch.device("meta")
+_PASSES = {"topk": 5, "sort": 16}
+"""How often an operation goes over its tensors, if not once: radixes go digit by digit."""
+
+_FEW, _MANY = 1 << 14, 1 << 18
+"""Elements of the two rows that are counted."""
+
+_ADD_RESIDUAL, _KEEP_RESIDUAL = (2, 24.0), (1, 12.0)
+"""Kernels, and bytes of each element: what was left is added; what arrives is taken off it."""
+
+_NUDGES = 10
+"""Of `Gaussiank`'s threshold: half of those it may make."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """How fast something computes that waits for memory.
+
+    Attributes:
+        kernel_s: Seconds that a kernel takes however little it does, the host's part included.
+        bytes_per_s: That its memory reads and writes.
+    """
+
+    kernel_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.kernel_s < math.inf and 0 < self.bytes_per_s < math.inf):
+            raise ValueError(
+                "kernel_s must be finite and not negative, bytes_per_s finite and positive; got"
+                f" {self.kernel_s} and {self.bytes_per_s}."
+            )
+
+    def work(self, kernels: float, bytes_per_element: float) -> Linear:
+        """Seconds of so many kernels, of the elements that they go through."""
+        return Linear(kernels * self.kernel_s, bytes_per_element / self.bytes_per_s)
+
+
+def halves_costs(compressor: str | Compressor, device: Device, world_size: int) -> CodecCosts:
+    """What it costs where gradients are summed by owners and spread by them, as ours does.
+
+    Raises:
+        ValueError: If it is unknown, or depends on more of a bucket than its size (PowerSGD).
+    """
+    made = _resolved(compressor)
+    if made is None:
+        return NO_CODEC
+    if isinstance(made, SparseAllReduce):
+        return CodecCosts(_sparse(made, device, world_size), may_plan=False)
+    parts = _Parts.of(made, device)
+    keeps = made.has_feedback
+    add, keep = (
+        device.work(*one) if keeps else Linear() for one in (_ADD_RESIDUAL, _KEEP_RESIDUAL)
+    )
+    encode = total(parts.encode, *((add, parts.decode, keep) if keeps else ()))
+    sums = device.work(world_size, 8.0)
+    return CodecCosts(
+        CodecCost(
+            encode=encode,
+            decode_sum=total(parts.decode, sums),
+            encode_shard=encode,
+            decode=parts.decode,
+            reduce_bytes=parts.wire,
+            gather_bytes=parts.wire,
+            kept_bytes=(4.0 + 4.0 / world_size) * keeps,
+        )
+    )
+
+
+def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -> CodecCosts:
+    """What it costs where every rank gets every rank's bytes, and decodes and sums them all.
+
+    As GRACE and MergeComp do, and hooks of DDP. 16-bit numbers are summed on their way instead.
+
+    Raises:
+        ValueError: See `halves_costs`.
+    """
+    made = _resolved(compressor)
+    if made is None:
+        return NO_CODEC
+    if isinstance(made, SparseAllReduce):
+        return CodecCosts(_at_once(_sparse(made, device, world_size), world_size), may_plan=False)
+    parts = _Parts.of(made, device)
+    if isinstance(made, Bf16 | Fp16):
+        wire = Linear(0.0, 2.0)
+        return CodecCosts(
+            CodecCost(parts.encode, parts.decode, reduce_bytes=wire, way="all_reduce")
+        )
+    ours = halves_costs(made, device, world_size).compressed
+    one = total(parts.decode, device.work(1, 12.0))
+    return CodecCosts(
+        CodecCost(
+            encode=ours.encode,
+            decode_sum=Linear(world_size * one.alpha, world_size * one.beta),
+            reduce_bytes=Linear(parts.wire.alpha, world_size * parts.wire.beta),
+            gather_bytes=Linear(),
+            way="all_gather",
+            kept_bytes=4.0 * made.has_feedback,
+        )
+    )
+
+
+def total(*parts: Linear) -> Linear:
+    """One after the other."""
+    return Linear(sum(one.alpha for one in parts), sum(one.beta for one in parts))
+
+
+def _resolved(compressor: str | Compressor) -> Codec | SparseAllReduce | None:
+    made = resolve_compressor(compressor)
+    if made is None or isinstance(made, Codec | SparseAllReduce):
+        return made
+    raise ValueError(
+        f"What {made.name} costs depends on the shapes of tensors, which profiles do not tell."
+    )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A codec's own work, of elements, and its bytes."""
+
+    encode: Linear
+    decode: Linear
+    wire: Linear
+
+    @classmethod
+    def of(cls, codec: Codec, device: Device) -> _Parts:
+        generator = torch.Generator()
+        few, many = (_counted(codec, numel, generator) for numel in (_FEW, _MANY))
+
+        def line(place: int) -> Linear:
+            beta = (many[place].nbytes - few[place].nbytes) / (_MANY - _FEW)
+            return device.work(many[place].kernels, beta)
+
+        small, large = codec.wire_bytes(_FEW), codec.wire_bytes(_MANY)
+        beta = (large - small) / (_MANY - _FEW)
+        return cls(line(0), line(1), Linear(max(0.0, small - beta * _FEW), beta))
+
+
+def _counted(codec: Codec, numel: int, generator: torch.Generator) -> tuple[_Counter, _Counter]:
+    rows = torch.empty(1, numel, device=_META)
+    wire = torch.empty(1, codec.wire_bytes(numel), dtype=torch.uint8, device=_META)
+    with _Counter() as encoding:
+        codec.encode(rows, wire, generator)
+    with _Counter() as decoding:
+        codec.decode(wire, rows, generator)
+    return encoding, decoding
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what would be kernels, and the bytes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels = 0
+        self.nbytes = 0.0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if not name.startswith("empty") and not _is_view(func):
+            tensors = [
+                one for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor)
+            ]
+            self.kernels += 1
+            self.nbytes += _PASSES.get(name, 1) * sum(one.nbytes for one in tensors)
+        return result
+
+
+def _is_view(func: Any) -> bool:
+    aliases = [one.alias_info for one in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+# --- sparse all-reduces ---------------------------------------------------------------------------
+
+
+def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost:
+    """Words of 4 bytes that are read or written, of each element; k of n are selected.
+
+    Accumulating takes 3, comparing and telling places 2, an exact threshold 5 more now and then. A
+    sum reads and writes 3 for each number that has come; writing what has arrived into zeros takes
+    1, and 3 for each number.
+    """
+    tau = getattr(made, "tau_prime", 0)
+    select = 5 + (5 / tau if tau else 4 + _NUDGES)
+    density = made.density
+    if made.all_reduces:
+        sums = _sums_of_all(made, world_size)
+        words = total(device.work(2, 4.0), device.work(sums[0], 4 * sums[1] * density))
+        wire = Linear(0.0, 4 * _words_per_element(made, world_size) * world_size)
+        starts = 2.0 * (world_size - 1).bit_length() if isinstance(made, GTopk) else None
+        return CodecCost(
+            encode=device.work(8 + (0 if tau else 3 + 2 * _NUDGES), 4 * select),
+            decode_sum=words,
+            reduce_bytes=wire,
+            gather_bytes=Linear(),
+            reduce_starts=starts,
+            way="all_gather",
+            kept_bytes=4.0,
+        )
+    half = Linear(0.0, 4 * _words_per_element(made, world_size) * world_size / 2)
+    return CodecCost(
+        encode=device.work(8, 4 * select),
+        decode_sum=device.work(world_size, 4 * 3 * density),
+        encode_shard=device.work(6, 4 * 3.0),
+        decode=device.work(2, 4 * (1 + 3 * density)),
+        reduce_bytes=half,
+        gather_bytes=half,
+        kept_bytes=4.0,
+    )
+
+
+def _at_once(cost: CodecCost, world_size: int) -> CodecCost:
+    """The same where nothing is done between the halves but what has to be."""
+    if cost.way == "all_gather":
+        return cost
+    shard = cost.encode_shard
+    publish = Linear(shard.alpha, shard.beta / world_size)
+    return replace(
+        cost,
+        decode_sum=total(cost.decode_sum, publish, cost.decode),
+        encode_shard=Linear(),
+        decode=Linear(),
+        way="both_halves",
+    )
+
+
+def _words_per_element(made: SparseAllReduce, world_size: int) -> float:
+    """As a buffer of which each rank sends (P - 1) / P, of a bucket's elements."""
+    if world_size == 1:
+        return 0.0
+    numel = 1 << 24
+    return made.usual_words(numel, world_size) / numel / (world_size - 1)
+
+
+def _sums_of_all(made: SparseAllReduce, world_size: int) -> tuple[float, float]:
+    """Kernels, and words for each of the k numbers, with which a rank adds up what has come."""
+    if isinstance(made, GTopk):
+        rounds = (world_size - 1).bit_length()
+        return 6.0 * rounds, 10.0 * rounds
+    return float(world_size), 3.0 * world_size
