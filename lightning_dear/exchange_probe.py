@@ -114,6 +114,10 @@ slow link the latter take what their bytes take. So the shorter time counts."""
 _NUM_FEW, _NUM_MANY = 16, 128
 _NUM_LARGE = 4
 
+_SHORT_NUMELS, _NUM_SHORT, _NUM_SHORT_REPEATS = (1 << 8, 1 << 12), 64, 5
+"""Of all-reduces of 1 and 16 KiB: trains as a step has them that fuses nothing. On gloo what one of
+them takes varies up to twofold from train to train, whatever its size: so the median counts."""
+
 
 def measure_sizes(
     collectives: Collectives, device: torch.device, total_bytes: int
@@ -137,25 +141,31 @@ def measure_sizes(
         seconds / _NUM_LARGE for seconds in _slowest_times(collectives, device, large, _NUM_LARGE)
     )
     halves: list[LinkCost] = []
-    starts_s: list[float] = []
     for numel in (aligned(small, unit) for small in _SMALL_NUMELS):
-        own_s, all_reduce_s = _each(collectives, device, numel)
+        own_s = _each_half(collectives, device, numel)
         halves.append(line(sent_bytes(4 * numel, world_size), own_s, sent, half_s))
-        starts_s.append(all_reduce_s)
     best = min(halves, key=lambda cost: cost.alpha_s)
-    return best, LinkCost(min(starts_s), whole_s / (2 * sent))
+    return best, LinkCost(_short_all_reduce_s(collectives, device), whole_s / (2 * sent))
 
 
-def _each(collectives: Collectives, device: torch.device, numel: int) -> tuple[float, float]:
-    """Seconds of one small half, and of one all-reduce, in a train, which takes some time once."""
-    few, many = (
-        _slowest_times(collectives, device, numel, count) for count in (_NUM_FEW, _NUM_MANY)
+def _each_half(collectives: Collectives, device: torch.device, numel: int) -> float:
+    """Seconds of one small half in a train, which takes some time once."""
+    few_s, many_s = (
+        _slowest_times(collectives, device, numel, count)[0] for count in (_NUM_FEW, _NUM_MANY)
     )
-    half_s, whole_s = (
-        max(after - before, 0.0) / (_NUM_MANY - _NUM_FEW)
-        for before, after in zip(few, many, strict=True)
-    )
-    return half_s, whole_s
+    return max(many_s - few_s, 0.0) / (_NUM_MANY - _NUM_FEW)
+
+
+def _short_all_reduce_s(collectives: Collectives, device: torch.device) -> float:
+    """Seconds of one short all-reduce in a train: the median of trains of two sizes."""
+    own: list[float] = []
+    with uncounted(collectives):
+        for numel in (aligned(one, ALIGNMENT * collectives.world_size) for one in _SHORT_NUMELS):
+            place = collectives, device, numel
+            own += train_times(*place, _NUM_SHORT, _NUM_SHORT_REPEATS)[1]
+    everyones = collectives.all_gather_object(own)
+    trains_s: list[float] = [max(train) for train in zip(*everyones, strict=True)]
+    return median(trains_s) / _NUM_SHORT
 
 
 def _slowest_times(

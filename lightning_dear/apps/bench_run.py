@@ -1,5 +1,7 @@
 """One comparison on ranks that have been started: what ``dear-bench`` does on each of them."""
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -171,7 +173,17 @@ class Comparison:
         length = BlockLength(self.cfg.warm_up_steps, entry.tuning_steps)
         find_best([Candidate(entry.name, run)], length, 1, self._begin, self._note)
         plan, self.notes[entry.name] = found_plan(entry.name, found[0])
+        if self.rig.rank == 0:
+            self._keep(plan, entry.name)
         return Candidate(entry.name, partial(self._run, cfg, partial(build_strategy, cfg, plan)))
+
+    def _keep(self, plan: BucketPlan, entry: str) -> None:
+        """Write which tensors travel together, for whoever looks at the rows later."""
+        folder = self.folder / "plans"
+        folder.mkdir(exist_ok=True)
+        label = re.sub(r"[^\w.]+", "_", self._point.label)
+        content = {"point": self._point.label, "entry": entry, "buckets": groups_of(plan)}
+        (folder / f"{label}_{entry}.json").write_text(f"{json.dumps(content)}\n")
 
     def _composed(self, overrides: Sequence[str]) -> DictConfig:
         cfg = composed(merged(overrides_of(self.setting), [*overrides, *self._replay]))
@@ -210,6 +222,11 @@ class Comparison:
         self.blocks.append(block)
         if self.rig.rank == 0:
             self._raw.add(self._point, block)
+
+
+def groups_of(plan: BucketPlan) -> list[list[int]]:
+    """Return the numbers of the tensors of each bucket."""
+    return [[piece.tensor for piece in bucket.slices] for bucket in plan.buckets]
 
 
 def found_plan(entry: str, strategy: Any) -> tuple[BucketPlan, str]:

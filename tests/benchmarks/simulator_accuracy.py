@@ -1,13 +1,15 @@
 """How far the simulator is from real steps: rows of dear-bench beside what it predicts for them.
 
-    python -m tests.benchmarks.simulator_accuracy outputs/p2/raw.csv outputs/p4/raw.csv \\
-        --clusters 100=outputs/c2/cluster/measured.yaml 100=outputs/c4/cluster/measured.yaml
+    python -m tests.benchmarks.simulator_accuracy outputs/p2 outputs/p4 outputs/p8 \\
+        --clusters 100=outputs/c2/cluster/measured.yaml 100=outputs/c4/cluster/measured.yaml \\
+        --held-out-models inception_v4
 
-Rows must be replays whose entries are called as strategies are; a cluster's file is what `dear-plan
-calibrate` measured at the rate that is said before it. Where no file has as many ranks as a row,
-that with the most below counts. Beside ours stand two predictors that know no schedule: the longer
-of compute and bytes / rate ("bound"), and a line fitted to the rows that are not held out ("line":
-least squares, over compute and bytes / rate).
+Folders are of replays whose entries are called as strategies are, or `ddp_tuned` or `oktopk`; a
+cluster's file is what `dear-plan calibrate` measured at the rate that is said before it. Where no
+file has as many ranks as a row, that with the most below counts. What is simulated has the buckets
+that were run, where they were found by trying. Beside ours stand two predictors that know no
+schedule: the longer of compute and bytes / rate ("bound"), and a line fitted to the rows that are
+not held out ("line": least squares, over compute and bytes / rate).
 
 Prints a row for each cell, means and largest errors, and how many pairs of strategies are ordered
 as measured. Nothing here is measured anew.
@@ -16,9 +18,9 @@ as measured. Nothing here is measured anew.
 from __future__ import annotations
 
 import argparse
-import csv
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -28,25 +30,25 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps.plan_config import measured_network
-from lightning_dear.simulator import Link, Network, Workload, simulate
-from lightning_dear.simulator.strategies import STRATEGIES
+from lightning_dear.compression import OkTopk
+from lightning_dear.device_costs import Device, halves_costs
+from lightning_dear.planning import CodecCost, CodecCosts, Linear, TensorSpec
+from lightning_dear.planning.fusion import fuse_groups
+from lightning_dear.simulator import Link, Network, Program, Workload, simulate
+from lightning_dear.simulator.strategies import MIB, OURS, STRATEGIES, whole
 from lightning_dear.workloads.replay import load_profile
 from lightning_dear.workloads.replay.planned import planned
+from tests.benchmarks.measured_cells import Cell, Cells, read_cells
 
 ALONE = "compute alone"
+TUNED, SPARSE = "ddp_tuned", "oktopk"
+RIVALS = (TUNED, "mgwfbp", "fsdp2", "dear")
+"""Whose order among themselves is counted, too."""
+
 CLEARLY = 0.05
 """Share by which two measured steps must differ for their order to count."""
 
-
-@dataclass(frozen=True)
-class Cell:
-    """What was run: one strategy, model, number of ranks and rate."""
-
-    model: str
-    world_size: int
-    rate_mbit: float
-    scale: float
-    entry: str
+PREDICTORS = ("ours", "bound", "line")
 
 
 @dataclass(frozen=True)
@@ -57,107 +59,164 @@ class Judged:
     measured_s: float
     predicted_s: dict[str, float]
     is_held_out: bool
+    noise: float | None
 
     def error(self, predictor: str) -> float:
         """Of the measured step; positive: predicted too long."""
         return self.predicted_s[predictor] / self.measured_s - 1
 
 
-def measured_steps(paths: Iterable[Path]) -> dict[Cell, float]:
-    """Median over steps of the mean over ranks, of the rounds that count."""
-    ranks: dict[tuple[Cell, str, str], list[float]] = defaultdict(list)
-    for path in paths:
-        for row in csv.DictReader(path.open()):
-            if int(row["round"]) < 0:
-                continue
-            cell = Cell(
-                row["model"],
-                int(row["world_size"]),
-                float(row["link_rate_mbit"]),
-                float(row["scale"]),
-                row["entry"],
+class Judge:
+    """Predicts cells.
+
+    Args:
+        cells: What was measured.
+        files: Rate in Mb/s and what was measured of a cluster with it.
+        held_out: Models and numbers of ranks that nothing is fitted to.
+        calibrated_on: The model whose rows of Ok-Topk say what selecting takes, on those numbers of
+            ranks that a file is of; these rows are not judged.
+        num_cores: Of the machine, which ranks share: those of an emulated cluster select at once.
+    """
+
+    def __init__(
+        self,
+        cells: Cells,
+        files: Sequence[tuple[float, DictConfig]],
+        held_out: Collection[str | int],
+        calibrated_on: str,
+        num_cores: int,
+    ) -> None:
+        self._cells, self._files, self._held_out = cells, files, held_out
+        self._calibrated_on, self._num_cores = calibrated_on, num_cores
+        alone = [
+            cells.step_s(cell) - self._alone_s(cell)
+            for cell in cells.rounds_s
+            if cell.entry == ALONE and not self._is_held_out(cell)
+        ]
+        self._overhead_s = median(alone) if alone else 0.0
+
+    def judged(self) -> list[Judged]:
+        """Every cell of a known strategy, with all predictions."""
+        cells = [cell for cell in self._cells.rounds_s if self._is_predicted(cell)]
+        programs = {cell: self.program(cell) for cell in cells}
+        known = {cell: self._known(cell, program) for cell, program in programs.items()}
+        inside = [cell for cell in cells if not self._is_held_out(cell)]
+        line, *_ = np.linalg.lstsq(
+            np.array([known[cell] for cell in inside]),
+            np.array([self._cells.step_s(cell) for cell in inside]),
+        )
+        return [
+            Judged(
+                cell,
+                self._cells.step_s(cell),
+                {
+                    "ours": simulate(program, cell.world_size).step_s + self._overhead_s,
+                    "bound": max(known[cell][:2]) + self._overhead_s,
+                    "line": float(np.dot(known[cell], line)),
+                },
+                self._is_held_out(cell),
+                self._cells.noise(cell),
             )
-            ranks[cell, row["round"], row["step"]].append(float(row["step_s"]))
-    steps: dict[Cell, list[float]] = defaultdict(list)
-    for (cell, _, _), of_ranks in ranks.items():
-        steps[cell].append(mean(of_ranks))
-    return {cell: median(seconds) for cell, seconds in steps.items()}
+            for cell, program in programs.items()
+        ]
 
+    def program(self, cell: Cell) -> Program:
+        """A step of the whole model, on a network as many times as fast as the model was small."""
+        workload, network = workload_of(cell.model), self.network(cell)
+        if cell.entry == SPARSE:
+            return STRATEGIES["dear"].program(self._selecting(workload, cell), network)
+        if cell.entry == TUNED:
+            groups = ddp_groups(workload.tensors, self._cells.caps_mb[cell] * MIB)
+        elif cell in self._cells.buckets:
+            groups = self._cells.buckets[cell]
+        else:
+            return STRATEGIES[cell.entry].program(workload, network)
+        plan = fuse_groups(cell.entry, workload.tensors, cell.world_size, groups)
+        return OURS.program(whole(plan), workload, network)
 
-def network_of(file: DictConfig, cell: Cell) -> Network:
-    """The measured cluster for a model that is not scaled, at the cell's number of ranks."""
-    network = measured_network(file, cell.world_size)
-    names = ("between", "within", "all_reduce", "all_gather")
-    links = {name: getattr(network, name) for name in names}
-    return replace(
-        network,
-        **{name: Link(one.alpha_s, one.beta_s / cell.scale) for name, one in links.items()},
-    )
+    def network(self, cell: Cell) -> Network:
+        """The measured cluster for a model that is not scaled, at the cell's number of ranks."""
+        network = measured_network(self._file(cell), cell.world_size)
+        names = ("between", "within", "all_reduce", "all_gather")
+        links = {name: getattr(network, name) for name in names}
+        scaled = {name: Link(one.alpha_s, one.beta_s / cell.scale) for name, one in links.items()}
+        return replace(network, **scaled)
 
+    def _file(self, cell: Cell) -> DictConfig:
+        fitting = [
+            file
+            for rate_mbit, file in self._files
+            if rate_mbit == cell.rate_mbit and file.measured.world_size <= cell.world_size
+        ]
+        if not fitting:
+            raise ValueError(f"No cluster was measured at {cell.rate_mbit:g} Mb/s for {cell}.")
+        return max(fitting, key=lambda file: file.measured.world_size)
 
-def file_for(cell: Cell, files: Sequence[tuple[float, DictConfig]]) -> DictConfig:
-    """Of those at the cell's rate the one with as many ranks, or the most below."""
-    fitting = [
-        file
-        for rate_mbit, file in files
-        if rate_mbit == cell.rate_mbit and file.measured.world_size <= cell.world_size
-    ]
-    if not fitting:
-        raise ValueError(f"No cluster was measured at {cell.rate_mbit:g} Mb/s for {cell}.")
-    return max(fitting, key=lambda file: file.measured.world_size)
+    def _selecting(self, workload: Workload, cell: Cell) -> Workload:
+        """With Ok-Topk's bytes, and seconds of selecting as they were of the model calibrated on.
 
-
-def workload_of(cell: Cell) -> Workload:
-    """The whole model of the cell, as long as its profile says."""
-    return Workload(cell.model, *planned(load_profile(cell.model)))
-
-
-def judge(
-    steps: dict[Cell, float], files: Sequence[tuple[float, DictConfig]], held_out: set[str | int]
-) -> list[Judged]:
-    """Every cell of a known strategy, with all predictions."""
-    cells = [cell for cell in steps if cell.entry in STRATEGIES]
-    outside = {cell for cell in cells if {cell.model, cell.world_size} & held_out}
-    inside = [cell for cell in cells if cell not in outside]
-    overhead_s = median(
-        seconds - workload_of(cell).times.forward_s - workload_of(cell).times.backward_s
-        for cell, seconds in steps.items()
-        if cell.entry == ALONE and not {cell.model, cell.world_size} & held_out
-    )
-    programs = {
-        cell: STRATEGIES[cell.entry].program(
-            workload_of(cell), network_of(file_for(cell, files), cell)
+        Ranks that share cores select at the same time: so each takes P / cores times its CPU time.
+        """
+        bytes_only = halves_costs(OkTopk(), Device(0.0, 1e30), cell.world_size).compressed
+        sharing = max(1.0, cell.world_size / self._num_cores)
+        per_element_s = self._select_s(cell) * sharing / cell.scale
+        cost = CodecCost(
+            encode=Linear(0.0, per_element_s),
+            reduce_bytes=bytes_only.reduce_bytes,
+            gather_bytes=bytes_only.gather_bytes,
         )
-        for cell in cells
-    }
-    simulated_s = {
-        cell: simulate(program, cell.world_size).step_s + overhead_s
-        for cell, program in programs.items()
-    }
-    known = {
-        cell: (
-            program.compute_s,
-            program.sent_bytes / cell.scale / (cell.rate_mbit * 1e6 / 8),
-            1.0,
-        )
-        for cell, program in programs.items()
-    }
-    line, *_ = np.linalg.lstsq(
-        np.array([known[cell] for cell in inside]), np.array([steps[cell] for cell in inside])
-    )
-    return [
-        Judged(
-            cell,
-            steps[cell],
-            {
-                "ours": simulated_s[cell],
-                "bound": max(known[cell][:2]) + overhead_s,
-                "line": float(np.dot(known[cell], line)),
-            },
-            cell in outside,
-        )
-        for cell in cells
-    ]
+        return replace(workload, codecs=CodecCosts(cost, may_plan=False), compressor=SPARSE)
+
+    def _select_s(self, cell: Cell) -> float:
+        """CPU seconds an element."""
+        cells = self._cells
+        own = [
+            cells.codec_s[one] / cells.numel[one]
+            for one in cells.codec_s
+            if one.entry == SPARSE and self._calibrates(one)
+        ]
+        if not own:
+            raise ValueError(f"No row of {SPARSE} on {self._calibrated_on} says what it takes.")
+        return median(own)
+
+    def _calibrates(self, cell: Cell) -> bool:
+        measured = {file.measured.world_size for _, file in self._files}
+        return cell.model == self._calibrated_on and cell.world_size in measured
+
+    def _is_predicted(self, cell: Cell) -> bool:
+        if cell.entry == SPARSE:
+            return not self._calibrates(cell)
+        return cell.entry in STRATEGIES or cell.entry == TUNED
+
+    def _is_held_out(self, cell: Cell) -> bool:
+        return bool({cell.model, cell.world_size} & set(self._held_out))
+
+    def _alone_s(self, cell: Cell) -> float:
+        times = workload_of(cell.model).times
+        return times.forward_s + times.backward_s
+
+    def _known(self, cell: Cell, program: Program) -> tuple[float, float, float]:
+        """What predictors without a schedule know: compute, bytes / rate, and 1."""
+        bytes_s = program.sent_bytes / cell.scale / (cell.rate_mbit * 1e6 / 8)
+        return program.compute_s, bytes_s, 1.0
+
+
+def workload_of(model: str) -> Workload:
+    """The whole model, as long as its profile says."""
+    return Workload(model, *planned(load_profile(model)))
+
+
+def ddp_groups(tensors: Sequence[TensorSpec], cap_bytes: float) -> list[list[int]]:
+    """DDP's buckets of a cap that was asked for: closed by the tensor that reaches it."""
+    groups: list[list[int]] = [[]]
+    filled = 0
+    for tensor in sorted(tensors, key=lambda one: one.ready or 0):
+        if filled >= cap_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor.index)
+        filled += tensor.numel * tensor.itemsize
+    return groups
 
 
 def pairs(rows: Sequence[Judged]) -> tuple[int, int]:
@@ -176,24 +235,56 @@ def pairs(rows: Sequence[Judged]) -> tuple[int, int]:
 
 
 def summary(rows: Sequence[Judged], title: str) -> str:
-    """A line of mean and largest errors, and of pairs."""
-    if not rows:
-        return f"{title}: none"
-    errors = {name: [abs(row.error(name)) for row in rows] for name in ("ours", "bound", "line")}
-    parts = [f"{name} {mean(of):.1%} (worst {max(of):.1%})" for name, of in errors.items()]
+    """A row of a markdown table: mean and largest errors, and pairs."""
+    errors = {name: [abs(row.error(name)) for row in rows] for name in PREDICTORS}
+    parts = [f"{mean(of):.1%} | {max(of):.1%}" if of else "- | -" for of in errors.values()]
     num_right, num_all = pairs(rows)
-    return (
-        f"{title}, {len(rows)} cells: {'; '.join(parts)}; {num_right} of {num_all} pairs in order"
-    )
+    return f"| {title} | {len(rows)} | {' | '.join(parts)} | {num_right} of {num_all} |"
+
+
+def report(rows: Sequence[Judged]) -> str:
+    """Return a row for each cell, then summaries."""
+    head = "| model | ranks | Mb/s | strategy | measured ms | simulated ms | error | bound | line |"
+    lines = [f"{head} repeat | held out |", "|---" * 11 + "|"]
+    for row in sorted(rows, key=lambda one: (one.cell.model, one.cell.world_size)):
+        cell = row.cell
+        errors = " | ".join(f"{row.error(name):+.1%}" for name in PREDICTORS)
+        noise = "" if row.noise is None else f"{row.noise:.1%}"
+        lines.append(
+            f"| {cell.model} | {cell.world_size} | {cell.rate_mbit:g} | {cell.entry} |"
+            f" {row.measured_s * 1e3:.0f} | {row.predicted_s['ours'] * 1e3:.0f} | {errors} |"
+            f" {noise} | {'yes' * row.is_held_out} |"
+        )
+    dense = [row for row in rows if row.cell.entry != SPARSE]
+    groups = {
+        "dense": dense,
+        "dense, not held out": [row for row in dense if not row.is_held_out],
+        "dense, held out": [row for row in dense if row.is_held_out],
+        SPARSE: [row for row in rows if row.cell.entry == SPARSE],
+        f"{', '.join(RIVALS)}": [row for row in rows if row.cell.entry in RIVALS],
+    }
+    for kind in ("entry", "world_size", "model"):
+        for name in dict.fromkeys(getattr(row.cell, kind) for row in dense):
+            groups[f"{kind} {name}"] = [row for row in dense if getattr(row.cell, kind) == name]
+    noises = [row.noise for row in rows if row.noise is not None]
+    lines += ["", "| | cells | ours: mean | worst | bound | worst | line | worst | pairs |"]
+    lines += ["|---" * 9 + "|", *(summary(of, title) for title, of in groups.items())]
+    if noises:
+        lines.append(
+            f"\nRepeats of {len(noises)} cells: {mean(noises):.1%}, at most {max(noises):.1%}."
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("raw", nargs="+", type=Path)
+    parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--clusters", nargs="+", required=True, metavar="RATE_MBIT=FILE")
     parser.add_argument("--held-out-ranks", nargs="*", type=int, default=[8])
-    parser.add_argument("--held-out-models", nargs="*", default=[])
+    parser.add_argument("--held-out-models", nargs="*", default=["inception_v4"])
+    parser.add_argument("--calibrated-on", default="resnet50")
+    parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     files = []
     for word in args.clusters:
@@ -202,24 +293,8 @@ def main() -> None:
         assert isinstance(file, DictConfig)
         files.append((float(rate_mbit), file))
     held_out = {*args.held_out_ranks, *args.held_out_models}
-    rows = judge(measured_steps(args.raw), files, held_out)
-    print(
-        f"{'model':14s} ranks  Mb/s  {'strategy':15s} measured  simulated    error   bound    line"
-    )
-    for row in rows:
-        cell, mark = row.cell, " held out" * row.is_held_out
-        errors = "  ".join(f"{row.error(name):+7.1%}" for name in ("ours", "bound", "line"))
-        print(
-            f"{cell.model:14s} {cell.world_size:5d} {cell.rate_mbit:5g}  {cell.entry:15s}"
-            f" {row.measured_s * 1e3:8.1f} {row.predicted_s['ours'] * 1e3:8.1f}    {errors}{mark}"
-        )
-    print(summary([row for row in rows if not row.is_held_out], "calibrated"))
-    print(summary([row for row in rows if row.is_held_out], "held out"))
-    print(summary(rows, "all"))
-    for name in STRATEGIES:
-        print(summary([row for row in rows if row.cell.entry == name], name)) if any(
-            row.cell.entry == name for row in rows
-        ) else None
+    cells = read_cells(args.folders)
+    print(report(Judge(cells, files, held_out, args.calibrated_on, args.cores).judged()))
 
 
 if __name__ == "__main__":

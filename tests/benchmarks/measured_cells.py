@@ -1,0 +1,100 @@
+"""What folders of dear-bench say of replayed steps, cell by cell: what simulations are judged by."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was run: one strategy, model, number of ranks and rate."""
+
+    model: str
+    world_size: int
+    rate_mbit: float
+    scale: float
+    entry: str
+
+
+@dataclass
+class Cells:
+    """All cells of some folders.
+
+    Attributes:
+        rounds_s: Round -> median over its steps of the mean over ranks.
+        buckets: Of entries that found a plan before they were timed: numbers of their tensors.
+        caps_mb: Of `ddp_tuned`: the cap that was best.
+        codec_s: CPU seconds of a rank in a step, for selecting, gathering and decoding.
+        numel: Parameters of the scaled model.
+    """
+
+    rounds_s: dict[Cell, dict[str, float]] = field(default_factory=dict)
+    buckets: dict[Cell, list[list[int]]] = field(default_factory=dict)
+    caps_mb: dict[Cell, float] = field(default_factory=dict)
+    codec_s: dict[Cell, float] = field(default_factory=dict)
+    numel: dict[Cell, int] = field(default_factory=dict)
+
+    def step_s(self, cell: Cell) -> float:
+        """Median over rounds."""
+        return median(self.rounds_s[cell].values())
+
+    def noise(self, cell: Cell) -> float | None:
+        """By how much the longest round exceeds the shortest; None for a single one."""
+        rounds = self.rounds_s[cell].values()
+        return max(rounds) / min(rounds) - 1 if len(rounds) > 1 else None
+
+
+def read_cells(folders: Iterable[Path]) -> Cells:
+    """Read raw.csv, summary.csv and plans of each folder.
+
+    A cell that stands in several folders has the rounds of all of them.
+    """
+    cells = Cells()
+    for folder in folders:
+        points = _read_steps(cells, folder)
+        _read_summary(cells, folder)
+        for path in sorted((folder / "plans").glob("*.json")):
+            content = json.loads(path.read_text())
+            for cell in points.get((content["point"], content["entry"]), ()):
+                cells.buckets[cell] = content["buckets"]
+    return cells
+
+
+def _cell(row: dict[str, Any]) -> Cell:
+    numbers = float(row["link_rate_mbit"]), float(row["scale"])
+    return Cell(row["model"], int(row["world_size"]), *numbers, row["entry"])
+
+
+def _read_steps(cells: Cells, folder: Path) -> dict[tuple[str, str], set[Cell]]:
+    """The cells of each point and entry."""
+    ranks: dict[tuple[Cell, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    points: dict[tuple[str, str], set[Cell]] = defaultdict(set)
+    with (folder / "raw.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if int(row["round"]) < 0:
+                continue
+            cell = _cell(row)
+            ranks[cell, row["round"]][row["step"]].append(float(row["step_s"]))
+            points[row["point"], row["entry"]].add(cell)
+    for (cell, number), steps in ranks.items():
+        of_round = median(map(mean, steps.values()))
+        cells.rounds_s.setdefault(cell, {})[f"{folder} {number}"] = of_round
+    return points
+
+
+def _read_summary(cells: Cells, folder: Path) -> None:
+    with (folder / "summary.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            cell = _cell(row)
+            cells.numel[cell] = int(float(row["model_bytes"])) // 4
+            if row["codec_s"]:
+                cells.codec_s[cell] = float(row["codec_s"])
+            if "bucket_cap_mb=" in row["note"]:
+                cells.caps_mb[cell] = float(row["note"].rpartition("=")[2])
