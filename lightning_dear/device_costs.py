@@ -218,12 +218,16 @@ def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost
     density = made.density
     if made.all_reduces:
         sums = _sums_of_all(made, world_size)
-        words = total(device.work(2, 4.0), device.work(sums[0], 4 * sums[1] * density))
-        wire = Linear(0.0, 4 * _words_per_element(made, world_size) * world_size)
-        starts = 2.0 * (world_size - 1).bit_length() if isinstance(made, GTopk) else None
+        adding = total(device.work(2, 4.0), device.work(sums[0], 4 * sums[1] * density))
+        is_tree = isinstance(made, GTopk)
+        # A rank in the middle waits for what comes up and then for what comes down.
+        there_and_back = 2 if is_tree else 1
+        words = there_and_back * _words_per_element(made, world_size)
+        wire = Linear(0.0, 4 * words * world_size)
+        starts = 2.0 * (world_size - 1).bit_length() if is_tree else None
         return CodecCost(
             encode=device.work(8 + (0 if tau else 3 + 2 * _NUDGES), 4 * select),
-            decode_sum=words,
+            decode_sum=adding,
             reduce_bytes=wire,
             gather_bytes=Linear(),
             reduce_starts=starts,

@@ -198,8 +198,15 @@ class TopkDSA(ByThreshold):
 
     @override
     def most_words(self, numel: int, world_size: int) -> float:
-        """Where numbers are spread evenly."""
+        """Where all sums are not 0."""
         return (2 * self.entries(numel) + numel) * (world_size - 1) / world_size
+
+    @override
+    def usual_words(self, numel: int, world_size: int) -> float:
+        """Where each rank selects as if by chance: sums travel as they are if half are not 0."""
+        k = self.entries(numel)
+        some = 1 - (1 - k / numel) ** world_size
+        return (2 * k + min(2 * some, 1) * numel) * (world_size - 1) / world_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What folders of dear-bench say of replayed steps, cell by cell: what simulations are judged by."""
+"""What folders of dear-bench say of replayed steps, cell by cell: simulations are judged by it."""
 
 from __future__ import annotations
 
