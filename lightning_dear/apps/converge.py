@@ -15,7 +15,12 @@ from lightning_dear.apps.bench_build import build_starter
 from lightning_dear.apps.converge_config import Entry, check, entries_of, metric_of
 from lightning_dear.apps.converge_run import Study
 from lightning_dear.benchmarking.block import quiet_lightning
-from lightning_dear.benchmarking.convergence.table import format_rows, write_plot, write_summary
+from lightning_dear.benchmarking.convergence.table import (
+    format_rows,
+    write_curves,
+    write_plot,
+    write_summary,
+)
 from lightning_dear.benchmarking.files import write_table
 from lightning_dear.paths import conf_dir
 
@@ -59,6 +64,7 @@ def _finish(folder: Path, study: Study) -> None:
     text = format_rows(rows)
     write_summary(folder / "summary.csv", rows)
     write_table(folder / "table.txt", text)
+    write_curves(folder / "loss_over_time.csv", rows, study.curves())
     print(text, flush=True)
     # Last: after Ctrl-C there are only seconds left, and drawing takes some.
     write_plot(folder / "plot.png", rows)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -20,7 +20,7 @@ from lightning_dear.benchmarking.convergence.summary import Asked
 from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.layout import check_momentum
 
-_OWN_KEYS = ("name", "reference", "below", "control", "broken", "lr_factors")
+_OWN_KEYS = ("name", "reference", "below", "control", "broken", "lr_factors", "dense_shares")
 _IN_A_KEY = ("model", "data", "trainer", "strategy")
 
 
@@ -101,20 +101,26 @@ def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
     reference = _reference_of(name, one.get("reference"), before, own)
     # Nothing goes dense before votes, which try other learning rates instead.
     has_shares = reference is not None and not _votes(own)
-    shares = tuple(cfg.dense_shares) if has_shares else (0.0,)
+    shares = tuple(one.get("dense_shares") or cfg.dense_shares) if has_shares else (0.0,)
     usual = cfg.lr_factors if has_shares else cfg.reference_lr_factors
     factors = one.get("lr_factors") or usual
     _check_entry(name, one, shares, is_reference=reference is None)
-    if len(factors) != len(usual):
-        raise ValueError(
-            f"Entry {name} has {len(factors)} lr_factors and must have {len(usual)}; give all as"
-            " many tries (votes as many as references)."
-        )
+    _check_numbers(name, one, {"lr_factors": len(usual), "dense_shares": len(cfg.dense_shares)})
     asked = Asked(name, reference, bool(one.get("control")), one.get("below"))
     lr, max_steps = float(own.optimizer.lr), int(own.trainer.max_steps)
     if max_steps < 1:
         raise ValueError(f"trainer.max_steps must be at least 1, got {max_steps} ({name}).")
     return Entry(asked, overrides, lr, tuple(factors), shares, max_steps, one.get("broken"))
+
+
+def _check_numbers(name: str, one: Any, numbers: Mapping[str, int]) -> None:
+    """Raise ValueError where an entry's own tries are more or fewer than others'."""
+    for option, number in numbers.items():
+        if one.get(option) and len(one[option]) != number:
+            raise ValueError(
+                f"Entry {name} has {len(one[option])} {option} and must have {number}; give all as"
+                " many tries (votes as many as references)."
+            )
 
 
 def _check_momentum(name: str, cfg: DictConfig) -> None:
@@ -135,11 +141,16 @@ def _votes(cfg: DictConfig) -> bool:
 
 def _check_entry(name: str, one: Any, shares: Sequence[float], *, is_reference: bool) -> None:
     """Raise ValueError for what would be ignored, or found out when it is the entry's turn."""
-    ignored = [key for key in ("below", "control", "broken", "lr_factors") if one.get(key)]
+    of_others = ("below", "control", "broken", "lr_factors", "dense_shares")
+    ignored = [key for key in of_others if one.get(key)]
     if is_reference and ignored:
         raise ValueError(
             f"Entry {name} encodes nothing and is a reference: {', '.join(ignored)} has no"
             " effect; leave it out (reference_lr_factors are what references try)."
+        )
+    if one.get("dense_shares") and tuple(one["dense_shares"]) != shares:
+        raise ValueError(
+            f"Entry {name} votes, and nothing goes dense before votes: leave its dense_shares out."
         )
     if one.get("control") and one.get("below") is not None:
         raise ValueError(
@@ -192,7 +203,8 @@ def check(cfg: DictConfig) -> None:
     """Raise ValueError for options that leave nothing to compare."""
     if len(cfg.seeds) < 2 or len(set(cfg.seeds)) < len(cfg.seeds):
         raise ValueError(f"seeds must be at least 2 different ones, got {list(cfg.seeds)}.")
-    if not cfg.tuning_seeds or set(cfg.tuning_seeds) & set(cfg.seeds):
+    num_tries = len(cfg.reference_lr_factors)
+    if (num_tries > 1 and not cfg.tuning_seeds) or set(cfg.tuning_seeds) & set(cfg.seeds):
         raise ValueError(
             f"tuning_seeds must be others than seeds, got {list(cfg.tuning_seeds)}: what is chosen"
             " on a seed ends better on it."

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig
 from torch import Tensor
@@ -22,11 +22,13 @@ from lightning_dear.apps.converge_config import (
     metric_of,
     tries_of,
 )
+from lightning_dear.benchmarking.block import interface_of
 from lightning_dear.benchmarking.convergence.broken import broken
-from lightning_dear.benchmarking.convergence.records import Trial, best_of, curve_of
+from lightning_dear.benchmarking.convergence.records import Curve, Trial, best_of, curve_of
 from lightning_dear.benchmarking.convergence.store import Store
 from lightning_dear.benchmarking.convergence.summary import Row, summarize
 from lightning_dear.benchmarking.convergence.training import digest_of, run_training
+from lightning_dear.benchmarking.machine import sent_bytes
 from lightning_dear.benchmarking.progress import Progress
 
 
@@ -88,11 +90,16 @@ class Study:
         asked = [entry.asked for entry in self._entries]
         return summarize(asked, self.trials, self._metric, len(self._cfg.seeds))
 
+    def curves(self) -> dict[str, Curve]:
+        """Return a training's key -> its curve, of all that the folder holds; on rank 0."""
+        return self._store.curves()
+
     @property
     def _num_steps(self) -> int:
         cfg = self._cfg
         num_tunings = len(self._buckets) if cfg.tuning_buckets is None else 1
-        num_tries = num_tunings * len(cfg.reference_lr_factors) * len(cfg.tuning_seeds)
+        num_options = len(cfg.reference_lr_factors)
+        num_tries = num_tunings * num_options * len(cfg.tuning_seeds) * (num_options > 1)
         num_trainings = num_tries + len(self._buckets) * len(cfg.seeds)
         return num_trainings * sum(entry.max_steps for entry in self._entries)
 
@@ -103,13 +110,16 @@ class Study:
             reference = entry.asked.reference
             base = entry.lr if reference is None else self._chosen[(reference, buckets)][1]
             tries = [(one, base * one.lr_factor) for one in tries_of(entry)]
-            seeds = self._cfg.tuning_seeds
-            tried = [
-                [self._trial(entry, buckets, *one, seed, "tuning") for seed in seeds]
-                for one in tries
-            ]
-            self._chosen[place] = tries[best_of(tried, self._metric)]
+            best = self._best(entry, buckets, tries) if len(tries) > 1 else 0
+            self._chosen[place] = tries[best]
         return self._chosen[place]
+
+    def _best(self, entry: Entry, buckets: str, tries: Sequence[tuple[Options, float]]) -> int:
+        seeds = self._cfg.tuning_seeds
+        tried = [
+            [self._trial(entry, buckets, *one, seed, "tuning") for seed in seeds] for one in tries
+        ]
+        return best_of(tried, self._metric)
 
     def _trial(
         self, entry: Entry, buckets: str, options: Options, lr: float, seed: int, phase: str
@@ -136,24 +146,32 @@ class Study:
         model = build_model(cfg)
         weights = digest_of(model)
 
-        def new_trainer(callbacks: list[Callback]) -> Trainer:
-            return build_trainer(cfg, build_strategy(cfg), callbacks)
+        def new_trainer() -> Trainer:
+            return build_trainer(cfg, build_strategy(cfg))
 
-        ending = run_training(new_trainer, model, self._datamodule, self._on_step)
-        losses = self._strategy.reduce(ending.losses, reduce_op="mean")
-        assert isinstance(losses, Tensor)
+        ending = run_training(
+            new_trainer, model, self._datamodule, self._on_step, self._sent_by_a_rank
+        )
+        steps = self._strategy.reduce(ending.steps, reduce_op="mean")
+        assert isinstance(steps, Tensor)
         trial = Trial(
             **labels,
             metric=self._metric.value_in(ending.metrics),
-            train_loss=float(losses[-self._cfg.loss_steps :].mean()) if ending.metrics else nan,
-            num_steps=len(losses),
+            train_loss=float(steps[-self._cfg.loss_steps :, 0].mean()) if ending.metrics else nan,
+            num_steps=len(steps),
             weights=weights,
             batches=ending.batches,
             train_s=ending.train_s,
         )
         if self._strategy.is_global_zero:
-            self._store.add(trial, curve_of(losses.tolist(), self._cfg.curve_steps))
+            self._store.add(trial, curve_of(steps.tolist(), self._cfg.curve_steps))
         return self._strategy.broadcast(trial)
+
+    def _sent_by_a_rank(self) -> float | None:
+        """Return its share of what its host's interface has sent, in bytes."""
+        num_hosts = int(self._cfg.cluster.num_nodes)
+        sent = sent_bytes(interface_of(num_hosts))
+        return None if sent is None else sent * num_hosts / self._strategy.world_size
 
     def _check_start(self, trial: Trial) -> None:
         first = self._starts.setdefault(trial.seed, trial)

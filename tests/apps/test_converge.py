@@ -33,6 +33,7 @@ from lightning_dear.apps.converge_config import (
     metric_of,
     tries_of,
 )
+from lightning_dear.apps.recipes.report import BEGIN
 from lightning_dear.compression import COMPRESSORS
 from lightning_dear.paths import conf_dir
 
@@ -59,7 +60,9 @@ def job(*overrides: str, folder: str = "out") -> Iterator[DictConfig]:
 
 JUDGED = ("fp16", "bf16", "int8", "int4", "loco", "powersgd", "efsignsgd", "topk", "dgc")
 SPARSE_ALL_REDUCES = ("oktopk", "topka", "topkdsa", "gtopk", "gaussiank")
-RECIPES = "".join(path.read_text() for path in sorted((ROOT / "recipes").glob("*/README.md")))
+TEXTS = [path.read_text() for path in sorted((ROOT / "recipes").glob("*/README.md"))]
+# Others are written by dear-recipe, whose configs have the commands.
+RECIPES = "".join(text for text in TEXTS if BEGIN not in text)
 COMMANDS = re.findall(r"^OMP_NUM_THREADS=1 dear-converge ((?:.*\\\n)*.+)$", RECIPES, re.MULTILINE)
 
 
@@ -177,6 +180,20 @@ def test_references_come_first_and_have_as_many_tries() -> None:
     assert [one.lr_factor for one in tries[::2]] == [0.1, 0.01, 0.001]
 
 
+def test_an_entry_may_have_dense_shares_of_its_own() -> None:
+    one = ("lr_factors=[1]", "dense_shares=[0.1]", "reference_lr_factors=[1]", "tuning_seeds=[]")
+    with job("entries=[dense,int8,{name: a, compressor: bf16, dense_shares: [0]}]", *one) as cfg:
+        check(cfg)
+        assert tries_of(find(cfg, "int8")) == [Options(1.0, 0.1)]
+        assert tries_of(find(cfg, "a")) == [Options(1.0, 0.0)]
+
+
+def test_other_strategies_are_references() -> None:
+    with job("entries=[{name: ddp, strategy: ddp},{name: dear, compressor: none},int8]") as cfg:
+        references = [(one.name, one.asked.reference) for one in entries_of(cfg)]
+    assert references == [("ddp", None), ("dear", None), ("int8", "ddp")]
+
+
 def test_nothing_goes_dense_before_votes_which_try_more_learning_rates() -> None:
     small = "{name: small, compressor: signsgd, lr_factors: [6, 5, 4, 3, 2, 1]}"
     signum = "{name: signum, compressor: signum, optimizer: sgd_plain}"
@@ -199,6 +216,12 @@ def test_nothing_goes_dense_before_votes_which_try_more_learning_rates() -> None
             "[dense,{name: a, compressor: signsgd, lr_factors: [1, 2, 3]}]",
             "a has 3 lr_factors and must have 6",
         ),
+        ("[dense,{name: a, compressor: int8, dense_shares: [0]}]", "a has 1 dense_shares .* 2"),
+        (
+            "[dense,{name: a, compressor: signsgd, dense_shares: [0, 1]}]",
+            "a votes, and nothing goes dense before votes: leave its dense_shares out",
+        ),
+        ("[{name: a, compressor: none, dense_shares: [0, 1]}]", "a reference: dense_shares has no"),
         ("[dense,{name: a, compressor: topk, broken: x}]", "Unknown broken='x'"),
         ("[dense,dgc]", "Entry dgc: .* keeps momentum itself.* Add optimizer: sgd_plain"),
         ("[dense,{name: a, compressor: signum}]", "Entry a: .* keeps momentum itself"),
@@ -236,6 +259,7 @@ def test_unknown_and_impossible_compressors_are_refused_before_anything_starts()
         ("seeds=[1]", "at least 2 different ones"),
         ("seeds=[1,1]", "at least 2 different ones"),
         ("tuning_seeds=[12]", "must be others than seeds"),
+        ("tuning_seeds=[]", "must be others than seeds"),
         ("lr_factors=[1]", "references 6"),
         ("tuning_buckets=nope", "Unknown tuning_buckets='nope'; valid names: layer-wise"),
     ],
@@ -305,6 +329,11 @@ def test_two_entries_end_to_end(tmp_path: Path) -> None:
     assert [row["verdict"] for row in rows[:2]] == ["reference"] * 2
     assert all(abs(float(row["loss_worse_mean"])) < 0.05 for row in rows[2:])
     assert len(read(tmp_path / "out/curves.csv")) == 12 * 3
+    curves = read(tmp_path / "out/loss_over_time.csv")
+    assert [line["step"] for line in curves] == ["4", "8", "12"] * 8
+    for first, last in zip(curves[::3], curves[2::3], strict=True):
+        assert 0 < float(first["time_s"]) < float(last["time_s"]) < 60
+        assert float(last["sent_mb"]) > float(first["sent_mb"]) > 0
     for name in ("plot.png", "table.txt", "config.yaml"):
         assert (tmp_path / "out" / name).stat().st_size > 100
 
@@ -331,6 +360,8 @@ def test_a_training_that_breaks_off_does_not_touch_the_next(tmp_path: Path) -> N
     raw = {(line["entry"], line["seed"]): line for line in read(tmp_path / "out/raw.csv")}
     assert raw["bad", "1"]["metric"] == "nan"
     assert 10 < int(raw["bad", "1"]["num_steps"]) < 60
+    # One try is no choice.
+    assert {line["phase"] for line in raw.values()} == {"final"}
     (bad,) = (row for row in read(tmp_path / "out/summary.csv") if row["entry"] == "bad")
     assert (bad["verdict"], bad["num_broken_off"]) == ("fails, as it must", "2")
     run(tmp_path, *wild[1:], *one, "entries=[dense,int8]", "hydra.run.dir=alone")

@@ -10,13 +10,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch.utils.data import DataLoader
 
 from lightning_dear.benchmarking.convergence.broken import DoubledResidual, broken
-from lightning_dear.benchmarking.convergence.records import Metric, Trial, best_of, curve_of
+from lightning_dear.benchmarking.convergence.records import (
+    CurvePoint,
+    Metric,
+    Trial,
+    best_of,
+    curve_of,
+)
 from lightning_dear.benchmarking.convergence.statistics import Difference, paired_difference
 from lightning_dear.benchmarking.convergence.store import Store
 from lightning_dear.benchmarking.convergence.summary import Asked, Row, summarize
-from lightning_dear.benchmarking.convergence.table import format_rows, write_plot, write_summary
+from lightning_dear.benchmarking.convergence.table import (
+    format_rows,
+    write_curves,
+    write_plot,
+    write_summary,
+)
+from lightning_dear.benchmarking.convergence.training import Recorder, run_training
 from lightning_dear.compression import LoCo, TopK
 from lightning_dear.compression.memory import Memory, Residual, owner_memory, worker_memory
 
@@ -140,11 +154,13 @@ def test_trainings_are_found_again(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert store.read() == {}
     whole, broken_off = trial(), trial("int8", 2)
-    store.add(whole, [(10, 2.0), (20, 1.0)])
+    curve = [CurvePoint(10, 2.0, 0.5, 1.25), CurvePoint(20, 1.0, 1.0, NAN)]
+    store.add(whole, curve)
     store.add(replace(broken_off, train_s=1 / 3), [])
     assert store.read() == {"dense1": whole, "int82": replace(broken_off, train_s=1 / 3)}
-    with (tmp_path / "curves.csv").open() as file:
-        assert [line["train_loss"] for line in csv.DictReader(file)] == ["2.0", "1.0"]
+    assert store.curves().keys() == {"dense1"}
+    assert store.curves()["dense1"][0] == curve[0]
+    assert math.isnan(store.curves()["dense1"][1].sent_mb)
 
 
 def test_nan_is_found_again(tmp_path: Path) -> None:
@@ -158,8 +174,88 @@ def test_another_programs_file_is_refused(tmp_path: Path) -> None:
         Store(tmp_path).read()
 
 
+def test_curves_of_another_version_are_not_added_to(tmp_path: Path) -> None:
+    (tmp_path / "curves.csv").write_text("key,step,train_loss\ndense1,10,2.0\n")
+    with pytest.raises(ValueError, match=r"curves.csv is no file of dear-converge"):
+        Store(tmp_path).read()
+
+
 def test_a_curve_has_a_point_for_so_many_steps() -> None:
-    assert curve_of([4.0, 2.0, 1.0, 3.0, 9.0], 2) == [(2, 3.0), (4, 2.0)]
+    losses = [4.0, 2.0, 1.0, 3.0, 9.0]
+    steps = [(loss, 0.1 * number, 1e6 * number) for number, loss in enumerate(losses, 1)]
+    assert curve_of(steps, 2) == [CurvePoint(2, 3.0, 0.2, 2.0), CurvePoint(4, 2.0, 0.4, 4.0)]
+
+
+def test_curves_are_written_by_entry_and_seed(tmp_path: Path) -> None:
+    trials = [trial(entry, seed) for entry in ("dense", "int8") for seed in (1, 2)]
+    rows = summarize([DENSE, INT8], trials, ACCURACY, 2)
+    curve = [CurvePoint(10, 1 / 3, 0.5, 1.25)]
+    # What was trained by an earlier version has no curve.
+    write_curves(tmp_path / "c.csv", rows, {"dense1": curve, "int82": curve})
+    with (tmp_path / "c.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["entry"], line["seed"]) for line in lines] == [("dense", "1"), ("int8", "2")]
+    assert lines[0] == {
+        **{"entry": "dense", "buckets": "scheduled", "seed": "1", "step": "10"},
+        **{"train_loss": "0.333333", "time_s": "0.5", "sent_mb": "1.25"},
+    }
+    write_curves(tmp_path / "c.csv", rows, {})
+    assert not (tmp_path / "c.csv").exists()
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+class Squares(LightningModule):
+    """Learns one number; the loss of batch (n, 1) is (weight - n)^2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return (self.weight - batch).square().mean()
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("weight", self.weight.detach()[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Numbers(LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([torch.tensor([number]) for number in (1.0, 2.0, 3.0)])
+
+    test_dataloader = train_dataloader
+
+
+def test_a_training_notes_losses_times_and_bytes_of_each_step() -> None:
+    sent, stepped = iter(range(0, 1000, 100)), []
+    module = Squares()
+
+    def new_trainer() -> Trainer:
+        options = {"enable_checkpointing": False, "enable_progress_bar": False}
+        return Trainer(accelerator="cpu", max_steps=3, logger=False, **options)
+
+    ending = run_training(new_trainer, module, Numbers(), lambda: stepped.append(1), sent.__next__)
+    # After each step the weight is what its batch was.
+    assert ending.steps[:, 0].tolist() == [1.0, 1.0, 1.0]
+    times_s = [0.0, *ending.steps[:, 1].tolist()]
+    assert times_s == sorted(times_s)
+    assert times_s[-1] < ending.train_s
+    assert ending.steps[:, 2].tolist() == [100.0, 200.0, 300.0]
+    assert len(stepped) == 3
+    assert ending.metrics == {"weight": 3.0}
+    # Nothing is left in the module, whose step other trainers may call.
+    assert "training_step" not in vars(module)
+    again = run_training(new_trainer, Squares(), Numbers())
+    assert again.batches == ending.batches
+    assert again.steps[:, 2].isnan().all()
+
+
+def test_a_training_without_steps_has_none() -> None:
+    assert Recorder(lambda: None, lambda: None).steps.shape == (0, 3)
 
 
 def test_the_table_says_what_was_chosen_and_found(tmp_path: Path) -> None:

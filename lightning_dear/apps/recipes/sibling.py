@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 FOLDER = "measured"
 """Of a recipe: what its siblings have measured, a folder for each."""
 
-KEPT = ("summary.csv", "table.txt", "plot.png")
+KEPT = ("summary.csv", "table.txt", "plot.png", "loss_over_time.csv")
 """What is kept of what a sibling has written."""
 
 MACHINE = "machine.txt"

@@ -89,14 +89,41 @@ class Trial:
         return math.isfinite(self.metric) and math.isfinite(self.train_loss)
 
 
-Curve = Sequence[tuple[int, float]]
-"""(steps made, mean training loss since the point before)."""
+@dataclass(frozen=True)
+class CurvePoint:
+    """Where a training is after some steps; figures are means over its ranks.
+
+    Attributes:
+        step: Steps made.
+        train_loss: Mean of the steps since the point before.
+        time_s: Seconds from the beginning of the first step to when this one's loss was known.
+        sent_mb: What a rank sent meanwhile, 10^6 bytes, headers included; nan if unknown.
+    """
+
+    step: int
+    train_loss: float
+    time_s: float
+    sent_mb: float
 
 
-def curve_of(losses: Sequence[float], every: int) -> Curve:
-    """Return a point for `every` losses; what is left at the end has none."""
-    ends = range(every, len(losses) + 1, every)
-    return [(end, sum(losses[end - every : end]) / every) for end in ends]
+Curve = Sequence[CurvePoint]
+"""In order of the steps."""
+
+
+def curve_of(steps: Sequence[Sequence[float]], every: int) -> Curve:
+    """Return a point for `every` steps; what is left at the end has none.
+
+    Args:
+        steps: Of each step its loss, seconds and bytes since the first one's beginning.
+        every: Steps of a point.
+    """
+    points = []
+    for end in range(every, len(steps) + 1, every):
+        losses = [loss for loss, _, _ in steps[end - every : end]]
+        _, time_s, sent_bytes = steps[end - 1]
+        point = CurvePoint(end, sum(losses) / every, round(time_s, 4), round(sent_bytes / 1e6, 4))
+        points.append(point)
+    return points
 
 
 def best_of(trials: Sequence[Sequence[Trial]], metric: Metric) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_dear.benchmarking.convergence.records import Metric
+from lightning_dear.benchmarking.convergence.records import Curve, Metric
 from lightning_dear.benchmarking.convergence.statistics import Difference
 from lightning_dear.benchmarking.convergence.summary import Row
 from lightning_dear.benchmarking.files import append_lines
@@ -51,6 +51,30 @@ def write_summary(path: Path, rows: Sequence[Row]) -> None:
     path.unlink(missing_ok=True)
     if rows:
         append_lines(path, [summary_line(row) for row in rows])
+
+
+def write_curves(path: Path, rows: Sequence[Row], curves: Mapping[str, Curve]) -> None:
+    """Write the losses of all rows' trainings over their steps, in place of what was there.
+
+    Args:
+        path: Where to.
+        rows: Say which trainings, by entry, buckets and seed; the tuning's are left out.
+        curves: A training's key -> its curve; nothing is written of those without.
+    """
+    path.unlink(missing_ok=True)
+    lines = [
+        {
+            **{"entry": row.asked.entry, "buckets": row.buckets, "seed": trial.seed},
+            **asdict(point),
+            # More digits than two runs have in common.
+            "train_loss": float(f"{point.train_loss:.6g}"),
+        }
+        for row in rows
+        for trial in row.trials
+        for point in curves.get(trial.key, ())
+    ]
+    if lines:
+        append_lines(path, lines)
 
 
 def format_rows(rows: Sequence[Row]) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from typing_extensions import override
 
 from lightning_dear.benchmarking.block import quiet_lightning
 from lightning_dear.benchmarking.competitors import forget_mesh
@@ -33,83 +34,117 @@ class Ending:
     """What came of a training on this rank.
 
     Attributes:
-        losses: Of every step made, this rank's.
+        steps: [steps, 3] fp64, on the CPU, of every step made: this rank's loss; seconds from the
+            beginning of the first step to when this one's loss was computed (on an accelerator,
+            which the host does not wait for: asked for); bytes sent meanwhile, nan if unknown.
         metrics: Of the test, over all ranks; None where gradients could not be encoded any more.
         batches: Digest of this rank's training batches, in order.
         train_s: Seconds of the fit.
     """
 
-    losses: Tensor
+    steps: Tensor
     metrics: Mapping[str, float] | None
     batches: str
     train_s: float
 
 
-class Recorder(Callback):
-    """Notes the loss of every step and what was trained on.
+class Recorder:
+    """Notes what every step was trained on, its loss, when that was known and what was sent.
+
+    Stands around the module's `training_step` and is no callback: before a callback that it does
+    not know, `strategy="dear"` completes all parameters, and steps would take longer.
 
     Args:
-        on_step: Called after every step.
+        on_step: Called when a step's loss has been computed.
+        sent_bytes: Returns a counter of bytes; None if there is none.
     """
 
-    def __init__(self, on_step: Callable[[], None]) -> None:
+    def __init__(self, on_step: Callable[[], None], sent_bytes: Callable[[], float | None]) -> None:
         self._on_step = on_step
+        self._sent_bytes = sent_bytes
         self._losses: list[Tensor] = []
+        self._marks: list[tuple[float, float]] = []
         self._checksum = 0
 
     @property
-    def losses(self) -> Tensor:
-        """[steps] fp64, on the CPU."""
-        return torch.tensor([float(loss) for loss in self._losses], dtype=torch.float64)
+    def steps(self) -> Tensor:
+        """As in `Ending`."""
+        losses = torch.tensor([float(loss) for loss in self._losses], dtype=torch.float64)
+        # The first mark is the beginning, with which one step more has begun than ended.
+        marks = torch.tensor(self._marks, dtype=torch.float64).reshape(-1, 2)
+        since = marks[1 : len(losses) + 1] - marks[:1]
+        return torch.cat([losses[:, None], since], dim=1)
 
     @property
     def batches(self) -> str:
         """Digest of all batches so far."""
         return f"{self._checksum:08x}"
 
-    @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    @contextmanager
+    def watching(self, module: LightningModule) -> Iterator[None]:
+        """Note every `training_step` of `module` in here; mutates it, and puts it back."""
+        inner = module.training_step
+
+        @wraps(inner)
+        def training_step(batch: Any, *others: Any) -> Any:
+            self._begin(batch)
+            output: Any = inner(batch, *others)
+            self._note(output["loss"] if isinstance(output, Mapping) else output)
+            return output
+
+        module.training_step = training_step  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del module.training_step
+
+    def _begin(self, batch: Any) -> None:
+        if not self._marks:
+            self._mark()
         for leaf in tree_leaves(batch):
             if isinstance(leaf, Tensor):
                 self._checksum = zlib.crc32(_bytes_of(leaf), self._checksum)
 
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._losses.append(outputs["loss"].detach())
+    def _note(self, loss: Tensor) -> None:
+        self._mark()
+        self._losses.append(loss.detach())
         self._on_step()
+
+    def _mark(self) -> None:
+        sent = self._sent_bytes()
+        self._marks.append((time.perf_counter(), math.nan if sent is None else sent))
 
 
 def run_training(
-    new_trainer: Callable[[list[Callback]], Trainer],
+    new_trainer: Callable[[], Trainer],
     module: LightningModule,
     datamodule: LightningDataModule,
     on_step: Callable[[], None] = lambda: None,
+    sent_bytes: Callable[[], float | None] = lambda: None,
 ) -> Ending:
     """Fit and test `module`. Collective, blocks.
 
     Args:
-        new_trainer: Makes the trainer, with these callbacks; it saves, logs and validates nothing.
+        new_trainer: Makes the trainer; it saves, logs and validates nothing.
         module: Mutated: trained.
         datamodule: May have been used before.
-        on_step: Called after every step.
+        on_step: Called in every step.
+        sent_bytes: Returns how many bytes this rank has sent so far; None if that is unknown.
     """
-    recorder = Recorder(on_step)
+    recorder = Recorder(on_step, sent_bytes)
     metrics = None
     with _quiet():
-        trainer = new_trainer([recorder])
+        trainer = new_trainer()
         began_s = time.perf_counter()
         try:
-            trainer.fit(module, datamodule=datamodule)
+            with recorder.watching(module):
+                trainer.fit(module, datamodule=datamodule)
             train_s = time.perf_counter() - began_s
             (metrics,) = trainer.test(module, datamodule=datamodule, verbose=False)
         except GradientsNotFinite:
             train_s = time.perf_counter() - began_s
     forget_mesh(trainer.strategy)
-    return Ending(recorder.losses, metrics, recorder.batches, train_s)
+    return Ending(recorder.steps, metrics, recorder.batches, train_s)
 
 
 def digest_of(module: LightningModule) -> str:
