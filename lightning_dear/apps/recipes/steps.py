@@ -13,14 +13,12 @@ def measured_steps(rows: Sequence[Row], baseline: str, note: str) -> Table:
 
     Args:
         rows: Of a `summary.csv`; none: the table says so.
-        baseline: An entry's name, or how it begins.
+        baseline: An entry's name, or how it begins if none has just this name.
         note: The command and the machine.
     """
     cells = []
     for row in rows:
-        base = next(
-            (r for r in rows if r["point"] == row["point"] and r["entry"].startswith(baseline)), row
-        )
+        base = _base([other for other in rows if other["point"] == row["point"]], baseline) or row
         step_s = float(row["step_s"])
         spread = f"{float(row['ratio_min']):.3f}-{float(row['ratio_max']):.3f}"
         cells.append(
@@ -40,3 +38,8 @@ def measured_steps(rows: Sequence[Row], baseline: str, note: str) -> Table:
         cells,
         note if rows else "",
     )
+
+
+def _base(rows: Sequence[Row], baseline: str) -> Row | None:
+    exact = [row for row in rows if row["entry"] == baseline]
+    return next(iter(exact or [row for row in rows if row["entry"].startswith(baseline)]), None)
