@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -111,17 +112,29 @@ _SMALL_NUMELS = 1 << 10, 1 << 14
 """4 and 64 KiB. In a train the former wait for each other's acknowledgements, as no step's do; on a
 slow link the latter take what their bytes take. So the shorter time counts."""
 
-_NUM_FEW, _NUM_MANY = 16, 128
+_COUNTS = 16, 128
 _NUM_LARGE = 4
+Of = Callable[[list[float]], float]
+"""What of several repeats counts."""
+
 
 _SHORT_NUMELS, _NUM_SHORT, _NUM_SHORT_REPEATS = (1 << 8, 1 << 12), 64, 5
 """Of all-reduces of 1 and 16 KiB: trains as a step has them that fuses nothing. On gloo what one of
 them takes varies up to twofold from train to train, whatever its size: so the median counts."""
 
 
+@dataclass(frozen=True)
+class Spread:
+    """What exchanges cost, by the shortest, the median and the longest of their repeats."""
+
+    least: LinkCost
+    middle: LinkCost
+    most: LinkCost
+
+
 def measure_sizes(
     collectives: Collectives, device: torch.device, total_bytes: int
-) -> tuple[LinkCost, LinkCost]:
+) -> tuple[Spread, Spread]:
     """What our halves and the backend's all-reduce cost: alpha from small ones, beta from large.
 
     For a cluster's file, which is to serve models of any size. An all-reduce of gloo's takes its
@@ -137,45 +150,52 @@ def measure_sizes(
     unit = ALIGNMENT * world_size
     large = aligned(total_bytes // 4 // _NUM_LARGE, unit)
     sent = sent_bytes(4 * large, world_size)
-    half_s, whole_s = (
-        seconds / _NUM_LARGE for seconds in _slowest_times(collectives, device, large, _NUM_LARGE)
-    )
-    halves: list[LinkCost] = []
-    for numel in (aligned(small, unit) for small in _SMALL_NUMELS):
-        own_s = _each_half(collectives, device, numel)
-        halves.append(line(sent_bytes(4 * numel, world_size), own_s, sent, half_s))
-    best = min(halves, key=lambda cost: cost.alpha_s)
-    return best, LinkCost(_short_all_reduce_s(collectives, device), whole_s / (2 * sent))
+    halves_s, wholes_s = _slowest_times(collectives, device, large, _NUM_LARGE)
+    sizes = [aligned(small, unit) for small in _SMALL_NUMELS]
+    trains = {
+        numel: [_slowest_times(collectives, device, numel, count)[0] for count in _COUNTS]
+        for numel in sizes
+    }
+    starts_s = _short_all_reduces_s(collectives, device)
+
+    def half(of: Of) -> LinkCost:
+        half_s = of(halves_s) / _NUM_LARGE
+        fitted_to = []
+        for numel, (few_s, many_s) in trains.items():
+            own_s = max(of(many_s) - of(few_s), 0.0) / (_COUNTS[1] - _COUNTS[0])
+            fitted_to.append(line(sent_bytes(4 * numel, world_size), own_s, sent, half_s))
+        return min(fitted_to, key=lambda cost: cost.alpha_s)
+
+    def whole(of: Of) -> LinkCost:
+        return LinkCost(of(starts_s) / _NUM_SHORT, of(wholes_s) / _NUM_LARGE / (2 * sent))
+
+    halves, wholes = (Spread(cost(min), cost(median), cost(max)) for cost in (half, whole))
+    return halves, wholes
 
 
-def _each_half(collectives: Collectives, device: torch.device, numel: int) -> float:
-    """Seconds of one small half in a train, which takes some time once."""
-    few_s, many_s = (
-        _slowest_times(collectives, device, numel, count)[0] for count in (_NUM_FEW, _NUM_MANY)
-    )
-    return max(many_s - few_s, 0.0) / (_NUM_MANY - _NUM_FEW)
-
-
-def _short_all_reduce_s(collectives: Collectives, device: torch.device) -> float:
-    """Seconds of one short all-reduce in a train: the median of trains of two sizes."""
+def _short_all_reduces_s(collectives: Collectives, device: torch.device) -> list[float]:
+    """Seconds of trains of short all-reduces, of two sizes; a slowest rank's each."""
     own: list[float] = []
     with uncounted(collectives):
         for numel in (aligned(one, ALIGNMENT * collectives.world_size) for one in _SHORT_NUMELS):
             place = collectives, device, numel
             own += train_times(*place, _NUM_SHORT, _NUM_SHORT_REPEATS)[1]
-    everyones = collectives.all_gather_object(own)
-    trains_s: list[float] = [max(train) for train in zip(*everyones, strict=True)]
-    return median(trains_s) / _NUM_SHORT
+    return slowest(collectives, own)
 
 
 def _slowest_times(
     collectives: Collectives, device: torch.device, numel: int, count: int
-) -> tuple[float, float]:
-    """Seconds of `count` halves, and of `count` all-reduces, that are under way at once."""
+) -> tuple[list[float], list[float]]:
+    """Seconds of `count` halves, and of `count` all-reduces, under way at once; each repeat."""
     with uncounted(collectives):
-        both_s = map(median, train_times(collectives, device, numel, count, _NUM_REPEATS))
-    half_s, whole_s = (max(collectives.all_gather_object(one_s)) for one_s in both_s)
-    return half_s, whole_s
+        halves_s, wholes_s = train_times(collectives, device, numel, count, _NUM_REPEATS)
+    return slowest(collectives, halves_s), slowest(collectives, wholes_s)
+
+
+def slowest(collectives: Collectives, own: list[float]) -> list[float]:
+    """Of each of the repeats that all ranks have timed, the longest time."""
+    everyones: list[list[float]] = collectives.all_gather_object(own)
+    return [max(repeat) for repeat in zip(*everyones, strict=True)]
 
 
 def line(few_bytes: float, few_s: float, many_bytes: float, many_s: float) -> LinkCost:

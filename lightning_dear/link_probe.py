@@ -29,7 +29,7 @@ MAX_RANKS_FOR_ALL_PAIRS = 8
 
 _PREFIX = "lightning_dear_doctor"
 _NUM_PINGS = 20
-_NUM_GATHERS = 5
+_NUM_GATHERS = 9
 _MAX_REPEATS = 5
 _BUDGET_S = 1.0
 
@@ -184,10 +184,11 @@ def probe_together(collectives: Collectives, device: torch.device, max_bytes: in
         size *= 8
 
 
-def probe_gather(collectives: Collectives, device: torch.device, nbytes: int) -> float:
+def probe_gather(collectives: Collectives, device: torch.device, nbytes: int) -> list[float]:
     """Seconds of the backend's own all-gather of `nbytes`, which our collectives may not use.
 
-    The median of the slowest rank's repeats, after one that does not count. Collective, blocks.
+    Of repeats, one after the other, after one that does not count; the slowest rank's each.
+    Collective, blocks.
     """
     shard = torch.zeros(max(nbytes // 4 // collectives.world_size, 1), device=device)
     whole = torch.zeros(shard.numel() * collectives.world_size, device=device)
@@ -197,7 +198,8 @@ def probe_gather(collectives: Collectives, device: torch.device, nbytes: int) ->
         with _Clock(device) as clock:
             all_gather_into(whole, shard)
         times_s.append(clock.elapsed_s)
-    return max(collectives.all_gather_object(median(times_s[1:])))
+    everyones: list[list[float]] = collectives.all_gather_object(times_s[1:])
+    return [max(repeat) for repeat in zip(*everyones, strict=True)]
 
 
 def _move(collectives: Collectives, device: torch.device, size: int) -> float:

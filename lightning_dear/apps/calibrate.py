@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import hydra
@@ -23,7 +24,7 @@ from typing_extensions import override
 
 from lightning_dear.apps import emulated, job, train
 from lightning_dear.collectives import new_collectives
-from lightning_dear.exchange_probe import line, measure_sizes
+from lightning_dear.exchange_probe import Of, Spread, line, measure_sizes
 from lightning_dear.link_probe import probe_gather
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec, ThresholdFusion
@@ -80,9 +81,9 @@ class Costs:
         all_gather: The backend's own, which ours is not on gloo.
     """
 
-    halves: LinkCost
-    all_reduce: LinkCost
-    all_gather: LinkCost
+    halves: Spread
+    all_reduce: Spread
+    all_gather: Spread
 
 
 class ExchangeProbe(Callback):
@@ -107,8 +108,12 @@ class ExchangeProbe(Callback):
         halves, all_reduce = measure_sizes(collectives, device, large)
         sizes = _SMALL_BYTES, large // 4
         few_s, many_s = (probe_gather(collectives, device, size) for size in sizes)
-        share = (collectives.world_size - 1) / collectives.world_size
-        all_gather = line(share * sizes[0], few_s, share * sizes[1], many_s)
+        sent = [size * (collectives.world_size - 1) / collectives.world_size for size in sizes]
+
+        def gather(of: Of) -> LinkCost:
+            return line(sent[0], of(few_s), sent[1], of(many_s))
+
+        all_gather = Spread(gather(min), gather(median), gather(max))
         self.costs = Costs(halves, all_reduce, all_gather)
 
 
@@ -175,8 +180,13 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]
     num_nodes = int(cfg.cluster.num_nodes)
     is_gloo = not torch.cuda.is_available() or cfg.cluster.accelerator == "cpu"
 
-    def written(cost: LinkCost) -> dict[str, float]:
-        return {"alpha_s": cost.alpha_s, "beta_s_per_byte": cost.beta_s}
+    def written(cost: Spread) -> dict[str, Any]:
+        return {
+            **_link(cost.middle),
+            # What dear-plan makes an error band of.
+            "least": _link(cost.least),
+            "most": _link(cost.most),
+        }
 
     return {
         "source": f"measured by dear-plan calibrate among {world_size} ranks on {num_nodes} nodes",
@@ -184,15 +194,20 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]
         "devices": world_size // num_nodes,
         "accelerator": str(cfg.cluster.accelerator),
         "interface": cfg.cluster.interface,
-        **written(costs.halves),
+        **_link(costs.halves.middle),
         "measured": {
             "world_size": world_size,
             "num_nodes": num_nodes,
+            "halves": written(costs.halves),
             "all_reduce": written(costs.all_reduce),
             "all_gather": written(costs.all_gather),
             "has_reduce_scatter": not is_gloo,
         },
     }
+
+
+def _link(cost: LinkCost) -> dict[str, float]:
+    return {"alpha_s": cost.alpha_s, "beta_s_per_byte": cost.beta_s}
 
 
 def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
@@ -203,9 +218,11 @@ def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
         ("the backend's all-reduce", costs.all_reduce),
         ("the backend's all-gather", costs.all_gather),
     )
-    for name, cost in named:
+    for name, spread in named:
+        least, cost, most = spread.least, spread.middle, spread.most
         rate = f"{8e-6 / cost.beta_s:.0f} Mb/s" if cost.beta_s else "too fast to tell"
-        lines.append(f"  {name:32s} {cost.alpha_s * 1e3:8.3f} ms  {rate}")
+        alphas = f"{least.alpha_s * 1e3:.3f} to {most.alpha_s * 1e3:.3f}"
+        lines.append(f"  {name:32s} {cost.alpha_s * 1e3:8.3f} ms ({alphas})  {rate}")
     lines.append(
         f"  forward {times.forward_s * 1e3:.1f} ms, backward {times.backward_s * 1e3:.1f} ms,"
         f" step of a shard {times.step_s * 1e3:.1f} ms"

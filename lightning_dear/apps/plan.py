@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps import calibrate, job
 from lightning_dear.apps.plan_config import (
+    bounds_of,
     conditions_of,
     network_of,
     source_of,
@@ -22,7 +23,14 @@ from lightning_dear.apps.plan_config import (
     workloads_of,
     world_sizes_of,
 )
-from lightning_dear.apps.plan_report import advice, describe, format_rows, write_rows, write_scaling
+from lightning_dear.apps.plan_report import (
+    Bands,
+    advice,
+    describe,
+    format_rows,
+    write_rows,
+    write_scaling,
+)
 from lightning_dear.benchmarking.progress import Progress
 from lightning_dear.paths import conf_dir
 from lightning_dear.simulator import Workload
@@ -61,20 +69,34 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
     workloads = workloads_of(cfg, workload, network.world_size)
     rows = ranked_with(strategies, workloads, network, conditions)
     best = recommended(rows, enough=float(cfg.enough))
+    bands = _bands(cfg, strategies, workloads)
     text = "\n".join(
         [
             describe(workload, network, source_of(cfg)),
-            format_rows(rows, workload),
+            format_rows(rows, workload, bands),
             advice(best, rows, str(cfg.profile)),
         ]
     )
     print(text, flush=True)
     (folder / "table.txt").write_text(f"{text}\n")
-    write_rows(folder / "plan.csv", rows, workload)
+    write_rows(folder / "plan.csv", rows, workload, bands)
     _write_timeline(folder, best)
     write_scaling(folder, _scaling(cfg, strategies, workload), workload)
     print(f"The rows, how each scales, and the best one's timeline: {folder}", flush=True)
     return best
+
+
+def _bands(cfg: DictConfig, strategies: Sequence[Strategy], workloads: Sequence[Workload]) -> Bands:
+    """Each row's step on the fastest and the slowest network of all that was measured."""
+    networks = bounds_of(cfg)
+    if networks is None:
+        return {}
+    conditions = conditions_of(cfg)
+    fast, slow = (
+        {row.name: row.step.step_s for row in ranked_with(strategies, workloads, one, conditions)}
+        for one in networks
+    )
+    return {name: (min(fast[name], slow[name]), max(fast[name], slow[name])) for name in fast}
 
 
 def _scaling(cfg: DictConfig, strategies: Sequence[Strategy], workload: Workload) -> list[Scaled]:

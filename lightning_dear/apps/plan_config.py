@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -119,6 +119,16 @@ def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
     )
 
 
+def bounds_of(cfg: DictConfig) -> tuple[Network, Network] | None:
+    """Return the fastest and the slowest that the cluster was seen; None if it was not measured."""
+    measured = cfg.cluster.get("measured")
+    if measured is None or measured.get("halves") is None:
+        return None
+    world_size = ranks_per_node(cfg.cluster) * int(cfg.cluster.num_nodes)
+    least, most = (measured_network(cfg.cluster, world_size, bound) for bound in ("least", "most"))
+    return least, most
+
+
 def _algorithm(cfg: DictConfig, is_gloo: bool) -> Algorithm:
     """Return what is asked for, or what the cluster's figures are of."""
     if cfg.algorithm != "best":
@@ -139,8 +149,12 @@ def _check_measured(cfg: DictConfig, num_nodes: int) -> None:
         )
 
 
-def measured_network(cluster: DictConfig, world_size: int) -> Network:
-    """Return what was measured, for another number of ranks.
+Bound = Literal["least", "most"]
+"""The shortest, or the longest, of what was measured several times."""
+
+
+def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None = None) -> Network:
+    """Return what was measured, or a bound of it, for another number of ranks.
 
     Each rank counts as a node of its own: that ranks share a node's link is in what was measured.
     A rank starts P - 1 messages in each half, and takes part in 2 (P - 1) steps of an all-reduce:
@@ -150,9 +164,11 @@ def measured_network(cluster: DictConfig, world_size: int) -> Network:
     growth = (world_size - 1) / (measured.world_size - 1)
 
     def link(costs: DictConfig) -> Link:
+        costs = costs if bound is None else costs.get(bound, costs)
         return Link(growth * costs.alpha_s, costs.beta_s_per_byte)
 
-    between = link(cluster)
+    # The cluster's own may have been changed on the command line.
+    between = link(cluster if bound is None else measured.get("halves", cluster))
     return Network(
         between=between,
         world_size=world_size,

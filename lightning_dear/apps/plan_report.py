@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_dear.benchmarking.table import format_table
+from lightning_dear.benchmarking.table import MISSING, format_table
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.program import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator.ranking import Ranked, Scaled, alone_s
@@ -16,6 +16,7 @@ from lightning_dear.workloads.replay.profile import PROFILES
 _TITLES = (
     "strategy",
     "step ms",
+    "band ms",
     "x ddp",
     "scaling",
     "waits for gradients ms",
@@ -25,6 +26,12 @@ _TITLES = (
     "",
 )
 _BASELINE = "ddp"
+_BAND = "Band: with the shortest and with the longest of all exchanges that calibrate timed."
+_NO_BAND = "No band: this cluster was not measured (dear-plan calibrate measures yours)."
+Bands = Mapping[str, tuple[float, float]]
+"""A row's name -> seconds of its step at the best and at the worst."""
+
+_OF_BAND = ("least_s", "most_s")
 _WORTH_SAYING = 0.01
 """Share of a step by which something that cannot be run here must be faster."""
 
@@ -49,7 +56,9 @@ def describe(workload: Workload, network: Network, source: str) -> str:
     )
 
 
-def cells(row: Ranked, workload: Workload, ddp_s: float | None) -> list[str]:
+def cells(
+    row: Ranked, workload: Workload, ddp_s: float | None, band: tuple[float, float] | None
+) -> list[str]:
     """Return a row of the table."""
     step = row.step
     backward_s = step.exposed_s.get(REDUCE_SCATTER, 0.0)
@@ -57,6 +66,7 @@ def cells(row: Ranked, workload: Workload, ddp_s: float | None) -> list[str]:
     return [
         row.name,
         _ms(step.step_s),
+        MISSING if band is None else f"{_ms(band[0])}-{_ms(band[1])}",
         "-" if ddp_s is None else f"{ddp_s / step.step_s:.3f}",
         f"{row.efficiency(alone_s(workload)):.1%}",
         _ms(backward_s + whole_s),
@@ -67,10 +77,11 @@ def cells(row: Ranked, workload: Workload, ddp_s: float | None) -> list[str]:
     ]
 
 
-def format_rows(rows: Sequence[Ranked], workload: Workload) -> str:
-    """Return the table, the fastest first."""
+def format_rows(rows: Sequence[Ranked], workload: Workload, bands: Bands) -> str:
+    """Return the table, the fastest first, and what its band is."""
     ddp_s = _step_of(rows, _BASELINE)
-    return format_table(_TITLES, [cells(row, workload, ddp_s) for row in rows])
+    lines = [cells(row, workload, ddp_s, bands.get(row.name)) for row in rows]
+    return f"{format_table(_TITLES, lines)}\n{_BAND if bands else _NO_BAND}"
 
 
 def advice(best: Ranked, rows: Sequence[Ranked], profile: str) -> str:
@@ -104,20 +115,21 @@ def _step_of(rows: Sequence[Ranked], name: str) -> float | None:
     return next((row.step.step_s for row in rows if row.name == name), None)
 
 
-def write_rows(path: Path, rows: Sequence[Ranked], workload: Workload) -> None:
+def write_rows(path: Path, rows: Sequence[Ranked], workload: Workload, bands: Bands) -> None:
     """Write all figures as CSV, in seconds and bytes."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         kinds = (REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER)
         exposed = [f"exposed_{kind}_s" for kind in kinds]
         writer.writerow(
-            ["strategy", "step_s", "efficiency", *exposed, "sent_bytes", "memory_bytes"]
+            ["strategy", "step_s", *_OF_BAND, "efficiency", *exposed, "sent_bytes", "memory_bytes"]
         )
         for row in rows:
             waits = [row.step.exposed_s.get(kind, 0.0) for kind in kinds]
             efficiency = row.efficiency(alone_s(workload))
             step_s, sent = row.step.step_s, row.step.sent_bytes
-            writer.writerow([row.name, step_s, efficiency, *waits, sent, row.memory_bytes])
+            band = bands.get(row.name, (None, None))
+            writer.writerow([row.name, step_s, *band, efficiency, *waits, sent, row.memory_bytes])
 
 
 def write_scaling(folder: Path, scaled: Sequence[Scaled], workload: Workload) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_dear.apps.calibrate import Calibration, Costs, cluster_of, summary
-from lightning_dear.apps.plan_config import network_of
+from lightning_dear.apps.plan_config import bounds_of, network_of
+from lightning_dear.exchange_probe import Spread
 from lightning_dear.planning import LinkCost
 from lightning_dear.simulator import Link
 from lightning_dear.simulator.saved import load_workload
@@ -19,7 +21,15 @@ from tests.planning.models import chain
 
 PROGRAM = ("-m", "lightning_dear.apps.plan")
 LINK = LinkCost(1e-4, 1e-9)
-COSTS = Costs(LINK, LinkCost(2e-4, 2e-9), LinkCost(3e-4, 0.0))
+
+
+def about(alpha_s: float, beta_s: float) -> Spread:
+    """Half as much at best, and twice as much at worst."""
+    costs = (LinkCost(factor * alpha_s, factor * beta_s) for factor in (0.5, 1, 2))
+    return Spread(*costs)
+
+
+COSTS = Costs(about(1e-4, 1e-9), about(2e-4, 2e-9), about(3e-4, 0.0))
 CLUSTER = OmegaConf.create({"cluster": {"num_nodes": 2, "accelerator": "cpu", "interface": None}})
 
 
@@ -58,6 +68,11 @@ def test_the_line_it_prints_plans_with_that(calibrated, tmp_path: Path) -> None:
     assert planned.returncode == 0, planned.stderr
     assert "measured by dear-plan calibrate among 2 ranks" in planned.stdout
     assert "ours with compressor=bf16" in planned.stdout
+    assert "Band: with the shortest and with the longest" in planned.stdout
+    lines = (tmp_path / "plan" / "plan.csv").read_text().splitlines()
+    for row in csv.DictReader(lines):
+        assert 0 < float(row["least_s"]) <= float(row["step_s"]) * 1.001
+        assert float(row["step_s"]) <= float(row["most_s"]) * 1.001
     assert (tmp_path / "plan" / "plan.csv").is_file()
 
 
@@ -99,6 +114,16 @@ def test_the_clusters_file_has_what_was_measured() -> None:
     assert network.half_s(800.0) == pytest.approx(1e-4 + 700 * 1e-9)
     assert network.between == Link(1e-4, 1e-9)
     assert (network.all_reduce, network.all_gather) == (Link(2e-4, 2e-9), Link(3e-4, 0.0))
+
+
+def test_the_shortest_and_the_longest_make_a_band() -> None:
+    cluster = cluster_of(CLUSTER, 8, COSTS)
+    bounds = bounds_of(OmegaConf.create({"cluster": cluster, "algorithm": "best"}))
+    assert bounds is not None
+    fast, slow = bounds
+    assert (fast.between, slow.between) == (Link(5e-5, 5e-10), Link(2e-4, 2e-9))
+    assert (fast.all_reduce, slow.all_reduce) == (Link(1e-4, 1e-9), Link(4e-4, 4e-9))
+    assert bounds_of(OmegaConf.create({"cluster": {"alpha_s": 1.0}})) is None
 
 
 def test_starts_cost_more_with_more_ranks() -> None:

@@ -29,12 +29,15 @@ def test_sizes_are_measured_alike_on_all_ranks(world_size: int) -> None:
     collectives = new_collectives(CPU)
     sent_before = collectives.ledger.total_bytes
     halves, all_reduce = measure_sizes(collectives, CPU, 1 << 20)
-    for cost in (halves, all_reduce):
-        assert 0 <= cost.alpha_s < 1
-        assert 0 <= cost.beta_s < 1e-4
-        assert math.isfinite(cost.beta_s)
+    for spread in (halves, all_reduce):
+        for cost in (spread.least, spread.middle, spread.most):
+            assert 0 <= cost.alpha_s < 1
+            assert 0 <= cost.beta_s < 1e-4
+            assert math.isfinite(cost.beta_s)
+    assert all_reduce.least.alpha_s <= all_reduce.middle.alpha_s <= all_reduce.most.alpha_s
+    assert all_reduce.least.beta_s <= all_reduce.middle.beta_s <= all_reduce.most.beta_s
     seconds = probe_gather(collectives, CPU, 1 << 16)
-    assert 0 < seconds < 1
+    assert all(0 < one < 1 for one in seconds)
     everyone = collectives.all_gather_object((halves, all_reduce, seconds))
     assert everyone == [everyone[0]] * world_size
     # Training's bytes stay training's.
