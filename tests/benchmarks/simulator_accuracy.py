@@ -234,6 +234,20 @@ def pairs(rows: Sequence[Judged]) -> tuple[int, int]:
     return num_right, num_all
 
 
+def regrets(rows: Sequence[Judged]) -> list[float]:
+    """Of each point: by how much what is simulated to be the fastest exceeds the fastest."""
+    alike: dict[tuple[str, int, float], list[Judged]] = defaultdict(list)
+    for row in rows:
+        alike[row.cell.model, row.cell.world_size, row.cell.rate_mbit].append(row)
+    chosen = {
+        point: min(group, key=lambda row: row.predicted_s["ours"]) for point, group in alike.items()
+    }
+    return [
+        chosen[point].measured_s / min(row.measured_s for row in group) - 1
+        for point, group in alike.items()
+    ]
+
+
 def summary(rows: Sequence[Judged], title: str) -> str:
     """A row of a markdown table: mean and largest errors, and pairs."""
     errors = {name: [abs(row.error(name)) for row in rows] for name in PREDICTORS}
@@ -269,6 +283,12 @@ def report(rows: Sequence[Judged]) -> str:
     noises = [row.noise for row in rows if row.noise is not None]
     lines += ["", "| | cells | ours: mean | worst | bound | worst | line | worst | pairs |"]
     lines += ["|---" * 9 + "|", *(summary(of, title) for title, of in groups.items())]
+    for title, of in (("dense ones", dense), ("all", list(rows))):
+        lost = regrets(of)
+        lines.append(
+            f"\nWhat is simulated to be the fastest of {title} is at most {max(lost):.1%} slower"
+            f" than the fastest ({mean(lost):.1%} on the average of {len(lost)} points)."
+        )
     if noises:
         lines.append(
             f"\nRepeats of {len(noises)} cells: {mean(noises):.1%}, at most {max(noises):.1%}."
