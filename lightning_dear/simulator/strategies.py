@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_dear.planning import (
+    FUSIONS,
     AutoFusion,
     BucketPlan,
     LinkCost,
@@ -292,12 +293,31 @@ STRATEGIES: dict[str, Strategy] = {
 """Name -> strategy."""
 
 
+FUSED = "dear_"
+"""Before the name of a fusion: ours with it, where it is not a strategy of its own."""
+
+
 def resolve_strategy(name: str) -> Strategy:
-    """The strategy of that name.
+    """The strategy of that name, or ours with a fusion: "dear_bayesian".
 
     Raises:
         ValueError: If there is none; the message lists the names.
     """
-    if name not in STRATEGIES:
-        raise ValueError(f"Unknown strategy {name!r}; valid ones: {', '.join(STRATEGIES)}.")
-    return STRATEGIES[name]
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    fusion = name.removeprefix(FUSED)
+    if not name.startswith(FUSED) or fusion not in FUSIONS:
+        fused = (FUSED + one for one in FUSIONS)
+        valid = ", ".join(dict.fromkeys([*STRATEGIES, *fused]))
+        raise ValueError(f"Unknown strategy {name!r}; valid ones: {valid}.")
+    planner = FUSIONS[fusion]()
+    is_searched = isinstance(planner, SearchingPlanner)
+    return Strategy(
+        name,
+        f"ours, in the buckets of fusion={fusion}",
+        searched(planner) if is_searched else planned(planner.plan),
+        f"strategy=dear fusion={fusion}",
+        compresses="halves",
+        plans_for_codecs=not is_searched or getattr(planner, "plans_for_codecs", False),
+        searches=is_searched,
+    )

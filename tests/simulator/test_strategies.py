@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dear.planning import CodecCost, CodecCosts, Linear
+from lightning_dear.planning import FUSIONS, CodecCost, CodecCosts, Linear
 from lightning_dear.simulator import Link, Network, Workload, simulate
 from lightning_dear.simulator.strategies import STRATEGIES, resolve_strategy
 from tests.planning.models import ITEMSIZE, UNIT, chain, chains, unaligned_chains
@@ -203,3 +203,16 @@ def test_what_is_all_reduced_travels_as_the_compressor_says(way, sent, seconds) 
     (message,) = STRATEGIES["ddp"].program(workload, network).messages
     assert message.nbytes * PER_UNIT_S == pytest.approx(sent / 2)
     assert message.seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_ours_goes_with_every_fusion(fusion: str) -> None:
+    tensors, times = chain([4, 8, 16], [1.0, 1.0, 1.0], [2.0, 2.0, 2.0])
+    workload, network = Workload("three layers", tensors, times), Network(Link(0.1, PER_UNIT_S), 4)
+    strategy = resolve_strategy(f"dear_{fusion}")
+    assert strategy.overrides is not None
+    assert strategy.overrides.startswith("strategy=dear")
+    step_s = simulate(strategy.program(workload, network), 4).step_s
+    assert step_s >= times.forward_s + times.backward_s
+    sparse = replace(workload, codecs=replace(COSTS, may_plan=False))
+    assert strategy.allows(sparse) == (fusion in ("threshold", "none", "single"))
