@@ -8,6 +8,7 @@ on the numbers, are written down here.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,11 +34,17 @@ _META = torch.device("meta")
 _PASSES = {"topk": 5, "sort": 16}
 """How often an operation goes over its tensors, if not once: radixes go digit by digit."""
 
+_OVERWRITING = ("copy_", "fill_", "zero_", "uniform_", "random_", "bernoulli_", "normal_")
+"""What does not read the tensor that it writes."""
+
 _FEW, _MANY = 1 << 14, 1 << 18
 """Elements of the two rows that are counted."""
 
 _ADD_RESIDUAL, _KEEP_RESIDUAL = (2, 24.0), (1, 12.0)
 """Kernels, and bytes of each element: what was left is added; what arrives is taken off it."""
+
+_SUM_BYTES = 12.0
+"""Of each element, to add one rank's numbers to those of others: two are read, one is written."""
 
 _NUDGES = 10
 """Of `Gaussiank`'s threshold: half of those it may make."""
@@ -84,15 +91,17 @@ def halves_costs(compressor: str | Compressor, device: Device, world_size: int) 
         device.work(*one) if keeps else Linear() for one in (_ADD_RESIDUAL, _KEEP_RESIDUAL)
     )
     encode = total(parts.encode, *((add, parts.decode, keep) if keeps else ()))
-    sums = device.work(world_size, 8.0)
+    own = Linear(parts.decode.alpha, parts.decode.beta / world_size)
+    sums = device.work(world_size - 1, _SUM_BYTES * (world_size - 1) / world_size)
     return CodecCosts(
         CodecCost(
             encode=encode,
-            decode_sum=total(parts.decode, sums),
+            decode_sum=own if made.is_summable else total(parts.decode, sums),
             encode_shard=encode,
             decode=parts.decode,
             reduce_bytes=parts.wire,
             gather_bytes=parts.wire,
+            way="half" if made.is_summable else "to_owners",
             kept_bytes=(4.0 + 4.0 / world_size) * keeps,
         )
     )
@@ -118,11 +127,12 @@ def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -
             CodecCost(parts.encode, parts.decode, reduce_bytes=wire, way="all_reduce")
         )
     ours = halves_costs(made, device, world_size).compressed
-    one = total(parts.decode, device.work(1, 12.0))
+    decodes = Linear(world_size * parts.decode.alpha, world_size * parts.decode.beta)
+    sums = device.work(world_size - 1, _SUM_BYTES * (world_size - 1))
     return CodecCosts(
         CodecCost(
             encode=ours.encode,
-            decode_sum=Linear(world_size * one.alpha, world_size * one.beta),
+            decode_sum=total(decodes, sums),
             reduce_bytes=Linear(parts.wire.alpha, world_size * parts.wire.beta),
             gather_bytes=Linear(),
             way="all_gather",
@@ -190,12 +200,31 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if not name.startswith("empty") and not _is_view(func):
-            tensors = [
-                one for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor)
-            ]
             self.kernels += 1
-            self.nbytes += _PASSES.get(name, 1) * sum(one.nbytes for one in tensors)
+            moved = _bytes_of(_read(func, args, kwargs or {})) + _bytes_of(result)
+            self.nbytes += _PASSES.get(name, 1) * moved
         return result
+
+
+def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Arguments but for those that are only written."""
+    is_overwriting = func.overloadpacket.__name__ in _OVERWRITING
+    specs = func._schema.arguments
+    given = [*zip(specs, args, strict=False)]
+    given += [(spec, kwargs[spec.name]) for spec in specs if spec.name in kwargs]
+    return [
+        value
+        for spec, value in given
+        if not (_is_written(spec) and (is_overwriting or spec.kwarg_only))
+    ]
+
+
+def _is_written(spec: Any) -> bool:
+    return spec.alias_info is not None and bool(spec.alias_info.is_write)
+
+
+def _bytes_of(values: Any) -> int:
+    return sum(one.nbytes for one in tree_leaves(values) if isinstance(one, Tensor))
 
 
 def _is_view(func: Any) -> bool:
@@ -242,6 +271,7 @@ def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost
         decode=device.work(2, 4 * (1 + 3 * density)),
         reduce_bytes=half,
         gather_bytes=half,
+        way="to_owners",
         kept_bytes=4.0,
     )
 

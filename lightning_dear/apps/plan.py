@@ -69,7 +69,7 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
     workloads = workloads_of(cfg, workload, network.world_size)
     rows = ranked_with(strategies, workloads, network, conditions)
     best = recommended(rows, enough=float(cfg.enough))
-    bands = _bands(cfg, strategies, workloads)
+    bands = _bands(cfg, strategies, workloads, rows)
     text = "\n".join(
         [
             describe(workload, network, source_of(cfg)),
@@ -86,8 +86,13 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
     return best
 
 
-def _bands(cfg: DictConfig, strategies: Sequence[Strategy], workloads: Sequence[Workload]) -> Bands:
-    """Each row's step on the fastest and the slowest network of all that was measured."""
+def _bands(
+    cfg: DictConfig,
+    strategies: Sequence[Strategy],
+    workloads: Sequence[Workload],
+    rows: Sequence[Ranked],
+) -> Bands:
+    """Each row's step, also on the fastest and the slowest network of all that was measured."""
     networks = bounds_of(cfg)
     if networks is None:
         return {}
@@ -96,7 +101,9 @@ def _bands(cfg: DictConfig, strategies: Sequence[Strategy], workloads: Sequence[
         {row.name: row.step.step_s for row in ranked_with(strategies, workloads, one, conditions)}
         for one in networks
     )
-    return {name: (min(fast[name], slow[name]), max(fast[name], slow[name])) for name in fast}
+    # Neither need be the extreme: another plan may be made for another network.
+    of_all = {row.name: sorted((row.step.step_s, fast[row.name], slow[row.name])) for row in rows}
+    return {name: (three[0], three[-1]) for name, three in of_all.items()}
 
 
 def _scaling(cfg: DictConfig, strategies: Sequence[Strategy], workload: Workload) -> list[Scaled]:

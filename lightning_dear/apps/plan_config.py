@@ -42,8 +42,8 @@ def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[W
     Raises:
         ValueError: If a name is unknown, or the model was measured with a compressor.
     """
-    if isinstance(cfg.compressors, str):
-        raise ValueError(f"compressors must be a list: compressors=[{cfg.compressors}].")
+    if isinstance(cfg.compressors, str) or cfg.compressors is None:
+        raise ValueError(f"compressors must be a list: compressors=[{cfg.compressors or ''}].")
     names = [name for name in cfg.compressors if name != "none"]
     if names and not workload.codecs.are_none:
         raise ValueError(
@@ -103,8 +103,13 @@ def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
             " cluster.devices to those of yours."
         )
     world_size = inside * num_nodes if world_size is None else world_size
+    if not says_something_of(cluster, world_size):
+        raise ValueError(
+            f"The cluster's file says nothing of {world_size} ranks, but of"
+            f" {cluster.only_world_size} alone; ask for as many, or choose another cluster."
+        )
     if cluster.get("measured") is not None:
-        _check_measured(cfg, num_nodes)
+        _check_measured(cfg, num_nodes, world_size)
         return measured_network(cluster, world_size)
     between = Link(float(cluster.alpha_s), _beta_s(cluster))
     within = cluster.get("within")
@@ -120,9 +125,14 @@ def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
 
 
 def bounds_of(cfg: DictConfig) -> tuple[Network, Network] | None:
-    """Return the fastest and the slowest that the cluster was seen; None if it was not measured."""
+    """Return the fastest and the slowest that the cluster was seen.
+
+    None if it was not measured, or its link was changed on the command line.
+    """
     measured = cfg.cluster.get("measured")
     if measured is None or measured.get("halves") is None:
+        return None
+    if any(cfg.cluster[name] != measured.halves[name] for name in ("alpha_s", "beta_s_per_byte")):
         return None
     world_size = ranks_per_node(cfg.cluster) * int(cfg.cluster.num_nodes)
     least, most = (measured_network(cfg.cluster, world_size, bound) for bound in ("least", "most"))
@@ -136,13 +146,20 @@ def _algorithm(cfg: DictConfig, is_gloo: bool) -> Algorithm:
     return cfg.cluster.get("algorithm") or ("pairwise" if is_gloo else "best")
 
 
-def _check_measured(cfg: DictConfig, num_nodes: int) -> None:
+def says_something_of(cluster: DictConfig, world_size: int) -> bool:
+    """Whether the figures of a cluster's file are of so many ranks, too."""
+    only = cluster.get("only_world_size")
+    return only is None or only == world_size
+
+
+def _check_measured(cfg: DictConfig, num_nodes: int, world_size: int) -> None:
     if cfg.algorithm != "best":
         raise ValueError(
             f"algorithm={cfg.algorithm} means nothing for a cluster that was measured; leave it"
             " out."
         )
-    if cfg.cluster.measured.num_nodes == 1 < num_nodes:
+    measured = cfg.cluster.measured
+    if measured.num_nodes == 1 and (num_nodes > 1 or world_size > measured.world_size):
         raise ValueError(
             "This cluster was measured on one node, which says nothing of links between several;"
             " calibrate on two or more, or choose another cluster."
@@ -237,15 +254,26 @@ def conditions_of(cfg: DictConfig) -> Conditions:
 
 
 def world_sizes_of(cfg: DictConfig) -> Sequence[int]:
-    """Return the numbers of ranks of the scaling curves, those that fill nodes.
+    """Return the numbers of ranks of the scaling curves: those that fill nodes and are known of.
 
     Raises:
         ValueError: If one is below 1, or none fills nodes.
     """
+    if not OmegaConf.is_list(cfg.world_sizes):
+        raise ValueError(f"world_sizes must be a list: world_sizes=[{cfg.world_sizes or ''}].")
     sizes = [int(size) for size in cfg.world_sizes]
     if min(sizes, default=1) < 1:
         raise ValueError(f"world_sizes must be at least 1, got {sizes}.")
     inside = ranks_per_node(cfg.cluster)
     if sizes and not filling(sizes, inside):
         raise ValueError(f"None of world_sizes={sizes} fits into nodes of {inside} ranks.")
-    return filling(sizes, inside)
+    measured = cfg.cluster.get("measured")
+    most = measured.world_size if measured is not None and measured.num_nodes == 1 else math.inf
+    known = [
+        size
+        for size in filling(sizes, inside)
+        if size <= most and says_something_of(cfg.cluster, size)
+    ]
+    if not known:
+        raise ValueError(f"The cluster's file says nothing of any of world_sizes={sizes}.")
+    return known

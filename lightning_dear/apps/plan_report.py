@@ -27,7 +27,7 @@ _TITLES = (
 )
 _BASELINE = "ddp"
 _BAND = "Band: with the shortest and with the longest of all exchanges that calibrate timed."
-_NO_BAND = "No band: this cluster was not measured (dear-plan calibrate measures yours)."
+_NO_BAND = "No band: these links were not measured (dear-plan calibrate measures yours)."
 Bands = Mapping[str, tuple[float, float]]
 """A row's name -> seconds of its step at the best and at the worst."""
 

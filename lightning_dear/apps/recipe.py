@@ -29,7 +29,11 @@ RECIPES = {
 }
 """Name -> what it compares."""
 
-USAGE = "dear-recipe NAME [measure=true] [cluster=...] [models=[...]] [baselines=[...]]"
+USAGE = (
+    "dear-recipe NAME [measure=true] [OPTION=VALUE ...]\n\nOptions are those of the recipe's config"
+    " (conf/recipe/NAME.yaml; dear-recipe NAME --cfg job shows it):\n"
+    "cluster=, models=, baselines=, ..."
+)
 
 
 def reproduce(cfg: DictConfig, folder: Path) -> Report:

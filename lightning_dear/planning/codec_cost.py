@@ -8,9 +8,10 @@ from typing import Literal
 from lightning_dear.planning.plan import BucketPlan
 from lightning_dear.planning.times import ModelTimes
 
-Way = Literal["half", "both_halves", "all_gather", "all_reduce"]
-"""How the first half of what is encoded travels: to owners; to owners and from them to everybody;
-all of it to everybody; or summed on its way. Planners know of the first alone, simulations of all.
+Way = Literal["half", "to_owners", "both_halves", "all_gather", "all_reduce"]
+"""How the first half of what is encoded travels: to owners, summed on its way; to owners as it is;
+so, and from them to everybody; all of it to everybody; or in one all-reduce. Planners know of the
+first alone, simulations of all.
 """
 
 

@@ -59,10 +59,11 @@ class Network:
         within: A rank's link to others of its node; None: what is in one node travels as if each
             rank were a node of its own.
         algorithm: How halves and all-reduces go about it.
-        all_reduce: The backend's own all-reduce as measured, by bytes that a rank sends: alpha or
-            the bytes' time, whichever is longer, as its dependent steps hide behind the bytes of
-            another one. None: by `algorithm`.
-        all_gather: The same of the backend's own all-gather, which ours is not on gloo.
+        all_reduce: The backend's own all-reduce as measured, by bytes that a rank sends. Gloo's
+            takes alpha or the bytes' time, whichever is longer, as its dependent steps hide behind
+            the bytes of another one; others' take both. None: by `algorithm`.
+        all_gather: The backend's own all-gather as measured, alpha and the bytes' time, which ours
+            is not on gloo. None: as any half.
         has_reduce_scatter: Whether the backend has a reduce-scatter, and streams on which it takes
             place. Gloo has neither: a reduce-scatter that is not ours is an all-reduce, and FSDP2
             stands still for each exchange.
@@ -132,11 +133,26 @@ class Network:
         # NCCL has nothing else for halves.
         return self._ring_s(nbytes)
 
+    def all_to_all_s(self, nbytes: float, starts: float | None = None) -> float:
+        """Seconds for what everybody has for everybody, of `nbytes` a rank; 0 at one rank.
+
+        As a half, but that nothing is summed on its way: of a node with R of P ranks R (P - R) / P
+        of the bytes leave it, and not (P - 1) / P.
+        """
+        if self.world_size == 1:
+            return 0.0
+        if starts is None and self.algorithm == "pairwise":
+            return self._pairwise_s(nbytes)
+        starts_s = self._half_s(0.0) if starts is None else starts * self._slowest.alpha_s
+        return starts_s + self._pairwise_s(nbytes) - self._pairwise_s(0.0)
+
     def all_reduce_s(self, nbytes: float) -> float:
         """Seconds for an all-reduce of `nbytes`; 0 at one rank."""
         if self.world_size == 1:
             return 0.0
         if self.all_reduce is not None:
+            if self.has_reduce_scatter:
+                return self.all_reduce.message_s(2 * self.sent_bytes(nbytes))
             seconds = 2 * self.sent_bytes(nbytes) * self.all_reduce.beta_s
             return max(self.all_reduce.alpha_s, seconds)
         if self.algorithm == "tree":

@@ -147,15 +147,18 @@ class _Builder:
         if self._lacks_reduce_scatter:
             seconds = self._network.all_reduce_s(size)
             return self._launch(REDUCE_SCATTER, number, seconds, 2 * size)
-        return self._launch(REDUCE_SCATTER, number, self._network.half_s(size, starts), size)
+        is_own = cost.way == "to_owners"
+        exchange_s = self._network.all_to_all_s if is_own else self._network.half_s
+        return self._launch(REDUCE_SCATTER, number, exchange_s(size, starts), size)
 
     def _all_reduce(self, number: int, cost: BucketCost) -> Launch:
         size, starts = cost.reduce_bytes, cost.reduce_starts
-        if cost.way in ("all_gather", "both_halves"):
-            back = cost.gather_bytes if cost.way == "both_halves" else 0.0
-            seconds = self._network.half_s(size, starts)
-            seconds += self._network.half_s(back) if back else 0.0
-            return self._launch(ALL_REDUCE, number, seconds, size + back)
+        if cost.way == "all_gather":
+            return self._launch(ALL_REDUCE, number, self._network.half_s(size, starts), size)
+        if cost.way == "both_halves":
+            seconds = self._network.all_to_all_s(size, starts)
+            seconds += self._network.half_s(cost.gather_bytes)
+            return self._launch(ALL_REDUCE, number, seconds, size + cost.gather_bytes)
         if cost.way == "half":
             # Nothing is encoded; 16-bit gradients are all-reduced in fp32.
             size = self._nbytes[number] * max(4 / self._itemsize(number), 1)
@@ -168,7 +171,7 @@ class _Builder:
         size = self._costs[number].gather_bytes
         is_own = not self._schedule.uses_the_backends
         seconds = self._network.half_s(size) if is_own else self._network.all_gather_s(size)
-        if self._costs[number].way != "half":
+        if self._costs[number].way == "all_gather":
             # The first half has brought all that there is.
             seconds = 0.0
         launch = self._launch(ALL_GATHER, number, seconds, size)

@@ -53,7 +53,7 @@ def measured(cfg: DictConfig, recorded: Path, folder: Path) -> dict[str, list[Ro
         for name, sibling in cfg.siblings.items():
             _measure(sibling, folder / FOLDER / str(name))
     source = folder if cfg.measure else recorded
-    return {str(name): _rows(source / FOLDER / str(name)) for name in cfg.siblings}
+    return {str(name): rows_of(source / FOLDER / str(name)) for name in cfg.siblings}
 
 
 def command_of(sibling: DictConfig) -> str:
@@ -97,7 +97,8 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _rows(folder: Path) -> list[Row]:
+def rows_of(folder: Path) -> list[Row]:
+    """Return the rows of a folder's `summary.csv`; none if there is no such file."""
     path = folder / "summary.csv"
     if not path.is_file():
         return []

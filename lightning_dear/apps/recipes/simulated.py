@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps.plan_config import network_of
@@ -14,7 +15,7 @@ from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.ranking import Ranked, alone_s, ranked
 from lightning_dear.simulator.strategies import Strategy, resolve_strategy
 from lightning_dear.workloads.replay.planned import planned
-from lightning_dear.workloads.replay.profile import load_profile
+from lightning_dear.workloads.replay.profile import ModelProfile, load_profile
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,15 @@ def workloads_of(cfg: DictConfig) -> list[Workload]:
     Raises:
         ValueError: If there is no such profile.
     """
-    made = []
-    for name in listed(cfg, "models"):
-        profile = load_profile(name)
-        seconds = profile.forward_s + profile.backward_s
-        tensors, times = planned(profile.with_compute(seconds * float(cfg.compute_factor)))
-        made.append(Workload(profile.name, tensors, times))
-    return made
+    factor = float(cfg.compute_factor)
+    return [workload_of(load_profile(name), factor) for name in listed(cfg, "models")]
+
+
+def workload_of(profile: ModelProfile, factor: float) -> Workload:
+    """Return a profile's model, computing `factor` times as long as the profile says."""
+    seconds, ratio = profile.forward_s + profile.backward_s, profile.backward_s / profile.forward_s
+    tensors, times = planned(profile.with_compute(seconds * factor, ratio))
+    return Workload(profile.name, tensors, times)
 
 
 def networks_of(cfg: DictConfig, world_size: int | None) -> dict[str, Network]:
@@ -87,6 +90,7 @@ def networks_of(cfg: DictConfig, world_size: int | None) -> dict[str, Network]:
     given = cfg.get("cluster")
     if given is not None:
         names = {_chosen(): given}
+        world_size = _asked_size(world_size)
     else:
         names = {name: load_cluster(name) for name in listed(cfg, "clusters")}
     made = {}
@@ -97,9 +101,21 @@ def networks_of(cfg: DictConfig, world_size: int | None) -> dict[str, Network]:
 
 
 def _chosen() -> str:
-    from hydra.core.hydra_config import HydraConfig
-
     return str(HydraConfig.get().runtime.choices["cluster"]) if HydraConfig.initialized() else "own"
+
+
+def _asked_size(world_size: int | None) -> int | None:
+    """None, for the cluster's own, where its size was asked for on the command line."""
+    asked = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    names = {word.lstrip("+~").partition("=")[0] for word in asked}
+    if not names & {"cluster.num_nodes", "cluster.devices"}:
+        return world_size
+    if "world_size" in names:
+        raise ValueError(
+            "world_size and cluster.num_nodes or cluster.devices say both how many ranks there"
+            " are; leave one of them out."
+        )
+    return None
 
 
 def load_cluster(name: str) -> DictConfig:

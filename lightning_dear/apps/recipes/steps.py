@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from lightning_dear.apps.recipes.report import Table
 from lightning_dear.apps.recipes.sibling import Row
+from lightning_dear.benchmarking.table import MISSING
+
+VOID = "*"
 
 
 def measured_steps(rows: Sequence[Row], baseline: str, note: str) -> Table:
@@ -20,15 +23,14 @@ def measured_steps(rows: Sequence[Row], baseline: str, note: str) -> Table:
     for row in rows:
         base = _base([other for other in rows if other["point"] == row["point"]], baseline) or row
         step_s = float(row["step_s"])
-        spread = f"{float(row['ratio_min']):.3f}-{float(row['ratio_max']):.3f}"
         cells.append(
             [
                 f"{row['model']}, {row['world_size']} ranks",
                 f"{float(row['stands_for_mbit']) / 1e3:g} Gb/s",
                 row["entry"],
-                f"{1e3 * step_s:.0f}",
+                f"{1e3 * step_s:.0f}{VOID * (row['is_void'] == 'True')}",
                 f"{float(base['step_s']) / step_s:.2f}",
-                spread,
+                _spread(row),
             ]
         )
     return Table(
@@ -36,8 +38,14 @@ def measured_steps(rows: Sequence[Row], baseline: str, note: str) -> Table:
         "replayed models on emulated links" + ("" if rows else ": NOT RUN, measure=true does it"),
         ["model", "stands for", "entry", "step ms", f"x {baseline}", "spread of step/first"],
         cells,
-        note if rows else "",
+        f"{note} {VOID}: void, as more than 60 % of the machine was busy." if rows else "",
     )
+
+
+def _spread(row: Row) -> str:
+    if not row["ratio_min"]:
+        return MISSING
+    return f"{float(row['ratio_min']):.3f}-{float(row['ratio_max']):.3f}"
 
 
 def _base(rows: Sequence[Row], baseline: str) -> Row | None:
