@@ -51,6 +51,15 @@ def test_what_is_counted_is_what_bf16_does() -> None:
     assert cost.encode.alpha == pytest.approx(3 * GPU.kernel_s)
 
 
+def test_what_is_summed_on_its_way_is_decoded_once() -> None:
+    summed, others = (halves_costs(name, GPU, 8).compressed for name in ("randomk", "topk"))
+    assert (summed.way, others.way) == ("half", "to_owners")
+    # Decoding goes over a rank's own row, and over all rows.
+    assert summed.decode_sum.beta == pytest.approx(summed.decode.beta / 8)
+    adding = GPU.work(7, 12.0 * 7 / 8)
+    assert others.decode_sum == total(others.decode, adding)
+
+
 @pytest.mark.parametrize("name", CONTRACTIVE)
 def test_error_feedback_is_paid_for(name: str) -> None:
     cost = halves_costs(name, GPU, 4).compressed

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_dear.apps.calibrate import Calibration, Costs, cluster_of, summary
-from lightning_dear.apps.plan_config import bounds_of, network_of
+from lightning_dear.apps.plan_config import bounds_of, network_of, world_sizes_of
 from lightning_dear.exchange_probe import Spread
 from lightning_dear.planning import LinkCost
 from lightning_dear.simulator import Link
@@ -151,3 +151,21 @@ def test_what_was_not_measured_is_not_planned_for(changes: dict, words: str) -> 
     cfg = OmegaConf.create({"cluster": cluster_of(CLUSTER, 8, COSTS), "algorithm": "best"})
     with pytest.raises(ValueError, match=words):
         network_of(OmegaConf.merge(cfg, changes))
+
+
+def test_one_node_says_nothing_of_more_ranks_than_it_had() -> None:
+    alone = OmegaConf.create({"cluster": {"num_nodes": 1, "accelerator": "cpu", "interface": None}})
+    cluster = cluster_of(alone, 8, COSTS)
+    cfg = OmegaConf.create({"cluster": cluster, "algorithm": "best", "world_sizes": [2, 8, 16]})
+    assert network_of(cfg, 4).world_size == 4
+    with pytest.raises(ValueError, match="measured on one node"):
+        network_of(cfg, 16)
+    assert world_sizes_of(cfg) == [2, 8]
+    with pytest.raises(ValueError, match="says nothing of any of world_sizes"):
+        world_sizes_of(OmegaConf.merge(cfg, {"world_sizes": [16]}))
+
+
+def test_a_link_that_was_changed_has_no_band() -> None:
+    cfg = OmegaConf.create({"cluster": cluster_of(CLUSTER, 8, COSTS), "algorithm": "best"})
+    assert bounds_of(cfg) is not None
+    assert bounds_of(OmegaConf.merge(cfg, {"cluster": {"alpha_s": 1.0}})) is None

@@ -98,9 +98,21 @@ def test_a_ring_of_single_ranks_is_hierarchical(link: Link, nbytes: float) -> No
 
 
 def test_a_measured_all_reduce_counts() -> None:
-    network = Network(SLOW, 2, all_reduce=Link(3.0, 2.0))
-    assert network.all_reduce_s(10.0) == 2 * 10
-    assert network.all_reduce_s(1.0) == 3
+    gloo = Network(SLOW, 2, all_reduce=Link(3.0, 2.0), has_reduce_scatter=False)
+    assert gloo.all_reduce_s(10.0) == 2 * 10
+    assert gloo.all_reduce_s(1.0) == 3
+    assert replace(gloo, has_reduce_scatter=True).all_reduce_s(10.0) == 3 + 2 * 10
+
+
+def test_nothing_is_summed_on_its_way_from_all_to_all() -> None:
+    # Of 80 bytes each of a node's 4 ranks sends 10 to each of the other node's 4.
+    assert eight_ranks("pairwise").all_to_all_s(80.0) == 10 + 5 * 160
+    assert eight_ranks("ring").all_to_all_s(80.0) == (10 + 6 * 1) + 5 * 160
+    assert eight_ranks("ring").all_to_all_s(80.0, starts=2) == 2 * 10 + 5 * 160
+    # Alone in their nodes ranks send what they send in a half.
+    single = Network(SLOW, 4, algorithm="ring")
+    assert single.all_to_all_s(80.0) == single.half_s(80.0)
+    assert Network(SLOW, 1).all_to_all_s(80.0) == 0
 
 
 def test_starts_may_be_fewer() -> None:

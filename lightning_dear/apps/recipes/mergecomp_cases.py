@@ -9,7 +9,13 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_dear.apps.plan_config import compressed
-from lightning_dear.apps.recipes.mergecomp_fit import ONE_STEP, Fitted, workload_of, world_sizes
+from lightning_dear.apps.recipes.mergecomp_fit import (
+    ONE_STEP,
+    Fitted,
+    models_of,
+    workload_of,
+    world_sizes,
+)
 from lightning_dear.apps.recipes.mergecomp_published import FP32, published
 from lightning_dear.apps.recipes.mergecomp_schemes import (
     BEST_GROUPS,
@@ -34,6 +40,8 @@ class Cell:
 
     Attributes:
         network: A cluster's name, or that of the fitted one.
+        figures_of: The cluster whose published figures are of the same; None: nobody's are, as
+            where the cluster was given on the command line.
         world_size: GPUs.
         model: A profile's name.
         compressor: Its name, or `FP32`.
@@ -43,6 +51,7 @@ class Cell:
     """
 
     network: str
+    figures_of: str | None
     world_size: int
     model: str
     compressor: str
@@ -70,6 +79,7 @@ class _Case:
     """What is simulated with one compressor after the other."""
 
     name: str
+    figures_of: str | None
     network: Network
     workload: Workload
     kernel_s: float
@@ -81,7 +91,7 @@ class _Case:
             name: ONE_STEP.step(BY_NAME[name], workload, self.network).step_s for name in schemes
         }
         own = self.network.world_size, workload.name, compressor, self.kernel_s
-        return Cell(self.name, *own, alone_s(workload), steps_s)
+        return Cell(self.name, self.figures_of, *own, alone_s(workload), steps_s)
 
 
 def cells(cfg: DictConfig, fit: Fitted | None) -> Iterator[Cell]:
@@ -93,14 +103,15 @@ def cells(cfg: DictConfig, fit: Fitted | None) -> Iterator[Cell]:
         is_most = world_size == max(world_sizes(cfg))
         schemes = [name for name in BY_NAME if is_most or name != BEST_GROUPS]
         for case in _cases(cfg, fit, world_size, float(cfg.device.kernel_s)):
+            size_and_model = world_size, case.workload.name
             has_all = is_most or case.workload.name in cfg.all_on_fewer
             for compressor in [FP32, *listed(cfg, "compressors")]:
-                if has_all or published(case.name, world_size, case.workload.name, compressor):
+                if has_all or published(case.figures_of, *size_and_model, compressor):
                     yield case.cell(cfg, compressor, schemes)
 
 
 def kernel_cells(cfg: DictConfig, fit: Fitted | None) -> Iterator[Cell]:
-    """The first model, on the last network, as published; for each of `cfg.kernels_s`."""
+    """The first model on the last network, in their scheme; for each of `cfg.kernels_s`."""
     for kernel_s in cfg.kernels_s:
         cases = list(_cases(cfg, fit, max(world_sizes(cfg)), float(kernel_s)))
         case = next(one for one in cases if one.name == cases[-1].name)
@@ -111,14 +122,17 @@ def kernel_cells(cfg: DictConfig, fit: Fitted | None) -> Iterator[Cell]:
 def _cases(
     cfg: DictConfig, fit: Fitted | None, world_size: int, kernel_s: float
 ) -> Iterator[_Case]:
-    networks = networks_of(cfg, world_size)
+    is_given = cfg.get("cluster") is not None
+    networks, models = networks_of(cfg, world_size), models_of(cfg)
     if fit is not None:
         networks[fit.name] = fit.network(world_size)
     for name, network in networks.items():
-        own = fit.seconds if fit is not None and name == fit.name else {}
-        for model, seconds in cfg.models.items():
-            workload = workload_of(str(model), own.get(str(model), float(seconds)))
-            yield _Case(name, network, workload, kernel_s)
+        is_fitted = fit is not None and name == fit.name
+        own = fit.seconds if fit is not None and is_fitted else {}
+        figures_of = fit.cluster if fit is not None and is_fitted else name
+        for model, seconds in models.items():
+            workload = workload_of(model, own.get(model, seconds))
+            yield _Case(name, None if is_given else figures_of, network, workload, kernel_s)
 
 
 def _compressed(

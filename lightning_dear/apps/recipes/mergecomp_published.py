@@ -1,7 +1,9 @@
-"""Scaling factors of MergeComp's figures, per cent (arXiv 2103.15195).
+"""Scaling factors that MergeComp's authors have published, per cent.
 
-Digitised from the authors' figures: each may be off by 1. One server of 8 V100. A pair is layer by
-layer, then scheduled by MergeComp.
+Digitised from the scaling-factor figures: figure files of the authors' public repository, and of
+their paper (arXiv 2103.15195); each may be off by 1. What their code does was read in commit
+82bc96c of that repository, of 2021-02-04. One server of 8 V100. A pair is layer by layer, then
+scheduled by MergeComp.
 """
 
 from __future__ import annotations
@@ -19,11 +21,18 @@ LARGEST_GAIN = 3.83
 LARGEST_SCALING = 99.0
 """Per cent, at most, by the paper's abstract."""
 
+PCIE, NVLINK = "pcie_8gpu", "nvlink_8gpu"
+"""Our clusters that stand for their server, without NVLink and with it."""
+
 _NINE = "fp16", "dgc", "topk", "randomk", "qsgd", "efsignsgd", "signsgd", "onebit", "signum"
 
 
-def _figure(fp32: float, *pairs: Pair) -> dict[str, Pair]:
+def _figure(fp32: float, *pairs: Pair) -> Mapping[str, Pair]:
     return {FP32: (fp32, None), **dict(zip(_NINE, pairs, strict=True))}
+
+
+def _fp16(layerwise: float, scheduled: float, fp32: float) -> Mapping[str, Pair]:
+    return {"fp16": (layerwise, scheduled), FP32: (fp32, None)}
 
 
 _PCIE_8: Mapping[str, Mapping[str, Pair]] = {
@@ -37,51 +46,53 @@ _PCIE_8: Mapping[str, Mapping[str, Pair]] = {
         21, (30, 31), (30, 49), (14, 15), (32, 43), (15, 16), (33, 45), (33, 46), (29, 46), (32, 49)
     ),
 }
-_PCIE_FEWER: Mapping[tuple[int, str], Pair] = {
-    (4, "dgc"): (27, 87),
-    (4, "onebit"): (25, 73),
-    (4, "efsignsgd"): (36, 74),
-    (4, FP32): (38, None),
-    (2, "dgc"): (30, 90),
-    (2, FP32): (48, None),
+
+_FIGURES: Mapping[tuple[str, int], Mapping[str, Mapping[str, Pair]]] = {
+    (PCIE, 2): {"resnet50": {"dgc": (30, 90), FP32: (48, None)}},
+    (PCIE, 4): {
+        "resnet50": {
+            "dgc": (27, 87),
+            "onebit": (25, 73),
+            "efsignsgd": (36, 74),
+            FP32: (38, None),
+        }
+    },
+    (PCIE, 8): _PCIE_8,
+    (NVLINK, 2): {
+        "resnet50": _fp16(90, 99, 91),
+        "resnet101": _fp16(96, 99, 96),
+        "mask_rcnn": _fp16(83, 95, 85),
+    },
+    (NVLINK, 4): {
+        "resnet50": _fp16(88, 98, 89),
+        "resnet101": _fp16(94, 99, 94),
+        "mask_rcnn": _fp16(78, 89, 78),
+    },
+    (NVLINK, 8): {
+        "resnet50": _fp16(75, 92, 76),
+        "resnet101": _fp16(91, 95, 91),
+        "mask_rcnn": _fp16(63, 74, 66),
+    },
 }
-"""Of ResNet-50."""
-
-_NVLINK: Mapping[tuple[str, int], tuple[Pair, Pair]] = {
-    ("resnet50", 2): ((90, 99), (91, None)),
-    ("resnet50", 4): ((88, 98), (89, None)),
-    ("resnet50", 8): ((75, 92), (76, None)),
-    ("resnet101", 2): ((96, 99), (96, None)),
-    ("resnet101", 4): ((94, 99), (94, None)),
-    ("resnet101", 8): ((91, 95), (91, None)),
-    ("mask_rcnn", 2): ((83, 95), (85, None)),
-    ("mask_rcnn", 4): ((78, 89), (78, None)),
-    ("mask_rcnn", 8): ((63, 74), (66, None)),
-}
-"""FP16, and FP32."""
+"""Cluster and GPUs -> model -> compressor -> scaling factors."""
 
 
-def published(network: str, world_size: int, model: str, compressor: str) -> Pair | None:
+def published(cluster: str | None, world_size: int, model: str, compressor: str) -> Pair | None:
     """Return what the figures show, per cent; None where we have no figure.
 
     Args:
-        network: A cluster's name, with `pcie` or `nvlink` in it.
+        cluster: `PCIE` or `NVLINK`, as its file has it; anything else has no figures.
         world_size: GPUs.
         model: A profile's name.
         compressor: Ours, by name, or `FP32`.
     """
-    name = compressor.removesuffix("_then")
-    if "nvlink" in network:
-        pairs = _NVLINK.get((model, world_size))
-        return dict(zip(("fp16", FP32), pairs, strict=True)).get(name) if pairs else None
-    if "pcie" not in network:
+    if cluster is None:
         return None
-    if world_size == 8:
-        return _PCIE_8.get(model, {}).get(name)
-    return _PCIE_FEWER.get((world_size, name)) if model == "resnet50" else None
+    of_models = _FIGURES.get((cluster, world_size), {})
+    return of_models.get(model, {}).get(compressor.removesuffix("_then"))
 
 
-def fp32_on_pcie(model: str) -> float | None:
-    """Return the scaling factor of FP32 on 8 GPUs, per cent; None of a model without a figure."""
-    pair = published("pcie", 8, model, FP32)
-    return None if pair is None else pair[0]
+def fp32_sizes(cluster: str, model: str) -> list[int]:
+    """Return the numbers of GPUs for which a model's FP32 has a figure."""
+    sizes = sorted(size for name, size in _FIGURES if name == cluster)
+    return [size for size in sizes if published(cluster, size, model, FP32)]
