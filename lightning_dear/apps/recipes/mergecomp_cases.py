@@ -99,14 +99,15 @@ def cells(cfg: DictConfig, fit: Fitted | None) -> Iterator[Cell]:
 
     On fewer GPUs than most, of models outside `all_on_fewer` only what has published figures.
     """
-    for world_size in world_sizes(cfg):
-        is_most = world_size == max(world_sizes(cfg))
+    sizes = world_sizes(cfg)
+    for world_size in sizes:
+        is_most = world_size == max(sizes)
         schemes = [name for name in BY_NAME if is_most or name != BEST_GROUPS]
         for case in _cases(cfg, fit, world_size, float(cfg.device.kernel_s)):
-            size_and_model = world_size, case.workload.name
-            has_all = is_most or case.workload.name in cfg.all_on_fewer
+            model = case.workload.name
+            has_all = is_most or model in cfg.all_on_fewer
             for compressor in [FP32, *listed(cfg, "compressors")]:
-                if has_all or published(case.figures_of, *size_and_model, compressor):
+                if has_all or published(case.figures_of, world_size, model, compressor):
                     yield case.cell(cfg, compressor, schemes)
 
 
@@ -122,17 +123,15 @@ def kernel_cells(cfg: DictConfig, fit: Fitted | None) -> Iterator[Cell]:
 def _cases(
     cfg: DictConfig, fit: Fitted | None, world_size: int, kernel_s: float
 ) -> Iterator[_Case]:
-    is_given = cfg.get("cluster") is not None
-    networks, models = networks_of(cfg, world_size), models_of(cfg)
+    models, is_given = models_of(cfg), cfg.get("cluster") is not None
+    for name, network in networks_of(cfg, world_size).items():
+        figures_of = None if is_given else name
+        for model in models.items():
+            yield _Case(name, figures_of, network, workload_of(*model), kernel_s)
     if fit is not None:
-        networks[fit.name] = fit.network(world_size)
-    for name, network in networks.items():
-        is_fitted = fit is not None and name == fit.name
-        own = fit.seconds if fit is not None and is_fitted else {}
-        figures_of = fit.cluster if fit is not None and is_fitted else name
-        for model, seconds in models.items():
-            workload = workload_of(model, own.get(model, seconds))
-            yield _Case(name, None if is_given else figures_of, network, workload, kernel_s)
+        network = fit.network(world_size)
+        for model in {**models, **fit.seconds}.items():
+            yield _Case(fit.name, fit.cluster, network, workload_of(*model), kernel_s)
 
 
 def _compressed(

@@ -71,6 +71,8 @@ def fitted(cfg: DictConfig) -> Fitted | None:
         return None
     model, computed = str(asked.model), computed_s(cfg, [str(asked.model)])
     made = Fitted(str(asked.name), str(asked.cluster), max(world_sizes(cfg)), model)
+    if made.name in listed(cfg, "clusters"):
+        raise ValueError(f"as_published.name={made.name} must not be one of clusters.")
     goal = _published(made, model, "as_published=null")
     workload = workload_of(model, computed[model])
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from lightning_dear.apps.recipes.report import Table
 from lightning_dear.apps.recipes.sibling import Row
@@ -13,14 +11,7 @@ from lightning_dear.benchmarking.claims import ALONE
 LAYERWISE, HEURISTIC, EXACT = "layerwise", "heuristic", "exact"
 """Entries: a bucket a tensor; MergeComp's own search; ours."""
 
-
-def study_rows(folder: Path) -> list[Row]:
-    """Return the rows that a study has recorded; none if there is no such folder."""
-    path = folder / "summary.csv"
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+_STARS = "* void, or of a void row: the machine was too busy in a round or more."
 
 
 def measured_gains(rows: Sequence[Row]) -> dict[str, float]:
@@ -28,12 +19,12 @@ def measured_gains(rows: Sequence[Row]) -> dict[str, float]:
 
     Args:
         rows: Of a `summary.csv`, of which a point is a compressor; without one of the two entries
-            it counts for nothing.
+            it counts for nothing, nor if one of them is void.
     """
     return {
-        name: float(entries[LAYERWISE]["ratio"]) / float(entries[EXACT]["ratio"])
-        for name, entries in _by_compressor(rows).items()
-        if {LAYERWISE, EXACT} <= entries.keys()
+        name: _gain(entries)
+        for name, entries in _pairs(rows).items()
+        if not _is_void(entries, LAYERWISE, EXACT)
     }
 
 
@@ -46,20 +37,15 @@ def measured_table(rows: Sequence[Row], name: str, compressors: Sequence[str], n
         compressors: Whose rows are shown; none: all.
         note: Where it was measured.
     """
-    gains = measured_gains(rows)
-    shown = {
-        compressor: entries
-        for compressor, entries in _by_compressor(rows).items()
-        if compressor in gains and (compressor in compressors or not compressors)
-    }
     cells = [
         [
             compressor,
-            *(_milliseconds(entries.get(entry)) for entry in (LAYERWISE, HEURISTIC, EXACT)),
-            f"{gains[compressor]:.2f}x",
+            *(_milliseconds(entries, entry) for entry in (LAYERWISE, HEURISTIC, EXACT)),
+            f"{_gain(entries):.2f}x{_star(entries, LAYERWISE, EXACT)}",
             _scaling(entries),
         ]
-        for compressor, entries in shown.items()
+        for compressor, entries in _pairs(rows).items()
+        if compressor in compressors or not compressors
     ]
     return Table(
         "measured",
@@ -73,26 +59,53 @@ def measured_table(rows: Sequence[Row], name: str, compressors: Sequence[str], n
             "scaling factor, %",
         ],
         cells,
-        f"* void: the machine was too busy in at least one round. {note}" if rows else "",
+        f"{_STARS} {note}" if rows else "",
     )
 
 
 def said_of_measured(studies: Mapping[str, Sequence[Row]]) -> Iterator[str]:
-    """Yield what each of the studies has shown."""
+    """Yield what each of the studies has shown; void rows show nothing."""
     for name, rows in studies.items():
-        if gains := measured_gains(rows):
-            low, high = min(gains, key=gains.__getitem__), max(gains, key=gains.__getitem__)
-            yield (
-                f"Measured on emulated links (`{name}`): ours scheduled is {gains[low]:.1f}"
-                f" ({low}) to {gains[high]:.1f} times ({high}) as fast as layer by layer."
-            )
+        pairs, gains = _pairs(rows), measured_gains(rows)
+        if pairs:
+            shown = _range(gains, len(pairs)) if gains else _nothing(pairs)
+            yield f"Measured on emulated links (`{name}`): {shown}."
 
 
-def _by_compressor(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+def _nothing(pairs: Mapping[str, Mapping[str, Row]]) -> str:
+    is_always_void = all(_is_void(entries, LAYERWISE) for entries in pairs.values())
+    what = "all rows of layer by layer are void" if is_always_void else "each pair has a void row"
+    return f"no ratio of ours scheduled to layer by layer counts, {what}: the machine was busy"
+
+
+def _range(gains: Mapping[str, float], num_pairs: int) -> str:
+    low, high = min(gains, key=gains.__getitem__), max(gains, key=gains.__getitem__)
+    num_void = num_pairs - len(gains)
+    left_out = f"; {num_void} of {num_pairs} pairs are left out, as a row is void" * (num_void > 0)
+    return (
+        f"ours scheduled is {gains[low]:.1f} ({low}) to {gains[high]:.1f} times ({high}) as fast as"
+        f" layer by layer{left_out}"
+    )
+
+
+def _pairs(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """Compressor -> its entries, where both that are compared are among them."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
         found.setdefault(row["point"].rpartition("=")[2], {})[row["entry"]] = row
-    return found
+    return {name: entries for name, entries in found.items() if {LAYERWISE, EXACT} <= set(entries)}
+
+
+def _gain(entries: Mapping[str, Row]) -> float:
+    return float(entries[LAYERWISE]["ratio"]) / float(entries[EXACT]["ratio"])
+
+
+def _is_void(entries: Mapping[str, Row], *names: str) -> bool:
+    return any(entries[name]["is_void"] == "True" for name in names)
+
+
+def _star(entries: Mapping[str, Row], *names: str) -> str:
+    return "*" * _is_void(entries, *names)
 
 
 def _what(rows: Sequence[Row]) -> str:
@@ -101,10 +114,10 @@ def _what(rows: Sequence[Row]) -> str:
     return f"{one['model']}, {one['world_size']} ranks, stands for {stands_for:g} Gb/s"
 
 
-def _milliseconds(row: Row | None) -> str:
-    if row is None:
+def _milliseconds(entries: Mapping[str, Row], name: str) -> str:
+    if name not in entries:
         return "-"
-    return f"{1e3 * float(row['step_s']):.0f}" + "*" * (row["is_void"] == "True")
+    return f"{1e3 * float(entries[name]['step_s']):.0f}{_star(entries, name)}"
 
 
 def _scaling(entries: Mapping[str, Row]) -> str:
@@ -112,5 +125,8 @@ def _scaling(entries: Mapping[str, Row]) -> str:
     if ALONE not in entries:
         return "-"
     alone = float(entries[ALONE]["ratio"])
-    before, after = (100 * alone / float(entries[one]["ratio"]) for one in (LAYERWISE, EXACT))
-    return f"{before:.0f} -> {after:.0f}"
+    before, after = (
+        f"{100 * alone / float(entries[one]['ratio']):.0f}{_star(entries, ALONE, one)}"
+        for one in (LAYERWISE, EXACT)
+    )
+    return f"{before} -> {after}"

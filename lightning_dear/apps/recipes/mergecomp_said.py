@@ -7,12 +7,7 @@ from statistics import fmean
 
 from lightning_dear.apps.recipes.mergecomp_cases import SLOW_TOPK, Cell
 from lightning_dear.apps.recipes.mergecomp_fit import Fitted
-from lightning_dear.apps.recipes.mergecomp_published import (
-    FP32,
-    LARGEST_GAIN,
-    LARGEST_SCALING,
-)
-from lightning_dear.apps.recipes.mergecomp_said_of_fit import said_of_fit
+from lightning_dear.apps.recipes.mergecomp_published import FP32, published
 from lightning_dear.apps.recipes.mergecomp_schemes import (
     BEST_GROUPS,
     LAYERWISE,
@@ -20,6 +15,7 @@ from lightning_dear.apps.recipes.mergecomp_schemes import (
     TWO_GROUPS,
 )
 from lightning_dear.apps.recipes.mergecomp_tables import (
+    beside_figures,
     largest,
     our_gain,
     over_fp32,
@@ -27,10 +23,14 @@ from lightning_dear.apps.recipes.mergecomp_tables import (
     simulated_gain,
     unique,
 )
+from lightning_dear.apps.recipes.mergecomp_verdict import claimed_to_scale, verdict
+
+LONGER = 1.005
+"""Times as long: below that a step counts as no longer."""
 
 
 def said(fit: Fitted | None, simulated: Sequence[Cell], varied: Sequence[Cell]) -> list[str]:
-    """Return the sentences.
+    """Return the sentences: first what is reproduced and what is not, then all the rest.
 
     Args:
         fit: The fitted network, if there is one.
@@ -40,10 +40,12 @@ def said(fit: Fitted | None, simulated: Sequence[Cell], varied: Sequence[Cell]) 
     most = max(one.world_size for one in simulated)
     of_most = [one for one in simulated if one.world_size == most]
     return [
-        *said_of_fit(fit, simulated),
+        *verdict(fit, simulated, varied),
+        *_of_fit(fit, simulated),
         *_distances(of_most),
         *_slow_topk(of_most),
-        *_reached(of_most),
+        *_largest_gains(of_most),
+        *_longer(simulated),
         *_over_fp32(of_most),
         *_groups(of_most),
         *_full_scaling(simulated),
@@ -51,23 +53,42 @@ def said(fit: Fitted | None, simulated: Sequence[Cell], varied: Sequence[Cell]) 
     ]
 
 
+def _of_fit(fit: Fitted | None, simulated: Sequence[Cell]) -> Iterator[str]:
+    """What was fitted, and how FP32 scales where nothing was."""
+    if fit is None:
+        return
+    others = [
+        f"{model}, which computes {1e3 * seconds:.0f} ms there (with the assumed seconds"
+        f" {fit.assumed[model]:.0f} %, published {pair[0]:.0f} %)"
+        for model, seconds in fit.seconds.items()
+        if (pair := published(fit.cluster, fit.world_size, model, FP32))
+    ]
+    also = f" So does that of {' and of '.join(others)}." if others else ""
+    yield (
+        f"`{fit.name}` is `{fit.cluster}` at {1e9 * fit.beta_s:.2f} ns a byte"
+        f" ({1e-9 / fit.beta_s:.2f} GB/s), where layer-wise FP32 of {fit.model} on"
+        f" {fit.world_size} GPUs scales as published.{also} Nothing of compressors is fitted."
+    )
+    fewer = [
+        f"{cell.scaling(LAYERWISE):.0f} % on {cell.world_size} GPUs (published {pair[0]:.0f})"
+        for cell in simulated
+        if (cell.network, cell.model, cell.compressor) == (fit.name, fit.model, FP32)
+        and cell.world_size < fit.world_size
+        and (pair := published_of(cell))
+    ]
+    if fewer:
+        yield f"On fewer GPUs, where nothing is fitted, it scales by {' and '.join(fewer)}."
+
+
 def _distances(cells: Sequence[Cell]) -> Iterator[str]:
     """How far simulated scaling factors are from published ones, where all compressors have one."""
-    for network in unique(cells, "network"):
-        known = [
-            (cell, pair[0], pair[1])
-            for cell in cells
-            if cell.network == network
-            and cell.compressor != SLOW_TOPK
-            and (pair := published_of(cell))
-            and pair[1] is not None
-        ]
-        if len(unique((cell for cell, _, _ in known), "compressor")) < 2:
-            continue
+    all_known = beside_figures(cells)
+    for network in unique((one[0] for one in all_known), "network"):
+        known = [one for one in all_known if one[0].network == network]
         before = [cell.scaling(LAYERWISE) - figure for cell, figure, _ in known]
         after = [cell.scaling(TWO_GROUPS) - figure for cell, _, figure in known]
         yield (
-            f"MergeComp's scheme, simulated less published, on `{network}`: layer by layer"
+            f"Simulated with MergeComp's scheme, less published, on `{network}`: layer by layer"
             f" {fmean(before):+.0f} points on the average ({min(before):+.0f} to"
             f" {max(before):+.0f}), scheduled {fmean(after):+.0f} ({min(after):+.0f} to"
             f" {max(after):+.0f})."
@@ -76,70 +97,78 @@ def _distances(cells: Sequence[Cell]) -> Iterator[str]:
 
 def _slow_topk(cells: Sequence[Cell]) -> Iterator[str]:
     parts = [
-        f"{cell.model} {cell.scaling(LAYERWISE):.0f} -> {cell.scaling(TWO_GROUPS):.0f} %"
-        f" (published {pair[0]:.0f} -> {pair[1]:.0f})"
+        f"{_before_after(cell, cell.model)} (published {pair[0]:.0f} -> {pair[1]:.0f})"
         for cell in cells
         if (cell.network, cell.compressor) == (cells[-1].network, SLOW_TOPK)
         and (pair := published_of(cell))
     ]
     if parts:
         yield (
-            f"Top-k gains next to nothing in the figures. `{SLOW_TOPK}`, with the `torch.topk` of"
-            f" those days, does the same on `{cells[-1].network}`: {', '.join(parts)}."
+            "Simulated with MergeComp's scheme, top-k with the `torch.topk` of those days"
+            f" (`{SLOW_TOPK}`) on `{cells[-1].network}`: {', '.join(parts)}."
         )
 
 
-def _reached(cells: Sequence[Cell]) -> Iterator[str]:
-    """Which compressors gain as much by scheduling as is claimed."""
-    parts, reach = [], list[str]()
-    for network in unique(cells, "network"):
-        own = [cell for cell in cells if cell.network == network]
-        found, ours = (largest(own, one, names_model=True) for one in (simulated_gain, our_gain))
-        if found is None or ours is None:
-            continue
-        reach += [
-            f"{cell.compressor} on {cell.model}, `{network}`"
-            for cell in own
-            if cell.compressor != FP32 and simulated_gain(cell) >= LARGEST_GAIN
-        ]
-        parts.append(
-            f"`{network}` {found[0]:.1f}x ({found[1]}{_of_dgc(own)}; ours {ours[0]:.1f}x,"
-            f" {ours[1]})"
-        )
-    if parts:
-        yield (
-            f"{LARGEST_GAIN:g}x over the same compressor layer by layer (published: DGC, ResNet-50,"
-            f" 8 GPUs, PCIe) is {_all_of(reach)}. The largest ratios: {'; '.join(parts)}."
-        )
-
-
-def _over_fp32(cells: Sequence[Cell]) -> Iterator[str]:
+def _largest_gains(cells: Sequence[Cell]) -> Iterator[str]:
     parts = []
     for network in unique(cells, "network"):
         own = [cell for cell in cells if cell.network == network]
-        model = own[0].model
-        kinds = over_fp32([cell for cell in own if cell.model == model])
-        figure, theirs, ours = (
-            largest([cell for cell in own if cell.model == model], kind) for kind in kinds
+        named = "{0.compressor} on {0.model}"
+        found, ours = (largest(own, one, named) for one in (simulated_gain, our_gain))
+        if found and ours:
+            parts.append(
+                f"`{network}` {found[0]:.1f}x ({found[1]}{_of_dgc(own)}; ours {ours[0]:.1f}x,"
+                f" {ours[1]})"
+            )
+    if parts:
+        yield (
+            "Simulated with MergeComp's scheme, the largest ratios of scheduled to layer by layer:"
+            f" {'; '.join(parts)}."
         )
+
+
+def _longer(simulated: Sequence[Cell]) -> Iterator[str]:
+    """Where merging costs more than it saves: groups wait for their last tensor."""
+    parts = [
+        _before_after(cell, f"{cell.compressor} on {cell.model}, {_where(cell)}")
+        for cell in simulated
+        if cell.compressor != FP32 and cell.gain(LAYERWISE, TWO_GROUPS) >= LONGER
+    ]
+    if parts:
+        yield (
+            "Simulated with MergeComp's scheme, two groups make a step longer than layer by layer,"
+            f" so that the scaling factor falls: {'; '.join(parts)}."
+        )
+
+
+def _where(cell: Cell) -> str:
+    return f"`{cell.network}`, {cell.world_size} GPUs"
+
+
+def _before_after(cell: Cell, name: str) -> str:
+    return f"{name} {cell.scaling(LAYERWISE):.0f} -> {cell.scaling(TWO_GROUPS):.0f} %"
+
+
+def _over_fp32(cells: Sequence[Cell]) -> Iterator[str]:
+    """Of the first model alone."""
+    parts, model = [], cells[0].model
+    for network in unique(cells, "network"):
+        own = [cell for cell in cells if (cell.network, cell.model) == (network, model)]
+        figure, theirs, ours = (largest(own, kind) for kind in over_fp32(own))
         if theirs is None or ours is None:
             continue
-        beside = f"published {figure[0]:.1f}x, " if figure else ""
+        beside = f"published {figure[0]:.1f}x ({figure[1]}), " if figure else ""
         parts.append(
-            f"`{network}` {beside}simulated {theirs[0]:.1f}x ({theirs[1]}), ours {ours[0]:.1f}x"
-            f" ({ours[1]})"
+            f"`{network}` {beside}their scheme, simulated, {theirs[0]:.1f}x ({theirs[1]}), ours"
+            f" {ours[0]:.1f}x ({ours[1]})"
         )
     if parts:
-        yield f"Against layer-wise FP32 of {cells[0].model}, at most: {'; '.join(parts)}."
+        yield f"Scheduled over layer-wise FP32 of {model}, at most: {'; '.join(parts)}."
 
 
 def _of_dgc(cells: Sequence[Cell]) -> str:
     found = [simulated_gain(cell) for cell in cells if cell.compressor == "dgc"]
     return f", dgc at most {max(found):.1f}x" if found else ""
-
-
-def _all_of(reach: Sequence[str]) -> str:
-    return f"reached by {'; '.join(reach)}" if reach else "not reached by any compressor"
 
 
 def _groups(cells: Sequence[Cell]) -> Iterator[str]:
@@ -167,30 +196,19 @@ def _percent(cells: Sequence[Cell], scheme: str) -> str:
 
 
 def _full_scaling(simulated: Sequence[Cell]) -> Iterator[str]:
-    """Whether FP16 scales by 99 % where it is said to."""
-    plain = {
-        (one.network, one.model, one.world_size): one for one in simulated if one.compressor == FP32
-    }
-    claimed = [
-        (cell, plain[cell.network, cell.model, cell.world_size])
-        for cell in simulated
-        if cell.compressor == "fp16"
-        and (pair := published_of(cell))
-        and (pair[1] or 0.0) >= LARGEST_SCALING
-    ]
-    if not claimed:
-        return
-    is_met = all(round(cell.scaling(TWO_GROUPS)) >= LARGEST_SCALING for cell, _ in claimed)
+    """How FP16 scales where it is said to by 99 %."""
     parts = [
         f"{cell.model} on {cell.world_size} GPUs {cell.scaling(TWO_GROUPS):.1f} %"
         f" (ours {cell.scaling(OURS_SCHEDULED):.1f} %, FP32 without scheduling"
-        f" {fp32.scaling(LAYERWISE):.1f} %, published {(published_of(fp32) or (0.0, None))[0]:.0f})"
-        for cell, fp32 in claimed
+        f" {fp32.scaling(LAYERWISE):.1f} %, published {pair[0]:.0f})"
+        for cell, fp32 in claimed_to_scale(simulated)
+        if (pair := published_of(fp32))
     ]
-    yield (
-        f"{LARGEST_SCALING:g} % (published: FP16 over NVLink) is"
-        f" {'reached' if is_met else 'not reached everywhere'}: {'; '.join(parts)}."
-    )
+    if parts:
+        yield (
+            "Simulated with MergeComp's scheme, FP16 scales as follows where 99 % is published:"
+            f" {'; '.join(parts)}."
+        )
 
 
 def _kernels(cells: Sequence[Cell]) -> Iterator[str]:

@@ -8,13 +8,12 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lightning_dear.apps.recipes.mergecomp_cases import Cell, cells, kernel_cells
-from lightning_dear.apps.recipes.mergecomp_fit import fitted
+from lightning_dear.apps.recipes.mergecomp_fit import fitted, models_of
 from lightning_dear.apps.recipes.mergecomp_measured import (
     measured_table,
     said_of_measured,
-    study_rows,
 )
-from lightning_dear.apps.recipes.mergecomp_published import FP32
+from lightning_dear.apps.recipes.mergecomp_published import FP32, NVLINK
 from lightning_dear.apps.recipes.mergecomp_said import said
 from lightning_dear.apps.recipes.mergecomp_schemes import LAYERWISE, OURS_SCHEDULED, TWO_GROUPS
 from lightning_dear.apps.recipes.mergecomp_tables import (
@@ -28,7 +27,7 @@ from lightning_dear.apps.recipes.mergecomp_tables import (
 )
 from lightning_dear.apps.recipes.pictures import grouped_bars
 from lightning_dear.apps.recipes.report import Report, Table
-from lightning_dear.apps.recipes.sibling import Row, command_of, measured, measured_on
+from lightning_dear.apps.recipes.sibling import Row, command_of, measured, measured_on, rows_of
 from lightning_dear.apps.recipes.simulated import listed
 from lightning_dear.paths import recipes_dir
 
@@ -41,11 +40,11 @@ def make(cfg: DictConfig, recorded: Path, folder: Path) -> Report:
     """
     fit = fitted(cfg)
     simulated, varied = list(cells(cfg, fit)), list(kernel_cells(cfg, fit))
-    studies = {name: study_rows(recipes_dir() / "compression" / name) for name in cfg.studies}
+    studies = {name: rows_of(recipes_dir() / "compression" / name) for name in cfg.studies}
     siblings = measured(cfg, recorded, folder)
     where = measured_on(folder if cfg.measure else recorded, list(cfg.siblings))
     tables = [
-        *([fits(fit, dict(cfg.models))] if fit else []),
+        *([fits(fit, models_of(cfg))] if fit else []),
         *_simulated_tables(cfg, simulated),
         *([kernels(varied)] if varied else []),
         *_studied(cfg, studies),
@@ -76,7 +75,7 @@ def _simulated_tables(cfg: DictConfig, simulated: Sequence[Cell]) -> list[Table]
         for model in cfg.all_on_fewer
     ]
     fp16 = [
-        one for one in simulated if "nvlink" in one.network and one.compressor in ("fp16", FP32)
+        one for one in simulated if one.figures_of == NVLINK and one.compressor in ("fp16", FP32)
     ]
     pairs.append((f"FP16 and FP32 over NVLink, {sizes} GPUs", fp16))
     return [*tables, *(by_world_size(own, title) for title, own in pairs if own)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lightning_dear.apps.recipes.mergecomp_cases import Cell
+from lightning_dear.apps.recipes.mergecomp_cases import SLOW_TOPK, Cell
 from lightning_dear.apps.recipes.mergecomp_fit import Fitted
-from lightning_dear.apps.recipes.mergecomp_published import FP32, Pair, fp32_on_pcie, published
+from lightning_dear.apps.recipes.mergecomp_published import FP32, Pair, published
 from lightning_dear.apps.recipes.mergecomp_schemes import (
     BEST_GROUPS,
     LAYERWISE,
@@ -17,7 +18,10 @@ from lightning_dear.apps.recipes.mergecomp_schemes import (
 )
 from lightning_dear.apps.recipes.report import Table
 
-PUBLISHED_NOTE = "Published figures are digitised from the authors' figures, each +-1."
+PUBLISHED_NOTE = "Published: digitised from the authors' scaling-factor figures, each +-1."
+
+THEIRS = "their scheme, simulated"
+"""Title of columns of MergeComp's scheme in its two groups."""
 
 Gain = Callable[[Cell], float | None]
 """How many times as fast something of a cell is; None where it is not known."""
@@ -28,7 +32,7 @@ Largest = tuple[float, str]
 
 def published_of(cell: Cell) -> Pair | None:
     """Return what the figures show for it; see `published`."""
-    return published(cell.network, cell.world_size, cell.model, cell.compressor)
+    return published(cell.figures_of, cell.world_size, cell.model, cell.compressor)
 
 
 def unique(cells: Iterable[Cell], attribute: str) -> list[Any]:
@@ -36,14 +40,37 @@ def unique(cells: Iterable[Cell], attribute: str) -> list[Any]:
     return list(dict.fromkeys(getattr(cell, attribute) for cell in cells))
 
 
-def largest(cells: Iterable[Cell], gain: Gain, *, names_model: bool = False) -> Largest | None:
-    """Return the largest gain of compressors; None if none is known."""
+def beside_figures(cells: Sequence[Cell]) -> list[tuple[Cell, float, float]]:
+    """Return compressors with their figures, layer by layer and scheduled.
+
+    Only of networks of which more than one compressor has figures; `SLOW_TOPK` has those of topk.
+    """
+    known = [
+        (cell, pair[0], pair[1])
+        for cell in cells
+        if cell.compressor != SLOW_TOPK
+        and (pair := published_of(cell)) is not None
+        and pair[1] is not None
+    ]
+    pairs = {(cell.network, cell.compressor) for cell, _, _ in known}
+    num = Counter(network for network, _ in pairs)
+    return [one for one in known if num[one[0].network] > 1]
+
+
+def largest(cells: Iterable[Cell], gain: Gain, named: str = "{0.compressor}") -> Largest | None:
+    """Return the largest gain of compressors; None if none is known.
+
+    Args:
+        cells: Among which to look.
+        gain: What of a cell to compare.
+        named: What to call a cell; a format for `str.format`.
+    """
     gains = [(gain(cell), cell) for cell in cells if cell.compressor != FP32]
     found = [(value, cell) for value, cell in gains if value is not None]
     if not found:
         return None
     value, cell = max(found, key=lambda one: one[0])
-    return value, f"{cell.compressor} on {cell.model}" if names_model else cell.compressor
+    return value, named.format(cell)
 
 
 def published_gain(cell: Cell) -> float | None:
@@ -79,7 +106,7 @@ def of_network(cells: Sequence[Cell], network: str) -> Table:
     return Table(
         "simulated",
         f"{network}, {cells[0].world_size} GPUs: scaling factor in %, layer by layer -> scheduled",
-        ["model", "compressor", "published", "as published", "its best groups", "ours"],
+        ["model", "compressor", "published", THEIRS, "its best groups", "ours"],
         rows,
         f"{PUBLISHED_NOTE} fp32 is scheduled by merging alone, which has no published figure.",
     )
@@ -93,7 +120,7 @@ def gains(cells: Sequence[Cell]) -> Table:
             own = [one for one in cells if (one.network, one.model) == (network, model)]
             kinds = [published_gain, simulated_gain, our_gain, *over_fp32(own)]
             rows.append([network, model, *(_times(largest(own, kind)) for kind in kinds)])
-    names = ["published", "as published", "ours"]
+    names = ["published", THEIRS, "ours"]
     return Table(
         "simulated",
         "the largest ratio, scheduled over layer by layer; and scheduled over FP32 layer by layer",
@@ -129,7 +156,7 @@ def by_world_size(cells: Sequence[Cell], title: str) -> Table:
         [*key, *(text for size in sizes for text in _sized(found.get((*key, size))))]
         for key in keys
     ]
-    names = [f"{name}, {size}" for size in sizes for name in ("published", "as published", "ours")]
+    names = [f"{name}, {size}" for size in sizes for name in ("published", THEIRS, "ours")]
     titles = ["network", "model", "compressor", *names]
     return Table("simulated", title, titles, rows, PUBLISHED_NOTE)
 
@@ -149,7 +176,7 @@ def fits(fit: Fitted, seconds: dict[str, float]) -> Table:
     rows = [
         [
             model,
-            "-" if (figure := fp32_on_pcie(model)) is None else f"{figure:.0f} %",
+            _fp32(published(fit.cluster, fit.world_size, model, FP32)),
             f"{1e3 * own_s:.0f} ms",
             f"{fit.assumed[model]:.0f} %",
             f"{1e3 * fit.seconds.get(model, own_s):.0f} ms",
@@ -179,7 +206,7 @@ def kernels(cells: Sequence[Cell]) -> Table:
     ]
     return Table(
         "simulated",
-        f"{cells[0].model} on {cells[0].network}, as published, if starting a kernel takes",
+        f"{cells[0].model} on {cells[0].network} in their scheme, if starting a kernel takes",
         ["kernel", *compressors, "largest ratio"],
         rows,
     )
@@ -189,6 +216,10 @@ def _pair(pair: Pair | None) -> str:
     if pair is None:
         return "-"
     return f"{pair[0]:.0f}" + ("" if pair[1] is None else f" -> {pair[1]:.0f}")
+
+
+def _fp32(pair: Pair | None) -> str:
+    return "-" if pair is None else f"{pair[0]:.0f} %"
 
 
 def _simulated_pair(cell: Cell, before: str, after: str) -> str:
