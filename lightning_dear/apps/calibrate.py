@@ -7,6 +7,7 @@ that writes down what it is told.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,8 +25,10 @@ from typing_extensions import override
 
 from lightning_dear.apps import emulated, job, train
 from lightning_dear.collectives import new_collectives
+from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.exchange_probe import Of, Spread, line, measure_sizes
 from lightning_dear.link_probe import probe_gather
+from lightning_dear.paced_probe import due_of, with_paced_alpha
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec, ThresholdFusion
 from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
@@ -79,22 +82,28 @@ class Costs:
         halves: Our reduce-scatter and all-gather.
         all_reduce: The backend's.
         all_gather: The backend's own, which ours is not on gloo.
+        all_reduce_cpu_s: Of a rank, for a short all-reduce; 0 where it was not measured.
     """
 
     halves: Spread
     all_reduce: Spread
     all_gather: Spread
+    all_reduce_cpu_s: float = 0.0
 
 
 class ExchangeProbe(Callback):
     """Measures exchanges when training has ended.
 
+    Args:
+        planner: What training has told of the model, on rank 0.
+
     Attributes:
         costs: None until then, and of one rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, planner: Calibration) -> None:
         self.costs: Costs | None = None
+        self._planner = planner
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -106,6 +115,12 @@ class ExchangeProbe(Callback):
         least, most = _LARGE_BYTES
         large = min(max(model_bytes, least), most)
         halves, all_reduce = measure_sizes(collectives, device, large)
+        # Known on rank 0.
+        found = self._planner.found
+        due = collectives.all_gather_object(None if found is None else due_of(*found[:2]))[0]
+        cpu_s = 0.0
+        if due is not None and device.type == "cpu":
+            all_reduce, cpu_s = with_paced_alpha(all_reduce, collectives, device, due)
         sizes = _SMALL_BYTES, large // 4
         few_s, many_s = (probe_gather(collectives, device, size) for size in sizes)
         sent = [size * (collectives.world_size - 1) / collectives.world_size for size in sizes]
@@ -114,7 +129,7 @@ class ExchangeProbe(Callback):
             return line(sent[0], of(few_s), sent[1], of(many_s))
 
         all_gather = Spread(gather(min), gather(median), gather(max))
-        self.costs = Costs(halves, all_reduce, all_gather)
+        self.costs = Costs(halves, all_reduce, all_gather, cpu_s)
 
 
 def calibrate(cfg: DictConfig) -> None:
@@ -129,7 +144,8 @@ def calibrate(cfg: DictConfig) -> None:
     seed_everything(cfg.seed, workers=True, verbose=False)
     datamodule = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
-    planner, probe = Calibration(), ExchangeProbe()
+    planner = Calibration()
+    probe = ExchangeProbe(planner)
     strategy = instantiate(cfg.strategy, fusion=planner, _convert_="all")
     trainer = train.build_trainer(cfg, strategy, [probe])
     if trainer.world_size == 1:
@@ -199,7 +215,9 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]
             "world_size": world_size,
             "num_nodes": num_nodes,
             "halves": written(costs.halves),
-            "all_reduce": written(costs.all_reduce),
+            "all_reduce": {**written(costs.all_reduce), "cpu_s": costs.all_reduce_cpu_s},
+            # Of one machine that all ranks are on, whatever their number; null for others.
+            "shared_cores": os.cpu_count() if HOST_VARIABLE in os.environ else None,
             "all_gather": written(costs.all_gather),
             "has_reduce_scatter": not is_gloo,
         },

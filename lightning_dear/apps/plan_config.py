@@ -175,7 +175,8 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
 
     Each rank counts as a node of its own: that ranks share a node's link is in what was measured.
     A rank starts P - 1 messages in each half, and takes part in 2 (P - 1) steps of an all-reduce:
-    so alpha grows with P - 1. Seconds a byte stay.
+    so alpha grows with P - 1. Seconds a byte stay. Where all ranks share one machine's cores, as
+    those of an emulated cluster do, an all-reduce takes at least what these need for all of them.
     """
     measured = cluster.measured
     growth = (world_size - 1) / (measured.world_size - 1)
@@ -184,6 +185,14 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
         costs = costs if bound is None else costs.get(bound, costs)
         return Link(growth * costs.alpha_s, costs.beta_s_per_byte)
 
+    def all_reduce() -> Link:
+        found = link(measured.all_reduce)
+        cores = measured.get("shared_cores")
+        if not cores:
+            return found
+        busy_s = growth * measured.all_reduce.get("cpu_s", 0.0) * world_size / cores
+        return Link(max(found.alpha_s, busy_s), found.beta_s)
+
     # The cluster's own may have been changed on the command line.
     between = link(cluster if bound is None else measured.get("halves", cluster))
     return Network(
@@ -191,7 +200,7 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
         world_size=world_size,
         within=between,
         algorithm="pairwise",
-        all_reduce=link(measured.all_reduce),
+        all_reduce=all_reduce(),
         all_gather=link(measured.all_gather),
         has_reduce_scatter=measured.has_reduce_scatter,
     )

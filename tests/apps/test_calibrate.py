@@ -11,7 +11,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_dear.apps.calibrate import Calibration, Costs, cluster_of, summary
-from lightning_dear.apps.plan_config import bounds_of, network_of, world_sizes_of
+from lightning_dear.apps.plan_config import (
+    bounds_of,
+    measured_network,
+    network_of,
+    world_sizes_of,
+)
 from lightning_dear.exchange_probe import Spread
 from lightning_dear.planning import LinkCost
 from lightning_dear.simulator import Link
@@ -131,6 +136,20 @@ def test_starts_cost_more_with_more_ranks() -> None:
     network = network_of(OmegaConf.create({"cluster": cluster, "algorithm": "best"}), 36)
     assert network.between.alpha_s == pytest.approx(5 * 1e-4)
     assert network.between.beta_s == 1e-9
+
+
+def test_ranks_of_one_machine_wait_for_its_cores() -> None:
+    cluster = OmegaConf.create(cluster_of(CLUSTER, 4, replace(COSTS, all_reduce_cpu_s=1e-3)))
+    cluster.measured.shared_cores = 2
+    # Of the 0.2 ms that 4 ranks were measured to take, 7 / 3; of the CPU's too, for 8 ranks.
+    shared = measured_network(cluster, 8).all_reduce
+    cluster.measured.shared_cores = None
+    own = measured_network(cluster, 8).all_reduce
+    assert shared is not None
+    assert own is not None
+    assert shared.alpha_s == pytest.approx(7 / 3 * 1e-3 * 8 / 2)
+    assert own.alpha_s == pytest.approx(7 / 3 * 2e-4)
+    assert shared.beta_s == own.beta_s == 2e-9
 
 
 def test_rates_are_said_for_people() -> None:

@@ -60,7 +60,7 @@ def read_cells(folders: Iterable[Path]) -> Cells:
     for folder in folders:
         points = _read_steps(cells, folder)
         _read_summary(cells, folder)
-        for path in sorted((folder / "plans").glob("*.json")):
+        for path in sorted(folder.rglob("plans/*.json")):
             content = json.loads(path.read_text())
             for cell in points.get((content["point"], content["entry"]), ()):
                 cells.buckets[cell] = content["buckets"]
