@@ -124,4 +124,5 @@ def test_option_table_is_the_constructor() -> None:
 
 
 def test_short_enough_to_be_read() -> None:
-    assert len(README.splitlines()) <= 150
+    # The table and the picture of what it gains are 20 of them.
+    assert len(README.splitlines()) <= 160

@@ -54,7 +54,7 @@ def test_one_node_has_links_within(tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize("cluster", PLANNED)
 def test_every_cluster_that_names_its_source_can_be_planned_for(tmp_path, cluster, capsys) -> None:
-    planned(tmp_path, "strategies=[ddp,dear]", "world_sizes=[8]", f"cluster={cluster}")
+    planned(tmp_path, "strategies=[ddp,dear]", "world_sizes=[64]", f"cluster={cluster}")
     said = capsys.readouterr().out
     assert any(words in said for words in ("Network: nominal", "assumptions", "authors' code"))
 

@@ -86,7 +86,7 @@ def test_sentences_say_what_was_found(report) -> None:
 
 
 def test_what_is_not_asked_for_is_neither_run_nor_said(tmp_path) -> None:
-    few = made(tmp_path, *FEW, "fusions=[threshold,none]", "caps=[25,50]", "world_size=8")
+    few = made(tmp_path, *FEW, "fusions=[threshold,none]", "caps=[25,50]")
     assert list(few.tables[0].titles[3:]) == ["25 MiB", "50 MiB", "none"]
     assert few.figure is None
     assert not few.data["traces"]
@@ -121,7 +121,13 @@ def test_it_refuses_what_there_is_not(override: str, words: str) -> None:
 
 
 def test_measured_steps_are_compared_with_the_entry_of_just_that_name() -> None:
-    common = {"point": "0", "model": "vgg16", "world_size": "4", "stands_for_mbit": "10000"}
+    common = {
+        "point": "0",
+        "model": "vgg16",
+        "world_size": "4",
+        "stands_for_mbit": "10000",
+        "is_void": "False",
+    }
     rows = [
         {**common, "entry": entry, "step_s": step_s, "ratio_min": "1", "ratio_max": "1"}
         for entry, step_s in (("dear_none", "2"), ("dear", "1"), ("dear_auto (3)", "0.5"))
