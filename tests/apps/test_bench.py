@@ -201,7 +201,7 @@ def test_every_command_of_the_recipes_is_composed() -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```", RECIPES, re.DOTALL | re.MULTILINE)
     # Those of dear-converge are in test_converge; dear-recipe's own configs are in test_recipe;
     # programs without Hydra have nothing to compose.
-    others = "dear-converge", "dear-recipe", "python -m "
+    others = "dear-converge", "dear-plan", "dear-recipe", "python -m "
     blocks = [block for block in blocks if not any(other in block for other in others)]
     assert blocks
     assert len(COMMANDS) == len(blocks)
