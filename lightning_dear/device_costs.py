@@ -148,6 +148,11 @@ def total(*parts: Linear) -> Linear:
 
 def _resolved(compressor: str | Compressor) -> Codec | SparseAllReduce | None:
     made = resolve_compressor(compressor)
+    if made is not None and made.halves != "both":
+        raise ValueError(
+            f"Costs are those of both halves, and {made.name} has halves={made.halves!r}; leave"
+            " halves out."
+        )
     if made is None or isinstance(made, Codec | SparseAllReduce):
         return made
     raise ValueError(

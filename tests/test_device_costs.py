@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dear.compression import CODECS, OkTopk, TopkA, resolve_compressor
+from lightning_dear.compression import CODECS, Int8, OkTopk, TopkA, resolve_compressor
 from lightning_dear.device_costs import Device, halves_costs, total, whole_costs
 from lightning_dear.planning import Linear
 from lightning_dear.planning.codec_cost import NO_CODEC
@@ -96,6 +96,8 @@ def test_no_compressor_costs_nothing_and_low_rank_cannot_be_told() -> None:
     assert halves_costs("none", GPU, 4) == whole_costs("none", GPU, 4) == NO_CODEC
     with pytest.raises(ValueError, match="powersgd costs depends on the shapes"):
         halves_costs("powersgd", GPU, 4)
+    with pytest.raises(ValueError, match="leave halves out"):
+        halves_costs(Int8(halves="reduce"), GPU, 4)
     with pytest.raises(ValueError, match="Unknown compressor 'int9'"):
         whole_costs("int9", GPU, 4)
 

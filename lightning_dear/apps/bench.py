@@ -10,7 +10,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_dear.apps import job
 from lightning_dear.apps.bench_build import build_starter
@@ -38,17 +38,12 @@ def bench(cfg: DictConfig) -> None:
     """
     points = points_of(cfg)
     starter = build_starter(cfg)
-    _write_config(cfg, starter)
+    if starter.is_global_zero:
+        job.folder_with(cfg)
     launcher = starter.strategy.launcher
     compare = partial(_compare, starter, points)
     launcher.launch(compare) if launcher else compare()
     job.wait_for_children(starter)
-
-
-def _write_config(cfg: DictConfig, starter: Trainer) -> None:
-    if starter.is_global_zero:
-        path = Path(HydraConfig.get().runtime.output_dir) / "config.yaml"
-        path.write_text(OmegaConf.to_yaml(cfg, resolve=True))
 
 
 def _compare(starter: Trainer, points: Sequence[Setting]) -> None:

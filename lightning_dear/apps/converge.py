@@ -8,7 +8,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.strategies import ParallelStrategy
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_dear.apps import emulated, job
 from lightning_dear.apps.bench_build import build_starter
@@ -36,7 +36,7 @@ def converge(cfg: DictConfig, entries: Sequence[Entry]) -> None:
     """
     starter = build_starter(cfg)
     if starter.is_global_zero:
-        (_folder() / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+        job.folder_with(cfg)
     launcher = starter.strategy.launcher
     run = partial(_run, cfg, entries, starter.strategy)
     launcher.launch(run) if launcher else run()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from lightning.pytorch import Trainer
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.collectives import forget_process_groups
 from lightning_dear.launcher import JobLauncher, end_processes, ending
@@ -68,6 +69,13 @@ def end_unless_zero(code: int) -> None:
     """
     if code:
         raise SystemExit(code)
+
+
+def folder_with(cfg: DictConfig) -> Path:
+    """Write the resolved config into the job's folder, and return that folder."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    return folder
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_dear.apps import calibrate, job
 from lightning_dear.apps.plan_config import (
@@ -141,9 +140,7 @@ def main() -> None:
 def plan_job(cfg: DictConfig) -> None:
     """Plan one job."""
     with job.one_message("dear-plan"):
-        folder = Path(HydraConfig.get().runtime.output_dir)
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
-        plan(cfg, folder)
+        plan(cfg, job.folder_with(cfg))
 
 
 if __name__ == "__main__":

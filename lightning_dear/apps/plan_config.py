@@ -182,7 +182,7 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
     growth = (world_size - 1) / (measured.world_size - 1)
 
     def link(costs: DictConfig) -> Link:
-        costs = costs if bound is None else costs.get(bound, costs)
+        costs = costs if bound is None else costs[bound]
         return Link(growth * costs.alpha_s, costs.beta_s_per_byte)
 
     def all_reduce() -> Link:
@@ -194,7 +194,7 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
         return Link(max(found.alpha_s, busy_s), found.beta_s)
 
     # The cluster's own may have been changed on the command line.
-    between = link(cluster if bound is None else measured.get("halves", cluster))
+    between = link(cluster if bound is None else measured.halves)
     return Network(
         between=between,
         world_size=world_size,

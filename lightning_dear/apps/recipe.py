@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -11,14 +10,12 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_dear.apps import job
-from lightning_dear.apps.recipes.report import Report, write_report
+from lightning_dear.apps.recipes.report import Report, with_section, write_report
 from lightning_dear.apps.recipes.sibling import FOLDER
 from lightning_dear.paths import conf_dir, is_checkout, recipes_dir
-
-log = logging.getLogger(__name__)
 
 RECIPES = {
     "dear_64gpu": "DeAR on 64 GPUs: five models, 10 Gb/s Ethernet and 100 Gb/s InfiniBand",
@@ -49,10 +46,12 @@ def reproduce(cfg: DictConfig, folder: Path) -> Report:
         ValueError: If the config asks for what does not exist.
     """
     recorded = recipes_dir() / str(cfg.name)
+    readme = (recorded / "README.md").read_text()
+    # A page without room for it is to be known before minutes of measuring.
+    with_section(readme, "")
     make: Callable[[DictConfig, Path, Path], Report]
     make = import_module(f"lightning_dear.apps.recipes.{cfg.name}").make
     report = make(cfg, recorded, folder)
-    readme = (recorded / "README.md").read_text()
     write_report(report, str(cfg.name), folder, readme)
     print(report.as_text(), flush=True)
     print(f"\nTables, figures, picture and README: {folder}", flush=True)
@@ -94,9 +93,7 @@ def main() -> None:
 def recipe_job(cfg: DictConfig) -> None:
     """Run one recipe."""
     with job.one_message("dear-recipe"):
-        folder = Path(HydraConfig.get().runtime.output_dir)
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
-        reproduce(cfg, folder)
+        reproduce(cfg, job.folder_with(cfg))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import logging
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -124,16 +123,10 @@ def build_loggers(cfg: DictConfig) -> list[Logger]:
 
 def record_config(cfg: DictConfig, trainer: Trainer) -> None:
     """Write ``config.yaml``, resolved, into the job's folder and give it to the loggers."""
-    _write_config(cfg)
+    rank_zero_only(job.folder_with)(cfg)
     container = OmegaConf.to_container(cfg, resolve=True)
     for logger in trainer.loggers:
         logger.log_hyperparams(container)  # type: ignore[arg-type]
-
-
-@rank_zero_only
-def _write_config(cfg: DictConfig) -> None:
-    path = Path(HydraConfig.get().runtime.output_dir) / "config.yaml"
-    path.write_text(OmegaConf.to_yaml(cfg, resolve=True))
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")

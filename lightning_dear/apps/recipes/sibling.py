@@ -81,13 +81,9 @@ def _measure(sibling: DictConfig, folder: Path) -> None:
 def machine() -> str:
     """Return in a line what this machine is, for beside figures that were measured on it."""
     return (
-        f"{_processor()}, {_num_cores()} cores; Python {platform.python_version()},"
+        f"{_processor()}, {os.cpu_count()} cores; Python {platform.python_version()},"
         f" torch {torch.__version__}"
     )
-
-
-def _num_cores() -> int:
-    return os.cpu_count() or 1
 
 
 def _processor() -> str:
