@@ -33,6 +33,7 @@ class Cells:
         caps_mb: Of `ddp_tuned`: the cap that was best.
         codec_s: CPU seconds of a rank in a step, for selecting, gathering and decoding.
         numel: Parameters of the scaled model.
+        void: What the bench itself calls void: the machine's cores were busy, not the link.
     """
 
     rounds_s: dict[Cell, dict[str, float]] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class Cells:
     caps_mb: dict[Cell, float] = field(default_factory=dict)
     codec_s: dict[Cell, float] = field(default_factory=dict)
     numel: dict[Cell, int] = field(default_factory=dict)
+    void: set[Cell] = field(default_factory=set)
 
     def step_s(self, cell: Cell) -> float:
         """Median over rounds."""
@@ -94,6 +96,8 @@ def _read_summary(cells: Cells, folder: Path) -> None:
         for row in csv.DictReader(file):
             cell = _cell(row)
             cells.numel[cell] = int(float(row["model_bytes"])) // 4
+            if row["is_void"] == "True":
+                cells.void.add(cell)
             if row["codec_s"]:
                 cells.codec_s[cell] = float(row["codec_s"])
             if "bucket_cap_mb=" in row["note"]:

@@ -60,6 +60,7 @@ class Judged:
     predicted_s: dict[str, float]
     is_held_out: bool
     noise: float | None
+    is_void: bool
 
     def error(self, predictor: str) -> float:
         """Of the measured step; positive: predicted too long."""
@@ -116,6 +117,7 @@ class Judge:
                 },
                 self._is_held_out(cell),
                 self._cells.noise(cell),
+                cell in self._cells.void,
             )
             for cell, program in programs.items()
         ]
@@ -259,7 +261,7 @@ def summary(rows: Sequence[Judged], title: str) -> str:
 def report(rows: Sequence[Judged]) -> str:
     """Return a row for each cell, then summaries."""
     head = "| model | ranks | Mb/s | strategy | measured ms | simulated ms | error | bound | line |"
-    lines = [f"{head} repeat | held out |", "|---" * 11 + "|"]
+    lines = [f"{head} repeat | held out | void |", "|---" * 12 + "|"]
     for row in sorted(rows, key=lambda one: (one.cell.model, one.cell.world_size)):
         cell = row.cell
         errors = " | ".join(f"{row.error(name):+.1%}" for name in PREDICTORS)
@@ -267,13 +269,15 @@ def report(rows: Sequence[Judged]) -> str:
         lines.append(
             f"| {cell.model} | {cell.world_size} | {cell.rate_mbit:g} | {cell.entry} |"
             f" {row.measured_s * 1e3:.0f} | {row.predicted_s['ours'] * 1e3:.0f} | {errors} |"
-            f" {noise} | {'yes' * row.is_held_out} |"
+            f" {noise} | {'yes' * row.is_held_out} | {'yes' * row.is_void} |"
         )
     dense = [row for row in rows if row.cell.entry != SPARSE]
     groups = {
         "dense": dense,
         "dense, not held out": [row for row in dense if not row.is_held_out],
         "dense, held out": [row for row in dense if row.is_held_out],
+        "dense, not void": [row for row in dense if not row.is_void],
+        "dense, void": [row for row in dense if row.is_void],
         SPARSE: [row for row in rows if row.cell.entry == SPARSE],
         f"{', '.join(RIVALS)}": [row for row in rows if row.cell.entry in RIVALS],
     }
