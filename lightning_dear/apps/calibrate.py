@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_dear.apps import emulated, job, train
 from lightning_dear.collectives import new_collectives
 from lightning_dear.emulation.launch import HOST_VARIABLE
-from lightning_dear.exchange_probe import Of, Spread, line, measure_sizes
+from lightning_dear.exchange_probe import Of, Spread, measure_sizes
 from lightning_dear.link_probe import probe_gather
 from lightning_dear.paced_probe import due_of, with_paced_alpha
 from lightning_dear.paths import conf_dir
@@ -34,11 +34,15 @@ from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec
 from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.search import NoContest
 from lightning_dear.simulator import Workload
+from lightning_dear.simulator.curve import Curve, rising
 from lightning_dear.simulator.saved import save_workload
+from lightning_dear.work import Collectives
 
 MODULE = "lightning_dear.apps.calibrate"
 _TIMEOUT = timedelta(minutes=10)
-_SMALL_BYTES = 1 << 16
+_GATHER_BYTES = tuple(1 << power for power in range(12, 22, 2))
+"""Of whole buffers, 4 KiB to 1 MiB; and a quarter of what is moved in large exchanges."""
+
 _LARGE_BYTES = 1 << 22, 1 << 24
 """Least and most that is moved in large exchanges; in between as much as the model has."""
 
@@ -75,6 +79,15 @@ class Calibration(ThresholdFusion):
 
 
 @dataclass(frozen=True)
+class Curves:
+    """What all-gathers take by size, of the shortest, the median and the longest repeats."""
+
+    least: Curve
+    middle: Curve
+    most: Curve
+
+
+@dataclass(frozen=True)
 class Costs:
     """What exchanges cost, by what a rank sends; the same on all ranks.
 
@@ -87,7 +100,7 @@ class Costs:
 
     halves: Spread
     all_reduce: Spread
-    all_gather: Spread
+    all_gather: Curves
     all_reduce_cpu_s: float = 0.0
 
 
@@ -121,15 +134,19 @@ class ExchangeProbe(Callback):
         cpu_s = 0.0
         if due is not None and device.type == "cpu":
             all_reduce, cpu_s = with_paced_alpha(all_reduce, collectives, device, due)
-        sizes = _SMALL_BYTES, large // 4
-        few_s, many_s = (probe_gather(collectives, device, size) for size in sizes)
-        sent = [size * (collectives.world_size - 1) / collectives.world_size for size in sizes]
-
-        def gather(of: Of) -> LinkCost:
-            return line(sent[0], of(few_s), sent[1], of(many_s))
-
-        all_gather = Spread(gather(min), gather(median), gather(max))
+        all_gather = _all_gathers(collectives, device, large // 4)
         self.costs = Costs(halves, all_reduce, all_gather, cpu_s)
+
+
+def _all_gathers(collectives: Collectives, device: torch.device, large: int) -> Curves:
+    sizes = sorted({*_GATHER_BYTES, large})
+    times_s = [probe_gather(collectives, device, size) for size in sizes]
+    sent = [size * (collectives.world_size - 1) / collectives.world_size for size in sizes]
+
+    def curve(of: Of) -> Curve:
+        return rising(sent, [of(repeats) for repeats in times_s])
+
+    return Curves(curve(min), curve(median), curve(max))
 
 
 def calibrate(cfg: DictConfig) -> None:
@@ -218,7 +235,12 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]
             "all_reduce": {**written(costs.all_reduce), "cpu_s": costs.all_reduce_cpu_s},
             # Of one machine that all ranks are on, whatever their number; null for others.
             "shared_cores": os.cpu_count() if HOST_VARIABLE in os.environ else None,
-            "all_gather": written(costs.all_gather),
+            "all_gather": {
+                "sizes_bytes": list(costs.all_gather.middle.sizes),
+                "seconds": list(costs.all_gather.middle.seconds),
+                "least": list(costs.all_gather.least.seconds),
+                "most": list(costs.all_gather.most.seconds),
+            },
             "has_reduce_scatter": not is_gloo,
         },
     }
@@ -234,18 +256,28 @@ def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
     named = (
         ("our reduce-scatter, all-gather", costs.halves),
         ("the backend's all-reduce", costs.all_reduce),
-        ("the backend's all-gather", costs.all_gather),
     )
     for name, spread in named:
         least, cost, most = spread.least, spread.middle, spread.most
         rate = f"{8e-6 / cost.beta_s:.0f} Mb/s" if cost.beta_s else "too fast to tell"
         alphas = f"{least.alpha_s * 1e3:.3f} to {most.alpha_s * 1e3:.3f}"
         lines.append(f"  {name:32s} {cost.alpha_s * 1e3:8.3f} ms ({alphas})  {rate}")
+    lines.append(_gather_line(costs.all_gather))
     lines.append(
         f"  forward {times.forward_s * 1e3:.1f} ms, backward {times.backward_s * 1e3:.1f} ms,"
         f" step of a shard {times.step_s * 1e3:.1f} ms"
     )
     return "\n".join(lines)
+
+
+def _gather_line(curves: Curves) -> str:
+    """The smallest one's time, and the rate of the largest."""
+    least_ms, start_ms, most_ms = (
+        one.seconds[0] * 1e3 for one in (curves.least, curves.middle, curves.most)
+    )
+    rate = 8e-6 * curves.middle.sizes[-1] / curves.middle.seconds[-1]
+    name, spread = "the backend's all-gather", f"({least_ms:.3f} to {most_ms:.3f})"
+    return f"  {name:32s} {start_ms:8.3f} ms {spread}  {rate:.0f} Mb/s"
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="calibrate")

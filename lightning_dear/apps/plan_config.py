@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.compression import Compressor
 from lightning_dear.device_costs import Device, halves_costs, whole_costs
-from lightning_dear.simulator import Algorithm, Link, Network, Stragglers, Workload
+from lightning_dear.simulator import Algorithm, Curve, Link, Network, Stragglers, Workload
 from lightning_dear.simulator.ranking import Conditions, filling
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
@@ -201,9 +201,21 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
         within=between,
         algorithm="pairwise",
         all_reduce=all_reduce(),
-        all_gather=link(measured.all_gather),
+        all_gather=_gather_curve(measured.all_gather, growth, bound),
         has_reduce_scatter=measured.has_reduce_scatter,
     )
+
+
+def _gather_curve(measured: DictConfig, growth: float, bound: Bound | None) -> Curve:
+    """As measured; what the smallest takes grows as starts do, and longer ones' bytes hide it."""
+    if "sizes_bytes" not in measured:
+        raise ValueError(
+            "This cluster's file was measured by an earlier version, which knew an all-gather's"
+            " alpha and beta only; run dear-plan calibrate again."
+        )
+    seconds = measured.seconds if bound is None else measured[bound]
+    curve = Curve(tuple(map(float, measured.sizes_bytes)), tuple(map(float, seconds)))
+    return replace(curve, least_s=growth * curve.seconds[0])
 
 
 def ranks_per_node(cluster: DictConfig) -> int:

@@ -1,5 +1,6 @@
 """Predicts what a cluster would do: the engine's own plans, on networks that are not here."""
 
+from lightning_dear.simulator.curve import Curve
 from lightning_dear.simulator.network import ALGORITHMS, Algorithm, Link, Network
 from lightning_dear.simulator.program import Program
 from lightning_dear.simulator.schedule import Schedule
@@ -10,6 +11,7 @@ from lightning_dear.simulator.workload import Workload
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "Curve",
     "NO_STRAGGLERS",
     "Link",
     "Network",

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lightning_dear.simulator.curve import Curve
+
 Algorithm = Literal["pairwise", "ring", "tree", "hierarchical", "best"]
 """How a collective goes about it.
 
@@ -62,7 +64,7 @@ class Network:
         all_reduce: The backend's own all-reduce as measured, by bytes that a rank sends. Gloo's
             takes alpha or the bytes' time, whichever is longer, as its dependent steps hide behind
             the bytes of another one; others' take both. None: by `algorithm`.
-        all_gather: The backend's own all-gather as measured, alpha and the bytes' time, which ours
+        all_gather: The backend's own all-gather as measured, by bytes that a rank sends, which ours
             is not on gloo. None: as any half.
         has_reduce_scatter: Whether the backend has a reduce-scatter, and streams on which it takes
             place. Gloo has neither: a reduce-scatter that is not ours is an all-reduce, and FSDP2
@@ -75,7 +77,7 @@ class Network:
     within: Link | None = None
     algorithm: Algorithm = "best"
     all_reduce: Link | None = None
-    all_gather: Link | None = None
+    all_gather: Curve | None = None
     has_reduce_scatter: bool = True
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_dear.apps.calibrate import Calibration, Costs, cluster_of, summary
+from lightning_dear.apps.calibrate import Calibration, Costs, Curves, cluster_of, summary
 from lightning_dear.apps.plan_config import (
     bounds_of,
     measured_network,
@@ -19,7 +19,7 @@ from lightning_dear.apps.plan_config import (
 )
 from lightning_dear.exchange_probe import Spread
 from lightning_dear.planning import LinkCost
-from lightning_dear.simulator import Link
+from lightning_dear.simulator import Curve, Link
 from lightning_dear.simulator.saved import load_workload
 from tests.apps.test_train import QUICK, run
 from tests.planning.models import chain
@@ -34,7 +34,11 @@ def about(alpha_s: float, beta_s: float) -> Spread:
     return Spread(*costs)
 
 
-COSTS = Costs(about(1e-4, 1e-9), about(2e-4, 2e-9), about(3e-4, 0.0))
+COSTS = Costs(
+    about(1e-4, 1e-9),
+    about(2e-4, 2e-9),
+    Curves(*(Curve((1e3, 1e6), (part * 3e-4, part * 1e-3)) for part in (0.5, 1.0, 2.0))),
+)
 CLUSTER = OmegaConf.create({"cluster": {"num_nodes": 2, "accelerator": "cpu", "interface": None}})
 
 
@@ -58,7 +62,10 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     assert workload.codecs.compressed.encode.of(1e6) > 0
     cluster = OmegaConf.load(folder / "cluster" / "measured.yaml")
     assert (cluster.num_nodes, cluster.devices) == (1, 2)
-    assert min(cluster.beta_s_per_byte, cluster.measured.all_gather.beta_s_per_byte) >= 0
+    gather = cluster.measured.all_gather
+    assert gather.seconds == sorted(gather.seconds)
+    assert len(gather.sizes_bytes) == len(gather.least) == len(gather.most) >= 5
+    assert cluster.beta_s_per_byte >= 0
     assert not cluster.measured.has_reduce_scatter
 
 
@@ -118,7 +125,15 @@ def test_the_clusters_file_has_what_was_measured() -> None:
     # What four ranks of a node share is in what was measured.
     assert network.half_s(800.0) == pytest.approx(1e-4 + 700 * 1e-9)
     assert network.between == Link(1e-4, 1e-9)
-    assert (network.all_reduce, network.all_gather) == (Link(2e-4, 2e-9), Link(3e-4, 0.0))
+    assert network.all_reduce == Link(2e-4, 2e-9)
+    assert network.all_gather == Curve((1e3, 1e6), (3e-4, 1e-3), 3e-4)
+
+
+def test_an_earlier_versions_file_is_to_be_measured_again() -> None:
+    cluster = OmegaConf.create(cluster_of(CLUSTER, 8, COSTS))
+    cluster.measured.all_gather = {"alpha_s": 1e-4, "beta_s_per_byte": 1e-9}
+    with pytest.raises(ValueError, match="run dear-plan calibrate again"):
+        measured_network(cluster, 8)
 
 
 def test_the_shortest_and_the_longest_make_a_band() -> None:
@@ -128,6 +143,7 @@ def test_the_shortest_and_the_longest_make_a_band() -> None:
     fast, slow = bounds
     assert (fast.between, slow.between) == (Link(5e-5, 5e-10), Link(2e-4, 2e-9))
     assert (fast.all_reduce, slow.all_reduce) == (Link(1e-4, 1e-9), Link(4e-4, 4e-9))
+    assert fast.all_gather == Curve((1e3, 1e6), (1.5e-4, 5e-4), 1.5e-4)
     assert bounds_of(OmegaConf.create({"cluster": {"alpha_s": 1.0}})) is None
 
 
@@ -136,6 +152,10 @@ def test_starts_cost_more_with_more_ranks() -> None:
     network = network_of(OmegaConf.create({"cluster": cluster, "algorithm": "best"}), 36)
     assert network.between.alpha_s == pytest.approx(5 * 1e-4)
     assert network.between.beta_s == 1e-9
+    assert network.all_gather is not None
+    assert network.all_gather.message_s(1.0) == pytest.approx(5 * 3e-4)
+    # Bytes hide starts.
+    assert network.all_gather.message_s(2e6) == pytest.approx(2e-3)
 
 
 def test_ranks_of_one_machine_wait_for_its_cores() -> None:
@@ -155,7 +175,13 @@ def test_ranks_of_one_machine_wait_for_its_cores() -> None:
 def test_rates_are_said_for_people() -> None:
     _, times = chain([1], [0.01], [0.02])
     said = summary(COSTS, replace(times, step_s=0.003), 4)
-    for words in ("among 4 ranks", "8000 Mb/s", "4000 Mb/s", "too fast to tell", "forward 10.0 ms"):
+    for words in (
+        "among 4 ranks",
+        "8000 Mb/s",
+        "4000 Mb/s",
+        "0.300 ms (0.150 to 0.600)",
+        "forward 10.0 ms",
+    ):
         assert words in said
 
 

@@ -139,10 +139,13 @@ class Judge:
     def network(self, cell: Cell) -> Network:
         """The measured cluster for a model that is not scaled, at the cell's number of ranks."""
         network = measured_network(self._file(cell), cell.world_size)
-        names = ("between", "within", "all_reduce", "all_gather")
+        names = ("between", "within", "all_reduce")
         links = {name: getattr(network, name) for name in names}
         scaled = {name: Link(one.alpha_s, one.beta_s / cell.scale) for name, one in links.items()}
-        return replace(network, **scaled)
+        gather = network.all_gather
+        assert gather is not None
+        sizes = tuple(size * cell.scale for size in gather.sizes)
+        return replace(network, **scaled, all_gather=replace(gather, sizes=sizes))
 
     def _file(self, cell: Cell) -> DictConfig:
         fitting = [

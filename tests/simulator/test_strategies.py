@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dear.planning import FUSIONS, CodecCost, CodecCosts, Linear
-from lightning_dear.simulator import Link, Network, Workload, simulate
+from lightning_dear.simulator import Curve, Link, Network, Workload, simulate
 from lightning_dear.simulator.strategies import STRATEGIES, resolve_strategy
 from tests.planning.models import ITEMSIZE, UNIT, chain, chains, unaligned_chains
 
@@ -163,7 +163,7 @@ def test_the_backends_own_gather_has_its_own_cost() -> None:
     tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
     workload = Workload("two layers", tensors, times)
     network = Network(Link(0.0, PER_UNIT_S), 2, has_reduce_scatter=False)
-    slow = replace(network, all_gather=Link(0.0, 2 * PER_UNIT_S))
+    slow = replace(network, all_gather=Curve((1.0,), (2 * PER_UNIT_S,)))
     gathered_s = 8.0
     assert step_s("fsdp2", workload, slow) - step_s("fsdp2", workload, network) == gathered_s
     assert step_s("dear", workload, slow) == step_s("dear", workload, network)
