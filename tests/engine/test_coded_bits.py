@@ -82,7 +82,7 @@ def test_two_optimizers_draw_other_random_numbers() -> None:
     first, second = optimizers
     options = coded(CODECS["terngrad"]())
     pipeline = new_pipeline(model, first, more=[second], options=options)
-    gradient = torch.rand(64, 64)
+    gradient = torch.rand(64, 64, generator=torch.Generator().manual_seed(0))
     with pipeline.forward():
         loss = sum((layer.weight * gradient).sum() for layer in model)
     with pipeline.backward():
@@ -92,7 +92,8 @@ def test_two_optimizers_draw_other_random_numbers() -> None:
     pipeline.complete_parameters()
     one, other = weights(model)
     assert not torch.equal(one, other)
-    torch.testing.assert_close(one.mean(), other.mean(), rtol=0.05, atol=0)
+    # Means of 4096 numbers, 0 or 1 each before ranks are averaged: 0.02 apart is usual.
+    torch.testing.assert_close(one.mean(), other.mean(), rtol=0.15, atol=0)
 
 
 def _steps(model: nn.Module, optimizer: Any, pipeline: Any, steps: range) -> None:
