@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
+from typing import Generic, TypeVar
 
 import torch
 
@@ -123,18 +124,21 @@ _SHORT_NUMELS, _NUM_SHORT, _NUM_SHORT_REPEATS = (1 << 8, 1 << 12), 64, 5
 them takes varies up to twofold from train to train, whatever its size: so the median counts."""
 
 
+Cost = TypeVar("Cost")
+
+
 @dataclass(frozen=True)
-class Spread:
+class Spread(Generic[Cost]):
     """What exchanges cost, by the shortest, the median and the longest of their repeats."""
 
-    least: LinkCost
-    middle: LinkCost
-    most: LinkCost
+    least: Cost
+    middle: Cost
+    most: Cost
 
 
 def measure_sizes(
     collectives: Collectives, device: torch.device, total_bytes: int
-) -> tuple[Spread, Spread]:
+) -> tuple[Spread[LinkCost], Spread[LinkCost]]:
     """What our halves and the backend's all-reduce cost: alpha from small ones, beta from large.
 
     For a cluster's file, which is to serve models of any size. An all-reduce of gloo's takes its

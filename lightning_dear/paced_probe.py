@@ -34,8 +34,8 @@ def due_of(tensors: Sequence[TensorSpec], times: ModelTimes) -> Due:
 
 
 def with_paced_alpha(
-    all_reduce: Spread, collectives: Collectives, device: torch.device, due: Due
-) -> tuple[Spread, float]:
+    all_reduce: Spread[LinkCost], collectives: Collectives, device: torch.device, due: Due
+) -> tuple[Spread[LinkCost], float]:
     """`all_reduce` with the alphas of pretended backwards in the place of trains'.
 
     Each launches an all-reduce for every gradient when it is due. Where backward hides them all,

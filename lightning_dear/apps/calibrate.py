@@ -79,15 +79,6 @@ class Calibration(ThresholdFusion):
 
 
 @dataclass(frozen=True)
-class Curves:
-    """What all-gathers take by size, of the shortest, the median and the longest repeats."""
-
-    least: Curve
-    middle: Curve
-    most: Curve
-
-
-@dataclass(frozen=True)
 class Costs:
     """What exchanges cost, by what a rank sends; the same on all ranks.
 
@@ -98,9 +89,9 @@ class Costs:
         all_reduce_cpu_s: Of a rank, for a short all-reduce; 0 where it was not measured.
     """
 
-    halves: Spread
-    all_reduce: Spread
-    all_gather: Curves
+    halves: Spread[LinkCost]
+    all_reduce: Spread[LinkCost]
+    all_gather: Spread[Curve]
     all_reduce_cpu_s: float = 0.0
 
 
@@ -138,7 +129,7 @@ class ExchangeProbe(Callback):
         self.costs = Costs(halves, all_reduce, all_gather, cpu_s)
 
 
-def _all_gathers(collectives: Collectives, device: torch.device, large: int) -> Curves:
+def _all_gathers(collectives: Collectives, device: torch.device, large: int) -> Spread[Curve]:
     sizes = sorted({*_GATHER_BYTES, large})
     times_s = [probe_gather(collectives, device, size) for size in sizes]
     sent = [size * (collectives.world_size - 1) / collectives.world_size for size in sizes]
@@ -146,7 +137,7 @@ def _all_gathers(collectives: Collectives, device: torch.device, large: int) -> 
     def curve(of: Of) -> Curve:
         return rising(sent, [of(repeats) for repeats in times_s])
 
-    return Curves(curve(min), curve(median), curve(max))
+    return Spread(curve(min), curve(median), curve(max))
 
 
 def calibrate(cfg: DictConfig) -> None:
@@ -213,7 +204,7 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]
     num_nodes = int(cfg.cluster.num_nodes)
     is_gloo = not torch.cuda.is_available() or cfg.cluster.accelerator == "cpu"
 
-    def written(cost: Spread) -> dict[str, Any]:
+    def written(cost: Spread[LinkCost]) -> dict[str, Any]:
         return {
             **_link(cost.middle),
             # What dear-plan makes an error band of.
@@ -253,16 +244,19 @@ def _link(cost: LinkCost) -> dict[str, float]:
 def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
     """Return what was measured, for people."""
     lines = [f"Measured among {world_size} ranks (alpha: a start; rate: of what a rank sends):"]
-    named = (
-        ("our reduce-scatter, all-gather", costs.halves),
-        ("the backend's all-reduce", costs.all_reduce),
-    )
-    for name, spread in named:
-        least, cost, most = spread.least, spread.middle, spread.most
-        rate = f"{8e-6 / cost.beta_s:.0f} Mb/s" if cost.beta_s else "too fast to tell"
-        alphas = f"{least.alpha_s * 1e3:.3f} to {most.alpha_s * 1e3:.3f}"
-        lines.append(f"  {name:32s} {cost.alpha_s * 1e3:8.3f} ms ({alphas})  {rate}")
-    lines.append(_gather_line(costs.all_gather))
+    gathers = costs.all_gather
+    named = {
+        "our reduce-scatter, all-gather": (_alphas_s(costs.halves), costs.halves.middle.beta_s),
+        "the backend's all-reduce": (_alphas_s(costs.all_reduce), costs.all_reduce.middle.beta_s),
+        "the backend's all-gather": (
+            [one.seconds[0] for one in (gathers.least, gathers.middle, gathers.most)],
+            gathers.middle.seconds[-1] / gathers.middle.sizes[-1],
+        ),
+    }
+    for name, (starts_s, beta_s) in named.items():
+        least, start, most = (1e3 * one for one in starts_s)
+        rate = f"{8e-6 / beta_s:.0f} Mb/s" if beta_s else "too fast to tell"
+        lines.append(f"  {name:32s} {start:8.3f} ms ({least:.3f} to {most:.3f})  {rate}")
     lines.append(
         f"  forward {times.forward_s * 1e3:.1f} ms, backward {times.backward_s * 1e3:.1f} ms,"
         f" step of a shard {times.step_s * 1e3:.1f} ms"
@@ -270,14 +264,8 @@ def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
     return "\n".join(lines)
 
 
-def _gather_line(curves: Curves) -> str:
-    """The smallest one's time, and the rate of the largest."""
-    least_ms, start_ms, most_ms = (
-        one.seconds[0] * 1e3 for one in (curves.least, curves.middle, curves.most)
-    )
-    rate = 8e-6 * curves.middle.sizes[-1] / curves.middle.seconds[-1]
-    name, spread = "the backend's all-gather", f"({least_ms:.3f} to {most_ms:.3f})"
-    return f"  {name:32s} {start_ms:8.3f} ms {spread}  {rate:.0f} Mb/s"
+def _alphas_s(spread: Spread[LinkCost]) -> list[float]:
+    return [one.alpha_s for one in (spread.least, spread.middle, spread.most)]
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="calibrate")

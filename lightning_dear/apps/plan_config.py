@@ -207,7 +207,10 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
 
 
 def _gather_curve(measured: DictConfig, growth: float, bound: Bound | None) -> Curve:
-    """As measured; what the smallest takes grows as starts do, and longer ones' bytes hide it."""
+    """As measured; what the smallest takes grows as starts do, and longer ones' bytes hide it.
+
+    For fewer ranks than were measured it stays: how much of a longer one was its start is unknown.
+    """
     if "sizes_bytes" not in measured:
         raise ValueError(
             "This cluster's file was measured by an earlier version, which knew an all-gather's"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_dear.apps.calibrate import Calibration, Costs, Curves, cluster_of, summary
+from lightning_dear.apps.calibrate import Calibration, Costs, cluster_of, summary
 from lightning_dear.apps.plan_config import (
     bounds_of,
     measured_network,
@@ -28,7 +28,7 @@ PROGRAM = ("-m", "lightning_dear.apps.plan")
 LINK = LinkCost(1e-4, 1e-9)
 
 
-def about(alpha_s: float, beta_s: float) -> Spread:
+def about(alpha_s: float, beta_s: float) -> Spread[LinkCost]:
     """Half as much at best, and twice as much at worst."""
     costs = (LinkCost(factor * alpha_s, factor * beta_s) for factor in (0.5, 1, 2))
     return Spread(*costs)
@@ -37,7 +37,7 @@ def about(alpha_s: float, beta_s: float) -> Spread:
 COSTS = Costs(
     about(1e-4, 1e-9),
     about(2e-4, 2e-9),
-    Curves(*(Curve((1e3, 1e6), (part * 3e-4, part * 1e-3)) for part in (0.5, 1.0, 2.0))),
+    Spread(*(Curve((1e3, 1e6), (part * 3e-4, part * 1e-3)) for part in (0.5, 1.0, 2.0))),
 )
 CLUSTER = OmegaConf.create({"cluster": {"num_nodes": 2, "accelerator": "cpu", "interface": None}})
 
@@ -183,6 +183,7 @@ def test_rates_are_said_for_people() -> None:
         "forward 10.0 ms",
     ):
         assert words in said
+    assert "too fast to tell" in summary(replace(COSTS, halves=about(1e-4, 0.0)), times, 4)
 
 
 @pytest.mark.parametrize(
