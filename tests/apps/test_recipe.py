@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps import recipe
+from lightning_dear.apps.bench_config import entries_of
 from lightning_dear.apps.recipe import RECIPES
 from lightning_dear.apps.recipes import sibling
 from lightning_dear.apps.recipes.dear_64gpu import make
@@ -23,6 +24,7 @@ from lightning_dear.apps.recipes.report import (
     with_section,
     write_report,
 )
+from lightning_dear.benchmarking.block import BlockLength
 from lightning_dear.paths import conf_dir, recipes_dir
 from tests.apps.test_train import run
 
@@ -36,6 +38,14 @@ def composed(name: str, *overrides: str):
         return compose(f"recipe/{name}", list(overrides))
 
 
+def check_length(one: DictConfig) -> None:
+    """What a sibling would be refused for, after its ranks had started."""
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose(one.program, list(one.overrides))
+    BlockLength(cfg.warm_up_steps, cfg.steps)
+    assert entries_of(cfg)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_has_its_parts(name: str) -> None:
     cfg = composed(name)
@@ -43,6 +53,8 @@ def test_every_recipe_has_its_parts(name: str) -> None:
     assert cfg.measure is False
     for one in cfg.siblings.values():
         assert one.program in ("bench", "converge")
+        if one.program == "bench":
+            check_length(one)
     assert callable(import_module(f"lightning_dear.apps.recipes.{name}").make)
     readme = (recipes_dir() / name / "README.md").read_text()
     with_section(readme, "new")
