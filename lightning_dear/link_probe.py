@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dear.native import all_gather_into
 from lightning_dear.summing import shard_of
 from lightning_dear.work import Collectives
 
@@ -29,7 +28,6 @@ MAX_RANKS_FOR_ALL_PAIRS = 8
 
 _PREFIX = "lightning_dear_doctor"
 _NUM_PINGS = 20
-_NUM_GATHERS, _NUM_IN_A_ROW = 9, 4
 _MAX_REPEATS = 5
 _BUDGET_S = 1.0
 
@@ -182,26 +180,6 @@ def probe_together(collectives: Collectives, device: torch.device, max_bytes: in
         if size * 8 > max_bytes or time_s * 8 * 3 > 3 * _BUDGET_S:
             return rate
         size *= 8
-
-
-def probe_gather(collectives: Collectives, device: torch.device, nbytes: int) -> list[float]:
-    """Seconds of the backend's own all-gather of `nbytes`, which our collectives may not use.
-
-    Of repeats, after one that does not count, the slowest rank's each. Each is the mean of several
-    one after the other, as FSDP2 has them: ranks that do not begin together catch up in the first.
-    Collective, blocks.
-    """
-    shard = torch.zeros(max(nbytes // 4 // collectives.world_size, 1), device=device)
-    whole = torch.zeros(shard.numel() * collectives.world_size, device=device)
-    times_s = []
-    for _ in range(1 + _NUM_GATHERS):
-        collectives.all_gather_object(None)
-        with _Clock(device) as clock:
-            for _ in range(_NUM_IN_A_ROW):
-                all_gather_into(whole, shard)
-        times_s.append(clock.elapsed_s / _NUM_IN_A_ROW)
-    everyones: list[list[float]] = collectives.all_gather_object(times_s[1:])
-    return [max(repeat) for repeat in zip(*everyones, strict=True)]
 
 
 def _move(collectives: Collectives, device: torch.device, size: int) -> float:

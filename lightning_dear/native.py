@@ -33,7 +33,7 @@ class NativeCollectives(GroupCollectives):
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        work = _reduce_scatter(own, buffer, group=self.reduce_group, async_op=True)
+        work = reduce_scatter_into(own, buffer, group=self.reduce_group, async_op=True)
         self.ledger.reduce_scatter_bytes += self.ring_bytes(buffer)
         finish = None if out.dtype == own.dtype else partial(assign, out, own)
         return self.new_work("reduce_scatter", f"bucket {bucket}", [work], finish)
@@ -65,5 +65,7 @@ class NativeCollectives(GroupCollectives):
 
 
 # torch 2.13 renamed both; the old names warn there and are the only ones before it.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_into: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

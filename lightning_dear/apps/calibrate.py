@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,12 +27,16 @@ from lightning_dear.apps import emulated, job, train
 from lightning_dear.collectives import new_collectives
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.exchange_probe import Of, Spread, measure_sizes
-from lightning_dear.link_probe import probe_gather
 from lightning_dear.paced_probe import due_of, with_paced_alpha
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec, ThresholdFusion
 from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.search import NoContest
+from lightning_dear.sharding_probe import (
+    probe_gather,
+    probe_reduce_scatter,
+    sharded_tensor_s,
+)
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.curve import Curve, rising
 from lightning_dear.simulator.saved import save_workload
@@ -40,7 +44,7 @@ from lightning_dear.work import Collectives
 
 MODULE = "lightning_dear.apps.calibrate"
 _TIMEOUT = timedelta(minutes=10)
-_GATHER_BYTES = tuple(1 << power for power in range(12, 22, 2))
+_WAITED_BYTES = tuple(1 << power for power in range(12, 22, 2))
 """Of whole buffers, 4 KiB to 1 MiB; and a quarter of what is moved in large exchanges."""
 
 _LARGE_BYTES = 1 << 22, 1 << 24
@@ -86,13 +90,18 @@ class Costs:
         halves: Our reduce-scatter and all-gather.
         all_reduce: The backend's.
         all_gather: The backend's own, which ours is not on gloo.
+        reduce_scatter: The backend's own, too, by what a rank sends in a half.
         all_reduce_cpu_s: Of a rank, for a short all-reduce; 0 where it was not measured.
+        sharded_tensor_s: Of a rank in a step, for a tensor that FSDP2 shards; 0 where hosts run
+            ahead.
     """
 
     halves: Spread[LinkCost]
     all_reduce: Spread[LinkCost]
     all_gather: Spread[Curve]
+    reduce_scatter: Spread[Curve]
     all_reduce_cpu_s: float = 0.0
+    sharded_tensor_s: float = 0.0
 
 
 class ExchangeProbe(Callback):
@@ -122,16 +131,26 @@ class ExchangeProbe(Callback):
         # Known on rank 0.
         found = self._planner.found
         due = collectives.all_gather_object(None if found is None else due_of(*found[:2]))[0]
-        cpu_s = 0.0
-        if due is not None and device.type == "cpu":
-            all_reduce, cpu_s = with_paced_alpha(all_reduce, collectives, device, due)
-        all_gather = _all_gathers(collectives, device, large // 4)
-        self.costs = Costs(halves, all_reduce, all_gather, cpu_s)
+        cpu_s = tensor_s = 0.0
+        if device.type == "cpu":
+            tensor_s = sharded_tensor_s(collectives, device)
+            if due is not None:
+                all_reduce, cpu_s = with_paced_alpha(all_reduce, collectives, device, due)
+        all_gather, reduce_scatter = (
+            _waited_for(probe, collectives, device, large // 4)
+            for probe in (probe_gather, probe_reduce_scatter)
+        )
+        self.costs = Costs(halves, all_reduce, all_gather, reduce_scatter, cpu_s, tensor_s)
 
 
-def _all_gathers(collectives: Collectives, device: torch.device, large: int) -> Spread[Curve]:
-    sizes = sorted({*_GATHER_BYTES, large})
-    times_s = [probe_gather(collectives, device, size) for size in sizes]
+def _waited_for(
+    probe: Callable[[Collectives, torch.device, int], list[float]],
+    collectives: Collectives,
+    device: torch.device,
+    large: int,
+) -> Spread[Curve]:
+    sizes = sorted({*_WAITED_BYTES, large})
+    times_s = [probe(collectives, device, size) for size in sizes]
     sent = [size * (collectives.world_size - 1) / collectives.world_size for size in sizes]
 
     def curve(of: Of) -> Curve:
@@ -226,14 +245,20 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]
             "all_reduce": {**written(costs.all_reduce), "cpu_s": costs.all_reduce_cpu_s},
             # Of one machine that all ranks are on, whatever their number; null for others.
             "shared_cores": os.cpu_count() if HOST_VARIABLE in os.environ else None,
-            "all_gather": {
-                "sizes_bytes": list(costs.all_gather.middle.sizes),
-                "seconds": list(costs.all_gather.middle.seconds),
-                "least": list(costs.all_gather.least.seconds),
-                "most": list(costs.all_gather.most.seconds),
-            },
+            "all_gather": _curve(costs.all_gather),
+            "reduce_scatter": _curve(costs.reduce_scatter),
             "has_reduce_scatter": not is_gloo,
+            "sharded_tensor_s": costs.sharded_tensor_s,
         },
+    }
+
+
+def _curve(spread: Spread[Curve]) -> dict[str, list[float]]:
+    return {
+        "sizes_bytes": list(spread.middle.sizes),
+        "seconds": list(spread.middle.seconds),
+        "least": list(spread.least.seconds),
+        "most": list(spread.most.seconds),
     }
 
 
@@ -244,14 +269,11 @@ def _link(cost: LinkCost) -> dict[str, float]:
 def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
     """Return what was measured, for people."""
     lines = [f"Measured among {world_size} ranks (alpha: a start; rate: of what a rank sends):"]
-    gathers = costs.all_gather
     named = {
         "our reduce-scatter, all-gather": (_alphas_s(costs.halves), costs.halves.middle.beta_s),
         "the backend's all-reduce": (_alphas_s(costs.all_reduce), costs.all_reduce.middle.beta_s),
-        "the backend's all-gather": (
-            [one.seconds[0] for one in (gathers.least, gathers.middle, gathers.most)],
-            gathers.middle.seconds[-1] / gathers.middle.sizes[-1],
-        ),
+        "the backend's all-gather": _of_curve(costs.all_gather),
+        "the backend's reduce-scatter": _of_curve(costs.reduce_scatter),
     }
     for name, (starts_s, beta_s) in named.items():
         least, start, most = (1e3 * one for one in starts_s)
@@ -261,7 +283,16 @@ def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
         f"  forward {times.forward_s * 1e3:.1f} ms, backward {times.backward_s * 1e3:.1f} ms,"
         f" step of a shard {times.step_s * 1e3:.1f} ms"
     )
+    if costs.sharded_tensor_s:
+        lines.append(
+            f"  FSDP2 takes {costs.sharded_tensor_s * 1e6:.0f} us of a host for each tensor"
+        )
     return "\n".join(lines)
+
+
+def _of_curve(spread: Spread[Curve]) -> tuple[list[float], float]:
+    starts_s = [one.seconds[0] for one in (spread.least, spread.middle, spread.most)]
+    return starts_s, spread.middle.seconds[-1] / spread.middle.sizes[-1]
 
 
 def _alphas_s(spread: Spread[LinkCost]) -> list[float]:

@@ -33,7 +33,15 @@ def workload_of(cfg: DictConfig) -> Workload:
         profile = profile.with_compute(float(cfg.compute_s))
     tensors, times = planned(profile)
     times = replace(times, step_s=float(cfg.step_s))
-    return Workload(profile.name, tensors, times, state_bytes=float(cfg.state_bytes))
+    return Workload(profile.name, tensors, times, **_options(cfg))
+
+
+def _options(cfg: DictConfig) -> dict[str, Any]:
+    unit_mb = cfg.shard_unit_mb
+    return {
+        "state_bytes": float(cfg.state_bytes),
+        "shard_unit_mb": None if unit_mb is None else float(unit_mb),
+    }
 
 
 def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Workload]:
@@ -81,7 +89,7 @@ def _measured(cfg: DictConfig) -> Workload:
             "compute_s and step_s change a profile's seconds, and these were measured; leave them"
             " out."
         )
-    return replace(load_workload(cfg.profile), state_bytes=float(cfg.state_bytes))
+    return replace(load_workload(cfg.profile), **_options(cfg))
 
 
 def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
@@ -201,20 +209,31 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
         within=between,
         algorithm="pairwise",
         all_reduce=all_reduce(),
-        all_gather=_gather_curve(measured.all_gather, growth, bound),
+        all_gather=_curve(measured.get("all_gather"), growth, bound),
+        reduce_scatter=_curve(measured.get("reduce_scatter"), growth, bound),
         has_reduce_scatter=measured.has_reduce_scatter,
+        sharded_tensor_s=_sharded_tensor_s(measured, world_size),
     )
 
 
-def _gather_curve(measured: DictConfig, growth: float, bound: Bound | None) -> Curve:
+def _sharded_tensor_s(measured: DictConfig, world_size: int) -> float:
+    """As measured; ranks that are more than the cores that they share wait for each other."""
+    cores = measured.get("shared_cores")
+    if not cores:
+        return float(measured.sharded_tensor_s)
+    sharing = max(world_size / cores, 1.0) / max(measured.world_size / cores, 1.0)
+    return float(measured.sharded_tensor_s) * sharing
+
+
+def _curve(measured: DictConfig | None, growth: float, bound: Bound | None) -> Curve:
     """As measured; what the smallest takes grows as starts do, and longer ones' bytes hide it.
 
     For fewer ranks than were measured it stays: how much of a longer one was its start is unknown.
     """
-    if "sizes_bytes" not in measured:
+    if measured is None or "sizes_bytes" not in measured:
         raise ValueError(
-            "This cluster's file was measured by an earlier version, which knew an all-gather's"
-            " alpha and beta only; run dear-plan calibrate again."
+            "This cluster's file was measured by an earlier version, which knew less of the"
+            " backend's own halves; run dear-plan calibrate again."
         )
     seconds = measured.seconds if bound is None else measured[bound]
     curve = Curve(tuple(map(float, measured.sizes_bytes)), tuple(map(float, seconds)))

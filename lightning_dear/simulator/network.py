@@ -64,11 +64,16 @@ class Network:
         all_reduce: The backend's own all-reduce as measured, by bytes that a rank sends. Gloo's
             takes alpha or the bytes' time, whichever is longer, as its dependent steps hide behind
             the bytes of another one; others' take both. None: by `algorithm`.
-        all_gather: The backend's own all-gather as measured, by bytes that a rank sends, which ours
-            is not on gloo. None: as any half.
+        all_gather: The backend's own all-gather as measured when it is waited for, by bytes that a
+            rank sends, which ours is not on gloo. None: as any half.
+        reduce_scatter: The backend's own reduce-scatter alike, by bytes that a rank sends in a
+            half, twice of which are on the way where it is an all-reduce. None: as any half, or as
+            an all-reduce.
         has_reduce_scatter: Whether the backend has a reduce-scatter, and streams on which it takes
             place. Gloo has neither: a reduce-scatter that is not ours is an all-reduce, and FSDP2
             stands still for each exchange.
+        sharded_tensor_s: Seconds of a step that a host takes for each tensor that is sharded by
+            itself, as FSDP2's are. Nothing hides them; 0 where hosts run ahead of their devices.
     """
 
     between: Link
@@ -78,9 +83,15 @@ class Network:
     algorithm: Algorithm = "best"
     all_reduce: Link | None = None
     all_gather: Curve | None = None
+    reduce_scatter: Curve | None = None
     has_reduce_scatter: bool = True
+    sharded_tensor_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.sharded_tensor_s < math.inf:
+            raise ValueError(
+                f"sharded_tensor_s must be finite and not negative, got {self.sharded_tensor_s}."
+            )
         for name in ("world_size", "ranks_per_node"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -168,6 +179,12 @@ class Network:
         if self.world_size == 1 or self.all_gather is None:
             return self.half_s(nbytes)
         return self.all_gather.message_s(self.sent_bytes(nbytes))
+
+    def reduce_scatter_s(self, nbytes: float) -> float:
+        """Seconds for the backend's own reduce-scatter of `nbytes`; 0 at one rank."""
+        if self.world_size > 1 and self.reduce_scatter is not None:
+            return self.reduce_scatter.message_s(self.sent_bytes(nbytes))
+        return self.half_s(nbytes) if self.has_reduce_scatter else self.all_reduce_s(nbytes)
 
     # --- one half, by algorithm -----------------------------------------------------------------
 

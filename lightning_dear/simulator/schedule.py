@@ -49,12 +49,15 @@ class Schedule:
         cycle_s: Between the times when buckets are launched, as Horovod's cycles; 0: at once.
         uses_the_backends: Whether reduce-scatters and all-gathers are the backend's own; see
             `Network.has_reduce_scatter`.
+        shards_tensors: Whether every tensor is sharded by itself, and not a bucket of them; see
+            `Network.sharded_tensor_s`.
     """
 
     gathers: Gathers = "stepped"
     steps_late: bool = False
     cycle_s: float = 0.0
     uses_the_backends: bool = False
+    shards_tensors: bool = False
 
     def program(self, plan: BucketPlan, workload: Workload, network: Network) -> Program:
         """The steady-state step of `plan`, which must be one for `network`'s ranks."""
@@ -144,9 +147,10 @@ class _Builder:
         if number in self._plan.all_reduced:
             return self._all_reduce(number, cost)
         size, starts = cost.reduce_bytes, cost.reduce_starts
-        if self._lacks_reduce_scatter:
-            seconds = self._network.all_reduce_s(size)
-            return self._launch(REDUCE_SCATTER, number, seconds, 2 * size)
+        if self._schedule.uses_the_backends:
+            travelling = 2 * size if self._lacks_reduce_scatter else size
+            seconds = self._network.reduce_scatter_s(size)
+            return self._launch(REDUCE_SCATTER, number, seconds, travelling)
         is_own = cost.way == "to_owners"
         exchange_s = self._network.all_to_all_s if is_own else self._network.half_s
         return self._launch(REDUCE_SCATTER, number, exchange_s(size, starts), size)
@@ -205,8 +209,13 @@ class _Builder:
             gathers = gathers[:1]
         whole_s = sum(self._step_s[number] for number in self._plan.all_reduced)
         rest_s = max(self._workload.codecs.unseen_s, 0.0)
-        fixed = Compute(STEP, self._workload.fixed_step_s)
+        fixed = Compute(STEP, self._workload.fixed_step_s + self._host_s())
         return [fixed, *steps, Compute(STEP, whole_s), Compute(CODEC, rest_s), *gathers]
+
+    def _host_s(self) -> float:
+        if not self._schedule.shards_tensors or self._plan.world_size == 1:
+            return 0.0
+        return self._network.sharded_tensor_s * len(self._workload.tensors)
 
     def _memory_bytes(self) -> dict[str, float]:
         padded, world_size = sum(self._nbytes), self._plan.world_size

@@ -27,6 +27,7 @@ from lightning_dear.simulator.partitioned import partitioned_program
 from lightning_dear.simulator.program import BACKWARD, FORWARD, STEP, Compute, Program
 from lightning_dear.simulator.schedule import Schedule
 from lightning_dear.simulator.simulate import simulate
+from lightning_dear.simulator.units import in_units
 from lightning_dear.simulator.workload import Workload
 
 MIB = 1 << 20
@@ -36,8 +37,8 @@ HOROVOD_FUSION_MB = 64.0
 HOROVOD_CYCLE_S = 1e-3
 """HOROVOD_CYCLE_TIME's default, since 0.23."""
 
-PAPER_CAP_MB = FSDP2_UNIT_MB = 25.0
-"""DeAR's buckets as published, and what FSDP2 gathers together here."""
+PAPER_CAP_MB = 25.0
+"""DeAR's buckets as published."""
 
 OURS = Schedule()
 ALONE = "single"
@@ -212,10 +213,9 @@ def _single(workload: Workload, network: Network) -> Program:
 
 
 _ZERO = Schedule(gathers="at_once", uses_the_backends=True)
-_FSDP2 = Schedule(gathers="one_ahead", uses_the_backends=True)
+_FSDP2 = Schedule(gathers="one_ahead", uses_the_backends=True, shards_tensors=True)
 _PAPER = Schedule(gathers="one_ahead", steps_late=True)
 _paper_plan = ThresholdFusion(bucket_cap_mb=PAPER_CAP_MB, first_bucket_cap_mb=PAPER_CAP_MB).plan
-_unit_plan = ThresholdFusion(bucket_cap_mb=FSDP2_UNIT_MB, first_bucket_cap_mb=FSDP2_UNIT_MB).plan
 
 STRATEGIES: dict[str, Strategy] = {
     one.name: one
@@ -251,12 +251,12 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             "zero",
             "ZeRO-2: reduce-scatters in backward, all-gathers before the next forward",
-            planned(_unit_plan, _ZERO),
+            in_units(_ZERO),
         ),
         Strategy(
             "fsdp2",
             "FSDP2 that keeps parameters: all-gathers in forward, one ahead",
-            planned(_unit_plan, _FSDP2),
+            in_units(_FSDP2),
             "strategy=fsdp2_zero2",
         ),
         Strategy(

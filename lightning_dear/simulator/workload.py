@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,10 @@ class Workload:
         state_bytes: Of the optimizer's state, for each byte of parameters: 2 for Adam's.
         fixed_step_s: Seconds of the optimizer's step that are the same however little is stepped.
         compressor: The name of what `codecs` are the costs of.
+        shard_unit_mb: MiB that FSDP2 and ZeRO gather together: whole tensors, in the order in which
+            forward reads them, up to the one that reaches so much. None: the tensors of each of the
+            model's blocks, which are numbered in their names ("net.blocks.3.weight"), and all
+            others together.
     """
 
     name: str
@@ -34,6 +39,11 @@ class Workload:
     compressor: str = "none"
     fixed_step_s: float = 0.0
     whole_codecs: CodecCosts | None = None
+    shard_unit_mb: float | None = 25.0
+
+    def __post_init__(self) -> None:
+        if self.shard_unit_mb is not None and not 0 <= self.shard_unit_mb < math.inf:
+            raise ValueError(f"shard_unit_mb must be 0 or more, got {self.shard_unit_mb}.")
 
     @property
     def nbytes(self) -> int:

@@ -34,10 +34,13 @@ def about(alpha_s: float, beta_s: float) -> Spread[LinkCost]:
     return Spread(*costs)
 
 
+def curves(start_s: float, long_s: float) -> Spread[Curve]:
+    """Alike."""
+    return Spread(*(Curve((1e3, 1e6), (part * start_s, part * long_s)) for part in (0.5, 1.0, 2.0)))
+
+
 COSTS = Costs(
-    about(1e-4, 1e-9),
-    about(2e-4, 2e-9),
-    Spread(*(Curve((1e3, 1e6), (part * 3e-4, part * 1e-3)) for part in (0.5, 1.0, 2.0))),
+    about(1e-4, 1e-9), about(2e-4, 2e-9), curves(3e-4, 1e-3), curves(5e-4, 2e-3), 0.0, 3e-5
 )
 CLUSTER = OmegaConf.create({"cluster": {"num_nodes": 2, "accelerator": "cpu", "interface": None}})
 
@@ -62,9 +65,11 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     assert workload.codecs.compressed.encode.of(1e6) > 0
     cluster = OmegaConf.load(folder / "cluster" / "measured.yaml")
     assert (cluster.num_nodes, cluster.devices) == (1, 2)
-    gather = cluster.measured.all_gather
-    assert gather.seconds == sorted(gather.seconds)
-    assert len(gather.sizes_bytes) == len(gather.least) == len(gather.most) >= 5
+    assert "FSDP2 takes" in result.stdout
+    assert 0 < cluster.measured.sharded_tensor_s < 1e-2
+    for curve in (cluster.measured.all_gather, cluster.measured.reduce_scatter):
+        assert curve.seconds == sorted(curve.seconds)
+        assert len(curve.sizes_bytes) == len(curve.least) == len(curve.most) >= 5
     assert cluster.beta_s_per_byte >= 0
     assert not cluster.measured.has_reduce_scatter
 
@@ -127,11 +132,14 @@ def test_the_clusters_file_has_what_was_measured() -> None:
     assert network.between == Link(1e-4, 1e-9)
     assert network.all_reduce == Link(2e-4, 2e-9)
     assert network.all_gather == Curve((1e3, 1e6), (3e-4, 1e-3), 3e-4)
+    assert network.reduce_scatter == Curve((1e3, 1e6), (5e-4, 2e-3), 5e-4)
+    assert network.sharded_tensor_s == 3e-5
 
 
-def test_an_earlier_versions_file_is_to_be_measured_again() -> None:
+@pytest.mark.parametrize("lacks", [{"all_gather": {"alpha_s": 1e-4}}, {"reduce_scatter": None}])
+def test_an_earlier_versions_file_is_to_be_measured_again(lacks: dict) -> None:
     cluster = OmegaConf.create(cluster_of(CLUSTER, 8, COSTS))
-    cluster.measured.all_gather = {"alpha_s": 1e-4, "beta_s_per_byte": 1e-9}
+    cluster.measured = OmegaConf.create({**cluster.measured, **lacks})
     with pytest.raises(ValueError, match="run dear-plan calibrate again"):
         measured_network(cluster, 8)
 
@@ -172,6 +180,17 @@ def test_ranks_of_one_machine_wait_for_its_cores() -> None:
     assert shared.beta_s == own.beta_s == 2e-9
 
 
+@pytest.mark.parametrize(
+    ("cores", "world_size", "times"), [(None, 8, 1.0), (2, 8, 2.0), (2, 2, 0.5), (16, 8, 1.0)]
+)
+def test_what_a_sharded_tensor_takes_grows_where_ranks_share_cores(
+    cores: int | None, world_size: int, times: float
+) -> None:
+    cluster = OmegaConf.create(cluster_of(CLUSTER, 4, COSTS))
+    cluster.measured.shared_cores = cores
+    assert measured_network(cluster, world_size).sharded_tensor_s == pytest.approx(times * 3e-5)
+
+
 def test_rates_are_said_for_people() -> None:
     _, times = chain([1], [0.01], [0.02])
     said = summary(COSTS, replace(times, step_s=0.003), 4)
@@ -180,6 +199,8 @@ def test_rates_are_said_for_people() -> None:
         "8000 Mb/s",
         "4000 Mb/s",
         "0.300 ms (0.150 to 0.600)",
+        "0.500 ms (0.250 to 1.000)",
+        "FSDP2 takes 30 us of a host for each tensor",
         "forward 10.0 ms",
     ):
         assert words in said

@@ -1,15 +1,16 @@
 """How far the simulator is from real steps: rows of dear-bench beside what it predicts for them.
 
     python -m tests.benchmarks.simulator_accuracy outputs/p2 outputs/p4 outputs/p8 \\
-        --clusters 100=outputs/c2/cluster/measured.yaml 100=outputs/c4/cluster/measured.yaml \\
-        --held-out-models inception_v4
+        --clusters 100:resnet50=outputs/c2/cluster/measured.yaml \\
+        100:resnet50=outputs/c4/cluster/measured.yaml --held-out-models inception_v4
 
 Folders are of replays whose entries are called as strategies are, or `ddp_tuned` or `oktopk`; a
-cluster's file is what `dear-plan calibrate` measured at the rate that is said before it. Where no
-file has as many ranks as a row, that with the most below counts. What is simulated has the buckets
-that were run, where they were found by trying. Beside ours stand two predictors that know no
-schedule: the longer of compute and bytes / rate ("bound"), and a line fitted to the rows that are
-not held out ("line": least squares, over compute and bytes / rate).
+cluster's file is what `dear-plan calibrate` measured at the rate and with the model that are said
+before it. Where no file has as many ranks as a row, those with the most below count, and where none
+is of its model, that of the model with the nearest number of tensors. What is simulated has the
+buckets that were run, where they were found by trying. Beside ours stand two predictors that know
+no schedule: the longer of compute and bytes / rate ("bound"), and a line fitted to the rows that
+are not held out ("line": least squares, over compute and bytes / rate).
 
 Prints a row for each cell, means and largest errors, and how many pairs of strategies are ordered
 as measured. Nothing here is measured anew.
@@ -27,7 +28,6 @@ from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps.plan_config import measured_network
 from lightning_dear.compression import OkTopk
@@ -36,9 +36,8 @@ from lightning_dear.planning import CodecCost, CodecCosts, Linear, TensorSpec
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.simulator import Link, Network, Program, Workload, simulate
 from lightning_dear.simulator.strategies import MIB, OURS, STRATEGIES, whole
-from lightning_dear.workloads.replay import load_profile
-from lightning_dear.workloads.replay.planned import planned
 from tests.benchmarks.measured_cells import Cell, Cells, read_cells
+from tests.benchmarks.measured_clusters import File, nearest, read_files, workload_of
 
 ALONE = "compute alone"
 TUNED, SPARSE = "ddp_tuned", "oktopk"
@@ -72,7 +71,7 @@ class Judge:
 
     Args:
         cells: What was measured.
-        files: Rate in Mb/s and what was measured of a cluster with it.
+        files: What was measured of clusters.
         held_out: Models and numbers of ranks that nothing is fitted to.
         calibrated_on: The model whose rows of Ok-Topk say what selecting takes, on those numbers of
             ranks that a file is of; these rows are not judged.
@@ -82,7 +81,7 @@ class Judge:
     def __init__(
         self,
         cells: Cells,
-        files: Sequence[tuple[float, DictConfig]],
+        files: Sequence[File],
         held_out: Collection[str | int],
         calibrated_on: str,
         num_cores: int,
@@ -138,24 +137,16 @@ class Judge:
 
     def network(self, cell: Cell) -> Network:
         """The measured cluster for a model that is not scaled, at the cell's number of ranks."""
-        network = measured_network(self._file(cell), cell.world_size)
+        network = measured_network(nearest(self._files, cell), cell.world_size)
         names = ("between", "within", "all_reduce")
         links = {name: getattr(network, name) for name in names}
         scaled = {name: Link(one.alpha_s, one.beta_s / cell.scale) for name, one in links.items()}
-        gather = network.all_gather
-        assert gather is not None
-        sizes = tuple(size * cell.scale for size in gather.sizes)
-        return replace(network, **scaled, all_gather=replace(gather, sizes=sizes))
-
-    def _file(self, cell: Cell) -> DictConfig:
-        fitting = [
-            file
-            for rate_mbit, file in self._files
-            if rate_mbit == cell.rate_mbit and file.measured.world_size <= cell.world_size
-        ]
-        if not fitting:
-            raise ValueError(f"No cluster was measured at {cell.rate_mbit:g} Mb/s for {cell}.")
-        return max(fitting, key=lambda file: file.measured.world_size)
+        curves = {name: getattr(network, name) for name in ("all_gather", "reduce_scatter")}
+        larger = {
+            name: replace(one, sizes=tuple(size * cell.scale for size in one.sizes))
+            for name, one in curves.items()
+        }
+        return replace(network, **scaled, **larger)
 
     def _selecting(self, workload: Workload, cell: Cell) -> Workload:
         """With Ok-Topk's bytes, and seconds of selecting as they were of the model calibrated on.
@@ -185,7 +176,7 @@ class Judge:
         return median(own)
 
     def _calibrates(self, cell: Cell) -> bool:
-        measured = {file.measured.world_size for _, file in self._files}
+        measured = {file.world_size for file in self._files}
         return cell.model == self._calibrated_on and cell.world_size in measured
 
     def _is_predicted(self, cell: Cell) -> bool:
@@ -204,11 +195,6 @@ class Judge:
         """What predictors without a schedule know: compute, bytes / rate, and 1."""
         bytes_s = program.sent_bytes / cell.scale / (cell.rate_mbit * 1e6 / 8)
         return program.compute_s, bytes_s, 1.0
-
-
-def workload_of(model: str) -> Workload:
-    """The whole model, as long as its profile says."""
-    return Workload(model, *planned(load_profile(model)))
 
 
 def ddp_groups(tensors: Sequence[TensorSpec], cap_bytes: float) -> list[list[int]]:
@@ -307,18 +293,13 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--clusters", nargs="+", required=True, metavar="RATE_MBIT=FILE")
+    parser.add_argument("--clusters", nargs="+", required=True, metavar="RATE_MBIT:MODEL=FILE")
     parser.add_argument("--held-out-ranks", nargs="*", type=int, default=[8])
     parser.add_argument("--held-out-models", nargs="*", default=["inception_v4"])
     parser.add_argument("--calibrated-on", default="resnet50")
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
-    files = []
-    for word in args.clusters:
-        rate_mbit, _, path = word.partition("=")
-        file = OmegaConf.load(path)
-        assert isinstance(file, DictConfig)
-        files.append((float(rate_mbit), file))
+    files = read_files(args.clusters)
     held_out = {*args.held_out_ranks, *args.held_out_models}
     cells = read_cells(args.folders)
     print(report(Judge(cells, files, held_out, args.calibrated_on, args.cores).judged()))

@@ -8,8 +8,8 @@ import torch
 
 from lightning_dear.collectives import new_collectives
 from lightning_dear.exchange_probe import line, measure_sizes
-from lightning_dear.link_probe import probe_gather
 from lightning_dear.planning import LinkCost
+from lightning_dear.sharding_probe import probe_gather, probe_reduce_scatter, sharded_tensor_s
 from tests.distributed.harness import distributed
 
 CPU = torch.device("cpu")
@@ -36,9 +36,12 @@ def test_sizes_are_measured_alike_on_all_ranks(world_size: int) -> None:
             assert math.isfinite(cost.beta_s)
     assert all_reduce.least.alpha_s <= all_reduce.middle.alpha_s <= all_reduce.most.alpha_s
     assert all_reduce.least.beta_s <= all_reduce.middle.beta_s <= all_reduce.most.beta_s
-    seconds = probe_gather(collectives, CPU, 1 << 16)
-    assert all(0 < one < 1 for one in seconds)
-    everyone = collectives.all_gather_object((halves, all_reduce, seconds))
+    waited_s = [*probe_gather(collectives, CPU, 1 << 16)]
+    waited_s += probe_reduce_scatter(collectives, CPU, 1 << 16)
+    assert all(0 < one < 1 for one in waited_s)
+    tensor_s = sharded_tensor_s(collectives, CPU)
+    assert 0 < tensor_s < 1e-2
+    everyone = collectives.all_gather_object((halves, all_reduce, waited_s, tensor_s))
     assert everyone == [everyone[0]] * world_size
     # Training's bytes stay training's.
     assert collectives.ledger.total_bytes == sent_before

@@ -169,6 +169,35 @@ def test_the_backends_own_gather_has_its_own_cost() -> None:
     assert step_s("dear", workload, slow) == step_s("dear", workload, network)
 
 
+def test_the_backends_own_reduce_scatter_has_its_own_cost() -> None:
+    tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
+    workload = Workload("two layers", tensors, times)
+    network = Network(Link(0.0, PER_UNIT_S), 2, has_reduce_scatter=False)
+    # Twice the bytes of a half, as an all-reduce's: so it takes what it took.
+    alike = replace(network, reduce_scatter=Curve((1.0,), (2 * PER_UNIT_S,)))
+    assert step_s("fsdp2", workload, alike) == step_s("fsdp2", workload, network)
+    slow = replace(network, reduce_scatter=Curve((1.0,), (3 * PER_UNIT_S,)))
+    assert step_s("fsdp2", workload, slow) - step_s("fsdp2", workload, alike) == 8.0
+    for other in ("dear", "ddp"):
+        assert step_s(other, workload, slow) == step_s(other, workload, network)
+
+
+def test_a_host_takes_its_time_for_every_tensor_that_fsdp2_shards() -> None:
+    tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
+    workload = Workload("two layers", tensors, times)
+    network = Network(Link(0.0, PER_UNIT_S), 2)
+    slow = replace(network, sharded_tensor_s=0.5)
+    assert step_s("fsdp2", workload, slow) - step_s("fsdp2", workload, network) == 2 * 0.5
+    for other in ("zero", "dear"):
+        assert step_s(other, workload, slow) == step_s(other, workload, network)
+    alone = replace(slow, world_size=1)
+    assert step_s("fsdp2", workload, alone) == step_s(
+        "fsdp2", workload, replace(network, world_size=1)
+    )
+    with pytest.raises(ValueError, match="sharded_tensor_s must be finite"):
+        replace(network, sharded_tensor_s=-1.0)
+
+
 COSTS = CodecCosts(CodecCost(encode=Linear(0.5), gather_bytes=Linear(0.0, 1.0)), may_mix=True)
 
 

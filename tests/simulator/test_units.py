@@ -1,0 +1,70 @@
+"""What FSDP2 and ZeRO gather together: by size, and by the blocks that names number."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dear.simulator import Link, Network, Workload
+from lightning_dear.simulator.strategies import STRATEGIES
+from lightning_dear.simulator.units import units_of
+from tests.planning.models import ITEMSIZE, UNIT, chain
+
+MIB = 1 << 20
+
+
+def workload_of(*sizes_mib: float, unit_mb: float | None = 25.0) -> Workload:
+    """Tensors of so many MiB, in the order of forward."""
+    seconds = [1.0] * len(sizes_mib)
+    units = [max(round(size * MIB / ITEMSIZE / UNIT), 1) for size in sizes_mib]
+    tensors, times = chain(units, seconds, seconds)
+    return Workload("tensors", tensors, times, shard_unit_mb=unit_mb)
+
+
+def test_the_tensor_that_reaches_the_size_closes_a_unit() -> None:
+    assert units_of(workload_of(20, 10, 24, 100, 3)) == [[0, 1], [2, 3], [4]]
+
+
+def test_no_tensor_is_cut() -> None:
+    assert units_of(workload_of(100, unit_mb=10)) == [[0]]
+    assert units_of(workload_of(1, 2, 3, unit_mb=0)) == [[0], [1], [2]]
+
+
+@given(st.lists(st.floats(0.1, 60.0), min_size=1, max_size=20), st.floats(0.0, 50.0))
+def test_every_tensor_is_in_one_unit(sizes_mib: list[float], unit_mb: float) -> None:
+    workload = workload_of(*sizes_mib, unit_mb=unit_mb)
+    units = units_of(workload)
+    assert [index for unit in units for index in unit] == list(range(len(sizes_mib)))
+    nbytes = [sum(4 * workload.tensors[index].numel for index in unit) for unit in units]
+    assert all(size >= unit_mb * MIB for size in nbytes[:-1])
+
+
+def test_blocks_are_those_that_names_number() -> None:
+    workload = workload_of(1, 1, 1, 1, 1, unit_mb=None)
+    names = ("stem.weight", "net.blocks.0.a", "net.blocks.0.1.b", "net.blocks.1.a", "head.weight")
+    tensors = [replace(one, name=name) for one, name in zip(workload.tensors, names, strict=True)]
+    assert units_of(replace(workload, tensors=tensors)) == [[0, 4], [1, 2], [3]]
+
+
+def test_families_do_not_mix() -> None:
+    workload = workload_of(1, 1, 1, unit_mb=100)
+    tensors = [*workload.tensors]
+    tensors[1] = replace(tensors[1], family="other")
+    assert units_of(replace(workload, tensors=tensors)) == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero"])
+def test_strategies_that_shard_exchange_units(name: str) -> None:
+    network = Network(Link(0.0, 1e-9), 2)
+    program = STRATEGIES[name].program(workload_of(20, 10, 24, 100, 3), network)
+    assert sorted(one.nbytes / MIB for one in program.messages) == [1.5, 1.5, 15, 15, 62, 62]
+
+
+@pytest.mark.parametrize("unit_mb", [-1.0, float("inf"), float("nan")])
+def test_a_size_that_makes_no_sense_is_refused(unit_mb: float) -> None:
+    with pytest.raises(ValueError, match=re.escape("shard_unit_mb must be 0 or more")):
+        workload_of(1, unit_mb=unit_mb)
