@@ -3,7 +3,7 @@
 Two process groups of our own, one for reduce-scatters and one for all-gathers, so that the host's
 collectives on the default group (Lightning broadcasts a flag before every batch) never queue
 behind ours, nor ours behind theirs. On gloo `pairwise.py` uses them, on NCCL `native.py`. Besides
-these, `groups.py` and `rendezvous.py`, no module of the engine talks to torch.distributed.
+these, `groups.py` and `rendezvous.py`, no module that trains talks to torch.distributed.
 """
 
 from __future__ import annotations

@@ -6,16 +6,19 @@ host does not touch one by one.
 
 from __future__ import annotations
 
+import inspect
+import logging
 import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from lightning_dear.clock import clock_of
 from lightning_dear.exchange_probe import slowest
@@ -24,8 +27,9 @@ from lightning_dear.work import Collectives
 
 _NUM_REPEATS, _NUM_IN_A_ROW = 9, 4
 _NUM_TENSORS = 8, 256
-_TENSOR_NUMEL = 64
-_NUM_STEPS, _NUM_WARM_UP_STEPS = 8, 2
+_NUM_ROUNDS, _NUM_STEPS, _NUM_WARM_UP_STEPS = 3, 5, 2
+
+log = logging.getLogger(__name__)
 
 
 def probe_gather(collectives: Collectives, device: torch.device, nbytes: int) -> list[float]:
@@ -67,45 +71,78 @@ def _seconds(
     return slowest(collectives, own[1:])
 
 
-def sharded_tensor_s(collectives: Collectives, device: torch.device) -> float:
+def sharded_tensor_s(
+    collectives: Collectives, device: torch.device, optimizer: Optimizer
+) -> list[float]:
     """Seconds of a step that FSDP2 takes of the host for each tensor, beyond an unsharded one.
 
-    From steps of two modules of one unit each, with few tensors and with many, whose exchanges are
-    alike. Of a CPU, all ranks at once: where they share cores, they wait for each other, as they do
-    in training. The slowest rank's. Collective, blocks.
+    Of repeats, rising. Each from steps of two modules of one unit and as many bytes, in few tensors
+    and in many, whose exchanges are alike. Of a CPU, all ranks at once: where they share cores,
+    they wait for each other, as they do in training. The slowest rank's. Collective, blocks.
+
+    Args:
+        collectives: Training's.
+        device: A CPU.
+        optimizer: What steps are taken with is of its class, with its options; SGD where that
+            cannot be built from them, with a warning.
     """
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    mesh = DeviceMesh.from_group(everyone, device.type)
+    differences: list[list[float]] = []
+    for count in _NUM_TENSORS:
+        # On dimension 0 all ranks have shards of equal length.
+        numel = collectives.world_size * max(_NUM_TENSORS) // count
+        plain, sharded = _Unit(count, numel, device), _Unit(count, numel, device)
+        fully_shard(sharded, mesh=mesh, reshard_after_forward=False)
+        steps_s = [_steps_s(collectives, unit, optimizer) for unit in (plain, sharded)]
+        differences.append([after - before for before, after in zip(*steps_s, strict=True)])
     few, many = _NUM_TENSORS
-    beyond = [_beyond_s(collectives, device, count) for count in (few, many)]
-    return max(beyond[1] - beyond[0], 0.0) / (many - few)
-
-
-def _beyond_s(collectives: Collectives, device: torch.device, count: int) -> float:
-    mesh = init_device_mesh(device.type, (collectives.world_size,))
-    sharded = _Unit(count, device)
-    fully_shard(sharded, mesh=mesh, reshard_after_forward=False)
-    plain_s, sharded_s = (
-        median(_steps_s(collectives, unit)) for unit in (_Unit(count, device), sharded)
+    return sorted(
+        max(of_many - of_few, 0.0) / (many - few)
+        for of_few, of_many in zip(*differences, strict=True)
     )
-    return sharded_s - plain_s
 
 
-def _steps_s(collectives: Collectives, unit: nn.Module) -> list[float]:
-    optimizer = SGD(unit.parameters(), lr=0.0)
+def _steps_s(collectives: Collectives, unit: nn.Module, like: Optimizer) -> list[float]:
+    """Medians of so many rounds of steps."""
+    optimizer = alike(like, unit)
     own = []
-    for _ in range(_NUM_WARM_UP_STEPS + _NUM_STEPS):
+    for _ in range(_NUM_WARM_UP_STEPS + _NUM_ROUNDS * _NUM_STEPS):
         collectives.all_gather_object(None)
         begin_s = time.perf_counter()
         optimizer.zero_grad()
         unit(torch.ones((), requires_grad=True)).backward()
         optimizer.step()
         own.append(time.perf_counter() - begin_s)
-    return slowest(collectives, own[_NUM_WARM_UP_STEPS:])
+    everyones = slowest(collectives, own[_NUM_WARM_UP_STEPS:])
+    return [median(everyones[first::_NUM_ROUNDS]) for first in range(_NUM_ROUNDS)]
+
+
+def alike(optimizer: Optimizer, unit: nn.Module) -> Optimizer:
+    """One of its class, with its options, for another module; SGD if there cannot be one."""
+    try:
+        return type(optimizer)(unit.parameters(), **options_of(optimizer))
+    except TypeError as error:
+        log.warning(
+            "What FSDP2 takes of a host is measured with SGD, as another %s cannot be made of its"
+            " options (%s).",
+            type(optimizer).__name__,
+            error,
+        )
+        return SGD(unit.parameters(), lr=0.0)
+
+
+def options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The options that another one of its class is made with."""
+    known = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
 class _Unit(nn.Module):
-    def __init__(self, count: int, device: torch.device) -> None:
+    def __init__(self, count: int, numel: int, device: torch.device) -> None:
         super().__init__()
-        numbers = (torch.zeros(_TENSOR_NUMEL, device=device) for _ in range(count))
+        numbers = (torch.zeros(numel, device=device) for _ in range(count))
         self.tensors = nn.ParameterList(map(nn.Parameter, numbers))
 
     def forward(self, hidden: Tensor) -> Tensor:

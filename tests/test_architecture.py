@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 60
 
 # Besides collectives.py: ending the default process group after a job, FSDP2's `fully_shard`, and
 # messages between two ranks, which training never sends but a measurement of a link does, and what
-# other strategies are made of.
+# other strategies are made of, and what that costs.
 DISTRIBUTED_ROOMS = (
     "collectives.py",
     "groups.py",
@@ -33,6 +33,7 @@ DISTRIBUTED_ROOMS = (
     "workloads/task.py",
     "workloads/replay/sharding.py",
     "link_probe.py",
+    "sharding_probe.py",
     "benchmarking/competitors.py",
 )
 # Where torch.distributed.checkpoint, and nothing else of torch.distributed, writes and reads.

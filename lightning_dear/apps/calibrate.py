@@ -40,6 +40,7 @@ from lightning_dear.sharding_probe import (
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.curve import Curve, rising
 from lightning_dear.simulator.saved import save_workload
+from lightning_dear.simulator.workload import BLOCKS
 from lightning_dear.work import Collectives
 
 MODULE = "lightning_dear.apps.calibrate"
@@ -101,7 +102,7 @@ class Costs:
     all_gather: Spread[Curve]
     reduce_scatter: Spread[Curve]
     all_reduce_cpu_s: float = 0.0
-    sharded_tensor_s: float = 0.0
+    sharded_tensor_s: Spread[float] = Spread(0.0, 0.0, 0.0)
 
 
 class ExchangeProbe(Callback):
@@ -131,9 +132,10 @@ class ExchangeProbe(Callback):
         # Known on rank 0.
         found = self._planner.found
         due = collectives.all_gather_object(None if found is None else due_of(*found[:2]))[0]
-        cpu_s = tensor_s = 0.0
+        cpu_s, tensor_s = 0.0, Spread(0.0, 0.0, 0.0)
         if device.type == "cpu":
-            tensor_s = sharded_tensor_s(collectives, device)
+            repeats_s = sharded_tensor_s(collectives, device, trainer.optimizers[0])
+            tensor_s = Spread(repeats_s[0], median(repeats_s), repeats_s[-1])
             if due is not None:
                 all_reduce, cpu_s = with_paced_alpha(all_reduce, collectives, device, due)
         all_gather, reduce_scatter = (
@@ -179,7 +181,7 @@ def calibrate(cfg: DictConfig) -> None:
         raise ValueError("One rank has no network to measure; set cluster.devices=2 or more.")
     trainer.fit(model, datamodule=datamodule)
     if trainer.is_global_zero:
-        _finish(cfg, trainer.world_size, planner, probe.costs)
+        _finish(cfg, trainer.world_size, planner, probe.costs, model)
     job.wait_for_children(trainer)
 
 
@@ -191,7 +193,13 @@ def _check(cfg: DictConfig) -> None:
         log.warning("fusion is ignored: calibration trains in the default buckets.")
 
 
-def _finish(cfg: DictConfig, world_size: int, planner: Calibration, costs: Costs | None) -> None:
+def _finish(
+    cfg: DictConfig,
+    world_size: int,
+    planner: Calibration,
+    costs: Costs | None,
+    model: LightningModule,
+) -> None:
     if planner.found is None or costs is None:
         raise RuntimeError(
             "Training ended before everything was measured: let it take more steps"
@@ -209,6 +217,8 @@ def _finish(cfg: DictConfig, world_size: int, planner: Calibration, costs: Costs
         codecs,
         compressor=str(choices["compressor"]),
         fixed_step_s=times.step_s,
+        # Of a replay; others' blocks are sharded, as `Task`s' are.
+        shard_unit_mb=getattr(model, "shard_unit_mb", BLOCKS),
     )
     save_workload(workload, folder / "model.json")
     (folder / "cluster").mkdir(exist_ok=True)
@@ -245,15 +255,19 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]
             "all_reduce": {**written(costs.all_reduce), "cpu_s": costs.all_reduce_cpu_s},
             # Of one machine that all ranks are on, whatever their number; null for others.
             "shared_cores": os.cpu_count() if HOST_VARIABLE in os.environ else None,
-            "all_gather": _curve(costs.all_gather),
-            "reduce_scatter": _curve(costs.reduce_scatter),
+            "all_gather": _written(costs.all_gather),
+            "reduce_scatter": _written(costs.reduce_scatter),
             "has_reduce_scatter": not is_gloo,
-            "sharded_tensor_s": costs.sharded_tensor_s,
+            "sharded_tensor": {
+                "seconds": costs.sharded_tensor_s.middle,
+                "least": costs.sharded_tensor_s.least,
+                "most": costs.sharded_tensor_s.most,
+            },
         },
     }
 
 
-def _curve(spread: Spread[Curve]) -> dict[str, list[float]]:
+def _written(spread: Spread[Curve]) -> dict[str, list[float]]:
     return {
         "sizes_bytes": list(spread.middle.sizes),
         "seconds": list(spread.middle.seconds),
@@ -273,7 +287,7 @@ def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
         "our reduce-scatter, all-gather": (_alphas_s(costs.halves), costs.halves.middle.beta_s),
         "the backend's all-reduce": (_alphas_s(costs.all_reduce), costs.all_reduce.middle.beta_s),
         "the backend's all-gather": _of_curve(costs.all_gather),
-        "the backend's reduce-scatter": _of_curve(costs.reduce_scatter),
+        "its reduce-scatter (of a half)": _of_curve(costs.reduce_scatter),
     }
     for name, (starts_s, beta_s) in named.items():
         least, start, most = (1e3 * one for one in starts_s)
@@ -283,10 +297,8 @@ def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
         f"  forward {times.forward_s * 1e3:.1f} ms, backward {times.backward_s * 1e3:.1f} ms,"
         f" step of a shard {times.step_s * 1e3:.1f} ms"
     )
-    if costs.sharded_tensor_s:
-        lines.append(
-            f"  FSDP2 takes {costs.sharded_tensor_s * 1e6:.0f} us of a host for each tensor"
-        )
+    if host_s := costs.sharded_tensor_s.middle:
+        lines.append(f"  FSDP2 takes {host_s * 1e6:.0f} us of a host for each tensor")
     return "\n".join(lines)
 
 

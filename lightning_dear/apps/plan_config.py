@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,8 +17,12 @@ from lightning_dear.simulator import Algorithm, Curve, Link, Network, Stragglers
 from lightning_dear.simulator.ranking import Conditions, filling
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
+from lightning_dear.simulator.units import has_blocks
+from lightning_dear.simulator.workload import BLOCKS
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import load_profile
+
+log = logging.getLogger(__name__)
 
 
 def workload_of(cfg: DictConfig) -> Workload:
@@ -33,15 +38,24 @@ def workload_of(cfg: DictConfig) -> Workload:
         profile = profile.with_compute(float(cfg.compute_s))
     tensors, times = planned(profile)
     times = replace(times, step_s=float(cfg.step_s))
-    return Workload(profile.name, tensors, times, **_options(cfg))
+    if cfg.shard_unit_mb == BLOCKS:
+        raise ValueError(
+            "A profile's tensors are named after layers and not after blocks; give shard_unit_mb in"
+            " MiB, or run dear-plan calibrate with your model."
+        )
+    return _with_options(Workload(profile.name, tensors, times), cfg)
 
 
-def _options(cfg: DictConfig) -> dict[str, Any]:
-    unit_mb = cfg.shard_unit_mb
-    return {
-        "state_bytes": float(cfg.state_bytes),
-        "shard_unit_mb": None if unit_mb is None else float(unit_mb),
-    }
+def _with_options(workload: Workload, cfg: DictConfig) -> Workload:
+    workload = replace(workload, state_bytes=float(cfg.state_bytes))
+    if cfg.shard_unit_mb is not None:
+        workload = replace(workload, shard_unit_mb=cfg.shard_unit_mb)
+    if workload.shard_unit_mb == BLOCKS and not has_blocks(workload.tensors):
+        log.warning(
+            "No tensor's name numbers a block, so that fsdp2 and zero are planned to gather all at"
+            " once; shard_unit_mb=25 makes units of 25 MiB."
+        )
+    return workload
 
 
 def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Workload]:
@@ -89,7 +103,7 @@ def _measured(cfg: DictConfig) -> Workload:
             "compute_s and step_s change a profile's seconds, and these were measured; leave them"
             " out."
         )
-    return replace(load_workload(cfg.profile), **_options(cfg))
+    return _with_options(load_workload(cfg.profile), cfg)
 
 
 def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
@@ -184,7 +198,9 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
     Each rank counts as a node of its own: that ranks share a node's link is in what was measured.
     A rank starts P - 1 messages in each half, and takes part in 2 (P - 1) steps of an all-reduce:
     so alpha grows with P - 1. Seconds a byte stay. Where all ranks share one machine's cores, as
-    those of an emulated cluster do, an all-reduce takes at least what these need for all of them.
+    those of an emulated cluster do, an all-reduce takes at least what these need for all of them:
+    of many that are under way, cores are the limit. One that is waited for, as FSDP2's are, has the
+    cores for itself, and its steps are.
     """
     measured = cluster.measured
     growth = (world_size - 1) / (measured.world_size - 1)
@@ -209,23 +225,24 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
         within=between,
         algorithm="pairwise",
         all_reduce=all_reduce(),
-        all_gather=_curve(measured.get("all_gather"), growth, bound),
-        reduce_scatter=_curve(measured.get("reduce_scatter"), growth, bound),
+        all_gather=_read_curve(measured.get("all_gather"), growth, bound),
+        reduce_scatter=_read_curve(measured.get("reduce_scatter"), growth, bound),
         has_reduce_scatter=measured.has_reduce_scatter,
-        sharded_tensor_s=_sharded_tensor_s(measured, world_size),
+        sharded_tensor_s=_sharded_tensor_s(measured, world_size, bound),
     )
 
 
-def _sharded_tensor_s(measured: DictConfig, world_size: int) -> float:
+def _sharded_tensor_s(measured: DictConfig, world_size: int, bound: Bound | None) -> float:
     """As measured; ranks that are more than the cores that they share wait for each other."""
+    seconds = float(measured.sharded_tensor["seconds" if bound is None else bound])
     cores = measured.get("shared_cores")
     if not cores:
-        return float(measured.sharded_tensor_s)
-    sharing = max(world_size / cores, 1.0) / max(measured.world_size / cores, 1.0)
-    return float(measured.sharded_tensor_s) * sharing
+        return seconds
+    sharing, shared = (max(ranks / cores, 1.0) for ranks in (world_size, measured.world_size))
+    return float(seconds * sharing / shared)
 
 
-def _curve(measured: DictConfig | None, growth: float, bound: Bound | None) -> Curve:
+def _read_curve(measured: DictConfig | None, growth: float, bound: Bound | None) -> Curve:
     """As measured; what the smallest takes grows as starts do, and longer ones' bytes hide it.
 
     For fewer ranks than were measured it stays: how much of a longer one was its start is unknown.

@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dear.sharding_probe import options_of
+
 SMALLEST_CAP_MB = 1 / (1 << 20)
 """One byte: below every tensor."""
 
@@ -102,10 +104,8 @@ class ZeroDDPStrategy(DDPStrategy):
 def _sharded(optimizer: Optimizer) -> Optimizer:
     if isinstance(optimizer, LightningOptimizer):
         optimizer = optimizer.optimizer
-    known = inspect.signature(type(optimizer)).parameters
-    defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
     groups = [dict(group) for group in optimizer.param_groups]
-    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **defaults)
+    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **options_of(optimizer))
 
 
 def _mark_as_scheduled(optimizer: Any) -> None:

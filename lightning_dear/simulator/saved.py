@@ -11,7 +11,7 @@ from typing import Any
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, ModelTimes, TensorSpec
 from lightning_dear.simulator.workload import Workload
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of `save_workload`."""
 
 
@@ -23,6 +23,7 @@ def save_workload(workload: Workload, path: str | Path) -> None:
         "state_bytes": workload.state_bytes,
         "compressor": workload.compressor,
         "fixed_step_s": workload.fixed_step_s,
+        "shard_unit_mb": workload.shard_unit_mb,
         "times": asdict(workload.times),
         "codecs": {
             kind: asdict(getattr(workload.codecs, kind)) for kind in ("compressed", "uncompressed")
@@ -56,6 +57,7 @@ def load_workload(path: str | Path) -> Workload:
             state_bytes=content["state_bytes"],
             compressor=content["compressor"],
             fixed_step_s=content["fixed_step_s"],
+            shard_unit_mb=content["shard_unit_mb"],
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} holds no measured model ({error}); calibrate again.") from error

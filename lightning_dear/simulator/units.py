@@ -1,52 +1,62 @@
-"""The units of FSDP2 and ZeRO: whole tensors that are gathered, and reduced, together."""
+"""The units of FSDP2 and ZeRO: whole modules whose tensors are gathered, and reduced, together."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from lightning_dear.planning import TensorSpec
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.program import Program
 from lightning_dear.simulator.schedule import Schedule
-from lightning_dear.simulator.workload import Workload
+from lightning_dear.simulator.workload import BLOCKS, Workload
 
 _MIB = 1 << 20
-_BLOCK = re.compile(r"^(?:[^.]+[.])*?[0-9]+(?=[.])")
-_REST = ""
+_BLOCK = re.compile(r"(?:[^.]+[.])*?[0-9]+(?=[.])")
 
 
 def in_units(schedule: Schedule) -> Callable[[Workload, Network], Program]:
     """Makes steps whose buckets are a workload's units."""
 
     def build(workload: Workload, network: Network) -> Program:
-        plan = fuse_groups("units", workload.tensors, network.world_size, units_of(workload))
+        name = f"units({workload.shard_unit_mb})"
+        plan = fuse_groups(name, workload.tensors, network.world_size, units_of(workload))
         return schedule.program(plan, workload, network)
 
     return build
 
 
 def units_of(workload: Workload) -> list[list[int]]:
-    """Numbers of the tensors of each unit; see `Workload.shard_unit_mb`."""
+    """Numbers of the tensors of each unit; see `Workload.shard_unit_mb`.
+
+    Those without a gradient are in none: nothing waits for them.
+    """
     families: dict[str, list[TensorSpec]] = {}
-    for tensor in sorted(workload.tensors, key=_use_key):
+    for tensor in sorted(filter(_is_used, workload.tensors), key=_use_key):
         families.setdefault(tensor.family, []).append(tensor)
-    if workload.shard_unit_mb is None:
+    if workload.shard_unit_mb == BLOCKS:
         return [unit for family in families.values() for unit in _blocks(family)]
     least_bytes = workload.shard_unit_mb * _MIB
     return [unit for family in families.values() for unit in _filled(family, least_bytes)]
 
 
+def has_blocks(tensors: Sequence[TensorSpec]) -> bool:
+    """Whether a name numbers a block."""
+    return any(_BLOCK.match(tensor.name) for tensor in tensors)
+
+
 def _filled(tensors: Sequence[TensorSpec], least_bytes: float) -> list[list[int]]:
     units: list[list[int]] = []
     filled = least_bytes
-    for tensor in tensors:
-        if filled >= least_bytes:
+    for _, module in groupby(tensors, _module_of):
+        if not units or filled >= least_bytes:
             units.append([])
             filled = 0
-        units[-1].append(tensor.index)
-        filled += tensor.numel * tensor.itemsize
+        for tensor in module:
+            units[-1].append(tensor.index)
+            filled += tensor.numel * tensor.itemsize
     return units
 
 
@@ -54,8 +64,16 @@ def _blocks(tensors: Sequence[TensorSpec]) -> list[list[int]]:
     units: dict[str, list[int]] = {}
     for tensor in tensors:
         found = _BLOCK.match(tensor.name)
-        units.setdefault(found.group() if found else _REST, []).append(tensor.index)
+        units.setdefault(found.group() if found else "", []).append(tensor.index)
     return list(units.values())
+
+
+def _module_of(tensor: TensorSpec) -> str:
+    return tensor.name.rpartition(".")[0] or tensor.name
+
+
+def _is_used(tensor: TensorSpec) -> bool:
+    return tensor.is_used
 
 
 def _use_key(tensor: TensorSpec) -> tuple[float, int]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from lightning_dear.planning import CodecCosts, ModelTimes, TensorSpec
 from lightning_dear.planning.codec_cost import NO_CODEC
+
+BLOCKS: Final = "blocks"
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,9 @@ class Workload:
         state_bytes: Of the optimizer's state, for each byte of parameters: 2 for Adam's.
         fixed_step_s: Seconds of the optimizer's step that are the same however little is stepped.
         compressor: The name of what `codecs` are the costs of.
-        shard_unit_mb: MiB that FSDP2 and ZeRO gather together: whole tensors, in the order in which
-            forward reads them, up to the one that reaches so much. None: the tensors of each of the
-            model's blocks, which are numbered in their names ("net.blocks.3.weight"), and all
+        shard_unit_mb: MiB that FSDP2 and ZeRO gather together: whole modules, in the order in which
+            forward reads them, up to the one that reaches so much. "blocks": the tensors of each of
+            the model's blocks, which are numbered in their names ("net.blocks.3.weight"), and all
             others together.
     """
 
@@ -39,11 +42,15 @@ class Workload:
     compressor: str = "none"
     fixed_step_s: float = 0.0
     whole_codecs: CodecCosts | None = None
-    shard_unit_mb: float | None = 25.0
+    shard_unit_mb: float | Literal["blocks"] = 25.0
 
     def __post_init__(self) -> None:
-        if self.shard_unit_mb is not None and not 0 <= self.shard_unit_mb < math.inf:
-            raise ValueError(f"shard_unit_mb must be 0 or more, got {self.shard_unit_mb}.")
+        unit_mb = self.shard_unit_mb
+        if unit_mb != BLOCKS and not (isinstance(unit_mb, float | int) and 0 <= unit_mb < math.inf):
+            raise ValueError(
+                f"shard_unit_mb must be MiB, finite and not negative, or {BLOCKS!r}; got"
+                f" {unit_mb!r}."
+            )
 
     @property
     def nbytes(self) -> int:

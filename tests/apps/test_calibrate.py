@@ -21,6 +21,7 @@ from lightning_dear.exchange_probe import Spread
 from lightning_dear.planning import LinkCost
 from lightning_dear.simulator import Curve, Link
 from lightning_dear.simulator.saved import load_workload
+from lightning_dear.simulator.units import units_of
 from tests.apps.test_train import QUICK, run
 from tests.planning.models import chain
 
@@ -40,7 +41,12 @@ def curves(start_s: float, long_s: float) -> Spread[Curve]:
 
 
 COSTS = Costs(
-    about(1e-4, 1e-9), about(2e-4, 2e-9), curves(3e-4, 1e-3), curves(5e-4, 2e-3), 0.0, 3e-5
+    about(1e-4, 1e-9),
+    about(2e-4, 2e-9),
+    curves(3e-4, 1e-3),
+    curves(5e-4, 2e-3),
+    0.0,
+    Spread(2e-5, 3e-5, 6e-5),
 )
 CLUSTER = OmegaConf.create({"cluster": {"num_nodes": 2, "accelerator": "cpu", "interface": None}})
 
@@ -63,10 +69,12 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     assert set(workload.times.ready_s) == {tensor.index for tensor in workload.tensors}
     assert (workload.name, workload.compressor) == ("resnet", "bf16")
     assert workload.codecs.compressed.encode.of(1e6) > 0
+    assert workload.shard_unit_mb == "blocks"
+    assert len(units_of(workload)) > 2
     cluster = OmegaConf.load(folder / "cluster" / "measured.yaml")
     assert (cluster.num_nodes, cluster.devices) == (1, 2)
     assert "FSDP2 takes" in result.stdout
-    assert 0 < cluster.measured.sharded_tensor_s < 1e-2
+    assert 0 < cluster.measured.sharded_tensor.seconds < 1e-2
     for curve in (cluster.measured.all_gather, cluster.measured.reduce_scatter):
         assert curve.seconds == sorted(curve.seconds)
         assert len(curve.sizes_bytes) == len(curve.least) == len(curve.most) >= 5
@@ -152,6 +160,8 @@ def test_the_shortest_and_the_longest_make_a_band() -> None:
     assert (fast.between, slow.between) == (Link(5e-5, 5e-10), Link(2e-4, 2e-9))
     assert (fast.all_reduce, slow.all_reduce) == (Link(1e-4, 1e-9), Link(4e-4, 4e-9))
     assert fast.all_gather == Curve((1e3, 1e6), (1.5e-4, 5e-4), 1.5e-4)
+    assert slow.reduce_scatter == Curve((1e3, 1e6), (1e-3, 4e-3), 1e-3)
+    assert (fast.sharded_tensor_s, slow.sharded_tensor_s) == (2e-5, 6e-5)
     assert bounds_of(OmegaConf.create({"cluster": {"alpha_s": 1.0}})) is None
 
 
@@ -198,6 +208,7 @@ def test_rates_are_said_for_people() -> None:
         "among 4 ranks",
         "8000 Mb/s",
         "4000 Mb/s",
+        "its reduce-scatter (of a half)",
         "0.300 ms (0.150 to 0.600)",
         "0.500 ms (0.250 to 1.000)",
         "FSDP2 takes 30 us of a host for each tensor",

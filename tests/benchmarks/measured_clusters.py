@@ -29,11 +29,17 @@ class File:
 
 
 def read_files(words: Iterable[str]) -> list[File]:
-    """Read RATE_MBIT:MODEL=FILE."""
+    """Read RATE_MBIT:MODEL=FILE.
+
+    Raises:
+        ValueError: If one is something else.
+    """
     files = []
     for word in words:
         measured_with, _, path = word.partition("=")
         rate_mbit, _, model = measured_with.partition(":")
+        if not (model and path):
+            raise ValueError(f"{word!r} is not RATE_MBIT:MODEL=FILE.")
         content = OmegaConf.load(path)
         assert isinstance(content, DictConfig)
         files.append(File(float(rate_mbit), model, content))

@@ -48,3 +48,5 @@ def test_a_file_is_read_with_its_rate_and_its_model(tmp_path: Path) -> None:
     path.write_text("measured: {world_size: 4}\n")
     (read,) = read_files([f"100:resnet50={path}"])
     assert (read.rate_mbit, read.model, read.world_size) == (100.0, "resnet50", 4)
+    with pytest.raises(ValueError, match="is not RATE_MBIT:MODEL=FILE"):
+        read_files([f"100={path}"])

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 import torch
 
 from lightning_dear.collectives import new_collectives
 from lightning_dear.exchange_probe import line, measure_sizes
 from lightning_dear.planning import LinkCost
-from lightning_dear.sharding_probe import probe_gather, probe_reduce_scatter, sharded_tensor_s
+from lightning_dear.sharding_probe import (
+    alike,
+    probe_gather,
+    probe_reduce_scatter,
+    sharded_tensor_s,
+)
 from tests.distributed.harness import distributed
 
 CPU = torch.device("cpu")
@@ -39,9 +46,26 @@ def test_sizes_are_measured_alike_on_all_ranks(world_size: int) -> None:
     waited_s = [*probe_gather(collectives, CPU, 1 << 16)]
     waited_s += probe_reduce_scatter(collectives, CPU, 1 << 16)
     assert all(0 < one < 1 for one in waited_s)
-    tensor_s = sharded_tensor_s(collectives, CPU)
-    assert 0 < tensor_s < 1e-2
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    tensor_s = sharded_tensor_s(collectives, CPU, optimizer)
+    assert 0 < tensor_s[0] <= tensor_s[-1] < 1e-2
     everyone = collectives.all_gather_object((halves, all_reduce, waited_s, tensor_s))
     assert everyone == [everyone[0]] * world_size
     # Training's bytes stay training's.
     assert collectives.ledger.total_bytes == sent_before
+
+
+class _Picky(torch.optim.SGD):
+    def __init__(self, params: Any, needed: object) -> None:
+        super().__init__(params)
+
+
+def test_an_optimizer_is_built_again_from_its_options(caplog: pytest.LogCaptureFixture) -> None:
+    unit = torch.nn.Linear(1, 1)
+    adam = torch.optim.AdamW(unit.parameters(), lr=0.5)
+    again = alike(adam, unit)
+    assert type(again) is torch.optim.AdamW
+    assert again.defaults["lr"] == 0.5
+    assert not caplog.records
+    assert type(alike(_Picky(unit.parameters(), 1), unit)) is torch.optim.SGD
+    assert "measured with SGD, as another _Picky cannot be made" in caplog.text

@@ -15,17 +15,19 @@ from lightning_dear.simulator.saved import load_workload, save_workload
 from tests.planning.models import chain, chains, codecs
 
 
-@given(chains(), codecs, st.floats(0, 4))
-def test_it_comes_back_as_it_was(tmp_path_factory, model, costs, state_bytes) -> None:
+@given(chains(), codecs, st.floats(0, 4), st.one_of(st.just("blocks"), st.floats(0, 100)))
+def test_it_comes_back_as_it_was(tmp_path_factory, model, costs, state_bytes, unit_mb) -> None:
     tensors, times = model
-    workload = Workload("made up", tensors, times, costs, state_bytes, "int8")
+    workload = Workload(
+        "made up", tensors, times, costs, state_bytes, "int8", shard_unit_mb=unit_mb
+    )
     path = tmp_path_factory.mktemp("saved") / "model.json"
     save_workload(workload, path)
     assert load_workload(path) == workload
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", "no JSON", '{"version": 7}', '{"version": 1, "codecs": 3}']
+    "text", ["{}", "[]", "no JSON", '{"version": 7}', '{"version": 2, "codecs": 3}']
 )
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "model.json"
@@ -37,6 +39,6 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
 def test_one_of_another_version_says_so(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     save_workload(Workload("some", *chain([1], [1.0], [1.0])), path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2}))
-    with pytest.raises(ValueError, match=re.escape("its version is 2, not 1")):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3}))
+    with pytest.raises(ValueError, match=re.escape("its version is 3, not 2")):
         load_workload(path)

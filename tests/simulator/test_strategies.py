@@ -29,7 +29,10 @@ PER_UNIT_S = 1 / (UNIT * ITEMSIZE)
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     tensors, times = draw(st.one_of(chains(), unaligned_chains()))
-    return Workload("made up", tensors, replace(times, step_s=draw(st.floats(0.01, 4))))
+    times = replace(times, step_s=draw(st.floats(0.01, 4)))
+    # A tensor a unit, some of them, or all in one.
+    unit_mb = draw(st.sampled_from([0.0, 0.005, 25.0]))
+    return Workload("made up", tensors, times, shard_unit_mb=unit_mb)
 
 
 networks = st.builds(

@@ -133,8 +133,9 @@ def _gains(cells: Sequence[Cell], baselines: Sequence[str], ours: Sequence[str])
         "gains in % over the best baseline that the paper has / over the best of all here",
         ["cluster", "model", "best of the paper's", *ours],
         rows,
-        "`fsdp2` is the same step as `dear_paper` here, as optimizers take no time in these"
-        " profiles: it gathers parameters instead of gradients.",
+        "`fsdp2` differs from `dear_paper` here by its buckets alone, which are units of whole"
+        " modules, as optimizers take no time in these profiles: it gathers parameters instead of"
+        " gradients.",
     )
 
 

@@ -252,6 +252,11 @@ class ReplayModel(Task):
         self._unit_bytes = shard_unit_mb * _MIB / scale
 
     @property
+    def shard_unit_mb(self) -> float:
+        """MiB of the scaled model that FSDP2 gathers together, at least."""
+        return self._unit_bytes / _MIB
+
+    @property
     def late_s(self) -> float:
         """Seconds so far by which steps' last layers ended late; see `Waiter`.
 
