@@ -1,7 +1,7 @@
-"""What strategies that shard take: the backend's own halves, and what FSDP2 costs a host.
+"""What other strategies take: the backend's own halves, FSDP2's host, DDP's module buffers.
 
-Ours are neither: on gloo our halves are messages to all ranks at once, of buckets whose tensors the
-host does not touch one by one.
+Ours are none of these: on gloo our halves are messages to all ranks at once, of buckets whose
+tensors the host does not touch one by one, and module buffers travel while something is computed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lightning_dear.clock import clock_of
@@ -137,6 +138,44 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
     """The options that another one of its class is made with."""
     known = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in known}
+
+
+def module_buffers_s(collectives: Collectives, device: torch.device, module: nn.Module) -> float:
+    """Seconds for which DistributedDataParallel holds up forward to send rank 0's module buffers.
+
+    Of buffers as long as `module`'s; 0 if it has none. The slowest rank's. Collective, blocks.
+    """
+    if next(module.buffers(), None) is None:
+        return 0.0
+    with torch.no_grad():
+        forwards_s = [
+            median(_forwards_s(collectives, DistributedDataParallel(one, broadcast_buffers=sends)))
+            for sends in (False, True)
+            for one in (_Buffers(module, device),)
+        ]
+    without_s, with_s = forwards_s
+    return max(with_s - without_s, 0.0)
+
+
+def _forwards_s(collectives: Collectives, module: nn.Module) -> list[float]:
+    own = []
+    for _ in range(_NUM_WARM_UP_STEPS + _NUM_REPEATS):
+        collectives.all_gather_object(None)
+        begin_s = time.perf_counter()
+        module(torch.ones(()))
+        own.append(time.perf_counter() - begin_s)
+    return slowest(collectives, own[_NUM_WARM_UP_STEPS:])
+
+
+class _Buffers(nn.Module):
+    def __init__(self, like: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.tensor = nn.Parameter(torch.zeros((), device=device))
+        for number, buffer in enumerate(like.buffers()):
+            self.register_buffer(str(number), torch.zeros_like(buffer, device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 class _Unit(nn.Module):

@@ -7,13 +7,11 @@ that writes down what it is told.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import hydra
 import torch
@@ -24,8 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from lightning_dear.apps import emulated, job, train
+from lightning_dear.apps.measured_costs import Costs, cluster_of, summary
 from lightning_dear.collectives import new_collectives
-from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.exchange_probe import Of, Spread, measure_sizes
 from lightning_dear.paced_probe import due_of, with_paced_alpha
 from lightning_dear.paths import conf_dir
@@ -33,6 +31,7 @@ from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec
 from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.search import NoContest
 from lightning_dear.sharding_probe import (
+    module_buffers_s,
     probe_gather,
     probe_reduce_scatter,
     sharded_tensor_s,
@@ -83,28 +82,6 @@ class Calibration(ThresholdFusion):
         return NoContest(self.plan(tensors, world_size), "calibration: measured")
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What exchanges cost, by what a rank sends; the same on all ranks.
-
-    Attributes:
-        halves: Our reduce-scatter and all-gather.
-        all_reduce: The backend's.
-        all_gather: The backend's own, which ours is not on gloo.
-        reduce_scatter: The backend's own, too, by what a rank sends in a half.
-        all_reduce_cpu_s: Of a rank, for a short all-reduce; 0 where it was not measured.
-        sharded_tensor_s: Of a rank in a step, for a tensor that FSDP2 shards; 0 where hosts run
-            ahead.
-    """
-
-    halves: Spread[LinkCost]
-    all_reduce: Spread[LinkCost]
-    all_gather: Spread[Curve]
-    reduce_scatter: Spread[Curve]
-    all_reduce_cpu_s: float = 0.0
-    sharded_tensor_s: Spread[float] = Spread(0.0, 0.0, 0.0)
-
-
 class ExchangeProbe(Callback):
     """Measures exchanges when training has ended.
 
@@ -142,7 +119,10 @@ class ExchangeProbe(Callback):
             _waited_for(probe, collectives, device, large // 4)
             for probe in (probe_gather, probe_reduce_scatter)
         )
-        self.costs = Costs(halves, all_reduce, all_gather, reduce_scatter, cpu_s, tensor_s)
+        buffers_s = module_buffers_s(collectives, device, pl_module)
+        self.costs = Costs(
+            halves, all_reduce, all_gather, reduce_scatter, cpu_s, tensor_s, buffers_s
+        )
 
 
 def _waited_for(
@@ -217,6 +197,7 @@ def _finish(
         codecs,
         compressor=str(choices["compressor"]),
         fixed_step_s=times.step_s,
+        buffers_s=costs.buffers_s,
         # Of a replay; others' blocks are sharded, as `Task`s' are.
         shard_unit_mb=getattr(model, "shard_unit_mb", BLOCKS),
     )
@@ -226,89 +207,6 @@ def _finish(
     (folder / "cluster" / "measured.yaml").write_text(text)
     print(summary(costs, times, world_size))
     print(f"dear-plan --config-dir={folder} cluster=measured profile={folder / 'model.json'}")
-
-
-def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]:
-    """Return a cluster's file with what was measured among so many ranks."""
-    num_nodes = int(cfg.cluster.num_nodes)
-    is_gloo = not torch.cuda.is_available() or cfg.cluster.accelerator == "cpu"
-
-    def written(cost: Spread[LinkCost]) -> dict[str, Any]:
-        return {
-            **_link(cost.middle),
-            # What dear-plan makes an error band of.
-            "least": _link(cost.least),
-            "most": _link(cost.most),
-        }
-
-    return {
-        "source": f"measured by dear-plan calibrate among {world_size} ranks on {num_nodes} nodes",
-        "num_nodes": num_nodes,
-        "devices": world_size // num_nodes,
-        "accelerator": str(cfg.cluster.accelerator),
-        "interface": cfg.cluster.interface,
-        **_link(costs.halves.middle),
-        "measured": {
-            "world_size": world_size,
-            "num_nodes": num_nodes,
-            "halves": written(costs.halves),
-            "all_reduce": {**written(costs.all_reduce), "cpu_s": costs.all_reduce_cpu_s},
-            # Of one machine that all ranks are on, whatever their number; null for others.
-            "shared_cores": os.cpu_count() if HOST_VARIABLE in os.environ else None,
-            "all_gather": _written(costs.all_gather),
-            "reduce_scatter": _written(costs.reduce_scatter),
-            "has_reduce_scatter": not is_gloo,
-            "sharded_tensor": {
-                "seconds": costs.sharded_tensor_s.middle,
-                "least": costs.sharded_tensor_s.least,
-                "most": costs.sharded_tensor_s.most,
-            },
-        },
-    }
-
-
-def _written(spread: Spread[Curve]) -> dict[str, list[float]]:
-    return {
-        "sizes_bytes": list(spread.middle.sizes),
-        "seconds": list(spread.middle.seconds),
-        "least": list(spread.least.seconds),
-        "most": list(spread.most.seconds),
-    }
-
-
-def _link(cost: LinkCost) -> dict[str, float]:
-    return {"alpha_s": cost.alpha_s, "beta_s_per_byte": cost.beta_s}
-
-
-def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
-    """Return what was measured, for people."""
-    lines = [f"Measured among {world_size} ranks (alpha: a start; rate: of what a rank sends):"]
-    named = {
-        "our reduce-scatter, all-gather": (_alphas_s(costs.halves), costs.halves.middle.beta_s),
-        "the backend's all-reduce": (_alphas_s(costs.all_reduce), costs.all_reduce.middle.beta_s),
-        "the backend's all-gather": _of_curve(costs.all_gather),
-        "its reduce-scatter (of a half)": _of_curve(costs.reduce_scatter),
-    }
-    for name, (starts_s, beta_s) in named.items():
-        least, start, most = (1e3 * one for one in starts_s)
-        rate = f"{8e-6 / beta_s:.0f} Mb/s" if beta_s else "too fast to tell"
-        lines.append(f"  {name:32s} {start:8.3f} ms ({least:.3f} to {most:.3f})  {rate}")
-    lines.append(
-        f"  forward {times.forward_s * 1e3:.1f} ms, backward {times.backward_s * 1e3:.1f} ms,"
-        f" step of a shard {times.step_s * 1e3:.1f} ms"
-    )
-    if host_s := costs.sharded_tensor_s.middle:
-        lines.append(f"  FSDP2 takes {host_s * 1e6:.0f} us of a host for each tensor")
-    return "\n".join(lines)
-
-
-def _of_curve(spread: Spread[Curve]) -> tuple[list[float], float]:
-    starts_s = [one.seconds[0] for one in (spread.least, spread.middle, spread.most)]
-    return starts_s, spread.middle.seconds[-1] / spread.middle.sizes[-1]
-
-
-def _alphas_s(spread: Spread[LinkCost]) -> list[float]:
-    return [one.alpha_s for one in (spread.least, spread.middle, spread.most)]
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="calibrate")

@@ -23,6 +23,7 @@ def save_workload(workload: Workload, path: str | Path) -> None:
         "state_bytes": workload.state_bytes,
         "compressor": workload.compressor,
         "fixed_step_s": workload.fixed_step_s,
+        "buffers_s": workload.buffers_s,
         "shard_unit_mb": workload.shard_unit_mb,
         "times": asdict(workload.times),
         "codecs": {
@@ -57,6 +58,7 @@ def load_workload(path: str | Path) -> Workload:
             state_bytes=content["state_bytes"],
             compressor=content["compressor"],
             fixed_step_s=content["fixed_step_s"],
+            buffers_s=content["buffers_s"],
             shard_unit_mb=content["shard_unit_mb"],
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -51,6 +51,7 @@ class Schedule:
             `Network.has_reduce_scatter`.
         shards_tensors: Whether every tensor is sharded by itself, and not a bucket of them; see
             `Network.sharded_tensor_s`.
+        sends_buffers: Whether forward waits for rank 0's module buffers; see `Workload.buffers_s`.
     """
 
     gathers: Gathers = "stepped"
@@ -58,6 +59,7 @@ class Schedule:
     cycle_s: float = 0.0
     uses_the_backends: bool = False
     shards_tensors: bool = False
+    sends_buffers: bool = False
 
     def program(self, plan: BucketPlan, workload: Workload, network: Network) -> Program:
         """The steady-state step of `plan`, which must be one for `network`'s ranks."""
@@ -103,7 +105,15 @@ class _Builder:
         )
         is_late = self._schedule.gathers == "at_once"
         events = [(0.0 if is_late else at_s, self._before_use(number)) for at_s, number in uses]
-        return interleaved(FORWARD, self._times.forward_s, events)
+        held_up_s = self._workload.buffers_s if self._sends_buffers else 0.0
+        return [
+            Compute(FORWARD, held_up_s),
+            *interleaved(FORWARD, self._times.forward_s, events),
+        ]
+
+    @property
+    def _sends_buffers(self) -> bool:
+        return self._schedule.sends_buffers and self._plan.world_size > 1
 
     def _before_use(self, number: int) -> list[Op]:
         ops: list[Op] = [Wait((ALL_GATHER, number), from_last_step=True)]

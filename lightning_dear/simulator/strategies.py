@@ -214,6 +214,7 @@ def _single(workload: Workload, network: Network) -> Program:
 
 _ZERO = Schedule(gathers="at_once", uses_the_backends=True)
 _FSDP2 = Schedule(gathers="one_ahead", uses_the_backends=True, shards_tensors=True)
+_DDP = Schedule(sends_buffers=True)
 _PAPER = Schedule(gathers="one_ahead", steps_late=True)
 _paper_plan = ThresholdFusion(bucket_cap_mb=PAPER_CAP_MB, first_bucket_cap_mb=PAPER_CAP_MB).plan
 
@@ -224,14 +225,14 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             "wfbp",
             "an all-reduce for every tensor, as soon as its gradient is there",
-            planned(NoFusion().plan, all_reduces=True),
+            planned(NoFusion().plan, _DDP, all_reduces=True),
             "strategy=wfbp",
             compresses="whole",
         ),
         Strategy(
             "ddp",
             "DistributedDataParallel: all-reduces of 25 MiB, the first of 1 MiB",
-            planned(everything_all_reduced),
+            planned(everything_all_reduced, _DDP),
             "strategy=ddp",
             compresses="whole",
             hooks={"bf16": "strategy=ddp_bf16"},

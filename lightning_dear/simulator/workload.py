@@ -27,6 +27,8 @@ class Workload:
             so go without.
         state_bytes: Of the optimizer's state, for each byte of parameters: 2 for Adam's.
         fixed_step_s: Seconds of the optimizer's step that are the same however little is stepped.
+        buffers_s: Seconds for which DDP holds up forward to send rank 0's module buffers to all
+            ranks; ours travel meanwhile.
         compressor: The name of what `codecs` are the costs of.
         shard_unit_mb: MiB that FSDP2 and ZeRO gather together: whole modules, in the order in which
             forward reads them, up to the one that reaches so much. "blocks": the tensors of each of
@@ -41,6 +43,7 @@ class Workload:
     state_bytes: float = 2.0
     compressor: str = "none"
     fixed_step_s: float = 0.0
+    buffers_s: float = 0.0
     whole_codecs: CodecCosts | None = None
     shard_unit_mb: float | Literal["blocks"] = 25.0
 

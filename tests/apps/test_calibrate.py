@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_dear.apps.calibrate import Calibration, Costs, cluster_of, summary
+from lightning_dear.apps.calibrate import Calibration
+from lightning_dear.apps.measured_costs import Costs, cluster_of, summary
 from lightning_dear.apps.plan_config import (
     bounds_of,
     measured_network,
@@ -70,6 +71,8 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     assert (workload.name, workload.compressor) == ("resnet", "bf16")
     assert workload.codecs.compressed.encode.of(1e6) > 0
     assert workload.shard_unit_mb == "blocks"
+    # BatchNorm's.
+    assert 0 <= workload.buffers_s < 1
     assert len(units_of(workload)) > 2
     cluster = OmegaConf.load(folder / "cluster" / "measured.yaml")
     assert (cluster.num_nodes, cluster.devices) == (1, 2)
@@ -212,6 +215,7 @@ def test_rates_are_said_for_people() -> None:
         "0.300 ms (0.150 to 0.600)",
         "0.500 ms (0.250 to 1.000)",
         "FSDP2 takes 30 us of a host for each tensor",
+        "DDP sends module buffers for 2.0 ms of forward",
         "forward 10.0 ms",
     ):
         assert words in said

@@ -13,6 +13,7 @@ from lightning_dear.exchange_probe import line, measure_sizes
 from lightning_dear.planning import LinkCost
 from lightning_dear.sharding_probe import (
     alike,
+    module_buffers_s,
     probe_gather,
     probe_reduce_scatter,
     sharded_tensor_s,
@@ -49,7 +50,12 @@ def test_sizes_are_measured_alike_on_all_ranks(world_size: int) -> None:
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     tensor_s = sharded_tensor_s(collectives, CPU, optimizer)
     assert 0 < tensor_s[0] <= tensor_s[-1] < 1e-2
-    everyone = collectives.all_gather_object((halves, all_reduce, waited_s, tensor_s))
+    norm = torch.nn.BatchNorm1d(4)
+    buffers_s = module_buffers_s(collectives, CPU, norm)
+    assert 0 <= buffers_s < 1
+    assert norm.num_batches_tracked == 0
+    assert module_buffers_s(collectives, CPU, torch.nn.Linear(1, 1)) == 0
+    everyone = collectives.all_gather_object((halves, all_reduce, waited_s, tensor_s, buffers_s))
     assert everyone == [everyone[0]] * world_size
     # Training's bytes stay training's.
     assert collectives.ledger.total_bytes == sent_before

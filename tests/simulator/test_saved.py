@@ -19,7 +19,7 @@ from tests.planning.models import chain, chains, codecs
 def test_it_comes_back_as_it_was(tmp_path_factory, model, costs, state_bytes, unit_mb) -> None:
     tensors, times = model
     workload = Workload(
-        "made up", tensors, times, costs, state_bytes, "int8", shard_unit_mb=unit_mb
+        "made up", tensors, times, costs, state_bytes, "int8", buffers_s=0.5, shard_unit_mb=unit_mb
     )
     path = tmp_path_factory.mktemp("saved") / "model.json"
     save_workload(workload, path)

@@ -201,6 +201,19 @@ def test_a_host_takes_its_time_for_every_tensor_that_fsdp2_shards() -> None:
         replace(network, sharded_tensor_s=-1.0)
 
 
+def test_ddp_holds_up_forward_for_module_buffers() -> None:
+    tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
+    network = Network(Link(0.0, PER_UNIT_S), 2)
+    without = Workload("two layers", tensors, times)
+    workload = replace(without, buffers_s=0.5)
+    for name in ("ddp", "wfbp"):
+        assert step_s(name, workload, network) - step_s(name, without, network) == 0.5
+    for name in ("mgwfbp", "fsdp2", "dear"):
+        assert step_s(name, workload, network) == step_s(name, without, network)
+    alone = replace(network, world_size=1)
+    assert step_s("ddp", workload, alone) == step_s("ddp", without, alone)
+
+
 COSTS = CodecCosts(CodecCost(encode=Linear(0.5), gather_bytes=Linear(0.0, 1.0)), may_mix=True)
 
 
