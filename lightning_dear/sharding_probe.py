@@ -145,15 +145,13 @@ def module_buffers_s(collectives: Collectives, device: torch.device, module: nn.
 
     Of buffers as long as `module`'s; 0 if it has none. The slowest rank's. Collective, blocks.
     """
-    if next(module.buffers(), None) is None:
+    buffers = [torch.zeros_like(one, device=device) for one in module.buffers()]
+    if not buffers:
         return 0.0
-    with torch.no_grad():
-        forwards_s = [
-            median(_forwards_s(collectives, DistributedDataParallel(one, broadcast_buffers=sends)))
-            for sends in (False, True)
-            for one in (_Buffers(module, device),)
-        ]
-    without_s, with_s = forwards_s
+    without_s, with_s = (
+        median(_forwards_s(collectives, DistributedDataParallel(_Buffers(given, device))))
+        for given in ([], buffers)
+    )
     return max(with_s - without_s, 0.0)
 
 
@@ -162,20 +160,22 @@ def _forwards_s(collectives: Collectives, module: nn.Module) -> list[float]:
     for _ in range(_NUM_WARM_UP_STEPS + _NUM_REPEATS):
         collectives.all_gather_object(None)
         begin_s = time.perf_counter()
-        module(torch.ones(()))
+        loss = module(torch.ones(()))
         own.append(time.perf_counter() - begin_s)
+        # Without backward DDP sends nothing in the next forward.
+        loss.backward()
     return slowest(collectives, own[_NUM_WARM_UP_STEPS:])
 
 
 class _Buffers(nn.Module):
-    def __init__(self, like: nn.Module, device: torch.device) -> None:
+    def __init__(self, buffers: list[Tensor], device: torch.device) -> None:
         super().__init__()
         self.tensor = nn.Parameter(torch.zeros((), device=device))
-        for number, buffer in enumerate(like.buffers()):
-            self.register_buffer(str(number), torch.zeros_like(buffer, device=device))
+        for number, buffer in enumerate(buffers):
+            self.register_buffer(str(number), buffer)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
+        return hidden * self.tensor
 
 
 class _Unit(nn.Module):

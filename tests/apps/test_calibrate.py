@@ -48,6 +48,7 @@ COSTS = Costs(
     curves(5e-4, 2e-3),
     0.0,
     Spread(2e-5, 3e-5, 6e-5),
+    2e-3,
 )
 CLUSTER = OmegaConf.create({"cluster": {"num_nodes": 2, "accelerator": "cpu", "interface": None}})
 
