@@ -149,19 +149,21 @@ def module_buffers_s(collectives: Collectives, device: torch.device, module: nn.
     if not buffers:
         return 0.0
     without_s, with_s = (
-        median(_forwards_s(collectives, DistributedDataParallel(_Buffers(given, device))))
+        median(_forwards_s(collectives, device, DistributedDataParallel(_Buffers(given, device))))
         for given in ([], buffers)
     )
     return max(with_s - without_s, 0.0)
 
 
-def _forwards_s(collectives: Collectives, module: nn.Module) -> list[float]:
+def _forwards_s(collectives: Collectives, device: torch.device, module: nn.Module) -> list[float]:
+    clock = clock_of(device)
     own = []
     for _ in range(_NUM_WARM_UP_STEPS + _NUM_REPEATS):
         collectives.all_gather_object(None)
-        begin_s = time.perf_counter()
+        begin = clock.mark()
         loss = module(torch.ones(()))
-        own.append(time.perf_counter() - begin_s)
+        end = clock.mark()
+        own.append(clock.seconds(end) - clock.seconds(begin))
         # Without backward DDP sends nothing in the next forward.
         loss.backward()
     return slowest(collectives, own[_NUM_WARM_UP_STEPS:])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from lightning_dear.planning.plan import (
     ALIGNMENT,
@@ -16,6 +16,8 @@ from lightning_dear.planning.plan import (
 )
 
 MIB = 1 << 20
+
+T = TypeVar("T")
 
 
 class FusionPlanner(Protocol):
@@ -114,8 +116,8 @@ def fuse_groups(
         left.setdefault(tensor.family, []).append(tensor)
     buckets = []
     for group in sorted(
-        (sorted(group, key=_use_key) for group in (*members, *left.values())),
-        key=lambda group: _use_key(group[0]),
+        (sorted(group, key=use_key) for group in (*members, *left.values())),
+        key=lambda group: use_key(group[0]),
     ):
         builder = _Builder(group[0].family, ALIGNMENT * world_size)
         for tensor in group:
@@ -167,7 +169,7 @@ def _fuse(
     def cap_of(builder: _Builder, tensor: TensorSpec) -> float:
         return (cap_bytes if builder.buckets else first_cap_bytes) / tensor.itemsize
 
-    for tensor in sorted(tensors, key=_use_key):
+    for tensor in sorted(tensors, key=use_key):
         key = (tensor.family, tensor.is_used)
         builder = builders.setdefault(key, _Builder(tensor.family, unit))
         if builder.slices and builder.filled + tensor.numel > cap_of(builder, tensor):
@@ -180,7 +182,7 @@ def _fuse(
             if start > 0:
                 builder.close()
             if not builder.slices:
-                opened.append((_use_key(tensor), builder, len(builder.buckets)))
+                opened.append((use_key(tensor), builder, len(builder.buckets)))
             builder.add(tensor, start, stop)
     for builder in builders.values():
         builder.close()
@@ -189,7 +191,21 @@ def _fuse(
     return BucketPlan(name, world_size, buckets, reduce_order(buckets, tensors))
 
 
-def _use_key(tensor: TensorSpec) -> tuple[bool, float, int]:
+def runs_of(items: Iterable[T], nbytes: Callable[[T], float], least: float) -> list[list[T]]:
+    """Consecutive items together, up to the one with which they have `least` bytes or more."""
+    runs: list[list[T]] = []
+    filled = 0.0
+    for item in items:
+        if not runs or filled >= least:
+            runs.append([])
+            filled = 0.0
+        runs[-1].append(item)
+        filled += nbytes(item)
+    return runs
+
+
+def use_key(tensor: TensorSpec) -> tuple[bool, float, int]:
+    """Sorts tensors as forward first reads them; those without a gradient last."""
     first_use = float("inf") if tensor.first_use is None else tensor.first_use
     return not tensor.is_used, first_use, tensor.index
 

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from lightning_dear.planning import TensorSpec
-from lightning_dear.planning.fusion import fuse_groups
+from lightning_dear.planning.fusion import MIB, fuse_groups, runs_of, use_key
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.program import Program
 from lightning_dear.simulator.schedule import Schedule
 from lightning_dear.simulator.workload import BLOCKS, Workload
 
-_MIB = 1 << 20
 _BLOCK = re.compile(r"(?:[^.]+[.])*?[0-9]+(?=[.])")
 
 
@@ -34,11 +33,11 @@ def units_of(workload: Workload) -> list[list[int]]:
     Those without a gradient are in none: nothing waits for them.
     """
     families: dict[str, list[TensorSpec]] = {}
-    for tensor in sorted(filter(_is_used, workload.tensors), key=_use_key):
+    for tensor in sorted((one for one in workload.tensors if one.is_used), key=use_key):
         families.setdefault(tensor.family, []).append(tensor)
     if workload.shard_unit_mb == BLOCKS:
         return [unit for family in families.values() for unit in _blocks(family)]
-    least_bytes = workload.shard_unit_mb * _MIB
+    least_bytes = workload.shard_unit_mb * MIB
     return [unit for family in families.values() for unit in _filled(family, least_bytes)]
 
 
@@ -48,16 +47,13 @@ def has_blocks(tensors: Sequence[TensorSpec]) -> bool:
 
 
 def _filled(tensors: Sequence[TensorSpec], least_bytes: float) -> list[list[int]]:
-    units: list[list[int]] = []
-    filled = least_bytes
-    for _, module in groupby(tensors, _module_of):
-        if not units or filled >= least_bytes:
-            units.append([])
-            filled = 0
-        for tensor in module:
-            units[-1].append(tensor.index)
-            filled += tensor.numel * tensor.itemsize
-    return units
+    modules = [list(module) for _, module in groupby(tensors, _module_of)]
+    runs = runs_of(modules, _nbytes, least_bytes)
+    return [[tensor.index for module in run for tensor in module] for run in runs]
+
+
+def _nbytes(module: Sequence[TensorSpec]) -> int:
+    return sum(tensor.numel * tensor.itemsize for tensor in module)
 
 
 def _blocks(tensors: Sequence[TensorSpec]) -> list[list[int]]:
@@ -70,11 +66,3 @@ def _blocks(tensors: Sequence[TensorSpec]) -> list[list[int]]:
 
 def _module_of(tensor: TensorSpec) -> str:
     return tensor.name.rpartition(".")[0] or tensor.name
-
-
-def _is_used(tensor: TensorSpec) -> bool:
-    return tensor.is_used
-
-
-def _use_key(tensor: TensorSpec) -> tuple[float, int]:
-    return float("inf") if tensor.first_use is None else tensor.first_use, tensor.index

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ from hydra import compose, initialize_config_dir
 
 from lightning_dear.apps.plan import plan
 from lightning_dear.paths import conf_dir
+from lightning_dear.simulator import Workload
+from lightning_dear.simulator.saved import save_workload
+from tests.planning.models import chain
 
 PLANNED = sorted(
     path.stem for path in (conf_dir() / "cluster").glob("*.yaml") if "source:" in path.read_text()
@@ -76,6 +81,34 @@ def test_the_users_own_seconds_and_numbers_count(tmp_path, capsys) -> None:
     assert re.search(r"single +3500\.0 ", said)
 
 
+def fsdp2_step_s(folder: Path, *options: str) -> float:
+    planned(folder, "strategies=[fsdp2]", "world_sizes=[1]", *options)
+    (row,) = csv.DictReader((folder / "plan.csv").read_text().splitlines())
+    return float(row["step_s"])
+
+
+def test_units_are_as_large_as_is_asked_for(tmp_path) -> None:
+    usual_s = fsdp2_step_s(tmp_path, "profile=resnet50")
+    assert fsdp2_step_s(tmp_path, "profile=resnet50", "shard_unit_mb=25") == usual_s
+    # One unit for all overlaps nothing.
+    assert fsdp2_step_s(tmp_path, "profile=resnet50", "shard_unit_mb=1000") > usual_s
+
+
+@pytest.mark.parametrize(("name", "warns"), [("block{}", True), ("blocks.{}.weight", False)])
+def test_a_measured_model_without_numbered_blocks_is_said_to_be_one_unit(
+    tmp_path, caplog, name: str, warns: bool
+) -> None:
+    tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
+    tensors = [replace(one, name=name.format(one.index)) for one in tensors]
+    saved = tmp_path / "model.json"
+    save_workload(Workload("mine", tensors, times, shard_unit_mb="blocks"), saved)
+    fsdp2_step_s(tmp_path, f"profile={saved}")
+    assert ("No tensor's name numbers a block" in caplog.text) == warns
+    caplog.clear()
+    fsdp2_step_s(tmp_path, f"profile={saved}", "shard_unit_mb=25")
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -94,6 +127,9 @@ def test_the_users_own_seconds_and_numbers_count(tmp_path, capsys) -> None:
         ("strategies=ddp", "strategies must be a list: strategies=[ddp]"),
         ("world_sizes=[0]", "world_sizes must be at least 1"),
         ("world_sizes=[5,7]", "None of world_sizes=[5, 7] fits into nodes of 4 ranks"),
+        ("shard_unit_mb=-1", "shard_unit_mb must be MiB, finite and not negative, or 'blocks'"),
+        ("shard_unit_mb=layers", "got 'layers'"),
+        ("shard_unit_mb=blocks", "named after layers and not after blocks; give shard_unit_mb in"),
         ("stragglers.slow_factor=3", "slow_share and slow_factor go together"),
     ],
 )

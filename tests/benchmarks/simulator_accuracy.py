@@ -33,7 +33,7 @@ from lightning_dear.apps.plan_config import measured_network
 from lightning_dear.compression import OkTopk
 from lightning_dear.device_costs import Device, halves_costs
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, TensorSpec
-from lightning_dear.planning.fusion import fuse_groups
+from lightning_dear.planning.fusion import fuse_groups, runs_of
 from lightning_dear.simulator import Link, Network, Program, Workload, simulate
 from lightning_dear.simulator.strategies import MIB, OURS, STRATEGIES, whole
 from tests.benchmarks.measured_cells import Cell, Cells, read_cells
@@ -199,15 +199,9 @@ class Judge:
 
 def ddp_groups(tensors: Sequence[TensorSpec], cap_bytes: float) -> list[list[int]]:
     """DDP's buckets of a cap that was asked for: closed by the tensor that reaches it."""
-    groups: list[list[int]] = [[]]
-    filled = 0
-    for tensor in sorted(tensors, key=lambda one: one.ready or 0):
-        if filled >= cap_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(tensor.index)
-        filled += tensor.numel * tensor.itemsize
-    return groups
+    ready = sorted(tensors, key=lambda one: one.ready or 0)
+    runs = runs_of(ready, lambda one: one.numel * one.itemsize, cap_bytes)
+    return [[tensor.index for tensor in run] for run in runs]
 
 
 def pairs(rows: Sequence[Judged]) -> tuple[int, int]:

@@ -219,6 +219,7 @@ class ReplayModel(Task):
 
     Attributes:
         profile: What is replayed, scaled and with the time it takes.
+        shard_unit_mb: As given, after scaling.
     """
 
     def __init__(
@@ -249,12 +250,7 @@ class ReplayModel(Task):
         super().__init__(net, optimizer or _DEFAULT_OPTIMIZER, scheduler)
         self._waiter = net.waiter
         self.profile = profile
-        self._unit_bytes = shard_unit_mb * _MIB / scale
-
-    @property
-    def shard_unit_mb(self) -> float:
-        """MiB of the scaled model that FSDP2 gathers together, at least."""
-        return self._unit_bytes / _MIB
+        self.shard_unit_mb = shard_unit_mb / scale
 
     @property
     def late_s(self) -> float:
@@ -270,7 +266,7 @@ class ReplayModel(Task):
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
             layers = list(self.net.get_submodule("layers").children())
-            shard_layers(self.net, layers, self._unit_bytes, mesh)
+            shard_layers(self.net, layers, self.shard_unit_mb * _MIB, mesh)
 
     @override
     def setup(self, stage: str) -> None:

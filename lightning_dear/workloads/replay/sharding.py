@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_dear.planning.fusion import runs_of
+
 
 def shard_layers(
     root: nn.Module, layers: Sequence[nn.Module], unit_bytes: float, mesh: DeviceMesh
@@ -31,12 +33,8 @@ def shard_layers(
 
 def units_of(layers: Sequence[nn.Module], unit_bytes: float) -> list[list[nn.Module]]:
     """Cut `layers` into runs of at least `unit_bytes` each, but for the last."""
-    units: list[list[nn.Module]] = [[]]
-    filled = 0
-    for layer in layers:
-        if units[-1] and filled >= unit_bytes:
-            units.append([])
-            filled = 0
-        units[-1].append(layer)
-        filled += sum(p.numel() * p.element_size() for p in layer.parameters())
-    return units
+    return runs_of(layers, _nbytes, unit_bytes)
+
+
+def _nbytes(layer: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in layer.parameters())
