@@ -23,12 +23,17 @@ from hydra.types import RunMode
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
+from lightning_dear.failures.handling import FailureHandling
 from lightning_dear.failures.interrupts import call_if_unheard
 from lightning_dear.failures.watch import dump_stacks, first_failure
+from lightning_dear.multiprocessing_launcher import ReportingLauncher
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +68,19 @@ _REPLACED_KEYS = (
 
 
 def configure_launcher(strategy: Strategy) -> None:
-    """Make ``strategy`` start its child ranks through :class:`JobLauncher`.
+    """Make ``strategy`` start its child ranks through a launcher of this package.
 
-    Replaces the strategy's launcher in place. A strategy without a script launcher (spawn, fork,
-    one device, processes started by torchrun or SLURM) keeps what it has. With one process in
-    all there is nothing to start, and the strategy is left without a launcher.
+    Replaces the strategy's launcher in place: one that starts a script by :class:`JobLauncher`, one
+    that spawns or forks by :class:`ReportingLauncher`, if the strategy has a failure board. A
+    strategy without either (one device, processes started by torchrun or SLURM) keeps what it has.
+    With one script in all there is nothing to start, and the strategy is left without a launcher.
 
     Args:
         strategy: A strategy that already knows its devices: one a Trainer was built with.
     """
     launcher = strategy._launcher
+    if isinstance(launcher, _MultiProcessingLauncher) and isinstance(strategy, FailureHandling):
+        strategy._launcher = ReportingLauncher(strategy, start_method=launcher._start_method)
     if not isinstance(launcher, _SubprocessScriptLauncher) or isinstance(launcher, JobLauncher):
         return
     if launcher.num_processes * launcher.num_nodes == 1:

@@ -97,7 +97,7 @@ class Job:
         pytest.param("popen", "hang", 0, marks=slow),
         pytest.param("popen", "collective", 0, marks=slow),
         pytest.param("spawn", "raise", 1, marks=slow),
-        pytest.param("spawn", "raise", 0, marks=slow),
+        ("spawn", "raise", 0),
         pytest.param("spawn", "kill", 1, marks=slow),
         pytest.param("spawn", "hang", 0, marks=slow),
         pytest.param("fork", "raise", 1, marks=slow),
@@ -114,6 +114,10 @@ def test_every_launcher_ends_all_ranks(launcher: str, kind: str, rank: int, tmp_
         assert MESSAGE in output
     if kind == "raise" and launcher == "popen":
         assert output.rstrip().splitlines()[-1] == FIRST.format(rank), output
+    if kind == "raise" and launcher in ("spawn", "fork"):
+        assert output.rstrip().splitlines()[-1] == f"ZeroDivisionError: {MESSAGE}", output
+    if kind == "kill" and launcher in ("spawn", "fork"):
+        assert f"process {rank} terminated with signal SIGKILL" in output, output
     assert torch.load(tmp_path / "kept.ckpt", weights_only=True)["global_step"] == 2
 
 
