@@ -80,7 +80,7 @@ def configure_launcher(strategy: Strategy) -> None:
     """
     launcher = strategy._launcher
     if isinstance(launcher, _MultiProcessingLauncher) and isinstance(strategy, FailureHandling):
-        strategy._launcher = ReportingLauncher(strategy, start_method=launcher._start_method)
+        strategy._launcher = ReportingLauncher(launcher._strategy, launcher._start_method)
     if not isinstance(launcher, _SubprocessScriptLauncher) or isinstance(launcher, JobLauncher):
         return
     if launcher.num_processes * launcher.num_nodes == 1:

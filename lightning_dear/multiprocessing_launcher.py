@@ -24,7 +24,9 @@ class ReportingLauncher(_MultiProcessingLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `function` on all ranks; returns rank 0's result. Blocks until all have ended."""
-        return super().launch(partial(_reporting, self._strategy, function), *args, **kwargs)
+        strategy = self._strategy
+        assert isinstance(strategy, FailureHandling)
+        return super().launch(partial(_reporting, strategy, function), *args, **kwargs)
 
 
 def _reporting(strategy: FailureHandling, function: Callable[..., Any], *args: Any) -> Any:
