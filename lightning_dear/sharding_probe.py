@@ -1,7 +1,7 @@
-"""What other strategies take: the backend's own halves, FSDP2's host, DDP's module buffers.
+"""What sharding as others do it takes: the backend's own halves, and FSDP2's host.
 
-Ours are none of these: on gloo our halves are messages to all ranks at once, of buckets whose
-tensors the host does not touch one by one, and module buffers travel while something is computed.
+Ours are neither: on gloo our halves are messages to all ranks at once, of buckets whose tensors the
+host does not touch one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lightning_dear.clock import clock_of
@@ -138,46 +137,6 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
     """The options that another one of its class is made with."""
     known = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in known}
-
-
-def module_buffers_s(collectives: Collectives, device: torch.device, module: nn.Module) -> float:
-    """Seconds for which DistributedDataParallel holds up forward to send rank 0's module buffers.
-
-    Of buffers as long as `module`'s; 0 if it has none. The slowest rank's. Collective, blocks.
-    """
-    buffers = [torch.zeros_like(one, device=device) for one in module.buffers()]
-    if not buffers:
-        return 0.0
-    without_s, with_s = (
-        median(_forwards_s(collectives, device, DistributedDataParallel(_Buffers(given, device))))
-        for given in ([], buffers)
-    )
-    return max(with_s - without_s, 0.0)
-
-
-def _forwards_s(collectives: Collectives, device: torch.device, module: nn.Module) -> list[float]:
-    clock = clock_of(device)
-    own = []
-    for _ in range(_NUM_WARM_UP_STEPS + _NUM_REPEATS):
-        collectives.all_gather_object(None)
-        begin = clock.mark()
-        loss = module(torch.ones(()))
-        end = clock.mark()
-        own.append(clock.seconds(end) - clock.seconds(begin))
-        # Without backward DDP sends nothing in the next forward.
-        loss.backward()
-    return slowest(collectives, own[_NUM_WARM_UP_STEPS:])
-
-
-class _Buffers(nn.Module):
-    def __init__(self, buffers: list[Tensor], device: torch.device) -> None:
-        super().__init__()
-        self.tensor = nn.Parameter(torch.zeros((), device=device))
-        for number, buffer in enumerate(buffers):
-            self.register_buffer(str(number), buffer)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden * self.tensor
 
 
 class _Unit(nn.Module):

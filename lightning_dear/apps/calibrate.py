@@ -24,18 +24,14 @@ from typing_extensions import override
 from lightning_dear.apps import emulated, job, train
 from lightning_dear.apps.measured_costs import Costs, cluster_of, summary
 from lightning_dear.collectives import new_collectives
+from lightning_dear.ddp_probe import gradient_copies_s, module_buffers_s
 from lightning_dear.exchange_probe import Of, Spread, measure_sizes
 from lightning_dear.paced_probe import due_of, with_paced_alpha
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec, ThresholdFusion
 from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.search import NoContest
-from lightning_dear.sharding_probe import (
-    module_buffers_s,
-    probe_gather,
-    probe_reduce_scatter,
-    sharded_tensor_s,
-)
+from lightning_dear.sharding_probe import probe_gather, probe_reduce_scatter, sharded_tensor_s
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.curve import Curve, rising
 from lightning_dear.simulator.saved import save_workload
@@ -119,9 +115,15 @@ class ExchangeProbe(Callback):
             _waited_for(probe, collectives, device, large // 4)
             for probe in (probe_gather, probe_reduce_scatter)
         )
-        buffers_s = module_buffers_s(collectives, device, pl_module)
         self.costs = Costs(
-            halves, all_reduce, all_gather, reduce_scatter, cpu_s, tensor_s, buffers_s
+            halves,
+            all_reduce,
+            all_gather,
+            reduce_scatter,
+            cpu_s,
+            tensor_s,
+            buffers_s=module_buffers_s(collectives, device, pl_module),
+            copies_s=gradient_copies_s(collectives, device, pl_module),
         )
 
 
@@ -198,6 +200,7 @@ def _finish(
         compressor=str(choices["compressor"]),
         fixed_step_s=times.step_s,
         buffers_s=costs.buffers_s,
+        copies_s=costs.copies_s,
         # Of a replay; others' blocks are sharded, as `Task`s' are.
         shard_unit_mb=getattr(model, "shard_unit_mb", BLOCKS),
     )

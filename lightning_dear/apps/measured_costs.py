@@ -29,6 +29,7 @@ class Costs:
             ahead.
         buffers_s: For which DDP holds up forward to send the model's buffers; of it, and not of the
             cluster.
+        copies_s: In which DDP copies the model's gradients.
     """
 
     halves: Spread[LinkCost]
@@ -38,6 +39,7 @@ class Costs:
     all_reduce_cpu_s: float = 0.0
     sharded_tensor_s: Spread[float] = Spread(0.0, 0.0, 0.0)
     buffers_s: float = 0.0
+    copies_s: float = 0.0
 
 
 def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]:
@@ -111,6 +113,8 @@ def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
     )
     if costs.buffers_s:
         lines.append(f"  DDP sends module buffers for {costs.buffers_s * 1e3:.1f} ms of forward")
+    if costs.copies_s:
+        lines.append(f"  DDP copies gradients for {costs.copies_s * 1e3:.1f} ms of a step")
     if host_s := costs.sharded_tensor_s.middle:
         lines.append(f"  FSDP2 takes {host_s * 1e6:.0f} us of a host for each tensor")
     return "\n".join(lines)

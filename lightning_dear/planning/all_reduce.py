@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
-from lightning_dear.planning.fusion import MIB, fuse_groups
+from lightning_dear.planning.fusion import MIB, fuse_groups, runs_of
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
 from lightning_dear.planning.predict import predict
 from lightning_dear.planning.times import ModelTimes
@@ -103,18 +104,15 @@ def everything_all_reduced(
     A bucket is closed by the tensor with which it reaches its cap; no tensor is cut. Both caps are
     divided by `divisor`.
     """
-    groups: dict[str, list[list[int]]] = {}
-    filled = 0
-    used = sorted((one for one in tensors if one.is_used), key=lambda one: one.ready or 0)
-    for tensor in sorted(used, key=lambda one: one.family):
-        of_family = groups.setdefault(tensor.family, [])
-        cap_bytes = _DDP_CAPS_BYTES[len(of_family) > 1] / divisor
-        if not of_family or filled >= cap_bytes:
-            of_family.append([])
-            filled = 0
-        of_family[-1].append(tensor.index)
-        filled += tensor.numel * tensor.itemsize
-    of_all = [group for of_family in groups.values() for group in of_family]
+    used = sorted(
+        (one for one in tensors if one.is_used), key=lambda one: (one.family, one.ready or 0)
+    )
+    first_bytes, cap_bytes = (cap / divisor for cap in _DDP_CAPS_BYTES)
+    runs = (
+        runs_of(family, lambda one: one.numel * one.itemsize, cap_bytes, first_bytes)
+        for _, family in groupby(used, key=lambda one: one.family)
+    )
+    of_all = [[one.index for one in run] for of_family in runs for run in of_family]
     name = "all-reduces with DDP's caps" + (f" / {divisor}" if divisor > 1 else "")
     plan = fuse_groups(name, tensors, world_size, of_all)
     return replace(plan, all_reduced=tuple(range(len(plan.buckets))))

@@ -191,12 +191,21 @@ def _fuse(
     return BucketPlan(name, world_size, buckets, reduce_order(buckets, tensors))
 
 
-def runs_of(items: Iterable[T], nbytes: Callable[[T], float], least: float) -> list[list[T]]:
-    """Consecutive items together, up to the one with which they have `least` bytes or more."""
+def runs_of(
+    items: Iterable[T],
+    nbytes: Callable[[T], float],
+    least: float,
+    first_least: float | None = None,
+) -> list[list[T]]:
+    """Consecutive items together, up to the one with which they have `least` bytes or more.
+
+    The first run has `first_least`, if that is given.
+    """
     runs: list[list[T]] = []
     filled = 0.0
     for item in items:
-        if not runs or filled >= least:
+        enough = least if first_least is None or len(runs) > 1 else first_least
+        if not runs or filled >= enough:
             runs.append([])
             filled = 0.0
         runs[-1].append(item)

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, ModelTimes, TensorSpec
 from lightning_dear.simulator.workload import Workload
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Of `save_workload`."""
 
 
@@ -24,6 +24,7 @@ def save_workload(workload: Workload, path: str | Path) -> None:
         "compressor": workload.compressor,
         "fixed_step_s": workload.fixed_step_s,
         "buffers_s": workload.buffers_s,
+        "copies_s": workload.copies_s,
         "shard_unit_mb": workload.shard_unit_mb,
         "times": asdict(workload.times),
         "codecs": {
@@ -59,6 +60,7 @@ def load_workload(path: str | Path) -> Workload:
             compressor=content["compressor"],
             fixed_step_s=content["fixed_step_s"],
             buffers_s=content["buffers_s"],
+            copies_s=content["copies_s"],
             shard_unit_mb=content["shard_unit_mb"],
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -51,7 +51,8 @@ class Schedule:
             `Network.has_reduce_scatter`.
         shards_tensors: Whether every tensor is sharded by itself, and not a bucket of them; see
             `Network.sharded_tensor_s`.
-        sends_buffers: Whether forward waits for rank 0's module buffers; see `Workload.buffers_s`.
+        is_ddp: Whether forward waits for rank 0's module buffers, and gradients are copied into
+            buckets and back; see `Workload.buffers_s` and `copies_s`.
     """
 
     gathers: Gathers = "stepped"
@@ -59,7 +60,7 @@ class Schedule:
     cycle_s: float = 0.0
     uses_the_backends: bool = False
     shards_tensors: bool = False
-    sends_buffers: bool = False
+    is_ddp: bool = False
 
     def program(self, plan: BucketPlan, workload: Workload, network: Network) -> Program:
         """The steady-state step of `plan`, which must be one for `network`'s ranks."""
@@ -105,15 +106,15 @@ class _Builder:
         )
         is_late = self._schedule.gathers == "at_once"
         events = [(0.0 if is_late else at_s, self._before_use(number)) for at_s, number in uses]
-        held_up_s = self._workload.buffers_s if self._sends_buffers else 0.0
+        held_up_s = self._workload.buffers_s if self._is_ddp else 0.0
         return [
             Compute(FORWARD, held_up_s),
             *interleaved(FORWARD, self._times.forward_s, events),
         ]
 
     @property
-    def _sends_buffers(self) -> bool:
-        return self._schedule.sends_buffers and self._plan.world_size > 1
+    def _is_ddp(self) -> bool:
+        return self._schedule.is_ddp and self._plan.world_size > 1
 
     def _before_use(self, number: int) -> list[Op]:
         ops: list[Op] = [Wait((ALL_GATHER, number), from_last_step=True)]
@@ -223,6 +224,9 @@ class _Builder:
         return [fixed, *steps, Compute(STEP, whole_s), Compute(CODEC, rest_s), *gathers]
 
     def _host_s(self) -> float:
+        """Of others' work on single tensors, which nothing hides; ours has none."""
+        if self._is_ddp:
+            return self._workload.copies_s
         if not self._schedule.shards_tensors or self._plan.world_size == 1:
             return 0.0
         return self._network.sharded_tensor_s * len(self._workload.tensors)

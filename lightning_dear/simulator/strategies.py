@@ -214,7 +214,7 @@ def _single(workload: Workload, network: Network) -> Program:
 
 _ZERO = Schedule(gathers="at_once", uses_the_backends=True)
 _FSDP2 = Schedule(gathers="one_ahead", uses_the_backends=True, shards_tensors=True)
-_DDP = Schedule(sends_buffers=True)
+_DDP = Schedule(is_ddp=True)
 _PAPER = Schedule(gathers="one_ahead", steps_late=True)
 _paper_plan = ThresholdFusion(bucket_cap_mb=PAPER_CAP_MB, first_bucket_cap_mb=PAPER_CAP_MB).plan
 

@@ -29,6 +29,7 @@ class Workload:
         fixed_step_s: Seconds of the optimizer's step that are the same however little is stepped.
         buffers_s: Seconds for which DDP holds up forward to send rank 0's module buffers to all
             ranks; ours travel meanwhile.
+        copies_s: Seconds of a step in which DDP copies gradients into its buckets and back.
         compressor: The name of what `codecs` are the costs of.
         shard_unit_mb: MiB that FSDP2 and ZeRO gather together: whole modules, in the order in which
             forward reads them, up to the one that reaches so much. "blocks": the tensors of each of
@@ -44,6 +45,7 @@ class Workload:
     compressor: str = "none"
     fixed_step_s: float = 0.0
     buffers_s: float = 0.0
+    copies_s: float = 0.0
     whole_codecs: CodecCosts | None = None
     shard_unit_mb: float | Literal["blocks"] = 25.0
 

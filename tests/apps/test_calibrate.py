@@ -74,6 +74,7 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     assert workload.shard_unit_mb == "blocks"
     # BatchNorm's.
     assert 0 <= workload.buffers_s < 1
+    assert 0 <= workload.copies_s < 1
     assert len(units_of(workload)) > 2
     cluster = OmegaConf.load(folder / "cluster" / "measured.yaml")
     assert (cluster.num_nodes, cluster.devices) == (1, 2)

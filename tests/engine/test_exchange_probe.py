@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lightning_dear.collectives import new_collectives
+from lightning_dear.ddp_probe import _at_most, gradient_copies_s, module_buffers_s
 from lightning_dear.exchange_probe import line, measure_sizes
 from lightning_dear.planning import LinkCost
 from lightning_dear.sharding_probe import (
     alike,
-    module_buffers_s,
     probe_gather,
     probe_reduce_scatter,
     sharded_tensor_s,
@@ -57,10 +57,30 @@ def test_sizes_are_measured_alike_on_all_ranks(world_size: int) -> None:
     assert 0 < buffers_s < 1
     assert norm.num_batches_tracked == 0
     assert module_buffers_s(collectives, CPU, torch.nn.Linear(1, 1)) == 0
-    everyone = collectives.all_gather_object((halves, all_reduce, waited_s, tensor_s, buffers_s))
+    copies_s = gradient_copies_s(collectives, CPU, norm)
+    assert 0 < copies_s < 1
+    assert norm.weight.grad is None
+    assert gradient_copies_s(collectives, CPU, norm.requires_grad_(False)) == 0
+    everyone = collectives.all_gather_object(
+        (halves, all_reduce, waited_s, tensor_s, buffers_s, copies_s)
+    )
     assert everyone == [everyone[0]] * world_size
     # Training's bytes stay training's.
     assert collectives.ledger.total_bytes == sent_before
+
+
+def test_of_a_large_model_a_part_is_copied() -> None:
+    model = [torch.zeros(3, 2), torch.zeros(4, dtype=torch.float64), torch.zeros(9)]
+    copied, share = _at_most(model, 50)
+    assert [(one.numel(), one.dtype) for one in copied] == [
+        (6, torch.float32),
+        (3, torch.float64),
+    ]
+    assert share == 48 / 92
+    copied, share = _at_most(model, 92)
+    assert [one.numel() for one in copied] == [6, 4, 9]
+    assert share == 1
+    assert _at_most([], 92) == ([], 0)
 
 
 class _Picky(torch.optim.SGD):

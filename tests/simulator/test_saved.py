@@ -19,7 +19,15 @@ from tests.planning.models import chain, chains, codecs
 def test_it_comes_back_as_it_was(tmp_path_factory, model, costs, state_bytes, unit_mb) -> None:
     tensors, times = model
     workload = Workload(
-        "made up", tensors, times, costs, state_bytes, "int8", buffers_s=0.5, shard_unit_mb=unit_mb
+        "made up",
+        tensors,
+        times,
+        costs,
+        state_bytes,
+        "int8",
+        buffers_s=0.5,
+        copies_s=0.25,
+        shard_unit_mb=unit_mb,
     )
     path = tmp_path_factory.mktemp("saved") / "model.json"
     save_workload(workload, path)
@@ -27,7 +35,7 @@ def test_it_comes_back_as_it_was(tmp_path_factory, model, costs, state_bytes, un
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", "no JSON", '{"version": 7}', '{"version": 2, "codecs": 3}']
+    "text", ["{}", "[]", "no JSON", '{"version": 7}', '{"version": 3, "codecs": 3}']
 )
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "model.json"
@@ -39,6 +47,6 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
 def test_one_of_another_version_says_so(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     save_workload(Workload("some", *chain([1], [1.0], [1.0])), path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3}))
-    with pytest.raises(ValueError, match=re.escape("its version is 3, not 2")):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2}))
+    with pytest.raises(ValueError, match=re.escape("its version is 2, not 3")):
         load_workload(path)

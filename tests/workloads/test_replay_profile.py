@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -104,6 +105,14 @@ def test_compute_is_rescaled_layer_by_layer():
     assert profile.with_compute(0.04, backward_over_forward=3).forward_s == pytest.approx(0.01)
 
 
+def test_compute_is_rescaled_as_it_is_divided():
+    uneven = load_profile("resnet50").with_compute(0.04, 3)
+    slower = uneven.with_compute(0.4, None)
+    assert (slower.forward_s, slower.backward_s) == pytest.approx((0.1, 0.3))
+    one_sided = small_profile(forward_s=0)
+    assert one_sided.with_compute(2, None).backward_s == pytest.approx(2)
+
+
 def test_impossible_compute_is_refused():
     with pytest.raises(ValueError, match="compute_s"):
         small_profile().with_compute(0)
@@ -111,6 +120,10 @@ def test_impossible_compute_is_refused():
         small_profile().with_compute(1, backward_over_forward=-2)
     with pytest.raises(ValueError, match="takes no time"):
         small_profile(forward_s=0).with_compute(1)
+    nothing = small_profile(forward_s=0)
+    nothing = replace(nothing, layers=tuple(replace(one, backward_s=0.0) for one in nothing.layers))
+    with pytest.raises(ValueError, match="takes no time"):
+        nothing.with_compute(1, None)
 
 
 def test_a_saved_profile_is_read_back(tmp_path):

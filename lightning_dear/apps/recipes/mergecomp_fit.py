@@ -140,8 +140,7 @@ def workload_of(model: str, seconds: float) -> Workload:
         ValueError: If there is no such profile.
     """
     profile = load_profile(model)
-    profile = profile.with_compute(seconds, profile.backward_s / profile.forward_s)
-    return Workload(profile.name, *planned(profile))
+    return Workload(profile.name, *planned(profile.with_compute(seconds, None)))
 
 
 def fp32_scaling(workload: Workload, network: Network) -> float:

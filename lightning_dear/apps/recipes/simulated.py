@@ -72,9 +72,8 @@ def workloads_of(cfg: DictConfig) -> list[Workload]:
 
 def workload_of(profile: ModelProfile, factor: float) -> Workload:
     """Return a profile's model, computing `factor` times as long as the profile says."""
-    seconds, ratio = profile.forward_s + profile.backward_s, profile.backward_s / profile.forward_s
-    tensors, times = planned(profile.with_compute(seconds * factor, ratio))
-    return Workload(profile.name, tensors, times)
+    seconds = profile.forward_s + profile.backward_s
+    return Workload(profile.name, *planned(profile.with_compute(seconds * factor, None)))
 
 
 def networks_of(cfg: DictConfig, world_size: int | None) -> dict[str, Network]:

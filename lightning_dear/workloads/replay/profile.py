@@ -128,26 +128,33 @@ class ModelProfile:
         )
         return replace(self, layers=tuple(layers))
 
-    def with_compute(self, compute_s: float, backward_over_forward: float = 2.0) -> ModelProfile:
+    def with_compute(
+        self, compute_s: float, backward_over_forward: float | None = 2.0
+    ) -> ModelProfile:
         """The same layers, sped up or slowed down to take `compute_s` in all.
 
         Args:
             compute_s: Seconds of forward and backward together.
-            backward_over_forward: Seconds of backward for one of forward.
+            backward_over_forward: Seconds of backward for one of forward; None: as it is.
 
         Raises:
             ValueError: If one of them is not positive and finite, or the profile has no times that
                 could be rescaled.
         """
-        if not 0 < compute_s < math.inf or not 0 < backward_over_forward < math.inf:
+        ratio = backward_over_forward
+        if not 0 < compute_s < math.inf or not (ratio is None or 0 < ratio < math.inf):
             raise ValueError(
                 "compute_s and backward_over_forward must be positive and finite; got"
-                f" {compute_s} and {backward_over_forward}."
+                f" {compute_s} and {ratio}."
             )
-        if not self.forward_s or not self.backward_s:
+        own_s = self.forward_s, self.backward_s
+        if not any(own_s) or (ratio is not None and not all(own_s)):
             raise ValueError(f"The profile {self.name!r} takes no time, so none can be rescaled.")
-        forward = compute_s / (1 + backward_over_forward) / self.forward_s
-        backward = compute_s / (1 + 1 / backward_over_forward) / self.backward_s
+        if ratio is None:
+            forward = backward = compute_s / sum(own_s)
+        else:
+            forward = compute_s / (1 + ratio) / self.forward_s
+            backward = compute_s / (1 + 1 / ratio) / self.backward_s
         layers = (
             replace(
                 layer,

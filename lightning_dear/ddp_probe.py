@@ -1,0 +1,131 @@
+"""What DDP takes beyond its all-reduces: module buffers, and copies of gradients.
+
+Ours has neither: module buffers travel while something is computed, and gradients are where they
+are sent from.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dear.clock import clock_of
+from lightning_dear.exchange_probe import slowest
+from lightning_dear.work import Collectives
+
+_NUM_REPEATS, _NUM_WARM_UP_STEPS = 9, 2
+_COPIED_BYTES = 1 << 28
+"""At most, of a model's gradients; of larger ones a part tells what all take."""
+
+
+def module_buffers_s(collectives: Collectives, device: torch.device, module: nn.Module) -> float:
+    """Seconds for which DistributedDataParallel holds up forward to send rank 0's module buffers.
+
+    Of buffers as long as `module`'s; 0 if it has none. The slowest rank's. Collective, blocks.
+    """
+    buffers = [torch.zeros_like(one, device=device) for one in module.buffers()]
+    if not buffers:
+        return 0.0
+    without_s, with_s = (
+        median(_forwards_s(collectives, device, DistributedDataParallel(_Buffers(given, device))))
+        for given in ([], buffers)
+    )
+    return max(with_s - without_s, 0.0)
+
+
+def gradient_copies_s(collectives: Collectives, device: torch.device, module: nn.Module) -> float:
+    """Seconds of a step in which DistributedDataParallel copies gradients into buckets and back.
+
+    From backwards of as many and as large parameters as `module`'s, in which nothing is sent, with
+    DDP and without. All ranks at once; the slowest rank's. Needs three times `_COPIED_BYTES` or the
+    parameters' memory, whichever is less. Collective, blocks.
+    """
+    trained = [one for one in module.parameters() if one.requires_grad]
+    copied, share = _at_most(trained, _COPIED_BYTES)
+    if not copied:
+        return 0.0
+    plain, wrapped = (_Tensors(copied, device) for _ in range(2))
+    # Its default buckets, of what the ranks need not agree on: all is zero.
+    ddp = DistributedDataParallel(wrapped, init_sync=False)
+    ddp.register_comm_hook(None, _send_nothing)
+    plain_s, ddp_s = (median(_backwards_s(collectives, device, one)) for one in (plain, ddp))
+    return max(ddp_s - plain_s, 0.0) / share
+
+
+def _at_most(tensors: Sequence[Tensor], most: int) -> tuple[list[Tensor], float]:
+    """The first of them, the last of which may be shortened; and their share of all bytes."""
+    total = sum(one.nbytes for one in tensors)
+    chosen: list[Tensor] = []
+    left = most
+    for one in tensors:
+        if left < one.element_size():
+            break
+        chosen.append(one.detach().reshape(-1)[: left // one.element_size()])
+        left -= chosen[-1].nbytes
+    return chosen, (most - left) / max(total, 1)
+
+
+def _send_nothing(
+    # Annotated as DDP demands of hooks, which mypy cannot see.
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> Future[Tensor]:
+    buffer = bucket.buffer()
+    sent: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+    sent.set_result(buffer)
+    return sent
+
+
+def _backwards_s(collectives: Collectives, device: torch.device, module: nn.Module) -> list[float]:
+    clock = clock_of(device)
+    own = []
+    for _ in range(_NUM_WARM_UP_STEPS + _NUM_REPEATS):
+        loss = module(torch.zeros((), device=device))
+        collectives.all_gather_object(None)
+        begin = clock.mark()
+        loss.backward()
+        end = clock.mark()
+        own.append(clock.seconds(end) - clock.seconds(begin))
+        module.zero_grad()
+    return slowest(collectives, own[_NUM_WARM_UP_STEPS:])
+
+
+def _forwards_s(collectives: Collectives, device: torch.device, module: nn.Module) -> list[float]:
+    clock = clock_of(device)
+    own = []
+    for _ in range(_NUM_WARM_UP_STEPS + _NUM_REPEATS):
+        collectives.all_gather_object(None)
+        begin = clock.mark()
+        loss = module(torch.ones(()))
+        end = clock.mark()
+        own.append(clock.seconds(end) - clock.seconds(begin))
+        # Without backward DDP sends nothing in the next forward.
+        loss.backward()
+    return slowest(collectives, own[_NUM_WARM_UP_STEPS:])
+
+
+class _Tensors(nn.Module):
+    def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
+        super().__init__()
+        zeros = (torch.zeros_like(one, device=device) for one in like)
+        self.tensors = nn.ParameterList(map(nn.Parameter, zeros))
+
+    def forward(self, loss: Tensor) -> Tensor:
+        for one in self.tensors:
+            loss = loss + one.sum()
+        return loss
+
+
+class _Buffers(nn.Module):
+    def __init__(self, buffers: list[Tensor], device: torch.device) -> None:
+        super().__init__()
+        self.tensor = nn.Parameter(torch.zeros((), device=device))
+        for number, buffer in enumerate(buffers):
+            self.register_buffer(str(number), buffer)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.tensor
