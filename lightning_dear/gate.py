@@ -93,6 +93,12 @@ class ParameterGate(dict[str, Any]):
     def __or__(self, other: Any) -> Any:
         return self._opened() | other
 
+    @override
+    def __ior__(self, other: Any) -> Any:
+        plain = self._opened()
+        plain |= other
+        return plain
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are of a module whose parameters are complete: an ordinary dict.
         return dict, (dict(self._opened()),)

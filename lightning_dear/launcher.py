@@ -110,6 +110,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._is_failing = threading.Event()
         self._has_heard_signal = threading.Event()
+        self._watcher: threading.Thread | None = None
         watch_parent()
 
     @override
@@ -120,13 +121,16 @@ class JobLauncher(_SubprocessScriptLauncher):
         ends, so that all ranks can still save what they save after an exception.
         """
         kwargs.pop("trainer", None)
+        # Of this launch: one before may have failed, or been interrupted, and been survived.
+        self._is_failing.clear()
+        self._has_heard_signal = threading.Event()
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             atexit.register(self._end_children)
-            self._watch_children()
+        self._watch_children()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             with call_if_unheard(self._has_heard_signal, BLOCKED_S, self._end_deaf_children):
@@ -166,8 +170,10 @@ class JobLauncher(_SubprocessScriptLauncher):
         return subprocess.Popen(command, env={**os.environ, **own}, cwd=cwd)
 
     def _watch_children(self) -> None:
-        watcher = threading.Thread(target=self._end_all_when_one_fails, daemon=True)
-        watcher.start()
+        # It ends when a launch fails, after which there may be another one.
+        if self.procs and not (self._watcher and self._watcher.is_alive()):
+            self._watcher = threading.Thread(target=self._end_all_when_one_fails, daemon=True)
+            self._watcher.start()
 
     def _end_all_when_one_fails(self) -> None:
         codes = [process.poll() for process in self.procs]

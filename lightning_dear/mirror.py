@@ -33,6 +33,7 @@ MIRRORED = (
     "fabric",
     "gradient_access",
     "launcher",
+    "multiprocessing_launcher",
     "precision",
     "strategy",
     "support",

@@ -33,6 +33,7 @@ DISTRIBUTED_ROOMS = (
     "workloads/task.py",
     "workloads/replay/sharding.py",
     "link_probe.py",
+    "ddp_probe.py",
     "sharding_probe.py",
     "benchmarking/competitors.py",
 )
@@ -47,6 +48,7 @@ HOST_ROOMS = (
     "checkpoint_access.py",
     "checkpoint_io.py",
     "launcher.py",
+    "multiprocessing_launcher.py",
     "callbacks/",
     "fabric/",
     "apps/",

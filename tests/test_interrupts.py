@@ -46,6 +46,18 @@ def test_a_signal_that_is_heard_and_another_signal() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
+@pytest.mark.usefixtures("deaf")
+def test_later_signals_are_read_and_change_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    num_calls = []
+    with call_if_unheard(threading.Event(), 0.1, lambda: num_calls.append(1)):
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+    assert num_calls == [1]
+    # As a broken pipe would be there.
+    assert capfd.readouterr().err == ""
+
+
 def test_an_interrupt_that_comes_through() -> None:
     acted = threading.Event()
 

@@ -198,6 +198,36 @@ def test_a_failing_child_ends_this_process(make_launcher, monkeypatch, exit_code
     assert codes == [1]
 
 
+def test_a_launch_after_a_failed_one_is_watched_again(make_launcher, monkeypatch, exit_codes):
+    monkeypatch.setattr(launcher, "GRACE_S", 0.1)
+    codes, ended = exit_codes
+    made = make_launcher("")
+    monkeypatch.setattr(
+        made,
+        "_start",
+        lambda local_rank: subprocess.Popen(
+            [sys.executable, "-c", "input(); raise SystemExit(3)"], stdin=subprocess.PIPE
+        ),
+    )
+
+    def fail():
+        raise ValueError("bad batch")
+
+    with pytest.raises(ValueError, match="bad batch"):
+        made.launch(fail)
+    first_heard = made._has_heard_signal
+
+    def child_fails():
+        made.procs[0].communicate(b"\n")
+        return ended.wait(30.0)
+
+    assert made.launch(child_fails)
+    assert codes == [1]
+    # Each launch waits for a signal of its own.
+    assert first_heard.is_set()
+    assert made._has_heard_signal is not first_heard
+
+
 _CHILD = """
 import time
 from lightning_dear import launcher

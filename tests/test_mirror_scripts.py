@@ -49,8 +49,10 @@ class Net(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 2))
+        self.register_buffer("steps", torch.zeros(1))
 
     def training_step(self, batch, batch_idx):
+        self.steps += 1
         return self.layers(batch).square().mean()
 
     def configure_optimizers(self):
@@ -58,6 +60,8 @@ class Net(LightningModule):
 
     def on_train_end(self):
         assert self.trainer.world_size == {devices}
+        # Spawned ranks must not count in the same memory.
+        assert self.steps == self.trainer.global_step and not self.steps.is_shared()
         module = type(self.trainer.strategy).__module__
         weight = self.layers[0].weight.sum()
         print(f"rank {{self.trainer.global_rank}} {{module}} {{weight:.6f}}\\n", end="", flush=True)

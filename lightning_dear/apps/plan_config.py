@@ -36,6 +36,11 @@ def workload_of(cfg: DictConfig) -> Workload:
     profile = load_profile(cfg.profile)
     if cfg.compute_s is not None:
         profile = profile.with_compute(float(cfg.compute_s))
+    if not profile.forward_s + profile.backward_s:
+        raise ValueError(
+            f"The profile {profile.name!r} takes no time, so there is nothing to compare exchanges"
+            " with; record it again, or give another one."
+        )
     tensors, times = planned(profile)
     times = replace(times, step_s=float(cfg.step_s))
     if cfg.shard_unit_mb == BLOCKS:

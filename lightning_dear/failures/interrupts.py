@@ -15,7 +15,7 @@ _DONE = b"\0"
 def call_if_unheard(
     heard: threading.Event, after_s: float, act: Callable[[], None]
 ) -> Iterator[None]:
-    """Within, calls `act` if a SIGINT or SIGTERM goes unheard.
+    """Within, calls `act` if the first SIGINT or SIGTERM goes unheard.
 
     Python runs a signal's handler in the main thread, once that thread runs Python again: never, if
     it waits in a collective for a rank that hangs. Does nothing outside the main thread, or where
@@ -40,12 +40,15 @@ def call_if_unheard(
         return
 
     def listen() -> None:
+        has_waited = False
+        # Read to the end: whoever writes into a pipe that nobody reads is told so on stderr.
         with os.fdopen(read_end, "rb", buffering=0) as signals:
             while (number := signals.read(1)) not in (b"", _DONE):
-                if number[0] in (signal.SIGINT, signal.SIGTERM):
-                    if not heard.wait(after_s):
-                        act()
-                    return
+                if has_waited or number[0] not in (signal.SIGINT, signal.SIGTERM):
+                    continue
+                has_waited = True
+                if not heard.wait(after_s):
+                    act()
 
     threading.Thread(target=listen, daemon=True).start()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from typing_extensions import override
@@ -177,7 +178,10 @@ def _candidates(
 
 
 def _gains_lost(step_s: float, best_s: float) -> int:
-    return int((step_s / best_s - 1) / _MIN_GAIN)
+    if step_s <= best_s:
+        return 0
+    # Where the best takes no time, whatever takes any is worse than all that does not.
+    return int((step_s / best_s - 1) / _MIN_GAIN) if best_s else sys.maxsize
 
 
 class AutoSearch(Contest):

@@ -15,6 +15,7 @@ from lightning_dear.apps.plan import plan
 from lightning_dear.paths import conf_dir
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.saved import save_workload
+from lightning_dear.workloads.replay import load_profile
 from tests.planning.models import chain
 
 PLANNED = sorted(
@@ -79,6 +80,23 @@ def test_the_users_own_seconds_and_numbers_count(tmp_path, capsys) -> None:
     assert "forward 1000.0 ms, backward 2000.0 ms" in said
     assert "4 ranks on 2 node(s)" in said
     assert re.search(r"single +3500\.0 ", said)
+
+
+def test_seconds_are_divided_as_the_profile_divides_them(tmp_path, capsys) -> None:
+    saved = tmp_path / "even.json"
+    profile = load_profile("vgg16").with_compute(1.0, 1.0)
+    profile.save(saved)
+    planned(tmp_path, *FEW, f"profile={saved}", "compute_s=3.0")
+    assert "forward 1500.0 ms, backward 1500.0 ms" in capsys.readouterr().out
+
+
+def test_a_profile_that_takes_no_time_is_refused(tmp_path) -> None:
+    profile = load_profile("vgg16")
+    layers = tuple(replace(one, forward_s=0.0, backward_s=0.0) for one in profile.layers)
+    saved = tmp_path / "nothing.json"
+    replace(profile, layers=layers).save(saved)
+    with pytest.raises(ValueError, match="takes no time, so there is nothing to compare"):
+        planned(tmp_path, *FEW, f"profile={saved}")
 
 
 def fsdp2_step_s(folder: Path, *options: str) -> float:

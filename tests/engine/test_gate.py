@@ -12,6 +12,11 @@ from torch import nn
 
 from lightning_dear.gate import ParameterGate, close_gate, plain_parameters, remove_gate
 
+
+def _merge_more(module: nn.Linear) -> None:
+    module._parameters |= {"more": nn.Parameter(torch.zeros(1))}
+
+
 TOUCHES: dict[str, Callable[[nn.Linear], object]] = {
     "attribute": lambda module: module.weight,
     "forward": lambda module: module(torch.zeros(1, 3)),
@@ -36,6 +41,7 @@ TOUCHES: dict[str, Callable[[nn.Linear], object]] = {
     "clear": lambda module: module._parameters.clear(),
     "equal": lambda module: module._parameters == {},
     "or": lambda module: module._parameters | {},
+    "or in place": _merge_more,
 }
 
 

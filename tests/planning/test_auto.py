@@ -17,7 +17,7 @@ from lightning_dear.planning import (
     ThresholdFusion,
     predict,
 )
-from lightning_dear.planning.auto import AutoSearch
+from lightning_dear.planning.auto import AutoSearch, _gains_lost
 from lightning_dear.planning.bayesian import cap_plans
 from lightning_dear.planning.search import STEPS_BEFORE_SEARCH, STEPS_PER_TRIAL
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain
@@ -183,6 +183,14 @@ def test_a_model_with_one_possible_plan_is_measured_once() -> None:
     search = AutoFusion().search(tensors, WORLD_SIZE, times, LINKS[0])
     assert isinstance(search, AutoSearch)
     assert len(_tried(search, [1.0])) == 1
+
+
+def test_where_nothing_takes_time_any_plan_will_do() -> None:
+    tensors, times = chain([1] * 4, [0.0] * 4, [0.0] * 4)
+    search = AutoFusion().search(tensors, WORLD_SIZE, times, LinkCost(0.0, 0.0))
+    assert search.next() is not None
+    assert _gains_lost(0.0, 0.0) == 0
+    assert _gains_lost(1.0, 0.0) > _gains_lost(2.0, 1.0) > _gains_lost(1.0, 1.0)
 
 
 def test_too_small_a_budget_is_refused() -> None:

@@ -95,8 +95,9 @@ def test_a_bad_scale_is_refused(scale):
 def test_compute_is_rescaled_layer_by_layer():
     profile = load_profile("resnet50")
     faster = profile.with_compute(0.03)
-    assert faster.forward_s == pytest.approx(0.01)
-    assert faster.backward_s == pytest.approx(0.02)
+    # The profile's times are rounded, so that its ratio is not quite 2.
+    assert faster.forward_s == pytest.approx(0.01, rel=1e-4)
+    assert faster.backward_s == pytest.approx(0.02, rel=1e-4)
     ratios = {
         round(new.forward_s / old.forward_s / faster.forward_s * profile.forward_s, 6)
         for new, old in zip(faster.layers, profile.layers, strict=True)
@@ -107,10 +108,10 @@ def test_compute_is_rescaled_layer_by_layer():
 
 def test_compute_is_rescaled_as_it_is_divided():
     uneven = load_profile("resnet50").with_compute(0.04, 3)
-    slower = uneven.with_compute(0.4, None)
+    slower = uneven.with_compute(0.4)
     assert (slower.forward_s, slower.backward_s) == pytest.approx((0.1, 0.3))
     one_sided = small_profile(forward_s=0)
-    assert one_sided.with_compute(2, None).backward_s == pytest.approx(2)
+    assert one_sided.with_compute(2).backward_s == pytest.approx(2)
 
 
 def test_impossible_compute_is_refused():
@@ -118,12 +119,12 @@ def test_impossible_compute_is_refused():
         small_profile().with_compute(0)
     with pytest.raises(ValueError, match="backward_over_forward"):
         small_profile().with_compute(1, backward_over_forward=-2)
-    with pytest.raises(ValueError, match="takes no time"):
-        small_profile(forward_s=0).with_compute(1)
+    with pytest.raises(ValueError, match="Forward or backward"):
+        small_profile(forward_s=0).with_compute(1, 2)
     nothing = small_profile(forward_s=0)
     nothing = replace(nothing, layers=tuple(replace(one, backward_s=0.0) for one in nothing.layers))
     with pytest.raises(ValueError, match="takes no time"):
-        nothing.with_compute(1, None)
+        nothing.with_compute(1)
 
 
 def test_a_saved_profile_is_read_back(tmp_path):

@@ -140,7 +140,7 @@ def workload_of(model: str, seconds: float) -> Workload:
         ValueError: If there is no such profile.
     """
     profile = load_profile(model)
-    return Workload(profile.name, *planned(profile.with_compute(seconds, None)))
+    return Workload(profile.name, *planned(profile.with_compute(seconds)))
 
 
 def fp32_scaling(workload: Workload, network: Network) -> float:

@@ -73,7 +73,7 @@ def workloads_of(cfg: DictConfig) -> list[Workload]:
 def workload_of(profile: ModelProfile, factor: float) -> Workload:
     """Return a profile's model, computing `factor` times as long as the profile says."""
     seconds = profile.forward_s + profile.backward_s
-    return Workload(profile.name, *planned(profile.with_compute(seconds * factor, None)))
+    return Workload(profile.name, *planned(profile.with_compute(seconds * factor)))
 
 
 def networks_of(cfg: DictConfig, world_size: int | None) -> dict[str, Network]:

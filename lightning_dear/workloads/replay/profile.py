@@ -129,7 +129,7 @@ class ModelProfile:
         return replace(self, layers=tuple(layers))
 
     def with_compute(
-        self, compute_s: float, backward_over_forward: float | None = 2.0
+        self, compute_s: float, backward_over_forward: float | None = None
     ) -> ModelProfile:
         """The same layers, sped up or slowed down to take `compute_s` in all.
 
@@ -139,7 +139,7 @@ class ModelProfile:
 
         Raises:
             ValueError: If one of them is not positive and finite, or the profile has no times that
-                could be rescaled.
+                could be rescaled so.
         """
         ratio = backward_over_forward
         if not 0 < compute_s < math.inf or not (ratio is None or 0 < ratio < math.inf):
@@ -148,8 +148,13 @@ class ModelProfile:
                 f" {compute_s} and {ratio}."
             )
         own_s = self.forward_s, self.backward_s
-        if not any(own_s) or (ratio is not None and not all(own_s)):
+        if not any(own_s):
             raise ValueError(f"The profile {self.name!r} takes no time, so none can be rescaled.")
+        if ratio is not None and not all(own_s):
+            raise ValueError(
+                f"Forward or backward of the profile {self.name!r} takes no time, so that their"
+                " ratio cannot be changed; leave backward_over_forward out."
+            )
         if ratio is None:
             forward = backward = compute_s / sum(own_s)
         else:
