@@ -9,6 +9,8 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_dear.names import is_meant
+
 _OWN_KEYS = ("name", "grid", "tuning_steps", "plan_of", "rounds", "warm_up_steps")
 
 
@@ -69,6 +71,7 @@ def _entry(one: Any, known: Mapping[Any, Any]) -> Entry:
             raise ValueError(
                 f"Unknown entry {one!r}; valid names: {', '.join(map(str, known))}, or give its"
                 " overrides: {name: mine, strategy: dear, fusion: none}."
+                f"{is_meant(one, map(str, known))}"
             )
         one = {"name": one, **known[one]}
     if "name" not in one:

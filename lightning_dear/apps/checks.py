@@ -6,9 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from omegaconf import OmegaConf
 
 from lightning_dear.paths import conf_dir
+
+NODE_VARIABLES = frozenset({"NODE_RANK", "GROUP_RANK"})
+"""Any of which says which of several nodes this is, as Lightning's default environment reads it."""
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -46,6 +50,26 @@ def check_single_process(strategy: Any, devices: int | str | list[int], num_node
             f"strategy=single runs one process, but cluster.devices is {devices} and "
             f"cluster.num_nodes {num_nodes}. Set both to 1, or choose strategy=dear or ddp."
         )
+
+
+def check_nodes(environment: Any, num_nodes: int) -> None:
+    """Check that somebody has started the other nodes' processes, if there are to be any.
+
+    Args:
+        environment: The trainer's cluster environment.
+        num_nodes: Of the job.
+
+    Raises:
+        ValueError: If nobody seems to have: the ranks of this node would wait for the others.
+    """
+    is_started = not NODE_VARIABLES.isdisjoint(os.environ)
+    if num_nodes == 1 or is_started or not isinstance(environment, LightningEnvironment):
+        return
+    raise ValueError(
+        f"The job has {num_nodes} nodes, but nothing says that this is one of them. Start it with"
+        " torchrun or srun (docs/clusters.md), or set NODE_RANK, MASTER_ADDR and MASTER_PORT on"
+        " each node; cluster=local runs on this machine alone, and dear-plan predicts a cluster."
+    )
 
 
 def use_interface(name: str | None) -> None:

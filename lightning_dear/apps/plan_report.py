@@ -32,6 +32,9 @@ Bands = Mapping[str, tuple[float, float]]
 """A row's name -> seconds of its step at the best and at the worst."""
 
 _OF_BAND = ("least_s", "most_s")
+_EMULATED_MBIT, _MOST_MBIT = 1e3, 1e6
+"""What this machine's links are shaped to at most; what counts as fast as can be."""
+
 _WORTH_SAYING = 0.01
 """Share of a step by which something that cannot be run here must be faster."""
 
@@ -84,7 +87,7 @@ def format_rows(rows: Sequence[Ranked], workload: Workload, bands: Bands) -> str
     return f"{format_table(_TITLES, lines)}\n{_BAND if bands else _NO_BAND}"
 
 
-def advice(best: Ranked, rows: Sequence[Ranked], profile: str) -> str:
+def advice(best: Ranked, rows: Sequence[Ranked], profile: str, network: Network) -> str:
     """Return what to use, why, and the overrides to paste."""
     ddp_s = _step_of(rows, _BASELINE)
     if best.name == _BASELINE:
@@ -99,8 +102,21 @@ def advice(best: Ranked, rows: Sequence[Ranked], profile: str) -> str:
         lines.append(f"({others[0].name} would be faster, but cannot be run here.)")
     lines.append(f"dear-train {best.overrides}")
     if best.strategy.name.startswith("dear") and profile in PROFILES:
-        lines.append(f"Try it here, without the cluster: dear-bench model.profile={profile}")
+        scale, rate_mbit = _emulated(network)
+        lines.append(
+            "Try it here, without the cluster (as root, with iproute2): dear-bench cluster=emulated"
+            f" cluster.rate_mbit={rate_mbit} model.profile={profile} model.scale={scale}"
+        )
     return "\n".join(lines)
+
+
+def _emulated(network: Network) -> tuple[int, int]:
+    """By what to divide a model, and a node's rate (Mb/s), so that this machine can emulate it."""
+    rate_mbit = 8e-6 / max(network.between.beta_s, 8e-6 / _MOST_MBIT)
+    scale = 1
+    while rate_mbit / scale > _EMULATED_MBIT:
+        scale *= 2
+    return scale, max(round(rate_mbit / scale), 1)
 
 
 def _ms(seconds: float) -> str:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from lightning_dear.apps import job
 from lightning_dear.apps.recipes.report import Report, with_section, write_report
 from lightning_dear.apps.recipes.sibling import FOLDER
+from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir, is_checkout, recipes_dir
 
 RECIPES = {
@@ -82,7 +83,8 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in RECIPES:
         names = "\n".join(f"  {one:<18} {what}" for one, what in RECIPES.items())
-        unknown = f"Unknown recipe {name!r}.\n" if name not in ("", "-h", "--help") else ""
+        asks = name in ("", "-h", "--help")
+        unknown = "" if asks else f"Unknown recipe {name!r}.{is_meant(name, RECIPES)}\n"
         print(f"{unknown}{USAGE}\n\nNAME is one of\n{names}", file=sys.stderr if unknown else None)
         raise SystemExit(bool(unknown))
     sys.argv[1:2] = [f"--config-name=recipe/{name}"]

@@ -31,7 +31,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     Raises:
         ValueError: If the config asks for what this machine does not have.
     """
-    check(cfg)
+    ignored = check(cfg)
     if cfg.doctor:
         return examine(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
@@ -44,7 +44,9 @@ def train(cfg: DictConfig) -> dict[str, float]:
     if trainer.is_global_zero:
         table = report.rows(metrics, report.summary_of(trainer))
         title = f"{cfg.task_name}: {type(trainer.strategy).__name__}, {trainer.world_size} rank(s)"
-        print(report.format_table(title, table), flush=True)
+        folder = HydraConfig.get().runtime.output_dir
+        said = [report.format_table(title, table), *ignored, f"Config, metrics, logs: {folder}"]
+        print("\n".join(said), flush=True)
     job.wait_for_children(trainer)
     return dict(metrics)
 
@@ -58,8 +60,12 @@ def examine(cfg: DictConfig) -> dict[str, float]:
     return {}
 
 
-def check(cfg: DictConfig) -> None:
-    """Raise or warn about what can be known before anything is built; sets the interface."""
+def check(cfg: DictConfig) -> list[str]:
+    """Raise or warn about what can be known before anything is built; sets the interface.
+
+    Returns:
+        The warnings of ignored groups, to be said again where nothing scrolls them away.
+    """
     trainer = OmegaConf.to_container(cfg.trainer, resolve=True)
     assert isinstance(trainer, dict)
     checks.check_devices(trainer["accelerator"], trainer["devices"])
@@ -68,8 +74,13 @@ def check(cfg: DictConfig) -> None:
     strategy = cfg.strategy
     if OmegaConf.is_config(strategy):
         strategy = OmegaConf.to_container(strategy)
-    for group in checks.ignored_groups(list(HydraConfig.get().overrides.task), strategy):
-        log.warning("%s is ignored: only strategy=dear reads it.", group)
+    chosen = list(HydraConfig.get().overrides.task)
+    ignored = [
+        f"{group} is ignored: only strategy=dear reads it."
+        for group in checks.ignored_groups(chosen, strategy)
+    ]
+    for warning in ignored:
+        log.warning("%s", warning)
     options: Any = OmegaConf.to_container(cfg, resolve=False)
     for key in checks.unknown_options(options):
         meant = checks.options_named(key, options)
@@ -78,6 +89,7 @@ def check(cfg: DictConfig) -> None:
             key,
             f" ({', '.join(meant)} would be)" if meant else "",
         )
+    return ignored
 
 
 def build_trainer(
@@ -101,6 +113,8 @@ def build_trainer(
         logger=build_loggers(cfg) or False,
         _convert_="all",
     )
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    checks.check_nodes(environment, trainer.num_nodes)
     configure_launcher(trainer.strategy)
     return trainer
 

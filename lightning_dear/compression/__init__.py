@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from inspect import signature
 
@@ -23,6 +22,7 @@ from lightning_dear.compression.sparse_all_reduce import (
     TopkDSA,
 )
 from lightning_dear.compression.stochastic import QSGD, Natural, TernGrad
+from lightning_dear.names import is_meant
 
 _CODECS = (
     Fp32,
@@ -99,11 +99,9 @@ def resolve_compressor(compressor: str | Compressor | NoCompression) -> Compress
     others = {one.name: one for one in entry_points(group=ENTRY_POINTS)}
     if compressor not in others:
         names = (*COMPRESSORS, *others)
-        plain = "".join(filter(str.isalnum, compressor.lower()))
-        close = get_close_matches(plain, names, n=1)
-        meant = f" Is {close[0]!r} meant?" if close else ""
         raise ValueError(
-            f"Unknown compressor {compressor!r}; valid names: {', '.join(names)}.{meant}"
+            f"Unknown compressor {compressor!r}; valid names: {', '.join(names)}."
+            f"{is_meant(compressor, names)}"
         )
     codec = others[compressor].load()()
     if not isinstance(codec, Codec):

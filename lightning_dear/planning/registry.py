@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_dear.names import is_meant
 from lightning_dear.planning.auto import AutoFusion
 from lightning_dear.planning.bayesian import BayesianFusion
 from lightning_dear.planning.fusion import FusionPlanner, NoFusion, SingleFusion, ThresholdFusion
@@ -32,7 +33,10 @@ def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> 
     """
     if isinstance(fusion, str):
         if fusion not in FUSIONS:
-            raise ValueError(f"Unknown fusion {fusion!r}; valid names: {', '.join(FUSIONS)}.")
+            raise ValueError(
+                f"Unknown fusion {fusion!r}; valid names: {', '.join(FUSIONS)}."
+                f"{is_meant(fusion, FUSIONS)}"
+            )
         if fusion == "threshold":
             return ThresholdFusion(bucket_cap_mb=bucket_cap_mb)
     elif not callable(getattr(fusion, "plan", None)):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from lightning_dear.names import is_meant
 from lightning_dear.planning import (
     FUSIONS,
     AutoFusion,
@@ -310,7 +311,9 @@ def resolve_strategy(name: str) -> Strategy:
     if not name.startswith(FUSED) or fusion not in FUSIONS:
         fused = (FUSED + one for one in FUSIONS)
         valid = ", ".join(dict.fromkeys([*STRATEGIES, *fused]))
-        raise ValueError(f"Unknown strategy {name!r}; valid ones: {valid}.")
+        raise ValueError(
+            f"Unknown strategy {name!r}; valid ones: {valid}.{is_meant(name, STRATEGIES)}"
+        )
     planner = FUSIONS[fusion]()
     is_searched = isinstance(planner, SearchingPlanner)
     return Strategy(

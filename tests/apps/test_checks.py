@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_dear.apps import checks
 
@@ -81,3 +82,16 @@ def test_an_option_that_lacks_its_group_is_found_below_it() -> None:
         "compressor.lr",
         "compressor.inner.lr",
     ]
+
+
+def test_nodes_that_nobody_starts_are_not_waited_for(monkeypatch) -> None:
+    for name in checks.NODE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    environment = LightningEnvironment()
+    with pytest.raises(ValueError, match=r"has 16 nodes, but nothing says.*torchrun"):
+        checks.check_nodes(environment, 16)
+    checks.check_nodes(environment, 1)
+    checks.check_nodes(TorchElasticEnvironment(), 16)
+    checks.check_nodes(None, 16)
+    monkeypatch.setenv("NODE_RANK", "0")
+    checks.check_nodes(environment, 16)

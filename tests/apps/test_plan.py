@@ -40,7 +40,7 @@ def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
         "SIMULATED",
         "Use dear",
         "dear-train strategy=dear\n",
-        "dear-bench model.profile=bert_base",
+        "dear-bench cluster=emulated cluster.rate_mbit=588 model.profile=bert_base model.scale=16",
     ):
         assert words in said
     assert said.startswith((tmp_path / "table.txt").read_text().rstrip())

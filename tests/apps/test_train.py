@@ -56,6 +56,7 @@ def test_it_ends_with_the_table(main_job):
     ):
         assert title in table
     assert "not measured" not in table
+    assert table.rstrip().splitlines()[-1].startswith("Config, metrics, logs: /")
     assert result.stdout.count("test accuracy") == 1
 
 

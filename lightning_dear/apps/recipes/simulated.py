@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps.plan_config import network_of
+from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.ranking import Ranked, alone_s, ranked
@@ -126,7 +127,9 @@ def load_cluster(name: str) -> DictConfig:
     folder = conf_dir() / "cluster"
     valid = sorted(path.stem for path in folder.glob("*.yaml") if "source:" in path.read_text())
     if name not in valid:
-        raise ValueError(f"Unknown cluster {name!r}; valid ones: {', '.join(valid)}.")
+        raise ValueError(
+            f"Unknown cluster {name!r}; valid ones: {', '.join(valid)}.{is_meant(name, valid)}"
+        )
     cluster = OmegaConf.load(folder / f"{name}.yaml")
     assert isinstance(cluster, DictConfig)
     return cluster

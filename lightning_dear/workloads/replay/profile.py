@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from lightning_dear.names import is_meant
+
 SOURCES = ("flops", "measured")
 """Where seconds come from: counted operations and a stated rate, or a clock."""
 
@@ -193,7 +195,7 @@ def load_profile(name_or_path: str | Path) -> ModelProfile:
     elif path.suffix != ".json":
         raise ValueError(
             f"Unknown profile {str(name_or_path)!r}; valid names: {', '.join(PROFILES)}; or give a"
-            " .json file."
+            f" .json file.{is_meant(str(name_or_path), PROFILES)}"
         )
     try:
         content = json.loads(path.read_text())
