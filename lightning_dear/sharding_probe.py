@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -93,7 +93,7 @@ def sharded_tensor_s(
     for count in _NUM_TENSORS:
         # On dimension 0 all ranks have shards of equal length.
         numel = collectives.world_size * max(_NUM_TENSORS) // count
-        plain, sharded = _Unit(count, numel, device), _Unit(count, numel, device)
+        plain, sharded = (Unit([numel] * count, device) for _ in range(2))
         fully_shard(sharded, mesh=mesh, reshard_after_forward=False)
         steps_s = [_steps_s(collectives, unit, optimizer) for unit in (plain, sharded)]
         differences.append([after - before for before, after in zip(*steps_s, strict=True)])
@@ -139,13 +139,16 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
-class _Unit(nn.Module):
-    def __init__(self, count: int, numel: int, device: torch.device) -> None:
+class Unit(nn.Module):
+    """A module with parameters of so many elements, which are summed."""
+
+    def __init__(self, numels: Sequence[int], device: torch.device) -> None:
         super().__init__()
-        numbers = (torch.zeros(numel, device=device) for _ in range(count))
+        numbers = (torch.zeros(numel, device=device) for numel in numels)
         self.tensors = nn.ParameterList(map(nn.Parameter, numbers))
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """`hidden` and all elements of all parameters."""
         for one in self.tensors:
             hidden = hidden + one.sum()
         return hidden

@@ -34,6 +34,7 @@ DISTRIBUTED_ROOMS = (
     "workloads/replay/sharding.py",
     "link_probe.py",
     "ddp_probe.py",
+    "sharding_host_probe.py",
     "sharding_probe.py",
     "benchmarking/competitors.py",
 )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 import hydra
 import torch
@@ -31,10 +32,12 @@ from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec, ThresholdFusion
 from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.search import NoContest
+from lightning_dear.sharding_host_probe import Units, sharding_s
 from lightning_dear.sharding_probe import probe_gather, probe_reduce_scatter, sharded_tensor_s
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.curve import Curve, rising
 from lightning_dear.simulator.saved import save_workload
+from lightning_dear.simulator.units import units_of
 from lightning_dear.simulator.workload import BLOCKS
 from lightning_dear.work import Collectives
 
@@ -43,6 +46,7 @@ _TIMEOUT = timedelta(minutes=10)
 _WAITED_BYTES = tuple(1 << power for power in range(12, 22, 2))
 """Of whole buffers, 4 KiB to 1 MiB; and a quarter of what is moved in large exchanges."""
 
+_BYTES_PER_ELEMENT = 4
 _LARGE_BYTES = 1 << 22, 1 << 24
 """Least and most that is moved in large exchanges; in between as much as the model has."""
 
@@ -104,11 +108,13 @@ class ExchangeProbe(Callback):
         halves, all_reduce = measure_sizes(collectives, device, large)
         # Known on rank 0.
         found = self._planner.found
-        due = collectives.all_gather_object(None if found is None else due_of(*found[:2]))[0]
-        cpu_s, tensor_s = 0.0, Spread(0.0, 0.0, 0.0)
+        told = None if found is None else (due_of(*found[:2]), _units(found[0], pl_module))
+        due, units = collectives.all_gather_object(told)[0] or (None, [])
+        cpu_s, tensor_s, own_s = 0.0, Spread(0.0, 0.0, 0.0), None
         if device.type == "cpu":
             repeats_s = sharded_tensor_s(collectives, device, trainer.optimizers[0])
             tensor_s = Spread(repeats_s[0], median(repeats_s), repeats_s[-1])
+            own_s = sharding_s(collectives, device, units, trainer.optimizers[0])
             if due is not None:
                 all_reduce, cpu_s = with_paced_alpha(all_reduce, collectives, device, due)
         all_gather, reduce_scatter = (
@@ -124,7 +130,20 @@ class ExchangeProbe(Callback):
             tensor_s,
             buffers_s=module_buffers_s(collectives, device, pl_module),
             copies_s=gradient_copies_s(collectives, device, pl_module),
+            sharding_s=own_s,
         )
+
+
+def _units(tensors: Sequence[TensorSpec], model: LightningModule) -> Units:
+    """Elements of what FSDP2 would shard together, as if all were in fp32."""
+    numels = {one.index: -(-one.numel * one.itemsize // _BYTES_PER_ELEMENT) for one in tensors}
+    workload = Workload("", tensors, ModelTimes(0.0, 0.0, {}, {}), shard_unit_mb=_unit_mb_of(model))
+    return [[numels[index] for index in unit] for unit in units_of(workload)]
+
+
+def _unit_mb_of(model: LightningModule) -> float | Literal["blocks"]:
+    # Of a replay; others' blocks are sharded, as `Task`s' are.
+    return getattr(model, "shard_unit_mb", BLOCKS)
 
 
 def _waited_for(
@@ -201,8 +220,8 @@ def _finish(
         fixed_step_s=times.step_s,
         buffers_s=costs.buffers_s,
         copies_s=costs.copies_s,
-        # Of a replay; others' blocks are sharded, as `Task`s' are.
-        shard_unit_mb=getattr(model, "shard_unit_mb", BLOCKS),
+        sharding_s=costs.sharding_s,
+        shard_unit_mb=_unit_mb_of(model),
     )
     save_workload(workload, folder / "model.json")
     (folder / "cluster").mkdir(exist_ok=True)

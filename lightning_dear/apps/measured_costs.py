@@ -30,6 +30,7 @@ class Costs:
         buffers_s: For which DDP holds up forward to send the model's buffers; of it, and not of the
             cluster.
         copies_s: In which DDP copies the model's gradients.
+        sharding_s: That FSDP2 takes of a host for the model; None where it was not measured.
     """
 
     halves: Spread[LinkCost]
@@ -40,6 +41,7 @@ class Costs:
     sharded_tensor_s: Spread[float] = Spread(0.0, 0.0, 0.0)
     buffers_s: float = 0.0
     copies_s: float = 0.0
+    sharding_s: float | None = None
 
 
 def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]:
@@ -115,6 +117,8 @@ def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
         lines.append(f"  DDP sends module buffers for {costs.buffers_s * 1e3:.1f} ms of forward")
     if costs.copies_s:
         lines.append(f"  DDP copies gradients for {costs.copies_s * 1e3:.1f} ms of a step")
+    if costs.sharding_s:
+        lines.append(f"  FSDP2 takes {costs.sharding_s * 1e3:.1f} ms of a host for the model")
     if host_s := costs.sharded_tensor_s.middle:
         lines.append(f"  FSDP2 takes {host_s * 1e6:.0f} us of a host for each tensor")
     return "\n".join(lines)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_dear.simulator.network import Network
@@ -156,11 +157,23 @@ def recommended(rows: Sequence[Ranked], baseline: str = "ddp", enough: float = E
     runnable = [row for row in rows if row.overrides is not None]
     if not runnable:
         raise ValueError("None of these strategies can be run; add ddp or dear.")
-    best = min(runnable, key=lambda row: row.step.step_s)
-    for row in runnable:
-        if row.name == baseline and row.step.step_s <= (1 + enough) * best.step.step_s:
-            return row
-    return best
+    # Of equal ones the first.
+    by_name = {row.name: row for row in reversed(runnable)}
+    steps_s = {row.name: row.step.step_s for row in runnable}
+    return by_name[chosen(steps_s, baseline, enough)]
+
+
+def chosen(steps_s: Mapping[str, float], baseline: str = "ddp", enough: float = ENOUGH) -> str:
+    """The name of the shortest step, or the baseline if that is longer by no more than `enough`.
+
+    Args:
+        steps_s: Name -> seconds of its step; at least one.
+        baseline: What stays where little is to be gained; may be missing.
+        enough: Share of the shortest step.
+    """
+    best = min(steps_s, key=steps_s.__getitem__)
+    is_enough = steps_s.get(baseline, math.inf) <= (1 + enough) * steps_s[best]
+    return baseline if is_enough else best
 
 
 def scaling(

@@ -25,6 +25,7 @@ def save_workload(workload: Workload, path: str | Path) -> None:
         "fixed_step_s": workload.fixed_step_s,
         "buffers_s": workload.buffers_s,
         "copies_s": workload.copies_s,
+        "sharding_s": workload.sharding_s,
         "shard_unit_mb": workload.shard_unit_mb,
         "times": asdict(workload.times),
         "codecs": {
@@ -61,6 +62,7 @@ def load_workload(path: str | Path) -> Workload:
             fixed_step_s=content["fixed_step_s"],
             buffers_s=content["buffers_s"],
             copies_s=content["copies_s"],
+            sharding_s=content["sharding_s"],
             shard_unit_mb=content["shard_unit_mb"],
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:

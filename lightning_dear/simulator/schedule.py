@@ -50,7 +50,7 @@ class Schedule:
         uses_the_backends: Whether reduce-scatters and all-gathers are the backend's own; see
             `Network.has_reduce_scatter`.
         shards_tensors: Whether every tensor is sharded by itself, and not a bucket of them; see
-            `Network.sharded_tensor_s`.
+            `Workload.sharding_s` and `Network.sharded_tensor_s`.
         is_ddp: Whether forward waits for rank 0's module buffers, and gradients are copied into
             buckets and back; see `Workload.buffers_s` and `copies_s`.
     """
@@ -224,11 +224,13 @@ class _Builder:
         return [fixed, *steps, Compute(STEP, whole_s), Compute(CODEC, rest_s), *gathers]
 
     def _host_s(self) -> float:
-        """Of others' work on single tensors, which nothing hides; ours has none."""
+        """Of others' work on tensors and units, which nothing hides; ours has none."""
         if self._is_ddp:
             return self._workload.copies_s
         if not self._schedule.shards_tensors or self._plan.world_size == 1:
             return 0.0
+        if self._workload.sharding_s is not None:
+            return self._workload.sharding_s
         return self._network.sharded_tensor_s * len(self._workload.tensors)
 
     def _memory_bytes(self) -> dict[str, float]:

@@ -30,6 +30,8 @@ class Workload:
         buffers_s: Seconds for which DDP holds up forward to send rank 0's module buffers to all
             ranks; ours travel meanwhile.
         copies_s: Seconds of a step in which DDP copies gradients into its buckets and back.
+        sharding_s: Seconds of a step that FSDP2 takes of the host beyond exchanges, in units of
+            `shard_unit_mb`; None: by the number of tensors, see `Network.sharded_tensor_s`.
         compressor: The name of what `codecs` are the costs of.
         shard_unit_mb: MiB that FSDP2 and ZeRO gather together: whole modules, in the order in which
             forward reads them, up to the one that reaches so much. "blocks": the tensors of each of
@@ -46,6 +48,7 @@ class Workload:
     fixed_step_s: float = 0.0
     buffers_s: float = 0.0
     copies_s: float = 0.0
+    sharding_s: float | None = None
     whole_codecs: CodecCosts | None = None
     shard_unit_mb: float | Literal["blocks"] = 25.0
 

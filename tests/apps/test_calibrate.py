@@ -75,6 +75,8 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     # BatchNorm's.
     assert 0 <= workload.buffers_s < 1
     assert 0 <= workload.copies_s < 1
+    assert workload.sharding_s is not None
+    assert 0 < workload.sharding_s < 1
     assert len(units_of(workload)) > 2
     cluster = OmegaConf.load(folder / "cluster" / "measured.yaml")
     assert (cluster.num_nodes, cluster.devices) == (1, 2)

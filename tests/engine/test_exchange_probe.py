@@ -12,6 +12,7 @@ from lightning_dear.collectives import new_collectives
 from lightning_dear.ddp_probe import _at_most, gradient_copies_s, module_buffers_s
 from lightning_dear.exchange_probe import line, measure_sizes
 from lightning_dear.planning import LinkCost
+from lightning_dear.sharding_host_probe import _first, sharding_s
 from lightning_dear.sharding_probe import (
     alike,
     probe_gather,
@@ -51,6 +52,16 @@ def test_sizes_are_measured_alike_on_all_ranks(world_size: int) -> None:
     tensor_s = sharded_tensor_s(collectives, CPU, optimizer)
     assert 0 <= tensor_s[0] <= tensor_s[-1] < 1e-2
     assert tensor_s[-1] > 0
+    # A unit takes its time, and bytes take theirs.
+    few_s, units_s, large_s = (
+        sharding_s(collectives, CPU, units, optimizer)
+        for units in ([[64] * 4], [[64] * 4] * 12, [[1 << 20] * 4])
+    )
+    assert few_s is not None
+    assert units_s is not None
+    assert large_s is not None
+    assert 0 < few_s < min(units_s, large_s)
+    assert sharding_s(collectives, CPU, [], optimizer) == 0
     # Long enough for their sending not to be lost in noise.
     norm = torch.nn.BatchNorm1d(1 << 20)
     buffers_s = module_buffers_s(collectives, CPU, norm)
@@ -67,6 +78,12 @@ def test_sizes_are_measured_alike_on_all_ranks(world_size: int) -> None:
     assert everyone == [everyone[0]] * world_size
     # Training's bytes stay training's.
     assert collectives.ledger.total_bytes == sent_before
+
+
+def test_of_a_large_model_the_first_units_are_sharded() -> None:
+    assert _first([[3, 4], [5], [6, 7]], 10) == ([[3, 4], [3]], 10 / 25)
+    assert _first([[3, 4], [5]], 100) == ([[3, 4], [5]], 1)
+    assert _first([], 100) == ([], 0)
 
 
 def test_of_a_large_model_a_part_is_copied() -> None:

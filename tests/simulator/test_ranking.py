@@ -11,6 +11,7 @@ from lightning_dear.simulator import Link, Network, Stragglers, Workload
 from lightning_dear.simulator.ranking import (
     Conditions,
     alone_s,
+    chosen,
     filling,
     num_ranked,
     ranked,
@@ -51,6 +52,13 @@ def test_only_what_can_be_run_is_recommended(bert: Workload) -> None:
     assert recommended(rows).strategy.name == "ddp"
     with pytest.raises(ValueError, match="add ddp or dear"):
         recommended(rows[:1])
+
+
+def test_the_baseline_stays_where_little_is_to_be_gained() -> None:
+    assert chosen({"ddp": 1.03, "dear": 1.0}) == "ddp"
+    assert chosen({"ddp": 1.04, "dear": 1.0}) == "dear"
+    assert chosen({"ddp": 1.04, "dear": 1.0}, enough=0.05) == "ddp"
+    assert chosen({"b": 1.0, "a": 1.0}) == "b"
 
 
 def test_efficiency_is_that_of_weak_scaling(bert: Workload) -> None:

@@ -15,8 +15,16 @@ from lightning_dear.simulator.saved import load_workload, save_workload
 from tests.planning.models import chain, chains, codecs
 
 
-@given(chains(), codecs, st.floats(0, 4), st.one_of(st.just("blocks"), st.floats(0, 100)))
-def test_it_comes_back_as_it_was(tmp_path_factory, model, costs, state_bytes, unit_mb) -> None:
+@given(
+    chains(),
+    codecs,
+    st.floats(0, 4),
+    st.one_of(st.just("blocks"), st.floats(0, 100)),
+    st.one_of(st.none(), st.floats(0, 1)),
+)
+def test_it_comes_back_as_it_was(
+    tmp_path_factory, model, costs, state_bytes, unit_mb, sharding_s
+) -> None:
     tensors, times = model
     workload = Workload(
         "made up",
@@ -27,6 +35,7 @@ def test_it_comes_back_as_it_was(tmp_path_factory, model, costs, state_bytes, un
         "int8",
         buffers_s=0.5,
         copies_s=0.25,
+        sharding_s=sharding_s,
         shard_unit_mb=unit_mb,
     )
     path = tmp_path_factory.mktemp("saved") / "model.json"

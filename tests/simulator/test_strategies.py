@@ -191,6 +191,9 @@ def test_a_host_takes_its_time_for_every_tensor_that_fsdp2_shards() -> None:
     network = Network(Link(0.0, PER_UNIT_S), 2)
     slow = replace(network, sharded_tensor_s=0.5)
     assert step_s("fsdp2", workload, slow) - step_s("fsdp2", workload, network) == 2 * 0.5
+    measured = replace(workload, sharding_s=0.25)
+    assert step_s("fsdp2", measured, slow) - step_s("fsdp2", workload, network) == 0.25
+    assert step_s("fsdp2", measured, network) == step_s("fsdp2", measured, slow)
     for other in ("zero", "dear"):
         assert step_s(other, workload, slow) == step_s(other, workload, network)
     alone = replace(slow, world_size=1)
