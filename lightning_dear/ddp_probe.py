@@ -41,7 +41,7 @@ def gradient_copies_s(collectives: Collectives, device: torch.device, module: nn
     """Seconds of a step in which DistributedDataParallel copies gradients into buckets and back.
 
     From backwards of as many and as large parameters as `module`'s, in which nothing is sent, with
-    DDP and without. All ranks at once; the slowest rank's. Needs three times `_COPIED_BYTES` or the
+    DDP and without. All ranks at once; the slowest rank's. Needs four times `_COPIED_BYTES` or the
     parameters' memory, whichever is less. Collective, blocks.
     """
     trained = [one for one in module.parameters() if one.requires_grad]

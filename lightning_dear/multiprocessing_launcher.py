@@ -29,9 +29,11 @@ class ReportingLauncher(_MultiProcessingLauncher):
         return super().launch(partial(_reporting, strategy, function), *args, **kwargs)
 
 
-def _reporting(strategy: FailureHandling, function: Callable[..., Any], *args: Any) -> Any:
+def _reporting(
+    strategy: FailureHandling, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     try:
-        return function(*args)
+        return function(*args, **kwargs)
     except BaseException as exception:
         strategy._on_failure(exception)
         if is_consequence(exception):

@@ -73,7 +73,7 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
         [
             describe(workload, network, source_of(cfg)),
             format_rows(rows, workload, bands),
-            advice(best, rows, str(cfg.profile), network),
+            advice(best, rows, network, str(cfg.profile), cfg.compute_s),
         ]
     )
     print(text, flush=True)

@@ -53,8 +53,9 @@ def workload_of(cfg: DictConfig) -> Workload:
 
 def _with_options(workload: Workload, cfg: DictConfig) -> Workload:
     workload = replace(workload, state_bytes=float(cfg.state_bytes))
-    if cfg.shard_unit_mb is not None:
-        workload = replace(workload, shard_unit_mb=cfg.shard_unit_mb)
+    if cfg.shard_unit_mb not in (None, workload.shard_unit_mb):
+        # What a host takes was measured in other units.
+        workload = replace(workload, shard_unit_mb=cfg.shard_unit_mb, sharding_s=None)
     if workload.shard_unit_mb == BLOCKS and not has_blocks(workload.tensors):
         log.warning(
             "No tensor's name numbers a block, so that fsdp2 and zero are planned to gather all at"
@@ -222,6 +223,7 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
         busy_s = growth * measured.all_reduce.get("cpu_s", 0.0) * world_size / cores
         return Link(max(found.alpha_s, busy_s), found.beta_s)
 
+    host_growth = _host_growth(measured, world_size)
     # The cluster's own may have been changed on the command line.
     between = link(cluster if bound is None else measured.halves)
     return Network(
@@ -233,18 +235,18 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
         all_gather=_read_curve(measured.get("all_gather"), growth, bound),
         reduce_scatter=_read_curve(measured.get("reduce_scatter"), growth, bound),
         has_reduce_scatter=measured.has_reduce_scatter,
-        sharded_tensor_s=_sharded_tensor_s(measured, world_size, bound),
+        sharded_tensor_s=host_growth * measured.sharded_tensor[bound or "seconds"],
+        host_growth=host_growth,
     )
 
 
-def _sharded_tensor_s(measured: DictConfig, world_size: int, bound: Bound | None) -> float:
-    """As measured; ranks that are more than the cores that they share wait for each other."""
-    seconds = float(measured.sharded_tensor["seconds" if bound is None else bound])
+def _host_growth(measured: DictConfig, world_size: int) -> float:
+    """Ranks that are more than the cores that they share wait for each other."""
     cores = measured.get("shared_cores")
     if not cores:
-        return seconds
+        return 1.0
     sharing, shared = (max(ranks / cores, 1.0) for ranks in (world_size, measured.world_size))
-    return float(seconds * sharing / shared)
+    return float(sharing / shared)
 
 
 def _read_curve(measured: DictConfig | None, growth: float, bound: Bound | None) -> Curve:

@@ -41,10 +41,9 @@ _WORTH_SAYING = 0.01
 
 def describe(workload: Workload, network: Network, source: str) -> str:
     """Return in a few lines what is predicted for what."""
-    times, is_one = workload.times, network.num_nodes == 1
-    link = network.within if is_one and network.within is not None else network.between
+    times, link = workload.times, network.outer_link
     rate = f"{8 / link.beta_s / 1e9:.3g} Gb/s" if link.beta_s else "of any rate"
-    place = "within the node" if is_one else "between nodes"
+    place = "within the node" if network.num_nodes == 1 else "between nodes"
     has_codec = not workload.codecs.are_none
     codec = f"; ours with compressor={workload.compressor}" if has_codec else ""
     return "\n".join(
@@ -87,7 +86,13 @@ def format_rows(rows: Sequence[Ranked], workload: Workload, bands: Bands) -> str
     return f"{format_table(_TITLES, lines)}\n{_BAND if bands else _NO_BAND}"
 
 
-def advice(best: Ranked, rows: Sequence[Ranked], profile: str, network: Network) -> str:
+def advice(
+    best: Ranked,
+    rows: Sequence[Ranked],
+    network: Network,
+    profile: str,
+    compute_s: float | None = None,
+) -> str:
     """Return what to use, why, and the overrides to paste."""
     ddp_s = _step_of(rows, _BASELINE)
     if best.name == _BASELINE:
@@ -106,13 +111,14 @@ def advice(best: Ranked, rows: Sequence[Ranked], profile: str, network: Network)
         lines.append(
             "Try it here, without the cluster (as root, with iproute2): dear-bench cluster=emulated"
             f" cluster.rate_mbit={rate_mbit} model.profile={profile} model.scale={scale}"
+            + (f" model.compute_s={compute_s}" if compute_s is not None else "")
         )
     return "\n".join(lines)
 
 
 def _emulated(network: Network) -> tuple[int, int]:
-    """By what to divide a model, and a node's rate (Mb/s), so that this machine can emulate it."""
-    rate_mbit = 8e-6 / max(network.between.beta_s, 8e-6 / _MOST_MBIT)
+    """By what to divide a model, and a link's rate (Mb/s), so that this machine can emulate it."""
+    rate_mbit = 8e-6 / max(network.outer_link.beta_s, 8e-6 / _MOST_MBIT)
     scale = 1
     while rate_mbit / scale > _EMULATED_MBIT:
         scale *= 2

@@ -74,6 +74,8 @@ class Network:
             stands still for each exchange.
         sharded_tensor_s: Seconds of a step that a host takes for each tensor that is sharded by
             itself, as FSDP2's are. Nothing hides them; 0 where hosts run ahead of their devices.
+        host_growth: How many times as long hosts take for what was measured of a workload
+            (`copies_s`, `sharding_s`), as more ranks than there were share their cores.
     """
 
     between: Link
@@ -86,12 +88,14 @@ class Network:
     reduce_scatter: Curve | None = None
     has_reduce_scatter: bool = True
     sharded_tensor_s: float = 0.0
+    host_growth: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sharded_tensor_s < math.inf:
-            raise ValueError(
-                f"sharded_tensor_s must be finite and not negative, got {self.sharded_tensor_s}."
-            )
+        for name in ("sharded_tensor_s", "host_growth"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} must be finite and not negative, got {getattr(self, name)}."
+                )
         for name in ("world_size", "ranks_per_node"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -116,6 +120,11 @@ class Network:
     def num_nodes(self) -> int:
         """Nodes that are used."""
         return -(-self.world_size // self.ranks_in_node)
+
+    @property
+    def outer_link(self) -> Link:
+        """The link between nodes; of one node's ranks the one within it."""
+        return self.between if self.num_nodes > 1 or self.within is None else self.within
 
     def sent_bytes(self, nbytes: float) -> float:
         """What a rank sends in one half, whatever the algorithm: n(P-1)/P."""

@@ -226,11 +226,11 @@ class _Builder:
     def _host_s(self) -> float:
         """Of others' work on tensors and units, which nothing hides; ours has none."""
         if self._is_ddp:
-            return self._workload.copies_s
+            return self._network.host_growth * self._workload.copies_s
         if not self._schedule.shards_tensors or self._plan.world_size == 1:
             return 0.0
         if self._workload.sharding_s is not None:
-            return self._workload.sharding_s
+            return self._network.host_growth * self._workload.sharding_s
         return self._network.sharded_tensor_s * len(self._workload.tensors)
 
     def _memory_bytes(self) -> dict[str, float]:

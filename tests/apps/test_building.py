@@ -5,6 +5,8 @@ import logging
 import pytest
 
 from lightning_dear.apps import train
+from lightning_dear.apps.bench_build import build_starter
+from lightning_dear.apps.checks import NODE_VARIABLES
 from tests.conf.composing import composed
 
 
@@ -27,3 +29,18 @@ def test_an_ignored_choice_is_warned_about(strategy, tmp_path, caplog):
 def test_without_loggers_the_trainer_has_none(tmp_path):
     with composed(tmp_path, "strategy=single", "logger=none") as config:
         assert train.build_trainer(config).loggers == []
+
+
+def test_nodes_that_nobody_starts_are_refused_by_every_program(tmp_path, monkeypatch):
+    for name in NODE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with (
+        composed(tmp_path, "strategy=ddp", "cluster.num_nodes=16") as config,
+        pytest.raises(ValueError, match="nothing says that this is one of them"),
+    ):
+        train.build_trainer(config)
+    with (
+        composed(tmp_path, "cluster.num_nodes=16") as config,
+        pytest.raises(ValueError, match="nothing says that this is one of them"),
+    ):
+        build_starter(config)

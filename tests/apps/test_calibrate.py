@@ -205,7 +205,9 @@ def test_what_a_sharded_tensor_takes_grows_where_ranks_share_cores(
 ) -> None:
     cluster = OmegaConf.create(cluster_of(CLUSTER, 4, COSTS))
     cluster.measured.shared_cores = cores
-    assert measured_network(cluster, world_size).sharded_tensor_s == pytest.approx(times * 3e-5)
+    network = measured_network(cluster, world_size)
+    assert network.sharded_tensor_s == pytest.approx(times * 3e-5)
+    assert network.host_growth == pytest.approx(times)
 
 
 def test_rates_are_said_for_people() -> None:

@@ -82,6 +82,14 @@ def test_the_users_own_seconds_and_numbers_count(tmp_path, capsys) -> None:
     assert re.search(r"single +3500\.0 ", said)
 
 
+def test_the_line_to_try_emulates_the_link_that_is_used(tmp_path, capsys) -> None:
+    planned(tmp_path, *FEW[1:], "cluster=pcie_8gpu", "compute_s=0.5", "strategies=[dear]")
+    said = capsys.readouterr().out
+    # 10 GB/s, and not what lies between nodes.
+    assert "cluster.rate_mbit=625 model.profile=bert_base model.scale=128" in said
+    assert "model.compute_s=0.5" in said
+
+
 def test_seconds_are_divided_as_the_profile_divides_them(tmp_path, capsys) -> None:
     saved = tmp_path / "even.json"
     profile = load_profile("vgg16").with_compute(1.0, 1.0)
@@ -119,11 +127,15 @@ def test_a_measured_model_without_numbered_blocks_is_said_to_be_one_unit(
     tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
     tensors = [replace(one, name=name.format(one.index)) for one in tensors]
     saved = tmp_path / "model.json"
-    save_workload(Workload("mine", tensors, times, shard_unit_mb="blocks"), saved)
+    mine = Workload("mine", tensors, times, shard_unit_mb="blocks", sharding_s=50.0)
+    save_workload(mine, saved)
     fsdp2_step_s(tmp_path, f"profile={saved}")
     assert ("No tensor's name numbers a block" in caplog.text) == warns
     caplog.clear()
-    fsdp2_step_s(tmp_path, f"profile={saved}", "shard_unit_mb=25")
+    # What a host takes was measured in blocks.
+    assert fsdp2_step_s(tmp_path, f"profile={saved}") > 50
+    caplog.clear()
+    assert fsdp2_step_s(tmp_path, f"profile={saved}", "shard_unit_mb=25") < 50
     assert not caplog.records
 
 

@@ -73,7 +73,7 @@ def test_sizes_are_measured_alike_on_all_ranks(world_size: int) -> None:
     assert norm.weight.grad is None
     assert gradient_copies_s(collectives, CPU, norm.requires_grad_(False)) == 0
     everyone = collectives.all_gather_object(
-        (halves, all_reduce, waited_s, tensor_s, buffers_s, copies_s)
+        (halves, all_reduce, waited_s, tensor_s, few_s, units_s, large_s, buffers_s, copies_s)
     )
     assert everyone == [everyone[0]] * world_size
     # Training's bytes stay training's.

@@ -194,14 +194,17 @@ def test_a_host_takes_its_time_for_every_tensor_that_fsdp2_shards() -> None:
     measured = replace(workload, sharding_s=0.25)
     assert step_s("fsdp2", measured, slow) - step_s("fsdp2", workload, network) == 0.25
     assert step_s("fsdp2", measured, network) == step_s("fsdp2", measured, slow)
+    sharing = replace(network, host_growth=2.0)
+    assert step_s("fsdp2", measured, sharing) - step_s("fsdp2", measured, network) == 0.25
     for other in ("zero", "dear"):
         assert step_s(other, workload, slow) == step_s(other, workload, network)
     alone = replace(slow, world_size=1)
     assert step_s("fsdp2", workload, alone) == step_s(
         "fsdp2", workload, replace(network, world_size=1)
     )
-    with pytest.raises(ValueError, match="sharded_tensor_s must be finite"):
-        replace(network, sharded_tensor_s=-1.0)
+    for option in ("sharded_tensor_s", "host_growth"):
+        with pytest.raises(ValueError, match=f"{option} must be finite"):
+            replace(network, **{option: -1.0})
 
 
 def test_ddp_holds_up_forward_for_module_buffers_and_copies_gradients() -> None:
@@ -209,8 +212,10 @@ def test_ddp_holds_up_forward_for_module_buffers_and_copies_gradients() -> None:
     network = Network(Link(0.0, PER_UNIT_S), 2)
     without = Workload("two layers", tensors, times)
     workload = replace(without, buffers_s=0.5, copies_s=0.25)
+    sharing = replace(network, host_growth=2.0)
     for name in ("ddp", "wfbp"):
         assert step_s(name, workload, network) - step_s(name, without, network) == 0.75
+        assert step_s(name, workload, sharing) - step_s(name, workload, network) == 0.25
     for name in ("mgwfbp", "fsdp2", "dear"):
         assert step_s(name, workload, network) == step_s(name, without, network)
     alone = replace(network, world_size=1)

@@ -201,8 +201,8 @@ class ReplayModel(Task):
     Args:
         profile: One of `PROFILES`, a `.json` file, or a profile.
         scale: Divides the bytes of every tensor; times stay. A link must be slowed down alike.
-        compute_s: Seconds of one forward and backward, with a backward twice as long as the
-            forward; None keeps the profile's.
+        compute_s: Seconds of one forward and backward, in the ratio that the profile has; None
+            keeps the profile's.
         optimizer: Builds the optimizer from a list of parameters; None is SGD without momentum.
         scheduler: Builds a schedule from the optimizer and `total_steps`, or None.
         shard_unit_mb: Under FSDP2 only: consecutive layers are gathered together once they have
