@@ -157,11 +157,12 @@ class ModelProfile:
                 f"Forward or backward of the profile {self.name!r} takes no time, so that their"
                 " ratio cannot be changed; leave backward_over_forward out."
             )
-        if ratio is None:
-            forward = backward = compute_s / sum(own_s)
-        else:
+        if all(own_s):
+            ratio = self.backward_s / self.forward_s if ratio is None else ratio
             forward = compute_s / (1 + ratio) / self.forward_s
             backward = compute_s / (1 + 1 / ratio) / self.backward_s
+        else:
+            forward = backward = compute_s / sum(own_s)
         layers = (
             replace(
                 layer,
