@@ -4,7 +4,6 @@ Ours has neither: module buffers travel while something is computed, and gradien
 are sent from.
 """
 
-from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -15,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dear.clock import clock_of
 from lightning_dear.exchange_probe import slowest
+from lightning_dear.sharding_probe import Unit, first_of
 from lightning_dear.work import Collectives
 
 _NUM_REPEATS, _NUM_WARM_UP_STEPS = 9, 2
-_COPIED_BYTES = 1 << 28
-"""At most, of a model's gradients; of larger ones a part tells what all take."""
+_MOST_NUMEL = 1 << 26
+"""Elements of a model's gradients that are copied; of larger ones a part tells what all take."""
 
 
 def module_buffers_s(collectives: Collectives, device: torch.device, module: nn.Module) -> float:
@@ -41,32 +41,26 @@ def gradient_copies_s(collectives: Collectives, device: torch.device, module: nn
     """Seconds of a step in which DistributedDataParallel copies gradients into buckets and back.
 
     From backwards of as many and as large parameters as `module`'s, in which nothing is sent, with
-    DDP and without. All ranks at once; the slowest rank's. Needs four times `_COPIED_BYTES` or the
-    parameters' memory, whichever is less. Collective, blocks.
+    DDP and without. All ranks at once; the slowest rank's. Needs four times the parameters'
+    memory, or that of `_MOST_NUMEL` elements. Collective, blocks.
     """
     trained = [one for one in module.parameters() if one.requires_grad]
-    copied, share = _at_most(trained, _COPIED_BYTES)
-    if not copied:
+    units, share = first_of([[one.numel() for one in trained]], _MOST_NUMEL)
+    if not units:
         return 0.0
-    plain, wrapped = (_Tensors(copied, device) for _ in range(2))
+    plain, wrapped = (
+        Unit(
+            torch.zeros(numel, dtype=one.dtype, device=device)
+            # Of a large model not all.
+            for one, numel in zip(trained, units[0], strict=False)
+        )
+        for _ in range(2)
+    )
     # Its default buckets, of what the ranks need not agree on: all is zero.
     ddp = DistributedDataParallel(wrapped, init_sync=False)
     ddp.register_comm_hook(None, _send_nothing)
     plain_s, ddp_s = (median(_backwards_s(collectives, device, one)) for one in (plain, ddp))
     return max(ddp_s - plain_s, 0.0) / share
-
-
-def _at_most(tensors: Sequence[Tensor], most: int) -> tuple[list[Tensor], float]:
-    """The first of them, the last of which may be shortened; and their share of all bytes."""
-    total = sum(one.nbytes for one in tensors)
-    chosen: list[Tensor] = []
-    left = most
-    for one in tensors:
-        if left < one.element_size():
-            break
-        chosen.append(one.detach().reshape(-1)[: left // one.element_size()])
-        left -= chosen[-1].nbytes
-    return chosen, (most - left) / max(total, 1)
 
 
 def _send_nothing(
@@ -106,18 +100,6 @@ def _forwards_s(collectives: Collectives, device: torch.device, module: nn.Modul
         # Without backward DDP sends nothing in the next forward.
         loss.backward()
     return slowest(collectives, own[_NUM_WARM_UP_STEPS:])
-
-
-class _Tensors(nn.Module):
-    def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
-        super().__init__()
-        zeros = (torch.zeros_like(one, device=device) for one in like)
-        self.tensors = nn.ParameterList(map(nn.Parameter, zeros))
-
-    def forward(self, loss: Tensor) -> Tensor:
-        for one in self.tensors:
-            loss = loss + one.sum()
-        return loss
 
 
 class _Buffers(nn.Module):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
-from lightning_dear.exchange_probe import slowest
-from lightning_dear.sharding_probe import Unit, alike
+from lightning_dear.sharding_probe import Unit, alike, first_of, steps_s
 from lightning_dear.work import Collectives
 
-_NUM_STEPS, _NUM_WARM_UP_STEPS = 9, 2
+_NUM_STEPS = 9
 _MOST_NUMEL = 1 << 26
 
 log = logging.getLogger(__name__)
@@ -53,32 +52,17 @@ def sharding_s(
             torch.__version__,
         )
         return None
-    units, share = _first(units, _MOST_NUMEL)
+    units, share = first_of(units, _MOST_NUMEL)
     if not units:
         return 0.0
     plain_s, sharded_s = (
-        median(_steps_s(collectives, module, alike(optimizer, stepped)))
+        median(steps_s(collectives, module, alike(optimizer, stepped), _NUM_STEPS))
         for module, stepped in (
             _plain(units, collectives, device),
             _sharded(units, device),
         )
     )
     return max(sharded_s - plain_s, 0.0) / share
-
-
-def _first(units: Units, most: int) -> tuple[list[list[int]], float]:
-    """The first units, the last tensor of which may be shortened; their share of all elements."""
-    chosen: list[list[int]] = []
-    left = most
-    for unit in units:
-        taken: list[int] = []
-        for numel in unit:
-            if left:
-                taken.append(min(numel, left))
-                left -= taken[-1]
-        if taken:
-            chosen.append(taken)
-    return chosen, (most - left) / max(sum(map(sum, units)), 1)
 
 
 def _plain(
@@ -105,7 +89,8 @@ def _sharded(units: Units, device: torch.device) -> tuple[nn.Module, nn.Module]:
 
 
 def _modules(units: Units, device: torch.device) -> nn.Sequential:
-    return nn.Sequential(*(Unit(unit, device) for unit in units))
+    zeros = partial(torch.zeros, device=device)
+    return nn.Sequential(*(Unit(map(zeros, unit)) for unit in units))
 
 
 class _NoExchange:
@@ -116,15 +101,3 @@ class _NoExchange:
 
     def __call__(self, **_: Any) -> None:
         return None
-
-
-def _steps_s(collectives: Collectives, module: nn.Module, optimizer: Optimizer) -> list[float]:
-    own = []
-    for _ in range(_NUM_WARM_UP_STEPS + _NUM_STEPS):
-        collectives.all_gather_object(None)
-        begin_s = time.perf_counter()
-        module(torch.ones((), requires_grad=True)).backward()
-        optimizer.step()
-        own.append(time.perf_counter() - begin_s)
-        module.zero_grad()
-    return slowest(collectives, own[_NUM_WARM_UP_STEPS:])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -93,10 +93,12 @@ def sharded_tensor_s(
     for count in _NUM_TENSORS:
         # On dimension 0 all ranks have shards of equal length.
         numel = collectives.world_size * max(_NUM_TENSORS) // count
-        plain, sharded = (Unit([numel] * count, device) for _ in range(2))
+        plain, sharded = (
+            Unit(torch.zeros(numel, device=device) for _ in range(count)) for _ in range(2)
+        )
         fully_shard(sharded, mesh=mesh, reshard_after_forward=False)
-        steps_s = [_steps_s(collectives, unit, optimizer) for unit in (plain, sharded)]
-        differences.append([after - before for before, after in zip(*steps_s, strict=True)])
+        medians_s = [_medians_s(collectives, unit, optimizer) for unit in (plain, sharded)]
+        differences.append([after - before for before, after in zip(*medians_s, strict=True)])
     few, many = _NUM_TENSORS
     return sorted(
         max(of_many - of_few, 0.0) / (many - few)
@@ -104,19 +106,28 @@ def sharded_tensor_s(
     )
 
 
-def _steps_s(collectives: Collectives, unit: nn.Module, like: Optimizer) -> list[float]:
+def _medians_s(collectives: Collectives, unit: nn.Module, like: Optimizer) -> list[float]:
     """Medians of so many rounds of steps."""
-    optimizer = alike(like, unit)
+    everyones = steps_s(collectives, unit, alike(like, unit), _NUM_ROUNDS * _NUM_STEPS)
+    return [median(everyones[first::_NUM_ROUNDS]) for first in range(_NUM_ROUNDS)]
+
+
+def steps_s(
+    collectives: Collectives, module: nn.Module, optimizer: Optimizer, num_steps: int
+) -> list[float]:
+    """Seconds of steps, after some that do not count; of each the slowest rank's.
+
+    The optimizer's gradients are `module`'s, or others that stay. Collective, blocks.
+    """
     own = []
-    for _ in range(_NUM_WARM_UP_STEPS + _NUM_ROUNDS * _NUM_STEPS):
+    for _ in range(_NUM_WARM_UP_STEPS + num_steps):
         collectives.all_gather_object(None)
         begin_s = time.perf_counter()
-        optimizer.zero_grad()
-        unit(torch.ones((), requires_grad=True)).backward()
+        module.zero_grad()
+        module(torch.ones((), requires_grad=True)).backward()
         optimizer.step()
         own.append(time.perf_counter() - begin_s)
-    everyones = slowest(collectives, own[_NUM_WARM_UP_STEPS:])
-    return [median(everyones[first::_NUM_ROUNDS]) for first in range(_NUM_ROUNDS)]
+    return slowest(collectives, own[_NUM_WARM_UP_STEPS:])
 
 
 def alike(optimizer: Optimizer, unit: nn.Module) -> Optimizer:
@@ -139,13 +150,31 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
-class Unit(nn.Module):
-    """A module with parameters of so many elements, which are summed."""
+def first_of(units: Sequence[Sequence[int]], most: int) -> tuple[list[list[int]], float]:
+    """The first of tensors' elements, `most` in all; and their share of the elements of all."""
+    chosen: list[list[int]] = []
+    left = most
+    for unit in units:
+        taken: list[int] = []
+        for numel in unit:
+            if left:
+                taken.append(min(numel, left))
+                left -= taken[-1]
+        if taken:
+            chosen.append(taken)
+    return chosen, (most - left) / max(sum(map(sum, units)), 1)
 
-    def __init__(self, numels: Sequence[int], device: torch.device) -> None:
+
+class Unit(nn.Module):
+    """A module whose parameters are summed.
+
+    Args:
+        tensors: What they are made of.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        numbers = (torch.zeros(numel, device=device) for numel in numels)
-        self.tensors = nn.ParameterList(map(nn.Parameter, numbers))
+        self.tensors = nn.ParameterList(map(nn.Parameter, tensors))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`hidden` and all elements of all parameters."""

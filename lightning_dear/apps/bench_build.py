@@ -90,8 +90,7 @@ def build_starter(cfg: DictConfig) -> Trainer:
         starter: Trainer = instantiate(
             cfg.trainer, strategy="ddp", logger=False, enable_checkpointing=False, _convert_="all"
         )
-    environment = getattr(starter.strategy, "cluster_environment", None)
-    checks.check_nodes(environment, starter.num_nodes)
+    checks.check_nodes(starter)
     configure_launcher(starter.strategy)
     return starter
 

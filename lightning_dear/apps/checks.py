@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
 from lightning_dear.paths import conf_dir
@@ -52,17 +53,14 @@ def check_single_process(strategy: Any, devices: int | str | list[int], num_node
         )
 
 
-def check_nodes(environment: Any, num_nodes: int) -> None:
+def check_nodes(trainer: Trainer) -> None:
     """Check that somebody has started the other nodes' processes, if there are to be any.
-
-    Args:
-        environment: The trainer's cluster environment.
-        num_nodes: Of the job.
 
     Raises:
         ValueError: If nobody seems to have: the ranks of this node would wait for the others.
     """
-    is_started = not NODE_VARIABLES.isdisjoint(os.environ)
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    num_nodes, is_started = trainer.num_nodes, not NODE_VARIABLES.isdisjoint(os.environ)
     if num_nodes == 1 or is_started or not isinstance(environment, LightningEnvironment):
         return
     raise ValueError(

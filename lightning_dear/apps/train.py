@@ -113,8 +113,7 @@ def build_trainer(
         logger=build_loggers(cfg) or False,
         _convert_="all",
     )
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    checks.check_nodes(environment, trainer.num_nodes)
+    checks.check_nodes(trainer)
     configure_launcher(trainer.strategy)
     return trainer
 

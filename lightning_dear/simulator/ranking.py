@@ -157,9 +157,8 @@ def recommended(rows: Sequence[Ranked], baseline: str = "ddp", enough: float = E
     runnable = [row for row in rows if row.overrides is not None]
     if not runnable:
         raise ValueError("None of these strategies can be run; add ddp or dear.")
-    # Of equal ones the first.
-    by_name = {row.name: row for row in reversed(runnable)}
-    steps_s = {row.name: row.step.step_s for row in runnable}
+    by_name = {row.name: row for row in runnable}
+    steps_s = {name: row.step.step_s for name, row in by_name.items()}
     return by_name[chosen(steps_s, baseline, enough)]
 
 

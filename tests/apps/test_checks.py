@@ -1,4 +1,6 @@
 import os
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -87,11 +89,14 @@ def test_an_option_that_lacks_its_group_is_found_below_it() -> None:
 def test_nodes_that_nobody_starts_are_not_waited_for(monkeypatch) -> None:
     for name in checks.NODE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    environment = LightningEnvironment()
+
+    def check(num_nodes: int, **strategy: object) -> None:
+        checks.check_nodes(Mock(num_nodes=num_nodes, strategy=SimpleNamespace(**strategy)))
+
     with pytest.raises(ValueError, match=r"has 16 nodes, but nothing says.*torchrun"):
-        checks.check_nodes(environment, 16)
-    checks.check_nodes(environment, 1)
-    checks.check_nodes(TorchElasticEnvironment(), 16)
-    checks.check_nodes(None, 16)
+        check(16, cluster_environment=LightningEnvironment())
+    check(1, cluster_environment=LightningEnvironment())
+    check(16, cluster_environment=TorchElasticEnvironment())
+    check(16)
     monkeypatch.setenv("NODE_RANK", "0")
-    checks.check_nodes(environment, 16)
+    check(16, cluster_environment=LightningEnvironment())
