@@ -5,19 +5,21 @@ package, which by itself imports neither. `DearStrategy` is the class for `light
 `pytorch_lightning`, where only that is installed); the one for `pytorch_lightning` is
 `lightning_dear.pytorch_lightning.DearStrategy`.
 
-The way in for readers is `pipeline.py`.
+The way in for readers is `engine/pipeline.py`.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from lightning_dear.mirror import install_mirror
+from lightning_dear.moved import find_what_moved
 from lightning_dear.registration import register_now_or_later
 from lightning_dear.versions import warn_outside_tested_range
 
 if TYPE_CHECKING:
-    from lightning_dear.strategy import DearStrategy
+    from lightning_dear.strategy.dear import DearStrategy
 
 install_mirror()
+find_what_moved()
 register_now_or_later()
 
 
@@ -25,7 +27,7 @@ def __getattr__(name: str) -> Any:
     """Imports `DearStrategy`, and with it Lightning and torch, when it is first asked for."""
     if name != "DearStrategy":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightning_dear.strategy import DearStrategy
+    from lightning_dear.strategy.dear import DearStrategy
 
     warn_outside_tested_range()
     globals()[name] = DearStrategy  # From now on found without this function.

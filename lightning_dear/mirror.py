@@ -3,8 +3,8 @@
 `lightning.pytorch` and `pytorch_lightning` are two copies of one source with different classes, so
 that a strategy derived from the one is none to the other's Trainer. Lightning makes its second copy
 by rewriting imports before a release; here that happens when a module is imported:
-`lightning_dear.pytorch_lightning.strategy` is `strategy.py` with `lightning.pytorch` read as
-`pytorch_lightning`, and so on for every module in `MIRRORED`. The others know only torch and exist
+`lightning_dear.pytorch_lightning.strategy` is `strategy/` with `lightning.pytorch` read as
+`pytorch_lightning`, and so on for every room in `MIRRORED`. The others know only torch and exist
 once. Files, line numbers and sources in tracebacks are those of the original; classes have a module
 that can be imported, so they can be pickled.
 
@@ -20,25 +20,16 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 
 from typing_extensions import override
 
-MIRRORED = (
-    "callbacks",
-    "checkpoint_access",
-    "checkpoint_io",
-    "fabric",
-    "gradient_access",
-    "launcher",
-    "multiprocessing_launcher",
-    "precision",
-    "strategy",
-    "support",
-)
-"""What the strategy and callbacks need of ours that imports Lightning, itself or through others."""
+from lightning_dear.moved import AliasLoader
+
+MIRRORED = ("callbacks", "fabric", "strategy")
+"""The rooms that import Lightning, themselves or through each other."""
 
 _PACKAGE = "lightning_dear"
 _MIRROR = "lightning_dear.pytorch_lightning"
@@ -109,7 +100,7 @@ class _MirrorFinder(MetaPathFinder):
         if fullname.startswith(f"{_PACKAGE}.") and mirrored_name(fullname) != fullname:
             if is_installed("lightning") or not is_installed("pytorch_lightning"):
                 return None
-            return ModuleSpec(fullname, _AliasLoader())
+            return ModuleSpec(fullname, AliasLoader(mirrored_name(fullname)))
         return None
 
 
@@ -138,16 +129,6 @@ class _MirrorLoader(SourceFileLoader):
         tree = ast.parse(self.get_data(file), file)
         mirror_imports(tree, file)
         return compile(tree, file, "exec", dont_inherit=True)
-
-
-class _AliasLoader(Loader):
-    """Puts the mirrored module in the place of the original."""
-
-    @override
-    def exec_module(self, module: ModuleType) -> None:
-        # Whatever stands in sys.modules after this call is what the import returns.
-        name = module.__name__
-        sys.modules[name] = importlib.import_module(mirrored_name(name))
 
 
 def _unclear(node: ast.Import | ast.ImportFrom, file: str) -> ImportError:

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import pytest
 
-from lightning_dear import device_work as module
-from lightning_dear.device_work import (
+from lightning_dear.telemetry import device_work as module
+from lightning_dear.telemetry.device_work import (
     charge_device_work,
     device_work,
     device_work_charged_s,

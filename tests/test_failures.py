@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_dear.failures import board as failures
-from lightning_dear.failures import watch as failure_watch
-from lightning_dear.failures.board import Failure, FailureBoard, describe, is_consequence
-from lightning_dear.failures.watch import FailureWatch, first_failure
+from lightning_dear.strategy.failures import board as failures
+from lightning_dear.strategy.failures import watch as failure_watch
+from lightning_dear.strategy.failures.board import Failure, FailureBoard, describe, is_consequence
+from lightning_dear.strategy.failures.watch import FailureWatch, first_failure
 
 NUM_RANKS = 3
 CLOSED = "[pair.cc:537] Read error [127.0.0.1]:57046: Connection reset by peer."

@@ -18,10 +18,15 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from omegaconf import read_write
 
-from lightning_dear import launcher
-from lightning_dear.failures.board import Failure
-from lightning_dear.launcher import JobLauncher, configure_launcher, end_processes, job_arguments
 from lightning_dear.paths import conf_dir
+from lightning_dear.strategy import launchers as launcher
+from lightning_dear.strategy.failures.board import Failure
+from lightning_dear.strategy.launchers import (
+    JobLauncher,
+    configure_launcher,
+    end_processes,
+    job_arguments,
+)
 from tests.conf.composing import composed
 
 LAUNCH_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -231,7 +236,7 @@ def test_a_launch_after_a_failed_one_is_watched_again(make_launcher, monkeypatch
 _CHILD = """
 import time
 from lightning_dear import launcher
-from lightning_dear.failures.board import Failure
+from lightning_dear.strategy.failures.board import Failure
 launcher.GRACE_S = 0.1
 launcher.watch_parent()
 print("watching", flush=True)

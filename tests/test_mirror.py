@@ -133,12 +133,12 @@ def test_the_other_package_refuses_an_instance(namespaces: list[str]) -> None:
 
 
 def test_the_engine_exists_once() -> None:
-    ours = importlib.import_module("lightning_dear.strategy")
-    mirrored = importlib.import_module("lightning_dear.pytorch_lightning.strategy")
+    ours = importlib.import_module("lightning_dear.strategy.dear")
+    mirrored = importlib.import_module("lightning_dear.pytorch_lightning.strategy.dear")
     assert mirrored.Pipeline is ours.Pipeline
     assert mirrored.CompressionSchedule is not ours.CompressionSchedule
     assert mirrored.check_options is not ours.check_options
-    assert importlib.util.find_spec("lightning_dear.pytorch_lightning.pipeline") is None
+    assert importlib.util.find_spec("lightning_dear.pytorch_lightning.engine") is None
 
 
 def test_mirrored_classes_can_be_pickled() -> None:
@@ -153,13 +153,13 @@ def test_mirrored_classes_can_be_pickled() -> None:
 def test_source_and_tracebacks_are_the_originals() -> None:
     ours, mirrored = map(strategy_of, NAMESPACES)
     assert inspect.getsource(mirrored) == inspect.getsource(ours)
-    assert inspect.getsourcefile(mirrored) == str(ROOT / "lightning_dear/strategy.py")
+    assert inspect.getsourcefile(mirrored) == str(ROOT / "lightning_dear/strategy/dear.py")
     with pytest.raises(ValueError, match="does not take static_graph") as caught:
         mirrored(static_graph=True)
     *_, calls, raises = traceback.extract_tb(caught.value.__traceback__)
-    assert Path(calls.filename).name == "strategy.py"
+    assert Path(calls.filename).name == "dear.py"
     assert "check_options(" in (calls.line or "")
-    assert Path(raises.filename).name == "support.py"
+    assert Path(raises.filename).name == "refusals.py"
     assert "raise ValueError(" in (raises.line or "")
 
 
@@ -179,8 +179,8 @@ def test_source_and_tracebacks_are_the_originals() -> None:
             "def f():\n    from lightning.pytorch import Trainer",
             "def f():\n    from pytorch_lightning import Trainer",
         ),
-        ("from lightning_dear.pipeline import Pipeline",) * 2,
-        ("from lightning_dear import gradients",) * 2,
+        ("from lightning_dear.engine.pipeline import Pipeline",) * 2,
+        ("from lightning_dear import bucket",) * 2,
         ("from lightning_utilities import x",) * 2,
         ("import torch, lightning_dear.planning",) * 2,
     ],

@@ -146,10 +146,10 @@ def test_pytorch_lightning_alone(tmp_path: Path) -> None:
     )
     source += """
     import lightning_dear.callbacks.monitor
-    import lightning_dear.strategy
+    import lightning_dear.strategy.dear
     from lightning_dear import pytorch_lightning as mirror
     assert lightning_dear.DearStrategy is mirror.DearStrategy
-    assert lightning_dear.strategy.DearStrategy is mirror.DearStrategy
+    assert lightning_dear.strategy.dear.DearStrategy is mirror.DearStrategy
     assert lightning_dear.callbacks.monitor.DearMonitor is mirror.DearMonitor is DearMonitor
     assert "lightning" not in sys.modules
 """
@@ -166,7 +166,7 @@ def test_lightning_alone(tmp_path: Path) -> None:
         print("missing:", error.name.partition(".")[0])
 """
     told = run_script(tmp_path, source)
-    assert "rank 0 lightning_dear.strategy" in told
+    assert "rank 0 lightning_dear.strategy.dear" in told
     assert told.splitlines()[-1].removeprefix("missing: ") in missing
 
 

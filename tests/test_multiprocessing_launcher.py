@@ -10,9 +10,10 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_dear import DearStrategy, multiprocessing_launcher
-from lightning_dear.launcher import configure_launcher
-from lightning_dear.multiprocessing_launcher import ReportingLauncher, _reporting
+from lightning_dear import DearStrategy
+from lightning_dear.strategy import multiprocessing_launcher
+from lightning_dear.strategy.launchers import configure_launcher
+from lightning_dear.strategy.multiprocessing_launcher import ReportingLauncher, _reporting
 
 WAIT_S = 0.3
 

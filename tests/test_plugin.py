@@ -54,7 +54,7 @@ def test_strategy_and_groups_are_known_without_an_import(tmp_path: Path, place: 
     result = run_application(tmp_path, source, "+strategy=dear")
     assert result.returncode == 0, result.stderr
     assert "group: lightning_dear.DearStrategy" in result.stdout
-    assert "strategy: lightning_dear.strategy popen" in result.stdout
+    assert "strategy: lightning_dear.strategy.dear popen" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_strategy_and_groups_are_known_without_an_import(tmp_path: Path, place: 
 )
 def test_the_other_names_set_the_start_method(tmp_path: Path, name: str, start_method: str) -> None:
     result = run_application(tmp_path, source_of(IMPORT_TRAINER, name=name))
-    assert f"strategy: lightning_dear.strategy {start_method}" in result.stdout, result.stderr
+    assert f"strategy: lightning_dear.strategy.dear {start_method}" in result.stdout, result.stderr
 
 
 def test_the_documented_import_still_works_beside_the_plugin(tmp_path: Path) -> None:
     source = source_of(before=IMPORT_TRAINER, inside="import lightning_dear")
     result = run_application(tmp_path, source)
-    assert "strategy: lightning_dear.strategy popen" in result.stdout, result.stderr
+    assert "strategy: lightning_dear.strategy.dear popen" in result.stdout, result.stderr
 
 
 def test_an_application_that_trains_nothing_pays_nothing(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def main(config):
     {IMPORT_TRAINER}
     strategies = sys.modules["lightning.pytorch.strategies"]
     print(type(strategies.__loader__).__name__, type(strategies.__spec__.loader).__name__)
-    print("dear" in strategies.StrategyRegistry, "lightning_dear.strategy" in sys.modules)
+    print("dear" in strategies.StrategyRegistry, "lightning_dear.strategy.dear" in sys.modules)
 main()
 """
     result = run_application(tmp_path, source)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dear import exchange_probe, tuning
+from lightning_dear.collectives.work import WireLedger, Work
 from lightning_dear.compression import Codec, Int8
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.exchange_probe import measure_link
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import (
     AutoFusion,
     BayesianFusion,
@@ -36,8 +35,10 @@ from lightning_dear.planning.search import (
     STEPS_PER_TRIAL,
     PredictingPlanner,
 )
-from lightning_dear.tuning import Tuning
-from lightning_dear.work import WireLedger, Work
+from lightning_dear.tuning import link_cost as exchange_probe
+from lightning_dear.tuning import tuner as tuning
+from lightning_dear.tuning.link_cost import measure_link
+from lightning_dear.tuning.tuner import Tuning
 from tests.engine.test_default_dtype import default_dtype
 from tests.planning.models import UNIT, chain
 

@@ -7,10 +7,10 @@ import sys
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE
 from lightning_dear.emulation import EmulatedCluster, run_on_cluster
 from lightning_dear.emulation.launch import HOST_VARIABLE
-from lightning_dear.launcher import job_arguments
-from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE
+from lightning_dear.strategy.launchers import job_arguments
 
 log = logging.getLogger(__name__)
 

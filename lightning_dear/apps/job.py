@@ -14,8 +14,8 @@ from hydra.errors import InstantiationException
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.collectives import forget_process_groups
-from lightning_dear.launcher import JobLauncher, end_processes, ending
+from lightning_dear.collectives.factory import forget_process_groups
+from lightning_dear.strategy.launchers import JobLauncher, end_processes, ending
 
 CHILD_END_S = 60.0
 """Seconds that child ranks have for ending after the last collective of a job."""

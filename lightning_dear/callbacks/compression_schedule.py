@@ -15,8 +15,8 @@ from typing_extensions import override
 from lightning_dear.compression import DGC, Compressor, Fp32, resolve_compressor
 from lightning_dear.compression.density import FewOfMany
 from lightning_dear.compression.groups import groups_of
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BayesianFusion, FusionPlanner
 
 

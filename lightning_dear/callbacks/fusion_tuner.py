@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_dear.compression import Compressor
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, SearchingPlanner
-from lightning_dear.tuning import Tuning
+from lightning_dear.tuning.tuner import Tuning
 
 
 class FusionTuner(Callback):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_dear.optimizers.masters import MASTER_KEY
+
 KEY = "lightning_dear"
 """Under which a checkpoint holds what only this package reads."""
 
@@ -13,10 +15,6 @@ FORMAT = 1
 
 READABLE = (1,)
 """Format numbers that can be read."""
-
-
-MASTER_KEY = "master_weight"
-"""Of an optimizer's state: the fp32 numbers that are stepped, where weights follow them."""
 
 
 def forget_masters(checkpoint: Mapping[str, Any]) -> None:

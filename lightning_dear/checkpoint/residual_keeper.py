@@ -13,12 +13,12 @@ from torch.optim import SGD, Optimizer
 
 from lightning_dear.checkpoint import residuals
 from lightning_dear.checkpoint.by_parameter import Residuals
+from lightning_dear.checkpoint.rate_follower import RateFollower
 from lightning_dear.checkpoint.residuals import KEY
 from lightning_dear.checkpoint.sharded_state import ShardedState
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression.unsent import Unsent
 from lightning_dear.exchange import CompressedBucket
-from lightning_dear.rate_follower import RateFollower
-from lightning_dear.work import Collectives
 
 
 class ResidualKeeper:

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from lightning_dear.checkpoint.whole_state import PerElement, Scalar, describe, pack
-from lightning_dear.sharded_optimizer import ShardedOptimizer
-from lightning_dear.work import Collectives
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.optimizers.sharded import ShardedOptimizer
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_dear.pieces import Piece
+from lightning_dear.bucket import Piece
+from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
+from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
-from lightning_dear.sharded_optimizer import ShardedOptimizer
-from lightning_dear.work import STATE_NUMBERS, Collectives
 
 Described = dict[int, dict[str, Any]]
 """Tensor index -> state key -> `PerElement`, `Scalar`, or a value that is no tensor."""

@@ -2,8 +2,8 @@
 
 Two process groups of our own, one for reduce-scatters and one for all-gathers, so that the host's
 collectives on the default group (Lightning broadcasts a flag before every batch) never queue
-behind ours, nor ours behind theirs. On gloo `pairwise.py` uses them, on NCCL `native.py`. Besides
-these, `groups.py` and `rendezvous.py`, no module that trains talks to torch.distributed.
+behind ours, nor ours behind theirs. On gloo `gloo.py` uses them, on NCCL `nccl.py`. Besides
+these, `process_groups.py` and `store.py`, no module that trains talks to torch.distributed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dear.groups import alive, reusable_groups
-from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE, message_delay_s
-from lightning_dear.native import NativeCollectives
-from lightning_dear.pairwise import PairwiseCollectives
-from lightning_dear.work import Collectives, WireLedger
+from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, message_delay_s
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.process_groups import alive, reusable_groups
+from lightning_dear.collectives.work import Collectives, WireLedger
 
 
 def new_collectives(device: torch.device, timeout: timedelta | None = None) -> Collectives:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.groups import GroupCollectives
-from lightning_dear.message_delay import DelayedSends
-from lightning_dear.summing import nbytes_of, shard_of, sum_in_source_order
-from lightning_dear.work import Work
+from lightning_dear.collectives.delay import DelayedSends
+from lightning_dear.collectives.process_groups import GroupCollectives
+from lightning_dear.collectives.summing import nbytes_of, shard_of, sum_in_source_order
+from lightning_dear.collectives.work import Work
 
 # Above those of all buckets.
 _FLAGS_TAG = 1 << 29

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.groups import GroupCollectives
-from lightning_dear.summing import assign, shard_of
-from lightning_dear.work import Work
+from lightning_dear.collectives.process_groups import GroupCollectives
+from lightning_dear.collectives.summing import assign, shard_of
+from lightning_dear.collectives.work import Work
 
 
 class NativeCollectives(GroupCollectives):

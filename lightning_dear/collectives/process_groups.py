@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.work import Collectives, Signal, T, WireLedger, Work, WorkObserver
+from lightning_dear.collectives.work import Collectives, Signal, T, WireLedger, Work, WorkObserver
 
 alive: WeakSet[GroupCollectives] = WeakSet()
 """All that may hold groups."""

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from lightning_dear.work import T
+from lightning_dear.collectives.work import T
 
 
 def default_store() -> Any | None:

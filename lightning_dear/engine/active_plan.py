@@ -11,16 +11,17 @@ import torch
 from torch.nn import Module, Parameter
 
 from lightning_dear.bucket import FlatBuffers, allocate
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
-from lightning_dear.exchange import DenseExchange, LimitedGathers, LossScale, new_exchange
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.gatherer import ParameterGatherer
-from lightning_dear.layout import tensor_specs
+from lightning_dear.engine.gatherer import ParameterGatherer
+from lightning_dear.engine.limited_gathers import LimitedGathers
+from lightning_dear.engine.read_order import ForwardRecorder
+from lightning_dear.engine.reducer import GradientReducer
+from lightning_dear.engine.trained_parameters import tensor_specs
+from lightning_dear.exchange import DenseExchange, LossScale, new_exchange
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
-from lightning_dear.recorder import ForwardRecorder
-from lightning_dear.reducer import GradientReducer
-from lightning_dear.work import Collectives
 
 Waiting = Callable[[str, str], AbstractContextManager[None]]
 """(lane, reason) -> context in which the engine waits for communication."""

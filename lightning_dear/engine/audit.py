@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dear.active_plan import ActivePlan
-from lightning_dear.layout import TrainedParameters
-from lightning_dear.recorder import ReadMode
+from lightning_dear.engine.active_plan import ActivePlan
+from lightning_dear.engine.read_order import ReadMode
+from lightning_dear.engine.trained_parameters import TrainedParameters
 
 
 def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:

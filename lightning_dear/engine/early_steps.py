@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_dear.active_plan import ActivePlan
-from lightning_dear.sharded_optimizer import ShardedOptimizer
+from lightning_dear.engine.active_plan import ActivePlan
+from lightning_dear.optimizers.sharded import ShardedOptimizer
 
 
 class EarlySteps:

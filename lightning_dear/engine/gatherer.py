@@ -15,8 +15,8 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import Bucket, FlatBuffers
-from lightning_dear.gate import close_gate, remove_gate
-from lightning_dear.work import Work
+from lightning_dear.collectives.work import Work
+from lightning_dear.engine.gate import close_gate, remove_gate
 
 _NUM_EXPECTED_AHEAD = 4
 """Receives that are posted before their bucket is stepped. Posting all of them first would keep the

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_dear.work import Collectives
+from lightning_dear.collectives.work import Collectives
 
 _NORM_TAG = 1 << 19
 

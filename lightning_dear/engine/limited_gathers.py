@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from lightning_dear.bucket import Bucket
+from lightning_dear.collectives.work import Work
 from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.work import Work
 
 
 class LimitedGathers:

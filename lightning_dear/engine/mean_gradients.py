@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear import gradients
-from lightning_dear.active_plan import ActivePlan
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.sharded_optimizer import ShardedOptimizer
-from lightning_dear.work import Collectives
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.engine import gradients
+from lightning_dear.engine.active_plan import ActivePlan
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.sharded import ShardedOptimizer
 
 
 class MeanGradients:

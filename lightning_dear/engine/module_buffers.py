@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_dear.work import Collectives, Work
+from lightning_dear.collectives.work import Collectives, Work
 
 
 class BufferBroadcast:

@@ -9,25 +9,25 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_dear import gradients
-from lightning_dear.active_plan import ActivePlan, Recording
-from lightning_dear.audit import audit
-from lightning_dear.early_steps import EarlySteps
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.instruments import Instruments
-from lightning_dear.layout import check_momentum
-from lightning_dear.left_weights import LeftWeights
-from lightning_dear.mean_gradients import MeanGradients
-from lightning_dear.plan_changes import PlanChanges
+from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.engine import gradients
+from lightning_dear.engine.active_plan import ActivePlan, Recording
+from lightning_dear.engine.audit import audit
+from lightning_dear.engine.early_steps import EarlySteps
+from lightning_dear.engine.mean_gradients import MeanGradients
+from lightning_dear.engine.plan_lifecycle import PlanChanges
+from lightning_dear.engine.reducer import warn_of_leftovers
+from lightning_dear.engine.state_dicts import SavedState
+from lightning_dear.engine.step_times import TimesRecorder
+from lightning_dear.engine.trained_parameters import check_momentum
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.masters import LeftWeights
+from lightning_dear.optimizers.replicated import ReplicatedOptimizer
+from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, FusionPlanner
 from lightning_dear.planning.times import ModelTimes
-from lightning_dear.reducer import warn_of_leftovers
-from lightning_dear.replicated_optimizer import ReplicatedOptimizer
-from lightning_dear.residual_keeper import ResidualKeeper
-from lightning_dear.saved_state import SavedState
-from lightning_dear.sharded_optimizer import ShardedOptimizer
-from lightning_dear.times_recorder import TimesRecorder
-from lightning_dear.work import Collectives
+from lightning_dear.telemetry.instruments import Instruments
 
 
 class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):

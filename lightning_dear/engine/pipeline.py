@@ -7,7 +7,7 @@
    in plan order (`reducer.py`).
 2. step: when the last reduce-scatter is in, the user's optimizer steps this rank's shards bucket by
    bucket, in the order in which forward needs them, and each bucket's all-gather is launched as
-   soon as it is stepped (`sharded_optimizer.py`).
+   soon as it is stepped (`optimizers/sharded.py`).
 3. next forward: a module that reads a parameter waits for its bucket, not for the others
    (`gatherer.py`, `gate.py`).
 
@@ -17,11 +17,11 @@ every rank, and not gathered.
 
 A bucket's exchange says what its messages hold (`exchange/`): numbers as they are, or what a
 compressor makes of them (`compression/`). With `gather="gradients"` mean gradients are gathered,
-and every rank steps whole tensors when they have arrived (`replicated_optimizer.py`).
+and every rank steps whole tensors when they have arrived (`optimizers/replicated.py`).
 
-The first step is recorded instead (`recorder.py`): its order of reads and gradients makes the plan.
-Each optimizer has a plan and these phases of its own (`optimizer_pipeline.py`); here is what they
-share. This file and all below it know torch, not Lightning.
+The first step is recorded instead (`read_order.py`): its order of reads and gradients makes the
+plan. Each optimizer has a plan and these phases of its own (`optimizer_pipeline.py`); here is what
+they share. This file and all below it know torch, not Lightning.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor
-from lightning_dear.exchange_options import ExchangeOptions, why_not_all_reduce
-from lightning_dear.instruments import Instruments
-from lightning_dear.layout import check_layout
-from lightning_dear.module_buffers import BufferBroadcast
-from lightning_dear.optimizer_pipeline import OptimizerPipeline
+from lightning_dear.engine.module_buffers import BufferBroadcast
+from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
+from lightning_dear.engine.read_order import has_compiled_region
+from lightning_dear.engine.trained_parameters import check_layout
+from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import FusionPlanner
-from lightning_dear.recorder import has_compiled_region
-from lightning_dear.statistics import StepStatistics
-from lightning_dear.timeline import Timeline
-from lightning_dear.work import Collectives
+from lightning_dear.telemetry.instruments import Instruments
+from lightning_dear.telemetry.statistics import StepStatistics
+from lightning_dear.telemetry.timeline import Timeline
 
 
 class Pipeline:
@@ -187,7 +187,7 @@ class Pipeline:
         return self.options.codec
 
     def use_codec(self, codec: Compressor) -> None:
-        """See `plan_changes.py`: another codec of the same kind, or none, from the next step."""
+        """See `plan_lifecycle.py`: another codec of the same kind, or none, from the next step."""
         for part in self.parts:
             part.use_codec(codec)
 

@@ -12,30 +12,29 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dear.active_plan import (
+from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
+from lightning_dear.checkpoint.whole_state import whole_state
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.compression import Compressor, Fp32, check_replaces
+from lightning_dear.engine.active_plan import (
     ActivePlan,
     Recording,
     activate,
     agree_on_plan,
     agree_on_recording,
 )
-from lightning_dear.checkpoint.format import MASTER_KEY
-from lightning_dear.checkpoint.whole_state import whole_state
-from lightning_dear.compression import Compressor, Fp32, check_replaces
+from lightning_dear.engine.read_order import ForwardRecorder
+from lightning_dear.engine.reducer import on_each_gradient
+from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.tally import figures_of
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.instruments import Instruments
-from lightning_dear.layout import TrainedParameters
-from lightning_dear.left_weights import LeftWeights
+from lightning_dear.optimizers.masters import MASTER_KEY, LeftWeights
+from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS
 from lightning_dear.planning.whole import with_whole_tensors
-from lightning_dear.recorder import ForwardRecorder
-from lightning_dear.reducer import on_each_gradient
-from lightning_dear.residual_keeper import ResidualKeeper
-from lightning_dear.sharded_optimizer import ShardedOptimizer
-from lightning_dear.work import Collectives
+from lightning_dear.telemetry.instruments import Instruments
 
 
 def _no_scale() -> None:

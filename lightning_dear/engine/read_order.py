@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from lightning_dear.gate import close_gate, remove_gate
+from lightning_dear.engine.gate import close_gate, remove_gate
 
 _METADATA = frozenset(
     {

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import FlatBuffers
+from lightning_dear.collectives.background import Watched, Watcher
+from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.exchange import DenseExchange
 from lightning_dear.exchange.flags import LATE, UNUSED, USED, RoundFlags
 from lightning_dear.planning.plan import BucketPlan
-from lightning_dear.watcher import Watched, Watcher
-from lightning_dear.work import Collectives, Work
 
 
 class GradientReducer:

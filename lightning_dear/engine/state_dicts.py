@@ -9,16 +9,16 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_dear.active_plan import ActivePlan
+from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.checkpoint.sharded_state import sharded_state
 from lightning_dear.checkpoint.whole_state import consolidate
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.engine.active_plan import ActivePlan
 from lightning_dear.exchange import CodedExchange
-from lightning_dear.instruments import Instruments
-from lightning_dear.left_weights import LeftWeights
+from lightning_dear.optimizers.masters import LeftWeights
+from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan
-from lightning_dear.residual_keeper import ResidualKeeper
-from lightning_dear.sharded_optimizer import ShardedOptimizer
-from lightning_dear.work import Collectives
+from lightning_dear.telemetry.instruments import Instruments
 
 
 class SavedState:

@@ -9,13 +9,13 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import storage_strides
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
 from lightning_dear.compression.groups import unused_group
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.gate import plain_parameters
+from lightning_dear.engine.gate import plain_parameters
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.tensorwise import check_steppable
 from lightning_dear.planning import TensorSpec
-from lightning_dear.tensorwise import check_steppable
-from lightning_dear.work import Collectives
 
 Described = Sequence[tuple[str, str]]
 """(name, layout) of every trained parameter, as compared between ranks."""

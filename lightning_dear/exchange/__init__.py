@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from lightning_dear.bucket import FlatBuffers
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec, PowerSGD, SparseAllReduce
 from lightning_dear.exchange.coded import CodedExchange
 from lightning_dear.exchange.compressed import LossScale
 from lightning_dear.exchange.compressed_bucket import NO_SEED, CompressedBucket
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.gradients import GradientExchange
-from lightning_dear.exchange.limited import LimitedGathers
 from lightning_dear.exchange.low_rank import LowRankExchange
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse import SparseExchange
 from lightning_dear.exchange.sparse_static import StaticSparseExchange
 from lightning_dear.exchange.sparse_whole import WholeSparseExchange
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.work import Collectives
 
 
 def new_exchange(
@@ -57,7 +56,6 @@ __all__ = [
     "DenseExchange",
     "CompressedBucket",
     "GradientExchange",
-    "LimitedGathers",
     "LossScale",
     "NO_SEED",
     "new_exchange",

@@ -21,16 +21,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
+from lightning_dear.collectives.summing import sum_in_source_order
+from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Codec, Fp32
-from lightning_dear.device_work import device_work
 from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.reduction import Reduction
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.plain_mode import plain_mode
-from lightning_dear.summing import sum_in_source_order
-from lightning_dear.work import Collectives, Work
+from lightning_dear.telemetry.device_work import device_work
+from lightning_dear.torch_modes import plain_mode
 
 
 class CodedExchange(CompressedExchange):

@@ -11,12 +11,12 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.compression.memory import Memory, owner_memory, worker_memory
 from lightning_dear.exchange.compressed_bucket import CompressedBucket, zero_or_nan
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.reduction import Reduction, new_reduction
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.work import Collectives
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor, Fp32
 from lightning_dear.exchange.compressed_bucket import CompressedBucket, zero_or_nan
 from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.work import Collectives
 
 LossScale = Callable[[], "Tensor | None"]
 """What gradients are multiplied by at present, as a tensor of one element; None: by nothing."""

@@ -13,9 +13,9 @@ from functools import partial
 from torch import Tensor
 
 from lightning_dear.bucket import Bucket
+from lightning_dear.collectives.work import GRADIENT_NUMBERS, Collectives, Work
 from lightning_dear.compression import Compressor
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
-from lightning_dear.work import GRADIENT_NUMBERS, Collectives, Work
 
 
 class DenseExchange:

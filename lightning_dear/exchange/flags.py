@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.work import Collectives
 
 UNUSED, USED, LATE = 0, 1, 2
 """What a rank says of a parameter, in a byte: it got no gradient, a gradient, or another one after

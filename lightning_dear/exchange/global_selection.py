@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_dear.device_work import device_work
+from lightning_dear.collectives.work import SELECTION_NUMBERS, Collectives, as_metadata
 from lightning_dear.exchange.kth_largest import kth_largest
 from lightning_dear.exchange.region_bucket import RegionBucket
-from lightning_dear.work import SELECTION_NUMBERS, Collectives, as_metadata
+from lightning_dear.telemetry.device_work import device_work
 
 FILLED = 2
 """Where one number in so many is not 0, all of them travel in no more words than those alone, as

@@ -8,8 +8,8 @@ from functools import partial
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
+from lightning_dear.collectives.work import Work
 from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.work import Work
 
 
 class GradientExchange(DenseExchange):

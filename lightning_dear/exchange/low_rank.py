@@ -27,12 +27,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, FlatBuffers, storage_shape
+from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Fp32, PowerSGD
-from lightning_dear.device_work import device_work
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.low_rank_bucket import LowRankBucket, Messages
-from lightning_dear.work import Collectives, Work
+from lightning_dear.telemetry.device_work import device_work
 
 
 class LowRankExchange(CompressedExchange):

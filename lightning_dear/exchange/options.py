@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, message_delay_s
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import (
     Codec,
     Compressor,
@@ -15,8 +17,6 @@ from lightning_dear.compression import (
 )
 from lightning_dear.compression.groups import Groups, check_groups, codec_for
 from lightning_dear.compression.sparse import SMALLEST_LAGGING_DENSITY, Sparse
-from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE, message_delay_s
-from lightning_dear.work import Collectives
 
 GATHERS = ("parameters", "gradients")
 """Names of what an all-gather may carry."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_dear.collectives.work import SELECTION_NUMBERS, Collectives, uncounted
 from lightning_dear.exchange.owned_bucket import OwnedBucket
-from lightning_dear.work import SELECTION_NUMBERS, Collectives, uncounted
 
 
 @dataclass(frozen=True)

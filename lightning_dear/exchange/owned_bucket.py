@@ -11,11 +11,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import OkTopk, SparseAllReduce
 from lightning_dear.compression.selectors import true_places
 from lightning_dear.exchange.entries import Entries, is_among
 from lightning_dear.exchange.sparse_bucket import SparseBucket
-from lightning_dear.work import Collectives
 
 NUM_FIRST_STEPS = 64
 """Steps at the beginning in each of which regions are made anew: residuals still grow."""

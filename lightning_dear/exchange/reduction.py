@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dear.collectives.summing import shard_of
+from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Codec
-from lightning_dear.summing import shard_of
-from lightning_dear.work import Collectives, Work
 
 
 class Reduction(ABC):

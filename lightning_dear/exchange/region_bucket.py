@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor, OkTopk, SparseAllReduce
 from lightning_dear.compression.selectors import all_reaching
 from lightning_dear.exchange.entries import Entries, joined, unpacked
@@ -25,7 +26,6 @@ from lightning_dear.exchange.regions import (
     words_of_slice,
 )
 from lightning_dear.exchange.shares import Report, Shares
-from lightning_dear.work import Collectives
 
 LOOKED_AT_FIRST = 0.95
 """Of the last threshold: most owners find their share among the sums of at least so much."""

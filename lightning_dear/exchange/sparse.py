@@ -22,8 +22,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
+from lightning_dear.collectives.work import GRADIENT_NUMBERS, Collectives, Work
 from lightning_dear.compression import SparseAllReduce, TopkDSA
-from lightning_dear.device_work import device_work
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.entries import Entries
 from lightning_dear.exchange.global_selection import keep_all, keep_largest
@@ -31,8 +31,8 @@ from lightning_dear.exchange.oracle import Seen, measure
 from lightning_dear.exchange.owned_bucket import OwnedBucket, Sent
 from lightning_dear.exchange.region_bucket import RegionBucket
 from lightning_dear.exchange.sparse_bucket import SparseBucket, check_buckets
-from lightning_dear.plain_mode import plain_mode
-from lightning_dear.work import GRADIENT_NUMBERS, Collectives, Work
+from lightning_dear.telemetry.device_work import device_work
+from lightning_dear.torch_modes import plain_mode
 
 
 class SparseExchange(CompressedExchange):

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, shard_slice
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor, Fp32, SparseAllReduce
 from lightning_dear.compression.memory import Memory
 from lightning_dear.compression.sparse_all_reduce import FEWEST_PER_RANK
@@ -19,7 +20,6 @@ from lightning_dear.compression.unsent import Unsent, new_unsent
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.exchange.entries import Entries, unpacked
 from lightning_dear.exchange.tally import Tally
-from lightning_dear.work import Collectives
 
 
 class SparseBucket(CompressedBucket):

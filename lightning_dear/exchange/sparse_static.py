@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.device_work import device_work
+from lightning_dear.collectives.work import SELECTION_NUMBERS, Work, as_metadata
 from lightning_dear.exchange.owned_bucket import OwnedBucket
 from lightning_dear.exchange.sparse import SparseExchange
 from lightning_dear.exchange.static_bucket import StaticBucket
-from lightning_dear.work import SELECTION_NUMBERS, Work, as_metadata
+from lightning_dear.telemetry.device_work import device_work
 
 
 class StaticSparseExchange(SparseExchange):

@@ -13,14 +13,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
+from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import GTopk, SparseAllReduce
-from lightning_dear.device_work import device_work
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.entries import Entries, added, is_among, unpacked
 from lightning_dear.exchange.sparse import compression_ratio, not_empty, sum_up
 from lightning_dear.exchange.sparse_bucket import SparseBucket, check_buckets
-from lightning_dear.work import Collectives, Work
+from lightning_dear.telemetry.device_work import device_work
 
 
 class WholeSparseExchange(CompressedExchange):

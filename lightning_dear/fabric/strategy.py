@@ -24,10 +24,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.checkpoint_io import AtomicCheckpointIO
-from lightning_dear.collectives import new_collectives
+from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
-from lightning_dear.exchange_options import ExchangeOptions, default_gather
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions, default_gather
 from lightning_dear.fabric.access import FabricAccess
 from lightning_dear.fabric.checkpoints import FabricCheckpoints
 from lightning_dear.fabric.checks import (
@@ -39,13 +39,13 @@ from lightning_dear.fabric.checks import (
     refuse_lone_optimizer,
 )
 from lightning_dear.fabric.module import DearModule, finish_at_exit, finishing, part_of
-from lightning_dear.module_states import check_module_states
-from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import FusionPlanner, resolve_fusion
-from lightning_dear.precision import loss_scale
 from lightning_dear.registration import START_METHODS
-from lightning_dear.strategy import DEFAULT_TIMEOUT
-from lightning_dear.support import (
+from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO
+from lightning_dear.strategy.dear import DEFAULT_TIMEOUT
+from lightning_dear.strategy.module_states import check_module_states
+from lightning_dear.strategy.precision import loss_scale
+from lightning_dear.strategy.refusals import (
     check_optimizers,
     check_options,
     say_what_is_gathered,

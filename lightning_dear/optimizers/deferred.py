@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear.elementwise import inner_step
+from lightning_dear.optimizers.elementwise import inner_step
 
 
 class DeferredStep:

@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.bucket import FlatBuffers, Placement
-from lightning_dear.checkpoint.format import MASTER_KEY
-from lightning_dear.checkpoint.loading import differs
-from lightning_dear.deferred_step import DeferredStep
-from lightning_dear.elementwise import closure_skipped
-from lightning_dear.plain_mode import plain_mode
-from lightning_dear.sharded_optimizer import ShardedOptimizer
-from lightning_dear.step_listener import GatherListener
+from lightning_dear.optimizers.deferred import DeferredStep
+from lightning_dear.optimizers.elementwise import closure_skipped
+from lightning_dear.optimizers.listener import GatherListener
+from lightning_dear.optimizers.masters import MASTER_KEY, differs
+from lightning_dear.optimizers.sharded import ShardedOptimizer
+from lightning_dear.torch_modes import plain_mode
 
 
 class ReplicatedOptimizer(ShardedOptimizer):

@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_dear.bucket import FlatBuffers, as_flat
-from lightning_dear.checkpoint.format import MASTER_KEY
-from lightning_dear.checkpoint.loading import differs, undo_casts
-from lightning_dear.elementwise import closure_skipped, inner_step, warn_of_zeros
-from lightning_dear.pieces import Piece, cut_state, shard_pieces
-from lightning_dear.step_listener import StepListener
-from lightning_dear.step_runs import mark_stepped, step_runs
+from lightning_dear.bucket import FlatBuffers, Piece, as_flat, cut_state, shard_pieces
+from lightning_dear.optimizers.elementwise import closure_skipped, inner_step, warn_of_zeros
+from lightning_dear.optimizers.listener import StepListener
+from lightning_dear.optimizers.masters import MASTER_KEY, differs, undo_casts
+from lightning_dear.optimizers.step_runs import mark_stepped, step_runs
 
 
 class ShardedOptimizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_dear.pieces import Piece
+from lightning_dear.bucket import Piece
 
 MAX_RUN_NUMEL = 1 << 16
 """Elements of shards that are stepped at once."""

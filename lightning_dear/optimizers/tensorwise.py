@@ -11,15 +11,15 @@ from torch.optim import Optimizer
 
 from lightning_dear.bucket import LOW_PRECISION
 from lightning_dear.compression import PowerSGD, SparseAllReduce
-from lightning_dear.deferred_step import DeferredStep
-from lightning_dear.elementwise import (
+from lightning_dear.exchange.options import ExchangeOptions, default_gather
+from lightning_dear.optimizers.deferred import DeferredStep
+from lightning_dear.optimizers.elementwise import (
     ELEMENTWISE,
     check_elementwise,
     inner_step,
     twin_of,
     used_groups,
 )
-from lightning_dear.exchange_options import ExchangeOptions, default_gather
 
 _KNOWN = ELEMENTWISE | {
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)

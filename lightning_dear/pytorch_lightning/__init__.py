@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.strategies import DDPStrategy
 
     from lightning_dear import callbacks as _callbacks
-    from lightning_dear import strategy as _strategy
+    from lightning_dear.strategy import dear as _strategy
 
     class DearStrategy(_strategy.DearStrategy, DDPStrategy):  # type: ignore[misc]
         """`lightning_dear.DearStrategy` for `pytorch_lightning`."""

@@ -12,7 +12,7 @@ from lightning_dear.simulator.program import (
     STEP,
 )
 from lightning_dear.simulator.simulate import SimulatedStep
-from lightning_dear.spans import Span
+from lightning_dear.telemetry.spans import Span
 
 LANES = (FORWARD, BACKWARD, CODEC, REDUCE_SCATTER, ALL_REDUCE, STEP, ALL_GATHER, "wait")
 """In the order in which a step goes through them."""

@@ -22,23 +22,22 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule, schedule_of
-from lightning_dear.callbacks.own import OwnCallbacks
-from lightning_dear.checkpoint_access import CheckpointAccess
-from lightning_dear.checkpoint_io import AtomicCheckpointIO
-from lightning_dear.collectives import new_collectives
+from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
-from lightning_dear.exchange_options import ExchangeOptions, default_gather
-from lightning_dear.failures.handling import FailureHandling
-from lightning_dear.gradient_access import GradientAccess
-from lightning_dear.launcher import configure_launcher
-from lightning_dear.module_states import check_module_states
-from lightning_dear.pipeline import Pipeline
-from lightning_dear.pipeline_access import PipelineAccess
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions, default_gather
 from lightning_dear.planning import FusionPlanner, resolve_fusion
-from lightning_dear.precision import connect_precision, disconnect_precision, unwrapped
 from lightning_dear.registration import START_METHODS
-from lightning_dear.sigterm import answer_sigterm, ask_sigterm_again
-from lightning_dear.support import (
+from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO
+from lightning_dear.strategy.checkpoints import CheckpointAccess
+from lightning_dear.strategy.failures.handling import FailureHandling
+from lightning_dear.strategy.gradient_access import GradientAccess
+from lightning_dear.strategy.launchers import configure_launcher
+from lightning_dear.strategy.module_states import check_module_states
+from lightning_dear.strategy.own_callbacks import OwnCallbacks
+from lightning_dear.strategy.pipeline_access import PipelineAccess
+from lightning_dear.strategy.precision import connect_precision, disconnect_precision, unwrapped
+from lightning_dear.strategy.refusals import (
     check_optimizers,
     check_options,
     check_planner,
@@ -46,6 +45,7 @@ from lightning_dear.support import (
     say_what_is_gathered,
     warn_of_lag,
 )
+from lightning_dear.strategy.sigterm import answer_sigterm, ask_sigterm_again
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear.optimizer_pipeline import OptimizerPipeline
-from lightning_dear.pipeline import Pipeline
-from lightning_dear.precision import unwrapped
+from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.strategy.precision import unwrapped
 
 
 class GradientAccess:

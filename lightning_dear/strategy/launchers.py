@@ -30,10 +30,10 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
-from lightning_dear.failures.handling import FailureHandling
-from lightning_dear.failures.interrupts import call_if_unheard
-from lightning_dear.failures.watch import dump_stacks, first_failure
-from lightning_dear.multiprocessing_launcher import ReportingLauncher
+from lightning_dear.strategy.failures.handling import FailureHandling
+from lightning_dear.strategy.failures.interrupts import call_if_unheard
+from lightning_dear.strategy.failures.watch import dump_stacks, first_failure
+from lightning_dear.strategy.multiprocessing_launcher import ReportingLauncher
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from torch.nn import Module
 
-from lightning_dear.rendezvous import from_all_ranks
+from lightning_dear.collectives.store import from_all_ranks
 
 
 def check_module_states(module: Module) -> None:

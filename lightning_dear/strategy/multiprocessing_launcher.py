@@ -10,8 +10,8 @@ from typing import Any
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from typing_extensions import override
 
-from lightning_dear.failures.board import REPORT_WAIT_S, is_consequence
-from lightning_dear.failures.handling import FailureHandling
+from lightning_dear.strategy.failures.board import REPORT_WAIT_S, is_consequence
+from lightning_dear.strategy.failures.handling import FailureHandling
 
 
 class ReportingLauncher(_MultiProcessingLauncher):

@@ -11,11 +11,11 @@ from lightning_dear.callbacks.completion_guard import CompletionGuard
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.callbacks.gradient_guard import GradientGuard, gradient_readers
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
-from lightning_dear.precision import unwrapped
-from lightning_dear.support import warn_about_readers, why_not_early
+from lightning_dear.strategy.precision import unwrapped
+from lightning_dear.strategy.refusals import warn_about_readers, why_not_early
 
 
 class OwnCallbacks(DDPStrategy):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, save_plan
-from lightning_dear.statistics import StepStatistics
-from lightning_dear.timeline import Timeline
+from lightning_dear.telemetry.statistics import StepStatistics
+from lightning_dear.telemetry.timeline import Timeline
 
 
 class PipelineAccess:

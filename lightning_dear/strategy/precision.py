@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
 
 _CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
 

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_dear.compression import class_with
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.planning.search import PredictingPlanner
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dear.work import Signal
+from lightning_dear.collectives.work import Signal
 
 _QUESTION = "_broadcast_sigterm_tensor"
 

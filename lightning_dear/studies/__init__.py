@@ -1,4 +1,4 @@
 """Strategies side by side: the competitors, what is measured of a step, and what could be.
 
-`apps/bench.py` is the command line; read `block.py` first, then `summary.py`.
+`apps/bench/` is the command line; read `block.py` first, then `summary.py`.
 """

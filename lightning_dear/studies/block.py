@@ -18,11 +18,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 
-from lightning_dear.benchmarking import machine
-from lightning_dear.benchmarking.competitors import forget_mesh
-from lightning_dear.benchmarking.records import RankBlock, Step
-from lightning_dear.benchmarking.stamps import StepStamps
-from lightning_dear.device_work import device_work_cpu_s
+from lightning_dear.studies import machine
+from lightning_dear.studies.competitors import forget_mesh
+from lightning_dear.studies.records import RankBlock, Step
+from lightning_dear.studies.stamps import StepStamps
+from lightning_dear.telemetry.device_work import device_work_cpu_s
 
 _EXPECTED_WARNINGS = (
     ".*isinstance.treespec, LeafSpec.*",

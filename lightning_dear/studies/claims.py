@@ -1,6 +1,6 @@
 """Whether one entry is as fast as the best of others, judged on rounds that did not choose it.
 
-`python -m lightning_dear.benchmarking.claims FOLDER ... --entry ENTRY --others OTHER ...` reads
+`python -m lightning_dear.studies.claims FOLDER ... --entry ENTRY --others OTHER ...` reads
 what `dear-bench` has written and prints a row for each point of all folders. The first half of the
 rounds says which of the others is the best, of those that took part in them; the second half says
 how long the entry takes, relative to that one, round by round.
@@ -18,7 +18,7 @@ from math import comb, inf
 from pathlib import Path
 from statistics import geometric_mean, mean, median
 
-from lightning_dear.benchmarking.table import MISSING
+from lightning_dear.studies.table import MISSING
 
 ALONE = "compute alone"
 

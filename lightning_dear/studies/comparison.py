@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from lightning_dear.benchmarking.block import BlockLength
-from lightning_dear.benchmarking.records import Block, RankBlock
-from lightning_dear.benchmarking.summary import in_turn
-from lightning_dear.rendezvous import from_all_ranks
+from lightning_dear.collectives.store import from_all_ranks
+from lightning_dear.studies.block import BlockLength
+from lightning_dear.studies.records import Block, RankBlock
+from lightning_dear.studies.summary import in_turn
 
 TUNING_ROUND = -1
 """Number of the first round in which entries look for their best options; the next is one less."""

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.sharding_probe import options_of
+from lightning_dear.studies.probes.sharding import options_of
 
 SMALLEST_CAP_MB = 1 / (1 << 20)
 """One byte: below every tensor."""

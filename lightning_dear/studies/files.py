@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_dear.benchmarking.records import Block, Point, Row, Step
+from lightning_dear.studies.records import Block, Point, Row, Step
 
 
 def point_columns(point: Point) -> dict[str, Any]:

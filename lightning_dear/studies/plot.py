@@ -7,8 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning_dear.benchmarking.records import Row
-from lightning_dear.benchmarking.table import describe
+from lightning_dear.studies.records import Row
+from lightning_dear.studies.table import describe
 
 _PARTS = (
     ("compute and the rest", "compute_s", "#4c78a8"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from statistics import mean
 from typing import Any
 
-from lightning_dear.benchmarking.bounds import Bounds
+from lightning_dear.studies.bounds import Bounds
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import mean, median
 from typing import TypeVar
 
-from lightning_dear.benchmarking.records import Block, Point, Row, Step
+from lightning_dear.studies.records import Block, Point, Row, Step
 
 MAX_REPLAY_USE = 0.6
 """Share of the machine above which a replayed model's ranks wait for the CPU, not for the link."""

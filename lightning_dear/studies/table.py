@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from lightning_dear.benchmarking.records import Point, Row
+from lightning_dear.studies.records import Point, Row
 
 MISSING = "-"
 """What stands for a figure that was not measured."""

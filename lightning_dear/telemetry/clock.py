@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_dear.watcher import Watcher
+from lightning_dear.collectives.background import Watcher
 
 Record = Callable[[Any, Any], None]
 """Takes the marks between which something happened."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from lightning_dear.clock import clock_of
-from lightning_dear.statistics import StepStatistics
-from lightning_dear.timeline import Timeline
-from lightning_dear.work import Collectives
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.telemetry.clock import clock_of
+from lightning_dear.telemetry.statistics import StepStatistics
+from lightning_dear.telemetry.timeline import Timeline
 
 
 class Instruments:

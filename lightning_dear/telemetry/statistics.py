@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_dear.clock import Clock
+from lightning_dear.telemetry.clock import Clock
 
 
 class StepStatistics:

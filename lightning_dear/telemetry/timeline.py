@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_dear.clock import Clock, HostClock
-from lightning_dear.spans import Span, write_chrome_trace
+from lightning_dear.telemetry.clock import Clock, HostClock
+from lightning_dear.telemetry.spans import Span, write_chrome_trace
 
 
 class Timeline:

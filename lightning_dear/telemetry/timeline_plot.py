@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_dear.spans import LANES, Span
+from lightning_dear.telemetry.spans import LANES, Span
 
 _COLORS = {
     "forward": "#4c78a8",

@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
-from lightning_dear.clock import Clock, clock_of
+from lightning_dear.collectives.summing import shard_of, sum_in_source_order
+from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Codec, Fp32
+from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange import new_exchange
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.launch_probe import launch_seconds
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, NoFusion, TensorSpec
 from lightning_dear.planning.codec_cost import NO_CODEC
 from lightning_dear.planning.plan import ALIGNMENT, aligned
-from lightning_dear.summing import shard_of, sum_in_source_order
-from lightning_dear.work import Collectives, Work
+from lightning_dear.telemetry.clock import Clock, clock_of
+from lightning_dear.tuning.launch_cost import launch_seconds
 
 _SMALL_NUMEL, _LARGE_NUMEL = 1 << 16, 1 << 22
 """Elements of the two buckets, padding left out; of smaller models less."""

@@ -9,8 +9,8 @@ from statistics import median
 
 import torch
 
-from lightning_dear.pipeline import Pipeline
-from lightning_dear.work import STATE_NUMBERS, Work, uncounted
+from lightning_dear.collectives.work import STATE_NUMBERS, Work, uncounted
+from lightning_dear.engine.pipeline import Pipeline
 
 _ROW_BYTES = 1024
 """Of each message: a bucket of any size has as many."""

@@ -11,13 +11,13 @@ from typing import Generic, TypeVar
 
 import torch
 
-from lightning_dear.clock import clock_of
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.collectives.summing import shard_of
+from lightning_dear.collectives.work import STATE_NUMBERS, Collectives, Work, uncounted
+from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import LinkCost
 from lightning_dear.planning.cost import Train, fitted, sent_bytes
 from lightning_dear.planning.plan import ALIGNMENT, aligned
-from lightning_dear.summing import shard_of
-from lightning_dear.work import STATE_NUMBERS, Collectives, Work, uncounted
+from lightning_dear.telemetry.clock import clock_of
 
 _LEAST_BYTES, _MOST_BYTES, _MOST_LONG_BYTES = 1 << 18, 1 << 24, 1 << 26
 """Of a train of exchanges that are under way at once, as in a step: while one starts, the others

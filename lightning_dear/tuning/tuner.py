@@ -11,10 +11,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from lightning_dear.clock import clock_of
-from lightning_dear.codec_probe import measure_codecs
-from lightning_dear.exchange_probe import measure_link
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import (
     BucketPlan,
     CodecCosts,
@@ -31,6 +28,9 @@ from lightning_dear.planning.search import (
     PredictingPlanner,
 )
 from lightning_dear.planning.times import ModelTimes, median_times, slowest_times
+from lightning_dear.telemetry.clock import clock_of
+from lightning_dear.tuning.codec_cost import measure_codecs
+from lightning_dear.tuning.link_cost import measure_link
 
 Measured = tuple[BucketPlan, float]
 """A plan, and the seconds of its steps."""

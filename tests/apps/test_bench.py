@@ -24,14 +24,14 @@ from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, open_dict
 
-from lightning_dear.apps.bench_build import (
+from lightning_dear.apps.bench.build import (
     build_strategy,
     link_rate_mbit,
     point_of,
     replay_overrides,
     scale_caps,
 )
-from lightning_dear.apps.bench_config import (
+from lightning_dear.apps.bench.config import (
     as_override,
     by_cluster,
     composed,
@@ -41,8 +41,8 @@ from lightning_dear.apps.bench_config import (
     overrides_of,
     points_of,
 )
-from lightning_dear.apps.bench_points import join
-from lightning_dear.apps.bench_run import found_plan
+from lightning_dear.apps.bench.points import join
+from lightning_dear.apps.bench.run import found_plan
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import AutoFusion
@@ -286,7 +286,13 @@ PROFILE = ModelProfile(
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "lightning_dear.apps.bench", *arguments, "hydra.run.dir=out"]
+    return [
+        sys.executable,
+        "-m",
+        "lightning_dear.apps.bench",
+        *arguments,
+        "hydra.run.dir=out",
+    ]
 
 
 def environment() -> dict[str, str]:

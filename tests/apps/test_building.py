@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from lightning_dear.apps import train
-from lightning_dear.apps.bench_build import build_starter
+from lightning_dear.apps.bench.build import build_starter
 from lightning_dear.apps.checks import NODE_VARIABLES
+from lightning_dear.apps.train import train
 from tests.conf.composing import composed
 
 

@@ -21,8 +21,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, open_dict
 
-from lightning_dear.apps.bench_build import build_strategy
-from lightning_dear.apps.converge_config import (
+from lightning_dear.apps.bench.build import build_strategy
+from lightning_dear.apps.converge.config import (
     Entry,
     Options,
     buckets_of,
@@ -33,7 +33,7 @@ from lightning_dear.apps.converge_config import (
     metric_of,
     tries_of,
 )
-from lightning_dear.apps.recipes.report import BEGIN
+from lightning_dear.apps.recipe.report import BEGIN
 from lightning_dear.compression import COMPRESSORS
 from lightning_dear.paths import conf_dir
 

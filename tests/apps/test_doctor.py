@@ -13,12 +13,22 @@ from dataclasses import asdict
 
 import pytest
 
-from lightning_dear.apps import doctor
-from lightning_dear.apps.compute_probe import Compute
-from lightning_dear.apps.doctor_report import Links, link_rows, verdict
-from lightning_dear.apps.reachability import Door, Doorkeeper, announced_address, unreachable_from
+from lightning_dear.apps.doctor import doctor
+from lightning_dear.apps.doctor.compute_probe import Compute
+from lightning_dear.apps.doctor.link_rates import (
+    MeetingPoint,
+    PairProbe,
+    UnreachableError,
+    pairs_to_measure,
+)
+from lightning_dear.apps.doctor.reachability import (
+    Door,
+    Doorkeeper,
+    announced_address,
+    unreachable_from,
+)
+from lightning_dear.apps.doctor.report import Links, link_rows, verdict
 from lightning_dear.emulation import EmulatedCluster
-from lightning_dear.link_probe import MeetingPoint, PairProbe, UnreachableError, pairs_to_measure
 from lightning_dear.paths import conf_dir
 
 ROOT = conf_dir().parent

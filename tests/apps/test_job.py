@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_dear.apps import job
-from lightning_dear.launcher import JobLauncher
+from lightning_dear.strategy.launchers import JobLauncher
 from tests.conf.composing import composed
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lightning_dear.apps.plan import plan
+from lightning_dear.apps.plan.plan import plan
 from lightning_dear.paths import conf_dir
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.saved import save_workload

@@ -11,21 +11,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps import recipe
-from lightning_dear.apps.bench_config import entries_of
-from lightning_dear.apps.recipe import RECIPES
-from lightning_dear.apps.recipes import sibling
-from lightning_dear.apps.recipes.dear_64gpu import make
-from lightning_dear.apps.recipes.report import (
-    BEGIN,
-    END,
-    Report,
-    Table,
-    with_section,
-    write_report,
-)
-from lightning_dear.benchmarking.block import BlockLength
+from lightning_dear.apps.bench.config import entries_of
+from lightning_dear.apps.recipe import recipe, sibling
+from lightning_dear.apps.recipe.dear_64gpu import make
+from lightning_dear.apps.recipe.recipe import RECIPES
+from lightning_dear.apps.recipe.report import BEGIN, END, Report, Table, with_section, write_report
 from lightning_dear.paths import conf_dir, recipes_dir
+from lightning_dear.studies.block import BlockLength
 from tests.apps.test_train import run
 
 PROGRAM = ("-m", "lightning_dear.apps.recipe")
@@ -55,7 +47,7 @@ def test_every_recipe_has_its_parts(name: str) -> None:
         assert one.program in ("bench", "converge")
         if one.program == "bench":
             check_length(one)
-    assert callable(import_module(f"lightning_dear.apps.recipes.{name}").make)
+    assert callable(import_module(f"lightning_dear.apps.recipe.{name}").make)
     readme = (recipes_dir() / name / "README.md").read_text()
     with_section(readme, "new")
     assert f"dear-recipe {name}" in readme

@@ -9,10 +9,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from lightning_dear.apps.converge_config import buckets_of, check, entries_of, tries_of
-from lightning_dear.apps.recipes.convergence import make
-from lightning_dear.apps.recipes.loss_curves import Curves, Run, read_runs
-from lightning_dear.apps.recipes.report import Report
+from lightning_dear.apps.converge.config import buckets_of, check, entries_of, tries_of
+from lightning_dear.apps.recipe.convergence import make
+from lightning_dear.apps.recipe.loss_curves import Curves, Run, read_runs
+from lightning_dear.apps.recipe.report import Report
 from lightning_dear.paths import conf_dir, recipes_dir
 from tests.apps.test_converge import job
 

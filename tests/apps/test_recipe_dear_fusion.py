@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lightning_dear.apps.recipes.dear_fusion import make
-from lightning_dear.apps.recipes.dear_fusion_plans import cases
-from lightning_dear.apps.recipes.report import Report
-from lightning_dear.apps.recipes.steps import measured_steps
+from lightning_dear.apps.recipe.dear_fusion import make
+from lightning_dear.apps.recipe.dear_fusion_plans import cases
+from lightning_dear.apps.recipe.report import Report
+from lightning_dear.apps.recipe.steps import measured_steps
 from lightning_dear.paths import conf_dir
 
 FEW = ("models=[vgg16]", "clusters=[dear_ethernet]")

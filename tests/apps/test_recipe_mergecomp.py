@@ -10,19 +10,19 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from lightning_dear.apps.bench_config import entries_of, points_of
-from lightning_dear.apps.plan_config import compressed
-from lightning_dear.apps.recipes.mergecomp_cases import Cell, cells
-from lightning_dear.apps.recipes.mergecomp_fit import fitted, fp32_scaling, workload_of
-from lightning_dear.apps.recipes.mergecomp_measured import (
+from lightning_dear.apps.bench.config import entries_of, points_of
+from lightning_dear.apps.plan.config import compressed
+from lightning_dear.apps.recipe.mergecomp_cases import Cell, cells
+from lightning_dear.apps.recipe.mergecomp_fit import fitted, fp32_scaling, workload_of
+from lightning_dear.apps.recipe.mergecomp_measured import (
     measured_gains,
     measured_table,
     said_of_measured,
 )
-from lightning_dear.apps.recipes.mergecomp_published import FP32, fp32_sizes, published
-from lightning_dear.apps.recipes.mergecomp_said import said
-from lightning_dear.apps.recipes.mergecomp_scaling import make
-from lightning_dear.apps.recipes.mergecomp_schemes import (
+from lightning_dear.apps.recipe.mergecomp_published import FP32, fp32_sizes, published
+from lightning_dear.apps.recipe.mergecomp_said import said
+from lightning_dear.apps.recipe.mergecomp_scaling import make
+from lightning_dear.apps.recipe.mergecomp_schemes import (
     BEST_GROUPS,
     LAYERWISE,
     OURS_LAYERWISE,
@@ -31,14 +31,14 @@ from lightning_dear.apps.recipes.mergecomp_schemes import (
     grouped,
     two_groups,
 )
-from lightning_dear.apps.recipes.mergecomp_tables import published_of
-from lightning_dear.apps.recipes.mergecomp_verdict import verdict
-from lightning_dear.apps.recipes.report import Report
-from lightning_dear.device_costs import Device
+from lightning_dear.apps.recipe.mergecomp_tables import published_of
+from lightning_dear.apps.recipe.mergecomp_verdict import verdict
+from lightning_dear.apps.recipe.report import Report
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning.group_cost import Course
 from lightning_dear.simulator import Link, Network, simulate
 from lightning_dear.simulator.strategies import Strategy
+from lightning_dear.studies.device_costs import Device
 from lightning_dear.workloads.replay.profile import load_profile
 
 FEW = (

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lightning_dear.apps.recipes.oktopk_bert256 import _needed, _simulated, make, verdict
-from lightning_dear.apps.recipes.oktopk_cases import AT_ONCE, DENSE, OURS, cases_of
-from lightning_dear.apps.recipes.oktopk_recorded import said
-from lightning_dear.apps.recipes.oktopk_volumes import FORMULAS, sent_mb, volumes
-from lightning_dear.apps.recipes.report import write_report
-from lightning_dear.apps.recipes.simulated import networks_of
+from lightning_dear.apps.recipe.oktopk_bert256 import _needed, _simulated, make, verdict
+from lightning_dear.apps.recipe.oktopk_cases import AT_ONCE, DENSE, OURS, cases_of
+from lightning_dear.apps.recipe.oktopk_recorded import said
+from lightning_dear.apps.recipe.oktopk_volumes import FORMULAS, sent_mb, volumes
+from lightning_dear.apps.recipe.report import write_report
+from lightning_dear.apps.recipe.simulated import networks_of
 from lightning_dear.paths import conf_dir, recipes_dir
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import load_profile

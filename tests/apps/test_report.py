@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_dear.apps import report
+from lightning_dear.apps.train import report
 from lightning_dear.callbacks import DearMonitor
 
 

@@ -13,7 +13,8 @@ import torch
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
-from lightning_dear.apps import job, train
+from lightning_dear.apps import job
+from lightning_dear.apps.train import train
 from lightning_dear.paths import conf_dir
 from tests.conf.composing import composed, options_of
 

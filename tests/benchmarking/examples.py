@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_dear.benchmarking.bounds import Bounds
-from lightning_dear.benchmarking.records import Block, Point, RankBlock, Step
+from lightning_dear.studies.bounds import Bounds
+from lightning_dear.studies.records import Block, Point, RankBlock, Step
 
 BOUNDS = Bounds(
     forward_s=0.1, backward_s=0.2, model_bytes=40_000_000, world_size=2, rate=100_000_000.0

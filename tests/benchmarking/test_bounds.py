@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_dear.benchmarking.bounds import compute_for_ratio
+from lightning_dear.studies.bounds import compute_for_ratio
 from tests.benchmarking.examples import BOUNDS
 
 

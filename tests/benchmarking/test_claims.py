@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dear.benchmarking.claims import (
-    claim_of,
-    format_claims,
-    main,
-    read_rounds,
-    upper_bound,
-)
+from lightning_dear.studies.claims import claim_of, format_claims, main, read_rounds, upper_bound
 
 # `fickle` is the best of the others in the first half only.
 ROUNDS = {

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_dear.benchmarking.block import Endless
-from lightning_dear.benchmarking.competitors import (
+from lightning_dear.studies.block import Endless
+from lightning_dear.studies.competitors import (
     Bf16DDPStrategy,
     Fsdp2Strategy,
     WfbpDDPStrategy,

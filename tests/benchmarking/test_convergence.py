@@ -13,26 +13,20 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_dear.benchmarking.convergence.broken import DoubledResidual, broken
-from lightning_dear.benchmarking.convergence.records import (
-    CurvePoint,
-    Metric,
-    Trial,
-    best_of,
-    curve_of,
-)
-from lightning_dear.benchmarking.convergence.statistics import Difference, paired_difference
-from lightning_dear.benchmarking.convergence.store import Store
-from lightning_dear.benchmarking.convergence.summary import Asked, Row, summarize
-from lightning_dear.benchmarking.convergence.table import (
+from lightning_dear.compression import LoCo, TopK
+from lightning_dear.compression.memory import Memory, Residual, owner_memory, worker_memory
+from lightning_dear.studies.convergence.broken import DoubledResidual, broken
+from lightning_dear.studies.convergence.records import CurvePoint, Metric, Trial, best_of, curve_of
+from lightning_dear.studies.convergence.statistics import Difference, paired_difference
+from lightning_dear.studies.convergence.store import Store
+from lightning_dear.studies.convergence.summary import Asked, Row, summarize
+from lightning_dear.studies.convergence.table import (
     format_rows,
     write_curves,
     write_plot,
     write_summary,
 )
-from lightning_dear.benchmarking.convergence.training import Recorder, run_training
-from lightning_dear.compression import LoCo, TopK
-from lightning_dear.compression.memory import Memory, Residual, owner_memory, worker_memory
+from lightning_dear.studies.convergence.training import Recorder, run_training
 
 CPU = torch.device("cpu")
 ACCURACY = Metric("test_acc", "points", 100, True, margin=1.0, loss_margin=0.02)

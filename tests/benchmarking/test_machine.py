@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lightning_dear.benchmarking import machine
+from lightning_dear.studies import machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dear.benchmarking.files import RawFile, check_is_new, join_csv, write_summary
-from lightning_dear.benchmarking.plot import write_plot
-from lightning_dear.benchmarking.progress import Progress
-from lightning_dear.benchmarking.records import Row, Step
-from lightning_dear.benchmarking.summary import summarize
-from lightning_dear.benchmarking.table import format_rows
+from lightning_dear.studies.files import RawFile, check_is_new, join_csv, write_summary
+from lightning_dear.studies.plot import write_plot
+from lightning_dear.studies.progress import Progress
+from lightning_dear.studies.records import Row, Step
+from lightning_dear.studies.summary import summarize
+from lightning_dear.studies.table import format_rows
 from tests.benchmarking.examples import BOUNDS, POINT, block, rank_block
 
 STEPS = (Step(0.5, 0.1, 0.2, 0.03, 0.04, 40_000_000),)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_dear.benchmarking.block import BlockLength
-from lightning_dear.benchmarking.comparison import Candidate, run_rounds
-from lightning_dear.benchmarking.records import RankBlock
+from lightning_dear.studies.block import BlockLength
+from lightning_dear.studies.comparison import Candidate, run_rounds
+from lightning_dear.studies.records import RankBlock
 from tests.benchmarking.examples import rank_block
 
 

@@ -8,8 +8,8 @@ from itertools import pairwise, permutations
 
 import pytest
 
-from lightning_dear.benchmarking.records import Step
-from lightning_dear.benchmarking.summary import in_turn, summarize, wire_bytes_of
+from lightning_dear.studies.records import Step
+from lightning_dear.studies.summary import in_turn, summarize, wire_bytes_of
 from tests.benchmarking.examples import POINT, block, rank_block
 
 

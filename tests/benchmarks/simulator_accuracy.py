@@ -29,14 +29,14 @@ from statistics import mean, median
 
 import numpy as np
 
-from lightning_dear.apps.plan_config import measured_network
+from lightning_dear.apps.plan.config import measured_network
 from lightning_dear.compression import OkTopk
-from lightning_dear.device_costs import Device, halves_costs
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, TensorSpec
 from lightning_dear.planning.fusion import fuse_groups, runs_of
 from lightning_dear.simulator import Link, Network, Program, Workload, simulate
 from lightning_dear.simulator.ranking import chosen
 from lightning_dear.simulator.strategies import MIB, OURS, STRATEGIES, whole
+from lightning_dear.studies.device_costs import Device, halves_costs
 from tests.benchmarks.measured_cells import Cell, Cells, read_cells
 from tests.benchmarks.measured_clusters import File, nearest, read_files, workload_of
 

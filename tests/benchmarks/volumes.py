@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dear.collectives import new_collectives
+from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.work import GRADIENT_NUMBERS, SELECTION_NUMBERS, WireLedger
 from lightning_dear.compression import Compressor, resolve_compressor
 from lightning_dear.compression.density import FewOfMany
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.regions import NUM_BINS
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.pipeline import Pipeline
 from lightning_dear.planning import SingleFusion
-from lightning_dear.work import GRADIENT_NUMBERS, SELECTION_NUMBERS, WireLedger
 from tests.benchmarks.given_gradients import training_of
 
 PAYLOAD, METADATA, OTHER = range(3)

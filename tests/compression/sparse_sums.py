@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
+from lightning_dear.collectives.work import WireLedger, Work
 from lightning_dear.compression import GTopk, OkTopk, SparseAllReduce
 from lightning_dear.exchange import new_exchange
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice, aligned
-from lightning_dear.work import WireLedger, Work
 
 ROUNDING = 1e-6
 """Of the largest number: what adding up a few ranks' fp32 numbers rounds off."""

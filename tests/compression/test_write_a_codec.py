@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_dear import DearStrategy, compression
 from lightning_dear.compression import Codec, Int8, TopK, resolve_compressor
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from tests.compression.battery import check_all, check_contracts
 from tests.compression.inputs import rows
 from tests.distributed.harness import distributed

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dear.apps import job, train
+from lightning_dear.apps import job
+from lightning_dear.apps.train import train
 from lightning_dear.workloads.vision import Cifar10DataModule
 from tests.conf.composing import composed, options_of
 

@@ -9,7 +9,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dear.apps import train
+from lightning_dear.apps.train import train
 from lightning_dear.compression import COMPRESSORS, TopK, resolve_compressor
 from lightning_dear.paths import conf_dir
 from tests.conf.composing import composed, options_of

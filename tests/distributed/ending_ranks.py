@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_dear.collectives import new_collectives
+from lightning_dear.collectives.factory import new_collectives
 
 
 def main(folder: Path, jobs: int) -> None:

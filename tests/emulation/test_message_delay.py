@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from lightning_dear.collectives import new_collectives
-from lightning_dear.message_delay import DelayedSends, message_delay_s
-from lightning_dear.pairwise import PairwiseCollectives
-from lightning_dear.summing import shard_of
+from lightning_dear.collectives.delay import DelayedSends, message_delay_s
+from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.summing import shard_of
 from tests.distributed.harness import distributed, run_ranks
 
 VARIABLE = "LIGHTNING_DEAR_MESSAGE_DELAY_S"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.pairwise import PairwiseCollectives
+from lightning_dear.collectives.gloo import PairwiseCollectives
 
 
 @dataclass(frozen=True)

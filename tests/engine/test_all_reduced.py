@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dear.checkpoint.folder import load, save
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.optimizer_pipeline import OptimizerPipeline
+from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from tests.distributed.harness import distributed, run_ranks
 from tests.engine import test_early_steps, test_replan

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dear.collectives import new_collectives
-from lightning_dear.exchange_options import ExchangeOptions, why_not_all_reduce
-from lightning_dear.message_delay import MESSAGE_DELAY_VARIABLE
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE
+from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from tests.distributed.harness import distributed
 from tests.engine.delays import Delays

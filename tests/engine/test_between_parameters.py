@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_dear.compression import EFSignSGD, OneBit
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run
 

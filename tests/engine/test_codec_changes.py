@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.compression import Fp32, Int4, Int8, LoCo, OkTopk, RandomK, TopK
+from lightning_dear.engine.gatherer import ParameterGatherer
 from lightning_dear.exchange.compressed import CompressedExchange
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.gatherer import ParameterGatherer
+from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
 from tests.engine.linear import SOMETIMES, Run, gradients_of
 from tests.engine.sparse_runs import check_all_alike, run_of

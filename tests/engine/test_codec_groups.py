@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.compression import (
     DGC,
     QSGD,
@@ -32,9 +33,8 @@ from lightning_dear.compression.groups import (
     groups_of,
     unused_group,
 )
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.pairwise import PairwiseCollectives
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import SHAPES, Run, gradients_of

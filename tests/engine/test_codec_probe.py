@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
 
-from lightning_dear import codec_probe, launch_probe
-from lightning_dear.codec_probe import fitted_line, measure_codecs
+from lightning_dear.collectives.work import Work
 from lightning_dear.compression import DGC, Codec, Fp32, Int8, PowerSGD, SignSGD, Signum, TopK
-from lightning_dear.device_work import device_work_s
 from lightning_dear.exchange.low_rank_bucket import LowRankBucket
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.launch_probe import launch_seconds
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import Linear, NoFusion
 from lightning_dear.planning.codec_cost import NO_CODEC
-from lightning_dear.work import Work
+from lightning_dear.telemetry.device_work import device_work_s
+from lightning_dear.tuning import codec_cost as codec_probe
+from lightning_dear.tuning import launch_cost as launch_probe
+from lightning_dear.tuning.codec_cost import fitted_line, measure_codecs
+from lightning_dear.tuning.launch_cost import launch_seconds
 from tests.distributed.harness import distributed
 from tests.engine.models import batch, build, loss_of, weights
 from tests.engine.training import new_pipeline

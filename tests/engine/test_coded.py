@@ -29,7 +29,7 @@ from lightning_dear.compression import (
     Signum,
     TopK,
 )
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from lightning_dear.planning.plan import aligned
 from tests.distributed.harness import distributed

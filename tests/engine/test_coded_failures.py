@@ -30,9 +30,9 @@ from lightning_dear.compression import (
     Signum,
     TopK,
 )
+from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.exchange.coded_bucket import CodedBucket
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.layout import check_momentum
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import (
     AutoFusion,
     BayesianFusion,
@@ -42,7 +42,7 @@ from lightning_dear.planning import (
     MGWFBPFusion,
     NoFusion,
 )
-from lightning_dear.support import check_planner
+from lightning_dear.strategy.refusals import check_planner
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run, gradients_of
 from tests.engine.models import weights

@@ -20,7 +20,7 @@ from lightning_dear.compression import (
     RandomK,
     TopK,
 )
-from lightning_dear.precision import loss_scale
+from lightning_dear.strategy.precision import loss_scale
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run
 from tests.engine.models import weights

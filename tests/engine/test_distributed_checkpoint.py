@@ -28,7 +28,7 @@ from lightning_dear.checkpoint.folder import convert, is_folder, load, remove, s
 from lightning_dear.checkpoint.format import KEY
 from lightning_dear.checkpoint.sharded_state import sharded_state
 from lightning_dear.checkpoint.tree import put_together, take_apart
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import RanksFailed, distributed, observe_ranks, run_ranks
 from tests.engine.models import batch, build, loss_of, optimizer_for, two_groups, weights
 from tests.engine.training import new_pipeline

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, TensorSpec
 from tests.distributed.harness import distributed
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights

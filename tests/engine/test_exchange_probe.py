@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dear.collectives import new_collectives
-from lightning_dear.ddp_probe import gradient_copies_s, module_buffers_s
-from lightning_dear.exchange_probe import line, measure_sizes
+from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.planning import LinkCost
-from lightning_dear.sharding_host_probe import sharding_s
-from lightning_dear.sharding_probe import (
+from lightning_dear.studies.probes.ddp import gradient_copies_s, module_buffers_s
+from lightning_dear.studies.probes.sharding import (
     alike,
     first_of,
     probe_gather,
     probe_reduce_scatter,
     sharded_tensor_s,
 )
+from lightning_dear.studies.probes.sharding_host import sharding_s
+from lightning_dear.tuning.link_cost import line, measure_sizes
 from tests.distributed.harness import distributed
 
 CPU = torch.device("cpu")

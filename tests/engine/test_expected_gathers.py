@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from lightning_dear.bucket import FlatBuffers
-from lightning_dear.gatherer import _NUM_EXPECTED_AHEAD, ParameterGatherer
-from lightning_dear.work import Work
+from lightning_dear.collectives.work import Work
+from lightning_dear.engine.gatherer import _NUM_EXPECTED_AHEAD, ParameterGatherer
 
 
 class _Exchange:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dear.checkpoint.format import MASTER_KEY
 from lightning_dear.compression import DGC, Compressor, Int4, OkTopk, PowerSGD, TopK
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.masters import MASTER_KEY
 from tests.distributed.harness import distributed
 from tests.engine.linear import SOMETIMES, Run
 from tests.engine.test_coded import coded

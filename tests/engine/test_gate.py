@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dear.gate import ParameterGate, close_gate, plain_parameters, remove_gate
+from lightning_dear.engine.gate import ParameterGate, close_gate, plain_parameters, remove_gate
 
 
 def _merge_more(module: nn.Linear) -> None:

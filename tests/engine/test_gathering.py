@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dear.collectives import new_collectives
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.pairwise import PairwiseCollectives
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.work import Work
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
-from lightning_dear.work import Work
 from tests.distributed.harness import distributed
 from tests.engine.delays import Delays
 from tests.engine.models import batch, build, distance, loss_of

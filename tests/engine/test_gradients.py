@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.optimizer_pipeline import OptimizerPipeline
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
 from tests.engine.delays import Delays

@@ -22,9 +22,9 @@ from lightning_dear.compression import (
     SignSGD,
     TopK,
 )
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.optimizer_pipeline import OptimizerPipeline
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.models import batch, build, distance, loss_of, optimizer_for, weights

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dear.compression import Bf16, Codec, EFSignSGD, Fp16, Int4, Int8, LoCo, TopK
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import SHAPES, SOMETIMES, Run

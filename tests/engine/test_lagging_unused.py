@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dear.compression import Codec, EFSignSGD, Fp32, Int4, OneBit, TopK
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import SOMETIMES, Run

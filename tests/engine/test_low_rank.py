@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from lightning_dear.bucket import storage_shape
 from lightning_dear.compression import Fp32, PowerSGD
 from lightning_dear.compression.low_rank import orthonormal
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run, gradients_of, unscale

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_dear.collectives.work import Work
 from lightning_dear.compression import PowerSGD
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
-from lightning_dear.work import Work
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run
 

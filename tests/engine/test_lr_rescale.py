@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dear.checkpoint.rate_follower import RateFollower
+from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.compression import OkTopk
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
-from lightning_dear.rate_follower import RateFollower
-from lightning_dear.residual_keeper import ResidualKeeper
 from tests.distributed.harness import distributed
 from tests.engine.linear import SHAPES, SOMETIMES, Known
 from tests.engine.training import new_pipeline

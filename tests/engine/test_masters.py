@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.checkpoint.format import MASTER_KEY
+from lightning_dear.optimizers.masters import MASTER_KEY
 from tests.distributed.harness import distributed
 from tests.engine.delays import Delays
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights

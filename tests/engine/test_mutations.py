@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dear import gatherer, reducer, sharded_optimizer
+from lightning_dear.engine import gatherer, reducer
+from lightning_dear.optimizers import sharded as sharded_optimizer
 from tests.distributed.harness import run_ranks
 from tests.engine.delays import Delays
 from tests.engine.training import train_dear, train_reference

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dear.compression import Fp32, OkTopk
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import SHAPES, SOMETIMES, Known, Run, gradients_of, unscale

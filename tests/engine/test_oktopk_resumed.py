@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.compression import OkTopk, TopkDSA
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.compression import Gaussiank, GTopk, OkTopk, TopkA, TopkDSA
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run
 from tests.engine.sparse_runs import STATIC, buckets_of, run_of

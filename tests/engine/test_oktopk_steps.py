@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dear.collectives import new_collectives
+from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import OkTopk
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run, gradients_of

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import distributed
 from tests.engine.delays import Delays
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights

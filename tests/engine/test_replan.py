@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dear import active_plan, plan_changes
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine import active_plan
+from lightning_dear.engine import plan_lifecycle as plan_changes
+from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import (
     BucketPlan,
     FusionPlanner,

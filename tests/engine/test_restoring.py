@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dear.checkpoint.format import MASTER_KEY
 from lightning_dear.compression import (
     QSGD,
     Bf16,
@@ -24,8 +23,9 @@ from lightning_dear.compression import (
     RandomK,
     TopK,
 )
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.masters import MASTER_KEY
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights

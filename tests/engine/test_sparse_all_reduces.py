@@ -19,7 +19,7 @@ from lightning_dear.compression import (
     TopkA,
     TopkDSA,
 )
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import SHAPES, Run, gradients_of, unscale

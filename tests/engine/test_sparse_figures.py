@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.collectives import new_collectives
+from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import (
     Fp32,
     Gaussiank,
@@ -20,9 +20,9 @@ from lightning_dear.compression import (
     TopkA,
     TopkDSA,
 )
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse_bucket import check_buckets
 from lightning_dear.exchange.tally import Tally, figures_of
-from lightning_dear.exchange_options import ExchangeOptions
 from lightning_dear.planning.plan import BucketSpec, Slice
 from tests.distributed.harness import distributed
 from tests.engine.sparse_runs import run_of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import distributed, run_ranks
 from tests.engine.models import (
     OPTIMIZERS,

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dear import step_runs
-from lightning_dear.pieces import Piece
+from lightning_dear.bucket import Piece
+from lightning_dear.optimizers import step_runs
 
 SIZES = st.lists(
     st.one_of(

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
 
-from lightning_dear import codec_probe
-from lightning_dear.codec_probe import measure_codecs
+from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.summing import sum_in_source_order
 from lightning_dear.compression import CODECS, Codec, Fp32, Int4, Int8, RandomK
 from lightning_dear.compression.groups import VECTORS, groups_of
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.native import NativeCollectives
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
-from lightning_dear.summing import sum_in_source_order
+from lightning_dear.tuning import codec_cost as codec_probe
+from lightning_dear.tuning.codec_cost import measure_codecs
 from tests.compression.battery import check_all
 from tests.distributed.harness import distributed
 from tests.engine import training

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.compression import DGC, Int8, PowerSGD, TopK
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.native import NativeCollectives
-from lightning_dear.pairwise import PairwiseCollectives
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.tensorwise import check_steppable, check_tensorwise
 from lightning_dear.planning import NoFusion
-from lightning_dear.tensorwise import check_steppable, check_tensorwise
 from tests.engine.test_default_dtype import default_dtype
 from tests.engine.whole_tensor import LARS
 

@@ -11,8 +11,8 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_dear.compression import Compressor, Int8, OkTopk
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.linear import Run

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.compression import Codec, SignSGD, Signum
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
 from tests.engine.linear import SOMETIMES, Run, gradients_of
 from tests.engine.models import weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dear.watcher import Watcher
+from lightning_dear.collectives.background import Watcher
 
 
 def _fail() -> None:

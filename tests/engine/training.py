@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dear import step_runs
-from lightning_dear.collectives import new_collectives
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.pairwise import PairwiseCollectives
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers import step_runs
 from lightning_dear.planning import FusionPlanner, ThresholdFusion
 from tests.engine.delays import DelayedCollectives, Delays
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights

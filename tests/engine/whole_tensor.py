@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dear.exchange_options import ExchangeOptions
+from lightning_dear.exchange.options import ExchangeOptions
 from tests.engine.delays import Delays
 from tests.engine.models import batch, build, loss_of, optimizer_for, two_groups, weights
 from tests.engine.training import SMALL_BUCKETS, Trace, new_pipeline

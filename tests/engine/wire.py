@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dear.collectives.work import Work
 from lightning_dear.compression import Codec
-from lightning_dear.optimizer_pipeline import OptimizerPipeline
-from lightning_dear.work import Work
+from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
 from tests.engine.linear import Run, summed
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dear.pairwise import PairwiseCollectives
+from lightning_dear.collectives.gloo import PairwiseCollectives
 from tests.distributed.harness import distributed
 from tests.engine.models import batch, build, loss_of, optimizer_for
 from tests.fabric.running import dear, new_fabric

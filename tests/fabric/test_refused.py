@@ -94,7 +94,7 @@ def test_two_optimizers_with_all_reduces_are_refused() -> None:
 def test_people_hear_what_a_compressor_has_chosen() -> None:
     raw = build("mlp")
     for options, expected in ((TOPK, 1), ({**TOPK, "gather": "gradients"}, 0)):
-        with patch("lightning_dear.support.rank_zero_info") as said:
+        with patch("lightning_dear.strategy.refusals.rank_zero_info") as said:
             new_fabric(dear(**options)).setup(raw, optimizer_for("sgd", raw))
         assert said.call_count == expected
 

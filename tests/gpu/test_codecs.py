@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dear.collectives import new_collectives
+from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import CODECS, Codec, Compressor, PowerSGD, resolve_compressor
-from lightning_dear.exchange_options import ExchangeOptions, default_gather
-from lightning_dear.pipeline import Pipeline
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions, default_gather
 from tests.benchmarks import codecs as benchmark
 from tests.compression.battery import Again
 from tests.compression.formulas import LEVELS, rounding_of_means

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dear.clock import StreamClock
-from lightning_dear.collectives import new_collectives
-from lightning_dear.native import NativeCollectives
-from lightning_dear.pipeline import Pipeline
-from lightning_dear.summing import shard_of
+from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.summing import shard_of
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.telemetry.clock import StreamClock
 from tests.distributed.harness import run_ranks
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 from tests.engine.training import SMALL_BUCKETS

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_dear import DearStrategy
-from lightning_dear.pairwise import PairwiseCollectives
+from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.planning import ThresholdFusion
 from tests.engine.models import batch
 from tests.lightning.fitting import WeightRecorder, new_trainer

@@ -20,11 +20,12 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dear import DearStrategy, step_runs
-from lightning_dear.pairwise import PairwiseCollectives
+from lightning_dear import DearStrategy
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.summing import shard_of
+from lightning_dear.collectives.work import Work
+from lightning_dear.optimizers import step_runs
 from lightning_dear.planning import BucketPlan, TensorSpec, ThresholdFusion
-from lightning_dear.summing import shard_of
-from lightning_dear.work import Work
 from tests.lightning.nets import Net, copies, data
 
 TIMEOUT = timedelta(seconds=40)

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear.collectives import new_collectives
+from lightning_dear.collectives.factory import new_collectives
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import STRATEGIES, TIMEOUT, assert_same, dear, fit
 from tests.lightning.nets import Net, copies

@@ -10,8 +10,8 @@ import pytest
 
 from lightning_dear.callbacks import CompressionSchedule
 from lightning_dear.compression import EFSignSGD, OneBit, TopK
-from lightning_dear.exchange_options import ExchangeOptions
-from lightning_dear.support import warn_of_lag
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.strategy.refusals import warn_of_lag
 from tests.distributed.harness import distributed
 from tests.engine.models import build, optimizer_for
 from tests.fabric.running import dear as fabric_dear

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 
-from lightning_dear.sharded_optimizer import ShardedOptimizer
+from lightning_dear.optimizers.sharded import ShardedOptimizer
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import STRATEGIES, fit
 from tests.lightning.nets import Net

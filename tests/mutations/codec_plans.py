@@ -17,7 +17,7 @@ EXACT = f"{PROGRAMME}::test_exact_with_a_codec"
 CODEC_PLANS = [
     Mutation(
         "a found plan from the first step on",
-        "plan_changes.py",
+        "engine/plan_lifecycle.py",
         "        found = None if self.find_plan is None else self.find_plan(tensors)\n",
         "        found = None\n",
         (f"{RESUMED}::test_a_run_resumed_with_a_compressor_has_the_same_bits",),
@@ -80,7 +80,7 @@ CODEC_PLANS = [
     ),
     Mutation(
         "leaving encoding out of the times",
-        "times_recorder.py",
+        "engine/step_times.py",
         "        if device_work_s() > before_s:\n",
         "        if device_work_s() < before_s:\n",
         (f"{PROBE}::test_a_measured_step_is_without_encoding",),
@@ -103,14 +103,14 @@ CODEC_PLANS = [
     ),
     Mutation(
         "counting what starting messages costs",
-        "codec_probe.py",
+        "tuning/codec_cost.py",
         "        costs.append(cost.with_launches(*launches_s))\n",
         "        costs.append(cost)\n",
         (f"{PROBE}::test_starting_messages_costs_every_bucket_the_same",),
     ),
     Mutation(
         "timing the sum of what adds up",
-        "codec_probe.py",
+        "tuning/codec_cost.py",
         "        return Work(lambda: None, partial(sum_in_source_order, [own, *others], out))\n",
         "        return Work(lambda: None)\n",
         ("tests/engine/test_summable.py::test_the_cost_is_that_of_a_sum_and_of_decoding_one_row",),
@@ -164,7 +164,7 @@ CODEC_PLANS = [
     ),
     Mutation(
         "leaving scheduled steps out of what no cost shows",
-        "plan_changes.py",
+        "engine/plan_lifecycle.py",
         "        return self._codec in (None, self._options.codec)\n",
         "        return True\n",
         (f"{PROBE}::test_who_plans_knows_whether_a_schedule_is_at_work",),
@@ -178,7 +178,7 @@ CODEC_PLANS = [
     ),
     Mutation(
         "measuring nothing while a schedule is at work",
-        "tuning.py",
+        "tuning/tuner.py",
         "        if not self._part.uses_configured_codec:\n            return None\n",
         "",
         (
@@ -188,14 +188,14 @@ CODEC_PLANS = [
     ),
     Mutation(
         "forgetting what was measured when a schedule began",
-        "tuning.py",
+        "tuning/tuner.py",
         "            if self._search is not None and self._part.uses_configured_codec:\n",
         "            if self._search is not None:\n",
         (f"{TUNING}::test_a_search_ends_when_a_schedule_begins",),
     ),
     Mutation(
         "keeping votes compressed",
-        "codec_probe.py",
+        "tuning/codec_cost.py",
         '    may_mix = codec.kind != "vote" and not isinstance(codec, Fp32)\n',
         "    may_mix = not isinstance(codec, Fp32)\n",
         (f"{PROBE}::test_ranks_agree_and_training_is_not_touched",),

@@ -22,14 +22,14 @@ RESUMED = f"{BITS}::test_a_resumed_run_has_the_same_bits"
 CODED = [
     Mutation(
         "keeping what is pending once the step is made",
-        "reducer.py",
+        "engine/reducer.py",
         "        self._exchange.commit()\n",
         "",
         (LAW,),
     ),
     Mutation(
         "forgetting what is pending once gradients are dropped",
-        "reducer.py",
+        "engine/reducer.py",
         "        self._exchange.discard()\n",
         "        self._exchange.commit()\n",
         (f"{ENGINE}::test_gradients_that_are_dropped_leave_residuals_alone",),
@@ -64,7 +64,7 @@ CODED = [
     ),
     Mutation(
         "looking at gradients once more after a hook",
-        "reducer.py",
+        "engine/reducer.py",
         "        self._exchange.look_again()\n",
         "",
         (
@@ -81,7 +81,7 @@ CODED = [
     ),
     Mutation(
         "changing no codec under gradients on their way",
-        "plan_changes.py",
+        "engine/plan_lifecycle.py",
         "            is_idle = not (self._is_sending or has_reduced)\n",
         "            is_idle = True\n",
         (f"{CHANGES}::test_a_change_leaves_gradients_on_their_way_alone",),
@@ -116,14 +116,14 @@ CODED = [
     ),
     Mutation(
         "not counting the votes of a round without a gradient before others",
-        "reducer.py",
+        "engine/reducer.py",
         "has_sums, buckets = any(self._used), ",
         "has_sums, buckets = True, ",
         (f"{VOTES}::test_votes_without_a_gradient_do_not_count",),
     ),
     Mutation(
         "keeping what nobody will step",
-        "reducer.py",
+        "engine/reducer.py",
         "        self._exchange.note_used(self._used, keeps=True)\n",
         "",
         (LAW,),
@@ -165,7 +165,7 @@ CODED = [
     ),
     Mutation(
         "refusing a step with inf",
-        "optimizer_pipeline.py",
+        "engine/optimizer_pipeline.py",
         "        self._active.exchange.check()\n",
         "",
         (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),
@@ -200,7 +200,7 @@ CODED = [
     ),
     Mutation(
         "residuals that move to the next plan",
-        "plan_changes.py",
+        "engine/plan_lifecycle.py",
         "            self._residuals.release()\n",
         "",
         (f"{ENGINE}::test_the_same_with_another_plan_in_mid_run",),
@@ -228,7 +228,7 @@ CODED = [
     ),
     Mutation(
         "taking over writes before replicas are made equal",
-        "saved_state.py",
+        "engine/state_dicts.py",
         '        self.prepare_state("sync_replicas")\n',
         '        self.complete_parameters("sync_replicas")\n',
         (f"{LAGGING}::test_what_was_written_or_loaded_is_made_equal_too",),
@@ -249,7 +249,7 @@ CODED = [
     ),
     Mutation(
         "residuals of a fit before",
-        "residual_keeper.py",
+        "checkpoint/residual_keeper.py",
         "        if self._parameters:\n            self._put_in(held)",
         "        if False:\n            self._put_in(held)",
         (f"{BITS}::test_loading_in_mid_run_brings_its_residuals",),
@@ -270,21 +270,21 @@ CODED = [
     ),
     Mutation(
         "masters that other ranks go on with",
-        "sharded_optimizer.py",
+        "optimizers/sharded.py",
         "                piece.parameter.copy_(master)\n",
         "                pass\n",
         (f"{OTHER_RANKS}::test_masters_move_where_other_ranks_go_on",),
     ),
     Mutation(
         "forgetting the pipeline of the fit before",
-        "strategy.py",
+        "strategy/dear.py",
         "                self._schedule.connect(None)\n",
         "                pass\n",
         (f"{SCHEDULE}::test_a_schedule_is_driven_for_one_fit",),
     ),
     Mutation(
         "warning of weights that stay behind",
-        "strategy.py",
+        "strategy/dear.py",
         "        warn_of_lag(self._options)\n",
         "",
         (f"{LAG_WARNING}::test_rank_0_says_it_once_a_fit",),
@@ -298,7 +298,7 @@ CODED = [
     ),
     Mutation(
         "warning of clipped votes",
-        "mean_gradients.py",
+        "engine/mean_gradients.py",
         '        if codec is None or codec.kind != "vote" or self._collectives.rank:\n',
         "        if True:\n",
         (f"{VOTES}::test_clipping_votes_is_warned_of",),

@@ -13,14 +13,14 @@ FOLDER = "benchmarking/convergence"
 COMPARING = [
     Mutation(
         "every second pass backwards",
-        "benchmarking/summary.py",
+        "studies/summary.py",
         "    return order[::-1] if is_backwards else order\n",
         "    return order\n",
         (f"{ROUNDS}::test_each_entry_is_first_and_follows_each_other_equally_often",),
     ),
     Mutation(
         "the names of folders with equal points",
-        "benchmarking/claims.py",
+        "studies/claims.py",
         " if len(given.folders) > 1 else point\n",
         " if len(given.folders) > 2 else point\n",
         ("tests/benchmarking/test_claims.py::test_folders_become_a_table",),
@@ -62,7 +62,7 @@ COMPARING = [
     ),
     Mutation(
         "a key that knows the bug and the seed",
-        "apps/converge_config.py",
+        "apps/converge/config.py",
         "json.dumps([parts, others], sort_keys=True)",
         "json.dumps([parts], sort_keys=True)",
         (KEY,),

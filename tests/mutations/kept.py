@@ -47,28 +47,28 @@ KEPT = [
     ),
     Mutation(
         "a loss scale of fp32",
-        "precision.py",
+        "strategy/precision.py",
         "torch.ones(1, dtype=torch.float32, device=device)",
         "torch.ones(1, device=device)",
         (f"{DTYPE}::test_a_loss_scale_is_fp32_within_any_default_dtype",),
     ),
     Mutation(
         "trying an optimizer out with fp32",
-        "elementwise.py",
+        "optimizers/elementwise.py",
         "partial(torch.randn, dtype=torch.float32, generator=generator)",
         "partial(torch.randn, generator=generator)",
         (f"tests/engine/test_elementwise.py::{SHORT}",),
     ),
     Mutation(
         "trying out with fp32 whether tensors may be stepped one by one",
-        "tensorwise.py",
+        "optimizers/tensorwise.py",
         "partial(torch.randn, dtype=torch.float32, generator=generator)",
         "partial(torch.randn, generator=generator)",
         (f"tests/engine/test_tensorwise.py::{SHORT}",),
     ),
     Mutation(
         "measuring a link with fp32",
-        "exchange_probe.py",
+        "tuning/link_cost.py",
         "partial(torch.empty, dtype=torch.float32, device=device)",
         "partial(torch.empty, device=device)",
         ("tests/test_tuning.py::test_the_link_is_measured_in_fp32_within_any_default_dtype",),
@@ -110,7 +110,7 @@ KEPT = [
     ),
     Mutation(
         "agreeing on the gradients that a hook has left",
-        "reducer.py",
+        "engine/reducer.py",
         "        self._collectives.launch_any(flags).wait()\n",
         "",
         (

@@ -23,7 +23,7 @@ SEEDS = [
     ),
     Mutation(
         "rank 0's seed on all ranks",
-        "active_plan.py",
+        "engine/active_plan.py",
         "        codecs,\n        seed,\n",
         "        codecs,\n        torch.initial_seed(),\n",
         (f"{TESTS}::test_rank_0s_seed_counts",),
@@ -44,14 +44,14 @@ SEEDS = [
     ),
     Mutation(
         "the seed in use, whatever the process is seeded with later",
-        "residual_keeper.py",
+        "checkpoint/residual_keeper.py",
         "        self._seed = seed if self._seed is None else self._seed\n",
         "        self._seed = seed\n",
         (f"{TESTS}::test_the_seed_stays_whatever_is_drawn_from_meanwhile",),
     ),
     Mutation(
         "the seed that was loaded, in later plans",
-        "residual_keeper.py",
+        "checkpoint/residual_keeper.py",
         "        self._seed = self._seed if held.seed is None else held.seed\n",
         "",
         (f"{TESTS}::test_a_loaded_seed_stays_in_use",),

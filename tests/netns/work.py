@@ -19,8 +19,8 @@ from typing_extensions import override
 from lightning_dear import DearStrategy
 from lightning_dear.callbacks import DearMonitor
 from lightning_dear.emulation import EmulatedHost
-from lightning_dear.spans import Span
-from lightning_dear.timeline import Timeline
+from lightning_dear.telemetry.spans import Span
+from lightning_dear.telemetry.timeline import Timeline
 from tests.lightning.fitting import new_trainer
 
 WIDTH = 1024
@@ -132,8 +132,8 @@ def compute_alone(num_layers: int, batch_size: int) -> Callable[[], None]:
 
 def communication_alone(strategy: DearStrategy) -> Callable[[], None]:
     """The same buckets' reduce-scatters, then their all-gathers, with nothing beside them."""
-    from lightning_dear.collectives import new_collectives
-    from lightning_dear.summing import shard_of
+    from lightning_dear.collectives.factory import new_collectives
+    from lightning_dear.collectives.summing import shard_of
 
     assert strategy.plan is not None
     collectives = new_collectives(torch.device("cpu"))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_dear.apps import job, train
+from lightning_dear.apps import job
+from lightning_dear.apps.train import train
 from tests.conf.composing import composed
 
 

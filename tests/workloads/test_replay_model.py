@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
-from lightning_dear import device_work
-from lightning_dear.recorder import ForwardRecorder
+from lightning_dear.engine.read_order import ForwardRecorder
+from lightning_dear.telemetry import device_work
 from lightning_dear.workloads.replay import ReplayData, ReplayModel, load_profile
 from lightning_dear.workloads.replay.sharding import units_of
 from lightning_dear.workloads.replay.waiter import Waiter

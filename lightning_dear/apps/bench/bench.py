@@ -13,18 +13,18 @@ from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig
 
 from lightning_dear.apps import job
-from lightning_dear.apps.bench_build import build_starter
-from lightning_dear.apps.bench_config import Setting, by_cluster, entries_of, points_of
-from lightning_dear.apps.bench_points import restart, run_groups
-from lightning_dear.apps.bench_run import Comparison
-from lightning_dear.benchmarking.block import Rig, interface_of, quiet_lightning
-from lightning_dear.benchmarking.files import check_is_new, write_summary, write_table
-from lightning_dear.benchmarking.plot import write_plot
-from lightning_dear.benchmarking.progress import Progress
-from lightning_dear.benchmarking.records import Row
-from lightning_dear.benchmarking.table import format_rows
+from lightning_dear.apps.bench.build import build_starter
+from lightning_dear.apps.bench.config import Setting, by_cluster, entries_of, points_of
+from lightning_dear.apps.bench.points import restart, run_groups
+from lightning_dear.apps.bench.run import Comparison
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.paths import conf_dir
+from lightning_dear.studies.block import Rig, interface_of, quiet_lightning
+from lightning_dear.studies.files import check_is_new, write_summary, write_table
+from lightning_dear.studies.plot import write_plot
+from lightning_dear.studies.progress import Progress
+from lightning_dear.studies.records import Row
+from lightning_dear.studies.table import format_rows
 
 
 def bench(cfg: DictConfig) -> None:

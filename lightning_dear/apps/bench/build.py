@@ -8,15 +8,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_dear.apps import checks
-from lightning_dear.apps.bench_config import as_override
-from lightning_dear.benchmarking.block import quiet_lightning
-from lightning_dear.benchmarking.bounds import Bounds, compute_for_ratio
-from lightning_dear.benchmarking.competitors import default_ddp_caps
-from lightning_dear.benchmarking.mgwfbp import ddp_options
-from lightning_dear.benchmarking.records import Point
-from lightning_dear.launcher import configure_launcher
+from lightning_dear.apps.bench.config import as_override
 from lightning_dear.planning import BucketPlan, FixedPlan
 from lightning_dear.planning.fusion import default_cap_mb
+from lightning_dear.strategy.launchers import configure_launcher
+from lightning_dear.studies.block import quiet_lightning
+from lightning_dear.studies.bounds import Bounds, compute_for_ratio
+from lightning_dear.studies.competitors import default_ddp_caps
+from lightning_dear.studies.mgwfbp import ddp_options
+from lightning_dear.studies.records import Point
 from lightning_dear.workloads.replay import ReplayModel, load_profile
 
 _CAPS = ("bucket_cap_mb", "first_bucket_cap_mb", "min_cap_mb", "max_cap_mb")

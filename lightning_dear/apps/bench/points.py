@@ -10,10 +10,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_dear.apps import emulated
-from lightning_dear.apps.bench_config import Setting, as_override, label_of, merged, overrides_of
-from lightning_dear.benchmarking.files import join_csv
-from lightning_dear.benchmarking.table import LEGEND
-from lightning_dear.launcher import job_arguments
+from lightning_dear.apps.bench.config import Setting, as_override, label_of, merged, overrides_of
+from lightning_dear.strategy.launchers import job_arguments
+from lightning_dear.studies.files import join_csv
+from lightning_dear.studies.table import LEGEND
 
 MODULE = "lightning_dear.apps.bench"
 

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from omegaconf import DictConfig
 from torch import device
 
-from lightning_dear.apps.bench_build import (
+from lightning_dear.apps.bench.build import (
     build_model,
     build_strategy,
     build_trainer,
@@ -24,7 +24,7 @@ from lightning_dear.apps.bench_build import (
     replay_overrides,
     scale_caps,
 )
-from lightning_dear.apps.bench_config import (
+from lightning_dear.apps.bench.config import (
     Entry,
     Setting,
     composed,
@@ -33,14 +33,14 @@ from lightning_dear.apps.bench_config import (
     merged,
     overrides_of,
 )
-from lightning_dear.benchmarking.block import BlockLength, Rig, run_block
-from lightning_dear.benchmarking.comparison import Candidate, find_best, run_rounds
-from lightning_dear.benchmarking.files import RawFile
-from lightning_dear.benchmarking.progress import Progress
-from lightning_dear.benchmarking.records import Block, Point, RankBlock, Row
-from lightning_dear.benchmarking.summary import summarize
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.planning import BucketPlan
+from lightning_dear.studies.block import BlockLength, Rig, run_block
+from lightning_dear.studies.comparison import Candidate, find_best, run_rounds
+from lightning_dear.studies.files import RawFile
+from lightning_dear.studies.progress import Progress
+from lightning_dear.studies.records import Block, Point, RankBlock, Row
+from lightning_dear.studies.summary import summarize
 
 COMPUTE_ALONE = "compute alone"
 """Name of the row that every rank trains for itself, with nothing sent."""

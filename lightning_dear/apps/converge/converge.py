@@ -11,18 +11,18 @@ from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig
 
 from lightning_dear.apps import emulated, job
-from lightning_dear.apps.bench_build import build_starter
-from lightning_dear.apps.converge_config import Entry, check, entries_of, metric_of
-from lightning_dear.apps.converge_run import Study
-from lightning_dear.benchmarking.block import quiet_lightning
-from lightning_dear.benchmarking.convergence.table import (
+from lightning_dear.apps.bench.build import build_starter
+from lightning_dear.apps.converge.config import Entry, check, entries_of, metric_of
+from lightning_dear.apps.converge.run import Study
+from lightning_dear.paths import conf_dir
+from lightning_dear.studies.block import quiet_lightning
+from lightning_dear.studies.convergence.table import (
     format_rows,
     write_curves,
     write_plot,
     write_summary,
 )
-from lightning_dear.benchmarking.files import write_table
-from lightning_dear.paths import conf_dir
+from lightning_dear.studies.files import write_table
 
 
 def converge(cfg: DictConfig, entries: Sequence[Entry]) -> None:

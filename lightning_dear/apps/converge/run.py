@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lightning_dear.apps.bench_build import build_model, build_strategy, build_trainer
-from lightning_dear.apps.converge_config import (
+from lightning_dear.apps.bench.build import build_model, build_strategy, build_trainer
+from lightning_dear.apps.converge.config import (
     Entry,
     Options,
     buckets_of,
@@ -22,14 +22,14 @@ from lightning_dear.apps.converge_config import (
     metric_of,
     tries_of,
 )
-from lightning_dear.benchmarking.block import interface_of
-from lightning_dear.benchmarking.convergence.broken import broken
-from lightning_dear.benchmarking.convergence.records import Curve, Trial, best_of, curve_of
-from lightning_dear.benchmarking.convergence.store import Store
-from lightning_dear.benchmarking.convergence.summary import Row, summarize
-from lightning_dear.benchmarking.convergence.training import digest_of, run_training
-from lightning_dear.benchmarking.machine import sent_bytes
-from lightning_dear.benchmarking.progress import Progress
+from lightning_dear.studies.block import interface_of
+from lightning_dear.studies.convergence.broken import broken
+from lightning_dear.studies.convergence.records import Curve, Trial, best_of, curve_of
+from lightning_dear.studies.convergence.store import Store
+from lightning_dear.studies.convergence.summary import Row, summarize
+from lightning_dear.studies.convergence.training import digest_of, run_training
+from lightning_dear.studies.machine import sent_bytes
+from lightning_dear.studies.progress import Progress
 
 
 class Study:

@@ -19,18 +19,18 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps import report
-from lightning_dear.apps.compute_probe import Compute, measure_compute
-from lightning_dear.apps.doctor_report import Links, compute_rows, link_rows, verdict
-from lightning_dear.apps.reachability import Doorkeeper, unreachable_from
-from lightning_dear.collectives import new_collectives
-from lightning_dear.link_probe import (
+from lightning_dear.apps.doctor.compute_probe import Compute, measure_compute
+from lightning_dear.apps.doctor.link_rates import (
     MeetingPoint,
     PairProbe,
     named,
     probe_pairs,
     probe_together,
 )
+from lightning_dear.apps.doctor.reachability import Doorkeeper, unreachable_from
+from lightning_dear.apps.doctor.report import Links, compute_rows, link_rows, verdict
+from lightning_dear.apps.train import report
+from lightning_dear.collectives.factory import new_collectives
 
 COMPUTE_TIMEOUT_S = 600.0
 """Seconds that ranks wait for each other while models are built and timed."""
@@ -154,7 +154,7 @@ def facts_of() -> dict[str, str]:
 def _own_version() -> str:
     """The version and a digest of the source, which in two clones may differ under one version."""
     digest = hashlib.sha256()
-    folder = Path(__file__).parents[1]
+    folder = Path(__file__).parents[2]
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     try:

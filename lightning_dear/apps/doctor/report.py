@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from lightning_dear.apps.compute_probe import Compute
-from lightning_dear.link_probe import PairProbe
+from lightning_dear.apps.doctor.compute_probe import Compute
+from lightning_dear.apps.doctor.link_rates import PairProbe
 
 NEGLIGIBLE_SHARE = 0.1
 """Share of a step below which hiding communication better is not worth a change."""

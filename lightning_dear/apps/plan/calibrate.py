@@ -22,26 +22,31 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from lightning_dear.apps import emulated, job, train
-from lightning_dear.apps.measured_costs import Costs, cluster_of, summary
-from lightning_dear.collectives import new_collectives
-from lightning_dear.ddp_probe import gradient_copies_s, module_buffers_s
-from lightning_dear.exchange_probe import Of, Spread, measure_sizes
-from lightning_dear.paced_probe import due_of, with_paced_alpha
+from lightning_dear.apps import emulated, job
+from lightning_dear.apps.plan.measured_costs import Costs, cluster_of, summary
+from lightning_dear.apps.train import train
+from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec, ThresholdFusion
 from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
 from lightning_dear.planning.search import NoContest
-from lightning_dear.sharding_host_probe import Units, sharding_s
-from lightning_dear.sharding_probe import probe_gather, probe_reduce_scatter, sharded_tensor_s
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.curve import Curve, rising
 from lightning_dear.simulator.saved import save_workload
 from lightning_dear.simulator.units import units_of
 from lightning_dear.simulator.workload import BLOCKS
-from lightning_dear.work import Collectives
+from lightning_dear.studies.probes.ddp import gradient_copies_s, module_buffers_s
+from lightning_dear.studies.probes.paced import due_of, with_paced_alpha
+from lightning_dear.studies.probes.sharding import (
+    probe_gather,
+    probe_reduce_scatter,
+    sharded_tensor_s,
+)
+from lightning_dear.studies.probes.sharding_host import Units, sharding_s
+from lightning_dear.tuning.link_cost import Of, Spread, measure_sizes
 
-MODULE = "lightning_dear.apps.calibrate"
+MODULE = "lightning_dear.apps.plan.calibrate"
 _TIMEOUT = timedelta(minutes=10)
 _WAITED_BYTES = tuple(1 << power for power in range(12, 22, 2))
 """Of whole buffers, 4 KiB to 1 MiB; and a quarter of what is moved in large exchanges."""

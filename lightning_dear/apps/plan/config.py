@@ -12,13 +12,13 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.compression import Compressor
-from lightning_dear.device_costs import Device, halves_costs, whole_costs
 from lightning_dear.simulator import Algorithm, Curve, Link, Network, Stragglers, Workload
 from lightning_dear.simulator.ranking import Conditions, filling
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
 from lightning_dear.simulator.units import has_blocks
 from lightning_dear.simulator.workload import BLOCKS
+from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import load_profile
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from lightning_dear.apps import calibrate, job
-from lightning_dear.apps.plan_config import (
+from lightning_dear.apps import job
+from lightning_dear.apps.plan import calibrate
+from lightning_dear.apps.plan.config import (
     bounds_of,
     conditions_of,
     network_of,
@@ -22,7 +23,7 @@ from lightning_dear.apps.plan_config import (
     workloads_of,
     world_sizes_of,
 )
-from lightning_dear.apps.plan_report import (
+from lightning_dear.apps.plan.report import (
     Bands,
     advice,
     describe,
@@ -30,7 +31,6 @@ from lightning_dear.apps.plan_report import (
     write_rows,
     write_scaling,
 )
-from lightning_dear.benchmarking.progress import Progress
 from lightning_dear.paths import conf_dir
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.ranking import (
@@ -43,8 +43,9 @@ from lightning_dear.simulator.ranking import (
 )
 from lightning_dear.simulator.strategies import Strategy
 from lightning_dear.simulator.timeline import lanes_of, spans_of
-from lightning_dear.spans import write_chrome_trace
-from lightning_dear.timeline_plot import plot_timeline
+from lightning_dear.studies.progress import Progress
+from lightning_dear.telemetry.spans import write_chrome_trace
+from lightning_dear.telemetry.timeline_plot import plot_timeline
 
 CALIBRATE = "calibrate"
 """The command line's first word, to measure instead of to predict."""

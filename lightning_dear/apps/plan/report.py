@@ -6,11 +6,11 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_dear.benchmarking.table import MISSING, format_table
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.program import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator.ranking import Ranked, Scaled, alone_s
 from lightning_dear.simulator.strategies import ALONE
+from lightning_dear.studies.table import MISSING, format_table
 from lightning_dear.workloads.replay.profile import PROFILES
 
 _TITLES = (

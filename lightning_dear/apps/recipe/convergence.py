@@ -10,9 +10,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipes.loss_curves import FILE, Curves, Run, read_runs
-from lightning_dear.apps.recipes.report import Report, Table
-from lightning_dear.apps.recipes.sibling import FOLDER, command_of, measured, measured_on
+from lightning_dear.apps.recipe.loss_curves import FILE, Curves, Run, read_runs
+from lightning_dear.apps.recipe.report import Report, Table
+from lightning_dear.apps.recipe.sibling import FOLDER, command_of, measured, measured_on
 
 Figures = Mapping[str, Any]
 """Of an entry, as `Curves.as_row` returns them."""

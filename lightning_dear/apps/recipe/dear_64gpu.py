@@ -8,10 +8,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipes.pictures import grouped_bars
-from lightning_dear.apps.recipes.report import Report, Table
-from lightning_dear.apps.recipes.sibling import command_of, measured, measured_on
-from lightning_dear.apps.recipes.simulated import (
+from lightning_dear.apps.recipe.pictures import grouped_bars
+from lightning_dear.apps.recipe.report import Report, Table
+from lightning_dear.apps.recipe.sibling import command_of, measured, measured_on
+from lightning_dear.apps.recipe.simulated import (
     Cell,
     listed,
     networks_of,
@@ -20,7 +20,7 @@ from lightning_dear.apps.recipes.simulated import (
     workload_of,
     workloads_of,
 )
-from lightning_dear.apps.recipes.steps import measured_steps
+from lightning_dear.apps.recipe.steps import measured_steps
 from lightning_dear.simulator import Network
 from lightning_dear.workloads.replay.profile import load_profile
 

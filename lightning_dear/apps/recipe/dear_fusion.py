@@ -8,13 +8,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipes.dear_fusion_cases import EXACT, Case, Fused
-from lightning_dear.apps.recipes.dear_fusion_picture import traces
-from lightning_dear.apps.recipes.dear_fusion_plans import TUNERS, cases, thresholds_of
-from lightning_dear.apps.recipes.dear_fusion_said import said, signed
-from lightning_dear.apps.recipes.report import Report, Table
-from lightning_dear.apps.recipes.sibling import command_of, measured, measured_on
-from lightning_dear.apps.recipes.steps import measured_steps
+from lightning_dear.apps.recipe.dear_fusion_cases import EXACT, Case, Fused
+from lightning_dear.apps.recipe.dear_fusion_picture import traces
+from lightning_dear.apps.recipe.dear_fusion_plans import TUNERS, cases, thresholds_of
+from lightning_dear.apps.recipe.dear_fusion_said import said, signed
+from lightning_dear.apps.recipe.report import Report, Table
+from lightning_dear.apps.recipe.sibling import command_of, measured, measured_on
+from lightning_dear.apps.recipe.steps import measured_steps
 
 MEANINGS = {
     "none": "a bucket for every tensor",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from lightning_dear.apps.recipes.dear_fusion_cases import Case
+from lightning_dear.apps.recipe.dear_fusion_cases import Case
 
 
 def traces(cases: Sequence[Case], tuners: Sequence[str]) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipes.dear_fusion_cases import EXACT, Case, Fused, Trial
-from lightning_dear.apps.recipes.simulated import listed, networks_of, workloads_of
+from lightning_dear.apps.recipe.dear_fusion_cases import EXACT, Case, Fused, Trial
+from lightning_dear.apps.recipe.simulated import listed, networks_of, workloads_of
 from lightning_dear.planning import (
     AutoFusion,
     BayesianFusion,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from lightning_dear.apps.recipes.dear_fusion_cases import EXACT, Case
+from lightning_dear.apps.recipe.dear_fusion_cases import EXACT, Case
 
 PUBLISHED = (
     "Published: DeAR finds the cap of its buckets by Bayesian optimization (arXiv 2302.12445); its"

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lightning_dear.apps.recipes.sibling import Row
+from lightning_dear.apps.recipe.sibling import Row
 
 FILE = "loss_over_time.csv"
 """What `dear-converge` calls them."""

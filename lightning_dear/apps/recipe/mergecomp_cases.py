@@ -8,27 +8,22 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.plan_config import compressed
-from lightning_dear.apps.recipes.mergecomp_fit import (
+from lightning_dear.apps.plan.config import compressed
+from lightning_dear.apps.recipe.mergecomp_fit import (
     ONE_STEP,
     Fitted,
     models_of,
     workload_of,
     world_sizes,
 )
-from lightning_dear.apps.recipes.mergecomp_published import FP32, published
-from lightning_dear.apps.recipes.mergecomp_schemes import (
-    BEST_GROUPS,
-    BY_NAME,
-    LAYERWISE,
-    TWO_GROUPS,
-)
-from lightning_dear.apps.recipes.simulated import listed, networks_of
+from lightning_dear.apps.recipe.mergecomp_published import FP32, published
+from lightning_dear.apps.recipe.mergecomp_schemes import BEST_GROUPS, BY_NAME, LAYERWISE, TWO_GROUPS
+from lightning_dear.apps.recipe.simulated import listed, networks_of
 from lightning_dear.compression import resolve_compressor
-from lightning_dear.device_costs import Device
 from lightning_dear.planning import CodecCost, CodecCosts, Linear
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.ranking import alone_s
+from lightning_dear.studies.device_costs import Device
 
 SLOW_TOPK = "topk_then"
 """`topk` with `topk_then_s` more for each number."""

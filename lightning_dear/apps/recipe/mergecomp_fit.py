@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps.recipes.mergecomp_published import FP32, fp32_sizes, published
-from lightning_dear.apps.recipes.simulated import listed, networks_of
+from lightning_dear.apps.recipe.mergecomp_published import FP32, fp32_sizes, published
+from lightning_dear.apps.recipe.simulated import listed, networks_of
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.ranking import Conditions, alone_s
 from lightning_dear.simulator.strategies import resolve_strategy

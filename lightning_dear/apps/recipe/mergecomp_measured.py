@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightning_dear.apps.recipes.report import Table
-from lightning_dear.apps.recipes.sibling import Row
-from lightning_dear.benchmarking.claims import ALONE
+from lightning_dear.apps.recipe.report import Table
+from lightning_dear.apps.recipe.sibling import Row
+from lightning_dear.studies.claims import ALONE
 
 LAYERWISE, HEURISTIC, EXACT = "layerwise", "heuristic", "exact"
 """Entries: a bucket a tensor; MergeComp's own search; ours."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from lightning_dear.apps.recipes.mergecomp_cases import SLOW_TOPK, Cell
-from lightning_dear.apps.recipes.mergecomp_fit import Fitted
-from lightning_dear.apps.recipes.mergecomp_published import FP32, published
-from lightning_dear.apps.recipes.mergecomp_schemes import (
+from lightning_dear.apps.recipe.mergecomp_cases import SLOW_TOPK, Cell
+from lightning_dear.apps.recipe.mergecomp_fit import Fitted
+from lightning_dear.apps.recipe.mergecomp_published import FP32, published
+from lightning_dear.apps.recipe.mergecomp_schemes import (
     BEST_GROUPS,
     LAYERWISE,
     OURS_SCHEDULED,
     TWO_GROUPS,
 )
-from lightning_dear.apps.recipes.mergecomp_tables import (
+from lightning_dear.apps.recipe.mergecomp_tables import (
     beside_figures,
     largest,
     our_gain,
@@ -23,7 +23,7 @@ from lightning_dear.apps.recipes.mergecomp_tables import (
     simulated_gain,
     unique,
 )
-from lightning_dear.apps.recipes.mergecomp_verdict import claimed_to_scale, verdict
+from lightning_dear.apps.recipe.mergecomp_verdict import claimed_to_scale, verdict
 
 LONGER = 1.005
 """Times as long: below that a step counts as no longer."""

@@ -7,16 +7,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipes.mergecomp_cases import Cell, cells, kernel_cells
-from lightning_dear.apps.recipes.mergecomp_fit import fitted, models_of
-from lightning_dear.apps.recipes.mergecomp_measured import (
-    measured_table,
-    said_of_measured,
-)
-from lightning_dear.apps.recipes.mergecomp_published import FP32, NVLINK
-from lightning_dear.apps.recipes.mergecomp_said import said
-from lightning_dear.apps.recipes.mergecomp_schemes import LAYERWISE, OURS_SCHEDULED, TWO_GROUPS
-from lightning_dear.apps.recipes.mergecomp_tables import (
+from lightning_dear.apps.recipe.mergecomp_cases import Cell, cells, kernel_cells
+from lightning_dear.apps.recipe.mergecomp_fit import fitted, models_of
+from lightning_dear.apps.recipe.mergecomp_measured import measured_table, said_of_measured
+from lightning_dear.apps.recipe.mergecomp_published import FP32, NVLINK
+from lightning_dear.apps.recipe.mergecomp_said import said
+from lightning_dear.apps.recipe.mergecomp_schemes import LAYERWISE, OURS_SCHEDULED, TWO_GROUPS
+from lightning_dear.apps.recipe.mergecomp_tables import (
     by_world_size,
     fits,
     gains,
@@ -25,10 +22,10 @@ from lightning_dear.apps.recipes.mergecomp_tables import (
     published_of,
     unique,
 )
-from lightning_dear.apps.recipes.pictures import grouped_bars
-from lightning_dear.apps.recipes.report import Report, Table
-from lightning_dear.apps.recipes.sibling import Row, command_of, measured, measured_on, rows_of
-from lightning_dear.apps.recipes.simulated import listed
+from lightning_dear.apps.recipe.pictures import grouped_bars
+from lightning_dear.apps.recipe.report import Report, Table
+from lightning_dear.apps.recipe.sibling import Row, command_of, measured, measured_on, rows_of
+from lightning_dear.apps.recipe.simulated import listed
 from lightning_dear.paths import recipes_dir
 
 

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lightning_dear.apps.recipes.mergecomp_cases import SLOW_TOPK, Cell
-from lightning_dear.apps.recipes.mergecomp_fit import Fitted
-from lightning_dear.apps.recipes.mergecomp_published import FP32, Pair, published
-from lightning_dear.apps.recipes.mergecomp_schemes import (
+from lightning_dear.apps.recipe.mergecomp_cases import SLOW_TOPK, Cell
+from lightning_dear.apps.recipe.mergecomp_fit import Fitted
+from lightning_dear.apps.recipe.mergecomp_published import FP32, Pair, published
+from lightning_dear.apps.recipe.mergecomp_schemes import (
     BEST_GROUPS,
     LAYERWISE,
     OURS_LAYERWISE,
     OURS_SCHEDULED,
     TWO_GROUPS,
 )
-from lightning_dear.apps.recipes.report import Table
+from lightning_dear.apps.recipe.report import Table
 
 PUBLISHED_NOTE = "Published: digitised from the authors' scaling-factor figures, each +-1."
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lightning_dear.apps.recipes.mergecomp_cases import Cell
-from lightning_dear.apps.recipes.mergecomp_fit import Fitted
-from lightning_dear.apps.recipes.mergecomp_published import FP32, LARGEST_GAIN, LARGEST_SCALING
-from lightning_dear.apps.recipes.mergecomp_schemes import LAYERWISE, TWO_GROUPS
-from lightning_dear.apps.recipes.mergecomp_tables import (
+from lightning_dear.apps.recipe.mergecomp_cases import Cell
+from lightning_dear.apps.recipe.mergecomp_fit import Fitted
+from lightning_dear.apps.recipe.mergecomp_published import FP32, LARGEST_GAIN, LARGEST_SCALING
+from lightning_dear.apps.recipe.mergecomp_schemes import LAYERWISE, TWO_GROUPS
+from lightning_dear.apps.recipe.mergecomp_tables import (
     beside_figures,
     largest,
     published_of,

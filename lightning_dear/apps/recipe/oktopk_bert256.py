@@ -8,8 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.plan_config import compressed
-from lightning_dear.apps.recipes.oktopk_cases import (
+from lightning_dear.apps.plan.config import compressed
+from lightning_dear.apps.recipe.oktopk_cases import (
     AT_ONCE,
     DENSE,
     DENSE_AT_ONCE,
@@ -20,17 +20,17 @@ from lightning_dear.apps.recipes.oktopk_cases import (
     cases_of,
     titled,
 )
-from lightning_dear.apps.recipes.oktopk_recorded import from_elsewhere
-from lightning_dear.apps.recipes.oktopk_volumes import published, volumes
-from lightning_dear.apps.recipes.pictures import grouped_bars
-from lightning_dear.apps.recipes.report import Report, Table
-from lightning_dear.apps.recipes.sibling import command_of, measured, measured_on
-from lightning_dear.apps.recipes.simulated import listed, networks_of
-from lightning_dear.apps.recipes.steps import measured_steps
-from lightning_dear.device_costs import Device
+from lightning_dear.apps.recipe.oktopk_recorded import from_elsewhere
+from lightning_dear.apps.recipe.oktopk_volumes import published, volumes
+from lightning_dear.apps.recipe.pictures import grouped_bars
+from lightning_dear.apps.recipe.report import Report, Table
+from lightning_dear.apps.recipe.sibling import command_of, measured, measured_on
+from lightning_dear.apps.recipe.simulated import listed, networks_of
+from lightning_dear.apps.recipe.steps import measured_steps
 from lightning_dear.planning import ThresholdFusion
 from lightning_dear.simulator.ranking import ranked_with
 from lightning_dear.simulator.strategies import Strategy, planned, resolve_strategy
+from lightning_dear.studies.device_costs import Device
 
 
 def make(cfg: DictConfig, recorded: Path, folder: Path) -> Report:

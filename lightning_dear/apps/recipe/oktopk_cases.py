@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig
 
-from lightning_dear.apps.recipes.simulated import workload_of
+from lightning_dear.apps.recipe.simulated import workload_of
 from lightning_dear.compression import SparseAllReduce, resolve_compressor
 from lightning_dear.planning import SingleFusion
 from lightning_dear.simulator import Workload

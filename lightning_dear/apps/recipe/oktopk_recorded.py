@@ -6,11 +6,11 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lightning_dear.apps.recipes.oktopk_cases import DENSE, OURS
-from lightning_dear.apps.recipes.oktopk_volumes import FORMULAS
-from lightning_dear.apps.recipes.report import Table
-from lightning_dear.apps.recipes.sibling import Row, rows_of
-from lightning_dear.apps.recipes.steps import measured_steps
+from lightning_dear.apps.recipe.oktopk_cases import DENSE, OURS
+from lightning_dear.apps.recipe.oktopk_volumes import FORMULAS
+from lightning_dear.apps.recipe.report import Table
+from lightning_dear.apps.recipe.sibling import Row, rows_of
+from lightning_dear.apps.recipe.steps import measured_steps
 
 
 def from_elsewhere(compression: Path) -> tuple[list[str], list[Table]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightning_dear.apps.recipes.oktopk_cases import DENSE, OURS, WORD_BYTES, Case, Steps, titled
-from lightning_dear.apps.recipes.report import Table
+from lightning_dear.apps.recipe.oktopk_cases import DENSE, OURS, WORD_BYTES, Case, Steps, titled
+from lightning_dear.apps.recipe.report import Table
 
 Words = Callable[[int, int, int], float]
 """Of n numbers, of which each of P ranks selects k: words that a rank sends."""

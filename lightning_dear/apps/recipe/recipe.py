@@ -13,8 +13,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_dear.apps import job
-from lightning_dear.apps.recipes.report import Report, with_section, write_report
-from lightning_dear.apps.recipes.sibling import FOLDER
+from lightning_dear.apps.recipe.report import Report, with_section, write_report
+from lightning_dear.apps.recipe.sibling import FOLDER
 from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir, is_checkout, recipes_dir
 
@@ -51,7 +51,7 @@ def reproduce(cfg: DictConfig, folder: Path) -> Report:
     # A page without room for it is to be known before minutes of measuring.
     with_section(readme, "")
     make: Callable[[DictConfig, Path, Path], Report]
-    make = import_module(f"lightning_dear.apps.recipes.{cfg.name}").make
+    make = import_module(f"lightning_dear.apps.recipe.{cfg.name}").make
     report = make(cfg, recorded, folder)
     write_report(report, str(cfg.name), folder, readme)
     print(report.as_text(), flush=True)

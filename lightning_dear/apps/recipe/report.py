@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_dear.benchmarking.table import format_table
+from lightning_dear.studies.table import format_table
 
 Kind = Literal["published", "simulated", "measured"]
 """Where a table's figures come from; columns of another kind say so in their titles."""

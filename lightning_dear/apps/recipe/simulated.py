@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps.plan_config import network_of
+from lightning_dear.apps.plan.config import network_of
 from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir
 from lightning_dear.simulator import Network, Workload

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_dear.apps.recipes.report import Table
-from lightning_dear.apps.recipes.sibling import Row
-from lightning_dear.benchmarking.table import MISSING
+from lightning_dear.apps.recipe.report import Table
+from lightning_dear.apps.recipe.sibling import Row
+from lightning_dear.studies.table import MISSING
 
 VOID = "*"
 

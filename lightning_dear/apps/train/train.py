@@ -13,9 +13,11 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps import checks, doctor, emulated, job, report
-from lightning_dear.launcher import configure_launcher
+from lightning_dear.apps import checks, emulated, job
+from lightning_dear.apps.doctor import doctor
+from lightning_dear.apps.train import report
 from lightning_dear.paths import conf_dir
+from lightning_dear.strategy.launchers import configure_launcher
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
 
 
 def examine(cfg: DictConfig) -> dict[str, float]:
-    """Examine the started ranks and their links instead of training; see ``apps/doctor.py``."""
+    """Examine the started ranks and their links instead of training; see ``apps/doctor/``."""
     seed_everything(cfg.seed, workers=True, verbose=False)
     trainer = build_trainer(cfg)
     doctor.examine_job(cfg, trainer)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lightning_dear.rendezvous import default_store
+from lightning_dear.collectives.store import default_store
 
 log = logging.getLogger(__name__)
 

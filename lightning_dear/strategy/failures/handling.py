@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
-from lightning_dear.failures.board import FailureBoard
-from lightning_dear.failures.watch import FailureWatch
+from lightning_dear.strategy.failures.board import FailureBoard
+from lightning_dear.strategy.failures.watch import FailureWatch
 
 log = logging.getLogger(__name__)
 

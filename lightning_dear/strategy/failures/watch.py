@@ -12,8 +12,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from lightning_dear.failures.board import Failure, FailureBoard
-from lightning_dear.rendezvous import new_store_client
+from lightning_dear.collectives.store import new_store_client
+from lightning_dear.strategy.failures.board import Failure, FailureBoard
 
 log = logging.getLogger(__name__)
 

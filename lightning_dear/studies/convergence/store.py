@@ -8,8 +8,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_dear.benchmarking.convergence.records import Curve, CurvePoint, Trial
-from lightning_dear.benchmarking.files import append_lines
+from lightning_dear.studies.convergence.records import Curve, CurvePoint, Trial
+from lightning_dear.studies.files import append_lines
 
 _KINDS = {"str": str, "int": int, "float": float}
 

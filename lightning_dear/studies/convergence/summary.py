@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_dear.benchmarking.convergence.records import Metric, Trial
-from lightning_dear.benchmarking.convergence.statistics import Difference, paired_difference
+from lightning_dear.studies.convergence.records import Metric, Trial
+from lightning_dear.studies.convergence.statistics import Difference, paired_difference
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_dear.benchmarking.convergence.records import Curve, Metric
-from lightning_dear.benchmarking.convergence.statistics import Difference
-from lightning_dear.benchmarking.convergence.summary import Row
-from lightning_dear.benchmarking.files import append_lines
+from lightning_dear.studies.convergence.records import Curve, Metric
+from lightning_dear.studies.convergence.statistics import Difference
+from lightning_dear.studies.convergence.summary import Row
+from lightning_dear.studies.files import append_lines
 
 _MISSING = "-"
 

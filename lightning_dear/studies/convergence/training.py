@@ -18,9 +18,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_dear.benchmarking.block import quiet_lightning
-from lightning_dear.benchmarking.competitors import forget_mesh
 from lightning_dear.exchange.compressed import GradientsNotFinite
+from lightning_dear.studies.block import quiet_lightning
+from lightning_dear.studies.competitors import forget_mesh
 
 _EXPECTED_WARNINGS = (
     ".*does not have many workers.*",

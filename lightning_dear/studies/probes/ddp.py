@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dear.clock import clock_of
-from lightning_dear.exchange_probe import slowest
-from lightning_dear.sharding_probe import Unit, first_of
-from lightning_dear.work import Collectives
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.studies.probes.sharding import Unit, first_of
+from lightning_dear.telemetry.clock import clock_of
+from lightning_dear.tuning.link_cost import slowest
 
 _NUM_REPEATS, _NUM_WARM_UP_STEPS = 9, 2
 _MOST_NUMEL = 1 << 26

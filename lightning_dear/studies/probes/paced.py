@@ -13,10 +13,10 @@ from statistics import mean, median
 
 import torch
 
-from lightning_dear.exchange_probe import Spread, slowest
+from lightning_dear.collectives.work import STATE_NUMBERS, Collectives, uncounted
 from lightning_dear.planning import LinkCost, ModelTimes, TensorSpec
 from lightning_dear.planning.cost import sent_bytes
-from lightning_dear.work import STATE_NUMBERS, Collectives, uncounted
+from lightning_dear.tuning.link_cost import Spread, slowest
 
 _NUM_REPEATS = 5
 _NEARLY = 0.02

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Optimizer
 
-from lightning_dear.clock import clock_of
-from lightning_dear.exchange_probe import slowest
-from lightning_dear.native import all_gather_into, reduce_scatter_into
-from lightning_dear.work import Collectives
+from lightning_dear.collectives.nccl import all_gather_into, reduce_scatter_into
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.telemetry.clock import clock_of
+from lightning_dear.tuning.link_cost import slowest
 
 _NUM_REPEATS, _NUM_IN_A_ROW = 9, 4
 _NUM_TENSORS = 8, 256

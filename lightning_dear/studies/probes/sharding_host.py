@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
-from lightning_dear.sharding_probe import Unit, alike, first_of, steps_s
-from lightning_dear.work import Collectives
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.studies.probes.sharding import Unit, alike, first_of, steps_s
 
 _NUM_STEPS = 9
 _MOST_NUMEL = 1 << 26

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from typing_extensions import override
 
-from lightning_dear.device_work import charge_device_work
+from lightning_dear.telemetry.device_work import charge_device_work
 from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile, load_profile
 from lightning_dear.workloads.replay.sharding import shard_layers
 from lightning_dear.workloads.replay.waiter import Waiter

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_dear.clock import Clock, clock_of
+from lightning_dear.telemetry.clock import Clock, clock_of
 from lightning_dear.workloads.replay.ownership import owned_parameters, run_order
 from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from lightning_dear.device_work import (
+from lightning_dear.telemetry.device_work import (
     charge_device_work,
     device_work_charged_s,
     device_work_s,

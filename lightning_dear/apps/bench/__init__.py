@@ -1,0 +1,1 @@
+"""``dear-bench``: strategies side by side."""

@@ -1,0 +1,1 @@
+"""``dear-converge``: how training ends under each compressor."""

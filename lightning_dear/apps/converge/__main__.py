@@ -1,0 +1,5 @@
+"""`python -m lightning_dear.apps.converge`: the same as `dear-converge`."""
+
+from lightning_dear.apps.converge.converge import main
+
+main()

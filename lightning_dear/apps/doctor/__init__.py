@@ -1,0 +1,1 @@
+"""``dear-train doctor=true``: whether a cluster is fit for a job."""

@@ -1,0 +1,5 @@
+"""`python -m lightning_dear.apps.recipe`: the same as `dear-recipe`."""
+
+from lightning_dear.apps.recipe.recipe import main
+
+main()

@@ -1,0 +1,1 @@
+"""What moves bytes between ranks: the only callers of torch.distributed in training."""

@@ -1,0 +1,1 @@
+"""What other strategies take of a host and of a link, measured."""

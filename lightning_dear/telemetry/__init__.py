@@ -1,0 +1,1 @@
+"""What a step cost and what ran when: clocks, spans, statistics, timelines."""

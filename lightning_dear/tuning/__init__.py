@@ -1,0 +1,1 @@
+"""Measures links, codecs and steps, and hands them to the planners."""
