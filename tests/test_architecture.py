@@ -106,7 +106,7 @@ CHECKPOINTS = "checkpoint/storage.py"
 MAX_LOOSE_MODULES = 9
 MAX_FILE_LINES = 500
 FILES_ABOVE: dict[str, int] = {}  # Named ones, up to 700.
-MAX_SMALL_FILES_OF_ONE_IMPORTER = 27  # 0
+MAX_SMALL_FILES_OF_ONE_IMPORTER = 12  # 0
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

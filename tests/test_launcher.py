@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from omegaconf import read_write
 
 from lightning_dear.paths import conf_dir
-from lightning_dear.strategy import launchers as launcher
+from lightning_dear.strategy import launchers
 from lightning_dear.strategy.failures.board import Failure
 from lightning_dear.strategy.launchers import (
     JobLauncher,
@@ -130,7 +130,7 @@ def test_the_result_comes_back_and_children_are_started_once(make_launcher):
 
 
 def test_a_failure_here_ends_hanging_children_with_the_process(make_launcher, monkeypatch):
-    monkeypatch.setattr(launcher, "GRACE_S", 0.1)
+    monkeypatch.setattr(launchers, "GRACE_S", 0.1)
     made = make_launcher("import time; time.sleep(600)")
 
     def fail():
@@ -145,8 +145,8 @@ def test_a_failure_here_ends_hanging_children_with_the_process(make_launcher, mo
 
 
 def test_the_first_failure_is_printed_last(make_launcher, monkeypatch, capfd):
-    monkeypatch.setattr(launcher, "GRACE_S", 30.0)
-    monkeypatch.setattr(launcher, "first_failure", lambda: Failure(1, "ValueError: bad batch"))
+    monkeypatch.setattr(launchers, "GRACE_S", 30.0)
+    monkeypatch.setattr(launchers, "first_failure", lambda: Failure(1, "ValueError: bad batch"))
     made = make_launcher("import sys; print('noise', file=sys.stderr)")
 
     def fail():
@@ -162,7 +162,7 @@ def test_the_first_failure_is_printed_last(make_launcher, monkeypatch, capfd):
 def exit_codes(monkeypatch):
     """What this process would have ended with; `event` is set once it would."""
     codes, event = [], threading.Event()
-    monkeypatch.setattr(launcher.os, "_exit", lambda code: (codes.append(code), event.set()))
+    monkeypatch.setattr(launchers.os, "_exit", lambda code: (codes.append(code), event.set()))
     return codes, event
 
 
@@ -170,8 +170,8 @@ def exit_codes(monkeypatch):
 def test_rank_0_does_not_succeed_without_the_others(
     make_launcher, monkeypatch, exit_codes, statement
 ):
-    monkeypatch.setattr(launcher, "GRACE_S", 30.0)
-    monkeypatch.setattr(launcher, "END_S", 3.0)
+    monkeypatch.setattr(launchers, "GRACE_S", 30.0)
+    monkeypatch.setattr(launchers, "END_S", 3.0)
     codes, _ = exit_codes
     made = make_launcher(statement)
     made.launch(lambda: None)
@@ -195,7 +195,7 @@ def test_the_tuner_may_leave_its_trial_without_ending_anybody(make_launcher):
 
 
 def test_a_failing_child_ends_this_process(make_launcher, monkeypatch, exit_codes):
-    monkeypatch.setattr(launcher, "GRACE_S", 0.1)
+    monkeypatch.setattr(launchers, "GRACE_S", 0.1)
     codes, ended = exit_codes
     made = make_launcher("raise SystemExit(3)")
     # Stands for a training loop that never communicates and so never notices.
@@ -204,7 +204,7 @@ def test_a_failing_child_ends_this_process(make_launcher, monkeypatch, exit_code
 
 
 def test_a_launch_after_a_failed_one_is_watched_again(make_launcher, monkeypatch, exit_codes):
-    monkeypatch.setattr(launcher, "GRACE_S", 0.1)
+    monkeypatch.setattr(launchers, "GRACE_S", 0.1)
     codes, ended = exit_codes
     made = make_launcher("")
     monkeypatch.setattr(
@@ -237,8 +237,8 @@ _CHILD = """
 import time
 from lightning_dear import launcher
 from lightning_dear.strategy.failures.board import Failure
-launcher.GRACE_S = 0.1
-launcher.watch_parent()
+launchers.GRACE_S = 0.1
+launchers.watch_parent()
 print("watching", flush=True)
 time.sleep(600)
 """
@@ -249,7 +249,7 @@ def test_a_child_does_not_outlive_rank_0(tmp_path):
     rank_0 = (
         "import os, subprocess, sys\n"
         f"command = [sys.executable, '-c', {_CHILD!r}]\n"
-        f"environment = {{**os.environ, {launcher.PARENT_VARIABLE!r}: str(os.getpid())}}\n"
+        f"environment = {{**os.environ, {launchers.PARENT_VARIABLE!r}: str(os.getpid())}}\n"
         "child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,\n"
         "                         stderr=subprocess.DEVNULL)\n"
         "child.stdout.readline()\n"
@@ -276,11 +276,11 @@ def is_running(pid):
 
 def test_a_childs_own_children_are_no_ranks(monkeypatch):
     watched = []
-    monkeypatch.setattr(launcher, "_end_after", watched.append)
-    monkeypatch.setenv(launcher.PARENT_VARIABLE, "123")
+    monkeypatch.setattr(launchers, "_end_after", watched.append)
+    monkeypatch.setenv(launchers.PARENT_VARIABLE, "123")
     JobLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
     assert watched == [123]
-    assert launcher.PARENT_VARIABLE not in os.environ
+    assert launchers.PARENT_VARIABLE not in os.environ
 
 
 def test_nobody_outlives_the_time_given():
@@ -295,7 +295,7 @@ def test_a_program_that_cannot_be_repeated_names_the_remedy(monkeypatch, tmp_pat
     monkeypatch.setattr(sys, "argv", ["-c"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RuntimeError, match="use torchrun"):
-        launcher.child_command(1)
+        launchers.child_command(1)
 
 
 def test_outside_hydra_the_command_line_is_repeated(monkeypatch, tmp_path):
@@ -303,4 +303,4 @@ def test_outside_hydra_the_command_line_is_repeated(monkeypatch, tmp_path):
     script.touch()
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(sys, "argv", [str(script), "--lr", "1"])
-    assert launcher.child_command(1) == ([sys.executable, str(script), "--lr", "1"], None)
+    assert launchers.child_command(1) == ([sys.executable, str(script), "--lr", "1"], None)

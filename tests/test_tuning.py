@@ -35,8 +35,7 @@ from lightning_dear.planning.search import (
     STEPS_PER_TRIAL,
     PredictingPlanner,
 )
-from lightning_dear.tuning import link_cost as exchange_probe
-from lightning_dear.tuning import tuner as tuning
+from lightning_dear.tuning import link_cost, tuner
 from lightning_dear.tuning.link_cost import measure_link
 from lightning_dear.tuning.tuner import Tuning
 from tests.engine.test_default_dtype import default_dtype
@@ -130,7 +129,7 @@ class _Pipeline:
 
 @pytest.fixture(autouse=True)
 def _made_up_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tuning, exchange_probe):
+    for module in (tuner, link_cost):
         monkeypatch.setattr(module, "clock_of", lambda device: CLOCK)
 
 
@@ -168,9 +167,9 @@ COSTS = CodecCosts(CodecCost(encode=Linear(1e-3, 1e-9)))
 
 @pytest.fixture
 def _made_up_codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "measure_codecs", lambda pipeline: COSTS)
+    monkeypatch.setattr(tuner, "measure_codecs", lambda pipeline: COSTS)
     link = LinkCost(LINK_ALPHA_S, LINK_BETA_S)
-    monkeypatch.setattr(tuning, "measure_link", lambda pipeline: link)
+    monkeypatch.setattr(tuner, "measure_link", lambda pipeline: link)
 
 
 def _encoding(planner: Any) -> tuple[Any, _Pipeline, list]:

@@ -1,8 +1,8 @@
 """Callbacks: three that the strategy adds itself, and two for the user to add."""
 
-from lightning_dear.callbacks.completion_guard import CompletionGuard
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
+from lightning_dear.callbacks.guards import CompletionGuard
 from lightning_dear.callbacks.monitor import DearMonitor
 from lightning_dear.callbacks.timeline import TimelineCallback
 

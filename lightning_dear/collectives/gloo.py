@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from lightning_dear.collectives.delay import DelayedSends
 from lightning_dear.collectives.process_groups import GroupCollectives
-from lightning_dear.collectives.summing import nbytes_of, shard_of, sum_in_source_order
-from lightning_dear.collectives.work import Work
+from lightning_dear.collectives.work import Work, nbytes_of, shard_of, sum_in_source_order
 
 # Above those of all buckets.
 _FLAGS_TAG = 1 << 29

@@ -10,8 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.collectives.process_groups import GroupCollectives
-from lightning_dear.collectives.summing import assign, shard_of
-from lightning_dear.collectives.work import Work
+from lightning_dear.collectives.work import Work, assign, shard_of
 
 
 class NativeCollectives(GroupCollectives):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
@@ -13,11 +14,10 @@ from torch.nn import Module, Parameter
 from lightning_dear.bucket import FlatBuffers, allocate
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
-from lightning_dear.engine.gatherer import ParameterGatherer
-from lightning_dear.engine.limited_gathers import LimitedGathers
-from lightning_dear.engine.read_order import ForwardRecorder
+from lightning_dear.engine.gatherer import LimitedGathers, ParameterGatherer
+from lightning_dear.engine.read_order import ForwardRecorder, ReadMode
 from lightning_dear.engine.reducer import GradientReducer
-from lightning_dear.engine.trained_parameters import tensor_specs
+from lightning_dear.engine.trained_parameters import TrainedParameters, tensor_specs
 from lightning_dear.exchange import DenseExchange, LossScale, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, TensorSpec
@@ -212,3 +212,30 @@ def activate(
         partial(waiting, "reduce_scatter"),
     )
     return ActivePlan(plan, flat, reducer, gatherer, exchange)
+
+
+def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:
+    """A context in which reading a parameter that is still being gathered raises.
+
+    Sees reads through references that no gate sees, also under `no_grad` and through `.data`,
+    where the step's own guard (see `GradientReducer.check_was_complete`) sees only those that take
+    part in backward. Slow: runs in front of every torch function.
+
+    Raises:
+        RuntimeError: At the read, naming the parameter.
+    """
+    index_of = {id(parameter): index for index, parameter in enumerate(trained.parameters)}
+
+    def check(value: Any) -> None:
+        index = index_of.get(id(value))
+        if index is None:
+            return
+        buckets = active.flat.placements[index].buckets
+        if any(active.gatherer.is_pending(number) for number in buckets):
+            raise RuntimeError(
+                f"'{trained.names[index]}' was read while its new value was still being gathered,"
+                " through a reference that strategy='dear' cannot see. Read it as an attribute of"
+                " its module, or call strategy.complete_parameters() before reading it."
+            )
+
+    return ReadMode(check)

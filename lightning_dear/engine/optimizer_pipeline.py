@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine import gradients
-from lightning_dear.engine.active_plan import ActivePlan, Recording
-from lightning_dear.engine.audit import audit
+from lightning_dear.engine.active_plan import ActivePlan, Recording, audit
 from lightning_dear.engine.early_steps import EarlySteps
 from lightning_dear.engine.mean_gradients import MeanGradients
 from lightning_dear.engine.plan_lifecycle import PlanChanges
@@ -27,7 +26,7 @@ from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, FusionPlanner
 from lightning_dear.planning.times import ModelTimes
-from lightning_dear.telemetry.instruments import Instruments
+from lightning_dear.telemetry.statistics import Instruments
 
 
 class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):

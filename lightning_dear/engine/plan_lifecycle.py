@@ -34,7 +34,7 @@ from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS
 from lightning_dear.planning.whole import with_whole_tensors
-from lightning_dear.telemetry.instruments import Instruments
+from lightning_dear.telemetry.statistics import Instruments
 
 
 def _no_scale() -> None:

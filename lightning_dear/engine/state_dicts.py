@@ -18,7 +18,7 @@ from lightning_dear.exchange import CodedExchange
 from lightning_dear.optimizers.masters import LeftWeights
 from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan
-from lightning_dear.telemetry.instruments import Instruments
+from lightning_dear.telemetry.statistics import Instruments
 
 
 class SavedState:

@@ -10,12 +10,10 @@ from lightning_dear.compression import Codec, PowerSGD, SparseAllReduce
 from lightning_dear.exchange.coded import CodedExchange
 from lightning_dear.exchange.compressed import LossScale
 from lightning_dear.exchange.compressed_bucket import NO_SEED, CompressedBucket
-from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.exchange.gradients import GradientExchange
+from lightning_dear.exchange.dense import DenseExchange, GradientExchange
 from lightning_dear.exchange.low_rank import LowRankExchange
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.exchange.sparse import SparseExchange
-from lightning_dear.exchange.sparse_static import StaticSparseExchange
+from lightning_dear.exchange.sparse import SparseExchange, StaticSparseExchange
 from lightning_dear.exchange.sparse_whole import WholeSparseExchange
 
 

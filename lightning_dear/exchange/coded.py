@@ -21,8 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.collectives.summing import sum_in_source_order
-from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.collectives.work import Collectives, Work, sum_in_source_order
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from lightning_dear.collectives.work import SELECTION_NUMBERS, Collectives, as_metadata
-from lightning_dear.exchange.kth_largest import kth_largest
 from lightning_dear.exchange.region_bucket import RegionBucket
 from lightning_dear.telemetry.device_work import device_work
 
@@ -79,3 +81,48 @@ def keep_largest(
         kept = torch.cat([above[at], equal[at][: max(0, room)]]).sort().values
         with device_work():
             one.keep(found[at].at(kept), scale)
+
+
+DIGITS = (6, 5, 5, 5, 5, 5)
+"""Bits of each digit, 31 in all. Longer ones would be fewer messages, and twice the bytes each."""
+
+
+def kth_largest(
+    sizes: Sequence[Tensor], ks: Sequence[int], add_up: Callable[[Tensor], None]
+) -> list[float]:
+    """Of several sets at once.
+
+    Args:
+        sizes: This rank's part of each set: [n] fp32 on a CPU, above 0.
+        ks: Which number of each is asked for, from 1.
+        add_up: Sums an int32 tensor over ranks, in place. Blocks.
+
+    Returns:
+        The k-th largest of each set, its smallest where it has fewer than k, 0 where it has none.
+        Equal on all ranks.
+    """
+    bits = [one.view(torch.int32) for one in sizes]
+    prefixes, wanted, shift = [0] * len(ks), list(ks), sum(DIGITS)
+    for width in DIGITS:
+        shift -= width
+        histograms = torch.zeros((len(ks), 1 << width), dtype=torch.int32)
+        for number, (own, prefix) in enumerate(zip(bits, prefixes, strict=True)):
+            known = own[own >> (shift + width) == prefix]
+            digits = (known >> shift) & ((1 << width) - 1)
+            histograms[number] = torch.bincount(digits, minlength=1 << width)
+        add_up(histograms)
+        for number, histogram in enumerate(histograms.tolist()):
+            digit, wanted[number] = _digit(histogram, wanted[number])
+            prefixes[number] = prefixes[number] << width | digit
+    return torch.tensor(prefixes, dtype=torch.int32).view(torch.float32).tolist()
+
+
+def _digit(histogram: Sequence[int], wanted: int) -> tuple[int, int]:
+    """The digit of the wanted-th largest, or of the smallest, and which one it is of that digit."""
+    from_above = list(accumulate(reversed(histogram)))
+    wanted = min(wanted, from_above[-1])
+    if not wanted:
+        return 0, 0
+    place = bisect_left(from_above, wanted)
+    digit = len(histogram) - 1 - place
+    return digit, wanted - (from_above[place] - histogram[digit])

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.summing import shard_of
-from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.collectives.work import Collectives, Work, shard_of
 from lightning_dear.compression import Codec
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.collectives.work import SELECTION_NUMBERS, Collectives, uncounted
 from lightning_dear.compression import Compressor, OkTopk, SparseAllReduce
 from lightning_dear.compression.selectors import all_reaching
 from lightning_dear.exchange.entries import Entries, joined, unpacked
 from lightning_dear.exchange.owned_bucket import OwnedBucket
 from lightning_dear.exchange.regions import (
+    Report,
+    Shares,
     added_up,
     equal_regions,
     put_together,
@@ -25,7 +28,6 @@ from lightning_dear.exchange.regions import (
     summary_of,
     words_of_slice,
 )
-from lightning_dear.exchange.shares import Report, Shares
 
 LOOKED_AT_FIRST = 0.95
 """Of the last threshold: most owners find their share among the sums of at least so much."""
@@ -336,3 +338,39 @@ class RegionBucket(OwnedBucket):
             regions = regions_of(kind, total, *shape).tolist()
             self.has_regions |= regions != self.regions
             self.regions = regions
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank had of a bucket before it selected.
+
+    Attributes:
+        waiting: acc, without a loss scale.
+        gradients: g / P, likewise.
+    """
+
+    waiting: Tensor
+    gradients: Tensor
+
+
+def measure(
+    seen: Sequence[tuple[OwnedBucket, Seen]],
+    collectives: Collectives,
+    first_number: int,
+    scale: Tensor | None,
+) -> None:
+    """Writes |topk(sum of acc) - u|^2 and |sum of g / P|^2 into the tallies of these buckets.
+
+    All ranks call, once owners have chosen; blocks. Sends three times as much as a dense step.
+    """
+    number = SELECTION_NUMBERS + first_number
+    with uncounted(collectives):
+        for one, own in seen:
+            u = one.bucket.mean.float()
+            u = u.clone() if scale is None else u / scale
+            for numbers in (own.waiting, own.gradients, u):
+                collectives.launch_all_reduce(numbers, number).wait()
+            off, places = u, own.waiting.abs().topk(one.k, sorted=False).indices
+            off[places] -= own.waiting[places]
+            squares = (torch.linalg.vector_norm(each) ** 2 for each in (off, own.gradients))
+            one.tally.off_squared, one.tally.gradient_squared = map(float, squares)

@@ -15,10 +15,16 @@ from lightning_dear.planning.fusion import (
 from lightning_dear.planning.mergecomp import MergeCompFusion
 from lightning_dear.planning.mergecomp_heuristic import MergeCompHeuristicFusion
 from lightning_dear.planning.mgwfbp import MGWFBPFusion
-from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice, TensorSpec
+from lightning_dear.planning.plan import (
+    BucketPlan,
+    BucketSpec,
+    FixedPlan,
+    Slice,
+    TensorSpec,
+    save_plan,
+)
 from lightning_dear.planning.predict import Prediction, predict
 from lightning_dear.planning.registry import FUSIONS, resolve_fusion
-from lightning_dear.planning.saved import FixedPlan, save_plan
 from lightning_dear.planning.search import PlanSearch, SearchingPlanner
 from lightning_dear.planning.times import ModelTimes
 

@@ -7,10 +7,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_dear.callbacks.completion_guard import CompletionGuard
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
-from lightning_dear.callbacks.gradient_guard import GradientGuard, gradient_readers
+from lightning_dear.callbacks.guards import CompletionGuard, GradientGuard, gradient_readers
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, SearchingPlanner

@@ -5,7 +5,8 @@ What starting a bucket's messages costs comes on top, from `launch_probe`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, cast
@@ -15,8 +16,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
-from lightning_dear.collectives.summing import shard_of, sum_in_source_order
-from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.collectives.work import (
+    STATE_NUMBERS,
+    Collectives,
+    Work,
+    shard_of,
+    sum_in_source_order,
+    uncounted,
+)
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange import new_exchange
@@ -25,7 +32,6 @@ from lightning_dear.planning import CodecCost, CodecCosts, Linear, NoFusion, Ten
 from lightning_dear.planning.codec_cost import NO_CODEC
 from lightning_dear.planning.plan import ALIGNMENT, aligned
 from lightning_dear.telemetry.clock import Clock, clock_of
-from lightning_dear.tuning.launch_cost import launch_seconds
 
 _SMALL_NUMEL, _LARGE_NUMEL = 1 << 16, 1 << 22
 """Elements of the two buckets, padding left out; of smaller models less."""
@@ -222,3 +228,49 @@ class _Nobody:
         for sent, received in self._sent:
             received.copy_(sent)
         self._sent.clear()
+
+
+_ROW_BYTES = 1024
+"""Of each message: a bucket of any size has as many."""
+
+_NUM_LAUNCHES = 20
+
+
+def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
+    """Seconds to start a coded bucket's messages, of the reduce half and of the gather half.
+
+    On the slowest rank. All ranks start theirs at once, as they may share cores, and receives are
+    expected as in training. 0 where the device is no CPU: the host hands it work ahead of time.
+    Collective, blocks.
+    """
+    collectives = pipeline.collectives
+    device = pipeline.parts[0].parameters[0].device
+    if device.type != "cpu":
+        return 0.0, 0.0
+    rows, incoming = (
+        torch.zeros((collectives.world_size, _ROW_BYTES), dtype=torch.uint8) for _ in range(2)
+    )
+
+    def reduce_s() -> float:
+        collectives.expect_all_to_all(incoming, STATE_NUMBERS)
+        return started_s(partial(collectives.launch_all_to_all, rows, incoming))
+
+    def gather_s() -> float:
+        buffer = rows.view(-1)
+        collectives.expect_all_gather(buffer, STATE_NUMBERS)
+        return started_s(partial(collectives.launch_all_gather, buffer))
+
+    def started_s(launch: Callable[[int], Work]) -> float:
+        # Ranks begin together.
+        collectives.all_gather_object(None)
+        begin_s = time.perf_counter()
+        work = launch(STATE_NUMBERS)
+        end_s = time.perf_counter()
+        work.wait()
+        return end_s - begin_s
+
+    with uncounted(collectives):
+        own = [(reduce_s(), gather_s()) for _ in range(_NUM_LAUNCHES)]
+    medians = [median(half) for half in zip(*own, strict=True)]
+    slowest = [max(half) for half in zip(*collectives.all_gather_object(medians), strict=True)]
+    return slowest[0], slowest[1]

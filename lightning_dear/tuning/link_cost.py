@@ -11,8 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from lightning_dear.collectives.summing import shard_of
-from lightning_dear.collectives.work import STATE_NUMBERS, Collectives, Work, uncounted
+from lightning_dear.collectives.work import STATE_NUMBERS, Collectives, Work, shard_of, uncounted
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import LinkCost
 from lightning_dear.planning.cost import Train, fitted, sent_bytes

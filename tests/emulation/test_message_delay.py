@@ -11,7 +11,7 @@ import torch
 from lightning_dear.collectives.delay import DelayedSends, message_delay_s
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.summing import shard_of
+from lightning_dear.collectives.work import shard_of
 from tests.distributed.harness import distributed, run_ranks
 
 VARIABLE = "LIGHTNING_DEAR_MESSAGE_DELAY_S"

@@ -19,10 +19,8 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import Linear, NoFusion
 from lightning_dear.planning.codec_cost import NO_CODEC
 from lightning_dear.telemetry.device_work import device_work_s
-from lightning_dear.tuning import codec_cost as codec_probe
-from lightning_dear.tuning import launch_cost as launch_probe
-from lightning_dear.tuning.codec_cost import fitted_line, measure_codecs
-from lightning_dear.tuning.launch_cost import launch_seconds
+from lightning_dear.tuning import codec_cost
+from lightning_dear.tuning.codec_cost import fitted_line, launch_seconds, measure_codecs
 from tests.distributed.harness import distributed
 from tests.engine.models import batch, build, loss_of, weights
 from tests.engine.training import new_pipeline
@@ -117,8 +115,8 @@ def test_each_operation_is_timed_with_what_belongs_to_it(gather: str) -> None:
     model, pipeline = _pipeline(_Timed(), gather)
     _step(model, pipeline, 0)
     with (
-        mock.patch.object(codec_probe, "clock_of", return_value=CLOCK),
-        mock.patch.object(codec_probe, "launch_seconds", return_value=(0.0, 0.0)),
+        mock.patch.object(codec_cost, "clock_of", return_value=CLOCK),
+        mock.patch.object(codec_cost, "launch_seconds", return_value=(0.0, 0.0)),
     ):
         costs = measure_codecs(pipeline)
     found = {
@@ -178,8 +176,8 @@ def test_starting_messages_costs_every_bucket_the_same() -> None:
     model, pipeline = _pipeline(_Timed())
     _step(model, pipeline, 0)
     with (
-        mock.patch.object(codec_probe, "clock_of", return_value=CLOCK),
-        mock.patch.object(codec_probe, "launch_seconds", return_value=(0.25, 2.0)),
+        mock.patch.object(codec_cost, "clock_of", return_value=CLOCK),
+        mock.patch.object(codec_cost, "launch_seconds", return_value=(0.25, 2.0)),
     ):
         costs = measure_codecs(pipeline)
     one, plain = costs.compressed, costs.uncompressed
@@ -215,7 +213,7 @@ def test_starting_is_timed_without_waiting_and_counts_as_no_steps_bytes() -> Non
     slow_all_to_all = slowed(0.02, collectives.launch_all_to_all)
     slow_all_gather = slowed(0.04, collectives.launch_all_gather)
     with (
-        mock.patch.object(launch_probe, "_NUM_REPEATS", 3),
+        mock.patch.object(codec_cost, "_NUM_LAUNCHES", 3),
         mock.patch.object(collectives, "launch_all_to_all", slow_all_to_all),
         mock.patch.object(collectives, "launch_all_gather", slow_all_gather),
     ):

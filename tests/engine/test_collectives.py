@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dear.collectives.factory import new_collectives
-from lightning_dear.collectives.summing import shard_of, sum_in_source_order
+from lightning_dear.collectives.work import shard_of, sum_in_source_order
 from tests.distributed.harness import distributed
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

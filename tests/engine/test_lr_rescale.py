@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dear.checkpoint.rate_follower import RateFollower
-from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
+from lightning_dear.checkpoint.residual_keeper import RateFollower, ResidualKeeper
 from lightning_dear.compression import OkTopk
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion

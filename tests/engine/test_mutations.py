@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.engine import gatherer, reducer
-from lightning_dear.optimizers import sharded as sharded_optimizer
+from lightning_dear.optimizers import sharded
 from tests.distributed.harness import run_ranks
 from tests.engine.delays import Delays
 from tests.engine.training import train_dear, train_reference
@@ -53,7 +53,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "stepping every bucket": (
         "mlp",
-        lambda: mock.patch.object(sharded_optimizer, "inner_step", return_value=_nothing),
+        lambda: mock.patch.object(sharded, "inner_step", return_value=_nothing),
     ),
 }
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dear.engine import active_plan
-from lightning_dear.engine import plan_lifecycle as plan_changes
+from lightning_dear.engine import active_plan, plan_lifecycle
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import (
     BucketPlan,
@@ -150,14 +149,14 @@ def test_the_old_buffers_are_gone_before_there_are_new_ones() -> None:
     part = pipeline.parts[0]
     _step(pipeline, model, "mlp", 0)
     buffers = [weakref.ref(one) for one in (part._active.flat.buckets[0].gradients, part._active)]
-    activate = plan_changes.activate
+    activate = plan_lifecycle.activate
 
     def checked(*args: object) -> object:
         gc.collect()
         assert [buffer() for buffer in buffers] == [None, None]
         return activate(*args)
 
-    with mock.patch.object(plan_changes, "activate", checked):
+    with mock.patch.object(plan_lifecycle, "activate", checked):
         part.replan(SingleFusion().plan(part.tensors, 2))
     _step(pipeline, model, "mlp", 1)
     pipeline.detach()

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from lightning_dear.compression.unsent import Unsent, UnsentVelocity
 from lightning_dear.exchange.entries import Entries, is_among, joined, unpacked
-from lightning_dear.exchange.kth_largest import kth_largest
+from lightning_dear.exchange.global_selection import kth_largest
 from lightning_dear.exchange.owned_bucket import OwnedBucket, Sent
 from lightning_dear.exchange.regions import (
+    Report,
+    Shares,
     added_up,
+    divided,
     equal_regions,
     put_together,
     regions_of,
@@ -27,7 +30,6 @@ from lightning_dear.exchange.regions import (
     summary_of,
     words_of_slice,
 )
-from lightning_dear.exchange.shares import Report, Shares, divided
 from tests.distributed.harness import distributed
 
 SIZES = st.floats(2.0**-149, 2.0**127, width=32)

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dear.bucket import Piece
-from lightning_dear.optimizers import step_runs
+from lightning_dear.optimizers import sharded
 
 SIZES = st.lists(
     st.one_of(
-        st.integers(0, 2 * step_runs.MAX_RUN_NUMEL), st.integers(0, step_runs.MAX_RUN_NUMEL // 8)
+        st.integers(0, 2 * sharded.MAX_RUN_NUMEL), st.integers(0, sharded.MAX_RUN_NUMEL // 8)
     ),
     max_size=40,
 )
@@ -26,21 +26,21 @@ def test_runs_keep_the_order_and_are_as_long_as_they_may_be(sizes: list[int]) ->
     numbers = [3 * place for place in range(len(sizes))]
     pieces = dict(zip(numbers, map(pieces_of, sizes), strict=True))
     size_of = dict(zip(numbers, sizes, strict=True))
-    runs = step_runs.step_runs(numbers, pieces)
+    runs = sharded.step_runs(numbers, pieces)
     assert [number for run in runs for number in run] == numbers
     for run, later in zip(runs, [*runs[1:], []], strict=False):
         total = sum(size_of[number] for number in run)
         assert run
-        assert total <= step_runs.MAX_RUN_NUMEL or all(size_of[number] == 0 for number in run[1:])
+        assert total <= sharded.MAX_RUN_NUMEL or all(size_of[number] == 0 for number in run[1:])
         if later:
-            assert total + size_of[later[0]] > step_runs.MAX_RUN_NUMEL
+            assert total + size_of[later[0]] > sharded.MAX_RUN_NUMEL
 
 
 def test_small_buckets_share_a_call_and_large_ones_do_not() -> None:
     pieces = {
-        0: pieces_of(step_runs.MAX_RUN_NUMEL),
+        0: pieces_of(sharded.MAX_RUN_NUMEL),
         1: pieces_of(10),
         2: pieces_of(20),
         3: pieces_of(30),
     }
-    assert step_runs.step_runs([2, 0, 1, 3], pieces) == [[2], [0], [1, 3]]
+    assert sharded.step_runs([2, 0, 1, 3], pieces) == [[2], [0], [1, 3]]

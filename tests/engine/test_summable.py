@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Generator, Tensor
 
 from lightning_dear.collectives.nccl import NativeCollectives
-from lightning_dear.collectives.summing import sum_in_source_order
+from lightning_dear.collectives.work import sum_in_source_order
 from lightning_dear.compression import CODECS, Codec, Fp32, Int4, Int8, RandomK
 from lightning_dear.compression.groups import VECTORS, groups_of
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
-from lightning_dear.tuning import codec_cost as codec_probe
+from lightning_dear.tuning import codec_cost
 from lightning_dear.tuning.codec_cost import measure_codecs
 from tests.compression.battery import check_all
 from tests.distributed.harness import distributed
@@ -222,9 +222,9 @@ def test_the_cost_is_that_of_a_sum_and_of_decoding_one_row() -> None:
     model, pipeline = _pipeline(_Timed(density=0.25))
     _step(model, pipeline, 0)
     with (
-        mock.patch.object(codec_probe, "clock_of", return_value=CLOCK),
-        mock.patch.object(codec_probe, "launch_seconds", return_value=(0.0, 0.0)),
-        mock.patch.object(codec_probe, "sum_in_source_order", _timed_sum),
+        mock.patch.object(codec_cost, "clock_of", return_value=CLOCK),
+        mock.patch.object(codec_cost, "launch_seconds", return_value=(0.0, 0.0)),
+        mock.patch.object(codec_cost, "sum_in_source_order", _timed_sum),
     ):
         cost = measure_codecs(pipeline).compressed
     # What is not sent is found by decoding.

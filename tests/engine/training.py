@@ -13,13 +13,13 @@ from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers import step_runs
+from lightning_dear.optimizers import sharded
 from lightning_dear.planning import FusionPlanner, ThresholdFusion
 from tests.engine.delays import DelayedCollectives, Delays
 from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 
 # The optimizer is called several times a step even for small models.
-step_runs.MAX_RUN_NUMEL = 1 << 11
+sharded.MAX_RUN_NUMEL = 1 << 11
 
 SMALL_BUCKETS = ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005)
 """Several buckets even for the small models, with tensors split between them."""

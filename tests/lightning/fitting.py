@@ -22,16 +22,15 @@ from typing_extensions import override
 
 from lightning_dear import DearStrategy
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.summing import shard_of
-from lightning_dear.collectives.work import Work
-from lightning_dear.optimizers import step_runs
+from lightning_dear.collectives.work import Work, shard_of
+from lightning_dear.optimizers import sharded
 from lightning_dear.planning import BucketPlan, TensorSpec, ThresholdFusion
 from tests.lightning.nets import Net, copies, data
 
 TIMEOUT = timedelta(seconds=40)
 
 # The optimizer is called several times a step even for small models.
-step_runs.MAX_RUN_NUMEL = 1 << 11
+sharded.MAX_RUN_NUMEL = 1 << 11
 
 
 class EarlyFusion(ThresholdFusion):

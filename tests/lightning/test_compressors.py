@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_dear.callbacks import CompressionSchedule, DearMonitor
-from lightning_dear.callbacks.completion_guard import CompletionGuard
+from lightning_dear.callbacks.guards import CompletionGuard
 from lightning_dear.compression import DGC, Fp32, Int4, Int8, OkTopk, PowerSGD, TopK
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed, run_ranks

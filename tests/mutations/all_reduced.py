@@ -89,14 +89,14 @@ ALL_REDUCED = [
     ),
     Mutation(
         "all-reduced buckets that wait for no gather before them",
-        "engine/limited_gathers.py",
+        "engine/gatherer.py",
         "        if bucket.is_all_reduced:\n",
         "        if False:\n",
         (f"{LIFE}::test_forward_does_not_wait_for_gathers_before_an_all_reduced_bucket",),
     ),
     Mutation(
         "leaving alone at one rank what was not stepped",
-        "optimizers/step_runs.py",
+        "optimizers/sharded.py",
         "    return [piece.tensor_index for piece in stepped]\n",
         "    return [piece.tensor_index for piece in pieces]\n",
         (f"{LIFE}::test_at_one_rank_what_was_not_stepped_may_be_used_as_under_plain_torch",),

@@ -95,14 +95,14 @@ CODED = [
     ),
     Mutation(
         "refusing votes of some ranks only",
-        "exchange/flags.py",
+        "engine/reducer.py",
         "            if lacked and said[number] != UNUSED\n",
         "            if False\n",
         (f"{VOTES}::test_a_gradient_that_one_rank_lacks_is_refused_on_all",),
     ),
     Mutation(
         "hearing of them where all were used here",
-        "exchange/flags.py",
+        "engine/reducer.py",
         " and not self._voting:\n",
         ":\n",
         (f"{VOTES}::test_a_gradient_that_one_rank_lacks_is_refused_on_all",),
@@ -158,7 +158,7 @@ CODED = [
     ),
     Mutation(
         "telling all ranks of inf",
-        "exchange/flags.py",
+        "engine/reducer.py",
         "        self._flags[-2] = exchange.take_found_inf()\n",
         "        self._flags[-2] = False\n",
         (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),

@@ -133,14 +133,14 @@ GATHERING = [
     ),
     Mutation(
         "a limit on gathers in flight",
-        "engine/limited_gathers.py",
+        "engine/gatherer.py",
         "        while self._queued and len(self._in_flight) < self._depth:\n",
         "        while self._queued:\n",
         (f"{GATHERING_TESTS}::test_a_thread_keeps_to_the_depth",),
     ),
     Mutation(
         "leaving early buckets to the reader where gathers are limited",
-        "engine/limited_gathers.py",
+        "engine/gatherer.py",
         "        ticket.work.arrive()\n",
         "        ticket.work.wait()\n",
         (

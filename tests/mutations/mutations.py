@@ -73,14 +73,14 @@ STRATEGY = [
     ),
     Mutation(
         "gradients for hooks after backward",
-        "callbacks/gradient_guard.py",
+        "callbacks/guards.py",
         "            self._expose(None)\n",
         "            pass\n",
         ("tests/lightning/test_gradient_access.py",),
     ),
     Mutation(
         "gradients for hooks before the step",
-        "callbacks/gradient_guard.py",
+        "callbacks/guards.py",
         "            self._expose(optimizer)\n",
         "            pass\n",
         ("tests/lightning/test_gradient_access.py",),
@@ -92,7 +92,7 @@ def _guard_hook(hook: str, is_conditional: bool, *rows: str) -> Mutation:
     call = f'_before("{hook}", trainer, pl_module)' if is_conditional else f'_complete("{hook}")'
     return Mutation(
         f"completing before callbacks' {hook}",
-        "callbacks/completion_guard.py",
+        "callbacks/guards.py",
         f"        self.{call}\n",
         "        pass\n",
         (*row(*rows), "tests/lightning/test_guard.py::test_the_guard_waits_in_every_hook"),

@@ -63,7 +63,7 @@ WAITS = [
     ),
     Mutation(
         "waiting for module buffers",
-        "engine/module_buffers.py",
+        "engine/pipeline.py",
         "            work.wait()\n",
         "",
         (f"{DELAYS}::test_module_buffers_follow_rank_0_however_late",),
@@ -117,7 +117,7 @@ GUARDS = [
     ),
     Mutation(
         "the audit",
-        "engine/audit.py",
+        "engine/active_plan.py",
         "        if any(active.gatherer.is_pending(number) for number in buckets):\n",
         "        if False:\n",
         (f"{READING}::test_an_audit_finds_a_read_that_takes_part_in_no_backward",),

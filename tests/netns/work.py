@@ -94,9 +94,9 @@ def train(
 ) -> DearStrategy:
     """Fits a `Stack` for some steps on this rank."""
     # A callback that the strategy does not know would make it wait before each batch hook.
-    from lightning_dear.callbacks import completion_guard
+    from lightning_dear.callbacks import guards
 
-    completion_guard._NON_READERS |= {Probe}
+    guards._NON_READERS |= {Probe}
     strategy = DearStrategy()
     trainer = new_trainer(strategy, DearMonitor(), probe, **options)
     inputs = torch.randn(batch_size, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -133,7 +133,7 @@ def compute_alone(num_layers: int, batch_size: int) -> Callable[[], None]:
 def communication_alone(strategy: DearStrategy) -> Callable[[], None]:
     """The same buckets' reduce-scatters, then their all-gathers, with nothing beside them."""
     from lightning_dear.collectives.factory import new_collectives
-    from lightning_dear.collectives.summing import shard_of
+    from lightning_dear.collectives.work import shard_of
 
     assert strategy.plan is not None
     collectives = new_collectives(torch.device("cpu"))

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dear.collectives.summing import shard_of
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.collectives.work import Collectives, shard_of
 
 SIZES_BYTES = (64 * 1024, 1024 * 1024, 8 * 1024 * 1024)
 """Sizes of the messages whose rate is measured."""
