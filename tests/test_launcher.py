@@ -235,7 +235,7 @@ def test_a_launch_after_a_failed_one_is_watched_again(make_launcher, monkeypatch
 
 _CHILD = """
 import time
-from lightning_dear import launcher
+from lightning_dear.strategy import launchers
 from lightning_dear.strategy.failures.board import Failure
 launchers.GRACE_S = 0.1
 launchers.watch_parent()

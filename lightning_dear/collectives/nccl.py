@@ -18,7 +18,8 @@ class NativeCollectives(GroupCollectives):
 
     NCCL orders a collective behind the stream that launches it, and `wait` orders the current
     stream behind the collective, so neither side ever blocks the host. Order is the same on all
-    ranks within a group and between both groups, because launches follow the plan.
+    ranks within a group and between both groups, because launches follow the plan: in a step all
+    reduce-scatters, module buffers, the flags of used parameters, all all-gathers.
     """
 
     reads_flags_freely = False

@@ -42,7 +42,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         collectives: What moves the bytes.
         fusion: Makes the plan from the recorded first step.
         instruments: Told of every wait.
-        on_reduce: Called when a step's last reduce-scatters are about to be launched.
+        on_reduce: Called when a step's last reduce-scatters are launched, before they are there.
         on_step: Called when a step has ended.
         options: What travels, and how.
 
@@ -216,10 +216,9 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         if self._has_leftovers and self._collectives.rank == 0:
             warn_of_leftovers(self.optimizer)
         self.complete_parameters("step")
-        self._on_reduce()
         active = self._active or self._start()
         self._residuals.follow_rates(self.complete_parameters)
-        self.sharded.set_gradients(active.reducer.reduce())
+        self.sharded.set_gradients(active.reducer.reduce(self._on_reduce))
         # Without buckets the shards' gradients are views of `.grad`, and nobody tells of new ones.
         self._is_reduced = self._uses_buckets
         self._is_sending = self._has_new = self._is_exposed = False

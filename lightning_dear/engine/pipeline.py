@@ -255,7 +255,12 @@ class Pipeline:
                 part.may_step_early = False
 
     def _on_reduce(self) -> None:
-        """Launches module buffers before the last reduce-scatters, which take longer."""
+        """Launches module buffers, once a forward, behind the last reduce-scatters.
+
+        Not before: some ranks launched their last ones in backward already. Others lack a gradient
+        and launch theirs only now. The buffers travel in the other group, and NCCL wants one order
+        over both on all ranks.
+        """
         if self._buffers is not None and self._buffers_are_due:
             self._buffers.launch()
         self._buffers_are_due = False
@@ -329,8 +334,8 @@ class Pipeline:
 class BufferBroadcast:
     """Broadcasts all buffers of a module from rank 0, one flat message per dtype.
 
-    DistributedDataParallel does so in front of each forward and waits; we launch it when the step
-    begins, behind the last gradients, and wait when the step ends.
+    DistributedDataParallel does so in front of each forward and waits; we launch it before the
+    step, behind the last gradients, and wait when the step ends.
 
     Args:
         module: Whose buffers; ranks other than 0 have theirs overwritten.

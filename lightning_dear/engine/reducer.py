@@ -67,7 +67,6 @@ class GradientReducer:
         self._scale = 1.0 / collectives.world_size
         self._early = frozenset(plan.early)
         self._watcher = Watcher("dear-early-steps")
-        self._arrivals: dict[int, Watched] = {}
         self.reset()
 
     def end_step(self) -> None:
@@ -97,7 +96,7 @@ class GradientReducer:
         self._collected = [False] * len(self._placements)
         self._missing = list(self._num_tensors)
         self._works: dict[int, Work] = {}
-        self._arrivals.clear()
+        self._arrivals: dict[int, Watched] = {}
 
     # --- during backward --------------------------------------------------------------------
 
@@ -191,28 +190,30 @@ class GradientReducer:
 
     # --- after backward -----------------------------------------------------------------------
 
-    def reduce(self) -> list[bool]:
+    def reduce(self, on_launched: Callable[[], None] = lambda: None) -> list[bool]:
         """Launches what backward left over and blocks until every gradient shard is there.
 
         Parameters without a gradient on this rank contribute zeros. Clears the parameters'
         `.grad`, which is not the reduced gradient (but where no buffer exists for it, where it is).
         May be called again after more backwards, by all ranks: means add up until `reset`.
+        `on_launched` is called in every round, when all buckets are launched.
 
         Returns:
             Per parameter whether any rank had a gradient for it since `reset`.
         """
-        while self._finish_round():
+        while self._finish_round(on_launched):
             pass
         self._exchange.note_used(self._used, keeps=True)
         return list(self._used)
 
-    def _finish_round(self) -> bool:
+    def _finish_round(self, on_launched: Callable[[], None]) -> bool:
         """Ends a round; says whether some rank has gradients left for another one."""
         has_sums, buckets = any(self._used), self._buckets if self._num_rounds > 0 else []
         sums = [bucket.mean.clone() if has_sums else None for bucket in buckets]
         says = self._collect_rest()
         self._missing = [0] * len(self._buckets)
         self._launch_ready()
+        on_launched()
         said_by_any = self._wait(says)
         self._check_none_came_after_its_step(said_by_any)
         for bucket, earlier in zip(self._buckets, sums, strict=False):

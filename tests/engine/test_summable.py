@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
 
-from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.work import sum_in_source_order
 from lightning_dear.compression import CODECS, Codec, Fp32, Int4, Int8, RandomK
 from lightning_dear.compression.groups import VECTORS, groups_of
@@ -190,15 +189,10 @@ def test_where_bytes_are_summed_changes_no_bit() -> None:
         _assert_kept(summed, _kept(decoded))
 
 
-def _native(device: torch.device) -> NativeCollectives:
-    groups = [dist.new_group() for _ in range(2)]
-    return NativeCollectives(*groups, dist.get_rank(), dist.get_world_size())
-
-
 @distributed(world_sizes=(3,))
 def test_a_backend_that_sums_itself_loses_nothing() -> None:
     """As NCCL does, here gloo's own reduce-scatter."""
-    with mock.patch.object(training, "new_collectives", _native):
+    with mock.patch.object(training, "new_collectives", training.new_native):
         run = Run(_options(RandomK(density=0.1)))
     for step in range(6):
         run.step(leaves_out=step == 3)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers import sharded
@@ -44,6 +45,12 @@ def new_pipeline(
         collectives = DelayedCollectives(collectives, delays)
     optimizers = [optimizer, *more]
     return Pipeline(model, optimizers, collectives, fusion, audit=audit, options=options)
+
+
+def new_native(device: torch.device) -> NativeCollectives:
+    """What is used on NCCL, over gloo's groups. To be patched in for `new_collectives`."""
+    groups = [dist.new_group() for _ in range(2)]
+    return NativeCollectives(*groups, dist.get_rank(), dist.get_world_size())
 
 
 def train_dear(

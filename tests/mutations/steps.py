@@ -200,6 +200,16 @@ GUARDS = [
         (f"{CONTRACT}::test_a_step_that_never_calls_its_closure_is_refused",),
     ),
     Mutation(
+        "module buffers behind the last reduce-scatters on all ranks",
+        "engine/reducer.py",
+        "        self._launch_ready()\n        on_launched()\n",
+        "        on_launched()\n        self._launch_ready()\n",
+        (
+            "tests/engine/test_launch_order.py"
+            "::test_a_rank_that_lacks_a_gradient_launches_in_the_order_of_the_others",
+        ),
+    ),
+    Mutation(
         "numbers of their own for a second optimizer's buckets",
         "engine/active_plan.py",
         "    place = collectives, first_number\n",

@@ -1,0 +1,99 @@
+"""Collectives that must keep one order (NCCL's) are launched in one order, over all groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dear.collectives.work import Work
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.planning import NoFusion
+from tests.distributed.harness import distributed
+from tests.engine import training
+from tests.engine.training import new_native, new_pipeline
+
+REDUCES = {"launch_reduce_scatter", "launch_all_to_all", "launch_all_reduce"}
+LAUNCHES = {*REDUCES, "launch_all_gather", "launch_any", "launch_broadcast"}
+GRADIENTS = ExchangeOptions("gradients")
+ALL_REDUCED = ExchangeOptions("gradients", decouple=False)
+CASES = [(None, 1), (None, 2), (GRADIENTS, 1), (ALL_REDUCED, 1)]
+IDS = ["parameters", "two_optimizers", "gradients", "all_reduced"]
+
+
+class _Uneven(nn.Module):
+    """Uses one layer on rank 1 only, from the second step on; has BatchNorm's buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 40)
+        self.norm = nn.BatchNorm1d(40)
+        self.extra = nn.Linear(40, 40)
+        self.head = nn.Linear(40, 3)
+
+    def forward(self, x: Tensor, uses_extra: bool) -> Tensor:
+        x = self.norm(self.first(x))
+        return self.head(self.extra(x) if uses_extra else x)
+
+
+def _log_launches(collectives: Any) -> list[tuple[str, int]]:
+    """What is launched from now on, and its number where it has one."""
+    log = []
+
+    def logged(name: str, launch: Callable[..., Work]) -> Callable[..., Work]:
+        def noting(*args: Any) -> Work:
+            log.append((name, args[-1] if isinstance(args[-1], int) else -1))
+            return launch(*args)
+
+        return noting
+
+    for name in LAUNCHES:
+        setattr(collectives, name, logged(name, getattr(collectives, name)))
+    return log
+
+
+def _step(pipeline: Pipeline, model: nn.Module, uses_extra: bool) -> None:
+    with pipeline.forward():
+        loss = model(torch.randn(5, 7), uses_extra).square().mean()
+    with pipeline.backward():
+        loss.backward()
+    for part in pipeline.parts:
+        part.optimizer.step()
+        part.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("options", "num_optimizers"), CASES, ids=IDS)
+@distributed(world_sizes=(2,))
+def test_a_rank_that_lacks_a_gradient_launches_in_the_order_of_the_others(
+    options: ExchangeOptions | None, num_optimizers: int
+) -> None:
+    torch.manual_seed(0)
+    model = _Uneven()
+    parameters = list(model.parameters())
+    optimizers = [
+        torch.optim.SGD(parameters[n::num_optimizers], lr=0.1) for n in range(num_optimizers)
+    ]
+    with mock.patch.object(training, "new_collectives", new_native):
+        pipeline = new_pipeline(
+            model, optimizers[0], NoFusion(), more=optimizers[1:], options=options
+        )
+    log = _log_launches(pipeline.collectives)
+    for step in range(3):
+        _step(pipeline, model, uses_extra=step == 0 or dist.get_rank() == 1)
+    pipeline.complete_parameters()
+    mine, theirs = pipeline.collectives.all_gather_object(log)
+    assert mine == theirs
+    names = [name for name, _ in log]
+    # Buffers of two dtypes.
+    assert names.count("launch_broadcast") == 3 * 2
+    for number, name in enumerate(names):
+        if name == "launch_broadcast":
+            assert names[number - 1] in {*REDUCES, "launch_broadcast"}
+            assert names[number + 1] in {"launch_any", "launch_broadcast"}
+    pipeline.detach()
