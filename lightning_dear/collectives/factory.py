@@ -2,8 +2,9 @@
 
 Two process groups of our own, one for reduce-scatters and one for all-gathers, so that the host's
 collectives on the default group (Lightning broadcasts a flag before every batch) never queue
-behind ours, nor ours behind theirs. On gloo `gloo.py` uses them, on NCCL `nccl.py`. Besides
-these, `process_groups.py` and `store.py`, no module that trains talks to torch.distributed.
+behind ours, nor ours behind theirs. On gloo `gloo.py` uses them, on NCCL `nccl.py`, with a third
+group, gloo's, for objects: ranks must meet in it whatever NCCL is still waiting for. Besides these,
+`process_groups.py` and `store.py`, no module that trains talks to torch.distributed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_dear.collectives.work import Collectives, WireLedger
 
 
 def new_collectives(device: torch.device, timeout: timedelta | None = None) -> Collectives:
-    """Both process groups over all ranks, new or those of the fit before. Collective, blocks.
+    """Over all ranks, with new process groups or those of the fit before. Collective, blocks.
 
     Args:
         device: Where parameters live.
@@ -45,8 +46,7 @@ def new_collectives(device: torch.device, timeout: timedelta | None = None) -> C
             f"strategy='dear' cannot send parameters on {device} through gloo;"
             " use process_group_backend='nccl'."
         )
-    groups = _process_groups(timeout)
-    place = groups[0], groups[1], dist.get_rank(), dist.get_world_size()
+    place = (*_process_groups(timeout), dist.get_rank(), dist.get_world_size())
     collectives: Collectives
     if backend == "gloo":
         collectives = PairwiseCollectives(*place, message_delay_s=_delay_s())
@@ -73,6 +73,8 @@ def _process_groups(timeout: timedelta | None) -> list[Any]:
     dist.all_gather_object(can_reuse, default_group is dist.group.WORLD)
     if not all(can_reuse):
         groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+        if dist.get_backend() != "gloo":
+            groups.append(dist.new_group(timeout=timeout, backend="gloo"))
         reusable_groups.clear()
         reusable_groups[timeout] = dist.group.WORLD, groups
     return groups
@@ -86,7 +88,7 @@ def forget_process_groups() -> None:
     """
     reusable_groups.clear()
     for one in alive:
-        one.reduce_group = one.gather_group = None
+        one.reduce_group = one.gather_group = one.object_group = None
 
 
 def end_process_groups() -> None:

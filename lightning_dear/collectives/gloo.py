@@ -35,7 +35,7 @@ class PairwiseCollectives(GroupCollectives):
 
     Args:
         reduce_group: Process group of the reduce-scatters.
-        gather_group: Process group of the all-gathers.
+        gather_group: Process group of the all-gathers, and of objects.
         rank: This rank in both groups.
         world_size: Number of ranks in both.
         message_delay_s: Seconds by which every message comes late, for measurements: see
@@ -53,15 +53,10 @@ class PairwiseCollectives(GroupCollectives):
         *,
         message_delay_s: float = 0.0,
     ) -> None:
-        super().__init__(reduce_group, gather_group, rank, world_size)
+        # Objects: all else in the gather group is matched by tags.
+        super().__init__(reduce_group, gather_group, gather_group, rank, world_size)
         self._late = DelayedSends(message_delay_s) if message_delay_s else None
         self._expected: dict[tuple[str, int], tuple[int, list[Any]]] = {}
-
-    @property
-    @override
-    def _object_group(self) -> Any:
-        # All else in this group is matched by tags.
-        return self.gather_group
 
     def _peers(self) -> list[int]:
         return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]

@@ -1,4 +1,4 @@
-"""What gloo's and NCCL's collectives have in common: two process groups of our own."""
+"""What gloo's and NCCL's collectives have in common: process groups of our own."""
 
 from __future__ import annotations
 
@@ -21,11 +21,23 @@ reusable_groups: dict[timedelta | None, tuple[Any, list[Any]]] = {}
 
 
 class GroupCollectives(Collectives):
-    """Rank, size, ledger and the blocking object exchange, shared by both backends."""
+    """Rank, size, ledger and the blocking object exchange, shared by both backends.
 
-    def __init__(self, reduce_group: Any, gather_group: Any, rank: int, world_size: int) -> None:
+    Args:
+        reduce_group: Process group of the reduce-scatters.
+        gather_group: Process group of the all-gathers.
+        object_group: Process group of `all_gather_object`, on gloo. Nothing else in it may be
+            matched by its order: a rank that broke off its backward has launched less than others.
+        rank: This rank in all groups.
+        world_size: Number of ranks in all.
+    """
+
+    def __init__(
+        self, reduce_group: Any, gather_group: Any, object_group: Any, rank: int, world_size: int
+    ) -> None:
         self.reduce_group = reduce_group
         self.gather_group = gather_group
+        self.object_group = object_group
         self.rank = rank
         self.world_size = world_size
         self.ledger = WireLedger()
@@ -38,17 +50,8 @@ class GroupCollectives(Collectives):
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._object_group)
+        dist.all_gather_object(values, value, group=self.object_group)
         return values
-
-    @property
-    def _object_group(self) -> Any:
-        """Where `all_gather_object` meets only others of its kind, or what all ranks launch alike.
-
-        Backends match collectives by their order, and a rank that broke off its backward has
-        launched fewer all-reduces than others.
-        """
-        return self.reduce_group
 
     @override
     def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:

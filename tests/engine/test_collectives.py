@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.factory import forget_process_groups, new_collectives
+from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.work import shard_of, sum_in_source_order
 from tests.distributed.harness import distributed
 
@@ -99,6 +102,34 @@ def test_our_traffic_leaves_the_default_group_free() -> None:
     else:
         dist.barrier()
         collectives.launch_all_gather(buffer, 0).wait()
+
+
+@distributed(world_sizes=(2,))
+def test_beside_groups_of_another_backend_objects_have_one_of_gloos() -> None:
+    with (
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as made,
+    ):
+        collectives = new_collectives(torch.device("cpu"))
+        again = new_collectives(torch.device("cpu"))
+    assert isinstance(collectives, NativeCollectives)
+    assert isinstance(again, NativeCollectives)
+    # The two of the default group's backend, and made once for both.
+    assert [call.kwargs.get("backend") for call in made.call_args_list] == [None, None, "gloo"]
+    groups = collectives.reduce_group, collectives.gather_group, collectives.object_group
+    assert len(set(groups)) == 3
+    assert groups == (again.reduce_group, again.gather_group, again.object_group)
+    buffer = torch.ones(2)
+    if dist.get_rank() == 0:
+        # What the other rank, which was interrupted, has not launched.
+        work = collectives.launch_all_reduce(buffer, 0)
+    assert collectives.all_gather_object(dist.get_rank()) == [0, 1]
+    if dist.get_rank() == 1:
+        work = collectives.launch_all_reduce(buffer, 0)
+    work.wait()
+    assert buffer.tolist() == [2.0, 2.0]
+    forget_process_groups()
+    assert collectives.object_group is None
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.sampled_from(DTYPES))

@@ -118,7 +118,7 @@ def test_options_that_mean_nothing_are_refused(options: Any, message: str) -> No
 
 def test_a_depth_is_refused_where_the_device_orders_gathers() -> None:
     with pytest.raises(ValueError, match="works with gloo only"):
-        ExchangeOptions(depth=1).check(NativeCollectives(None, None, 0, 1), 1)
+        ExchangeOptions(depth=1).check(NativeCollectives(None, None, None, 0, 1), 1)
 
 
 def test_all_reduces_of_two_optimizers_are_refused() -> None:

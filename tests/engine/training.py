@@ -49,7 +49,7 @@ def new_pipeline(
 
 def new_native(device: torch.device) -> NativeCollectives:
     """What is used on NCCL, over gloo's groups. To be patched in for `new_collectives`."""
-    groups = [dist.new_group() for _ in range(2)]
+    groups = [dist.new_group() for _ in range(3)]
     return NativeCollectives(*groups, dist.get_rank(), dist.get_world_size())
 
 

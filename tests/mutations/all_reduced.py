@@ -83,9 +83,19 @@ ALL_REDUCED = [
     Mutation(
         "objects exchanged apart from all-reduces",
         "collectives/gloo.py",
-        "        # All else in this group is matched by tags.\n        return self.gather_group\n",
-        "        return self.reduce_group\n",
+        "(reduce_group, gather_group, gather_group, rank",
+        "(reduce_group, gather_group, reduce_group, rank",
         (f"{LIFE}::test_state_is_saved_after_a_backward_that_ranks_broke_off_at_different_layers",),
+    ),
+    Mutation(
+        "a group of gloo's for objects beside NCCL's",
+        "collectives/factory.py",
+        'dist.new_group(timeout=timeout, backend="gloo")',
+        "groups[0]",
+        (
+            "tests/engine/test_collectives.py"
+            "::test_beside_groups_of_another_backend_objects_have_one_of_gloos",
+        ),
     ),
     Mutation(
         "all-reduced buckets that wait for no gather before them",
