@@ -105,8 +105,8 @@ CHECKPOINTS = "checkpoint/storage.py"
 # Figures that may only fall, until each is at its goal.
 MAX_LOOSE_MODULES = 9
 MAX_FILE_LINES = 500
-FILES_ABOVE: dict[str, int] = {}  # Named ones, up to 700.
-MAX_SMALL_FILES_OF_ONE_IMPORTER = 12  # 0
+FILES_ABOVE = {"strategy/dear.py": 700}  # At most three, none above 700.
+MAX_SMALL_FILES_OF_ONE_IMPORTER = 6  # 0
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -23,7 +23,7 @@ class _Handling:
     def __init__(self) -> None:
         self.told: list[BaseException] = []
 
-    def _on_failure(self, exception: BaseException) -> None:
+    def report_failure(self, exception: BaseException) -> None:
         self.told.append(exception)
 
 
@@ -43,7 +43,7 @@ def test_an_error_is_reported_and_only_a_consequence_waits(
     strategy: Any = _Handling()
     begin_s = time.monotonic()
     with pytest.raises(type(error)):
-        _reporting(strategy, fail, error, also=1)
+        _reporting(strategy.report_failure, fail, error, also=1)
     assert strategy.told == [error]
     assert (time.monotonic() - begin_s >= WAIT_S) == waits
 

@@ -1,19 +1,26 @@
-"""`DearStrategy`: Lightning's lifecycle around the pipeline, nothing else."""
+"""`DearStrategy`: Lightning's lifecycle around the pipeline, from top to bottom.
+
+The engine does the work (`engine/pipeline.py`); here is when Lightning asks for which part of it.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from inspect import signature
+from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, device
@@ -22,20 +29,29 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule, schedule_of
+from lightning_dear.callbacks.fusion_tuner import FusionTuner
+from lightning_dear.callbacks.guards import CompletionGuard, GradientGuard, gradient_readers
+from lightning_dear.checkpoint.folder import is_folder, load, remove, save
+from lightning_dear.checkpoint.format import KEY, check, forget_masters, stamp
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
+from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
-from lightning_dear.planning import FusionPlanner, resolve_fusion
+from lightning_dear.planning import (
+    BucketPlan,
+    FusionPlanner,
+    SearchingPlanner,
+    resolve_fusion,
+    save_plan,
+)
 from lightning_dear.registration import START_METHODS
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO
-from lightning_dear.strategy.checkpoints import CheckpointAccess
-from lightning_dear.strategy.failures.handling import FailureHandling
-from lightning_dear.strategy.gradient_access import GradientAccess
+from lightning_dear.strategy.failures.board import FailureBoard
+from lightning_dear.strategy.failures.signals import answer_sigterm, ask_sigterm_again
+from lightning_dear.strategy.failures.watch import FailureWatch
 from lightning_dear.strategy.launchers import configure_launcher
 from lightning_dear.strategy.module_states import check_module_states
-from lightning_dear.strategy.own_callbacks import OwnCallbacks
-from lightning_dear.strategy.pipeline_access import PipelineAccess
 from lightning_dear.strategy.precision import connect_precision, disconnect_precision, unwrapped
 from lightning_dear.strategy.refusals import (
     check_optimizers,
@@ -43,15 +59,23 @@ from lightning_dear.strategy.refusals import (
     check_planner,
     check_precision,
     say_what_is_gathered,
+    warn_about_readers,
     warn_of_lag,
+    why_not_early,
 )
-from lightning_dear.strategy.sigterm import answer_sigterm, ask_sigterm_again
+from lightning_dear.telemetry.statistics import StepStatistics
+from lightning_dear.telemetry.timeline import Timeline
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
 
+_NO_TIMEOUT = timedelta(minutes=30)
+"""torch's own, which `timeout=None` stands for."""
 
-class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAccess, OwnCallbacks):
+log = logging.getLogger(__name__)
+
+
+class DearStrategy(DDPStrategy):
     """Data parallel training whose communication overlaps backward *and* the next forward.
 
     Gradients are reduce-scattered during backward, the optimizer steps this rank's 1/world_size of
@@ -128,6 +152,10 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         **ddp_options: Any,
     ) -> None:
         check_options(ddp_options, signature(DearStrategy).parameters)
+        # Of the present run; before the first one, of a run without other ranks.
+        self._failures = FailureWatch(FailureBoard(), timeout or _NO_TIMEOUT)
+        self._is_sync_blocked = self._is_last_backward = False
+        self._last_of: list[Optimizer] | None = None
         codec = resolve_compressor(compressor)
         self._gather = gather
         self._schedule = schedule_of(codec, compression_schedule)
@@ -155,7 +183,7 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
             start_method=start_method,
         )
 
-    # --- Lightning's lifecycle ----------------------------------------------------------------
+    # --- before training ------------------------------------------------------------------------
 
     @override
     def _configure_launcher(self) -> None:
@@ -166,7 +194,11 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
 
     @override
     def setup_environment(self) -> None:
+        """As ever; then all ranks begin a new board of failures. Collective, blocks."""
         super().setup_environment()
+        self._failures.close()
+        board = FailureBoard(self.broadcast(uuid4().hex), self.global_rank, self.world_size)
+        self._failures = FailureWatch(board, self._timeout or _NO_TIMEOUT)
         module = self.lightning_module
         if module is not None and module._trainer is not None:
             # Before checkpoints are loaded: one may bring the plan that was found.
@@ -216,6 +248,45 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
             answer_sigterm(trainer, self._pipeline.collectives.signal)
         self._insert_guards(trainer)
 
+    def _append_callbacks(self, trainer: pl.Trainer) -> None:
+        """Those that work between two steps; once for a trainer."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        is_searching = isinstance(self._fusion, SearchingPlanner)
+        if is_searching and not any(isinstance(one, FusionTuner) for one in callbacks):
+            assert isinstance(self._fusion, SearchingPlanner)
+            callbacks.append(FusionTuner(self._fusion, lambda: self._pipeline))
+        if self._schedule is not None:
+            self._schedule.connect(lambda: self._pipeline)
+            if self._schedule not in callbacks:
+                callbacks.append(self._schedule)
+
+    def _insert_guards(self, trainer: pl.Trainer) -> None:
+        """Those in front of all others, for as long as there is a pipeline."""
+        assert self.lightning_module is not None
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        guards = (CompletionGuard, GradientGuard)
+        callbacks[:] = [one for one in callbacks if not isinstance(one, guards)]
+        readers = gradient_readers((*callbacks, self.lightning_module))
+        assert self._pipeline is not None
+        self._pipeline.refuse_early(why_not_early(trainer, self.optimizers, readers))
+        uses_buckets = self._options.uses_buckets(self._pipeline.collectives)
+        if readers and self._gradients_in_hooks and uses_buckets:
+            warn_about_readers(readers)
+            callbacks.insert(0, GradientGuard(readers, self._expose_gradients))
+        callbacks.insert(0, CompletionGuard(self.complete_parameters, self.report_failure))
+
+    def _expose_gradients(self, optimizer: Optimizer | None) -> None:
+        assert self._pipeline is not None
+        if optimizer is not None:
+            self._pipeline.of(unwrapped(optimizer)).expose_gradients()
+        elif not self._is_sync_blocked:
+            for part in self._pipeline.parts:
+                part.expose_gradients()
+
+    # --- a step ---------------------------------------------------------------------------------
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self._pipeline is None:
@@ -248,8 +319,6 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         with self._pipeline.stepping_early():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    _is_sync_blocked = False
-
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -264,6 +333,8 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self.complete_parameters("validation_step")
         return super().validation_step(*args, **kwargs)
+
+    # --- checkpoints: ordinary files, or folders with `save_distributed_checkpoint` --------------
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -288,10 +359,126 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
         return self._pipeline.of(optimizer).optimizer_state_dict()
 
     @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Writes `checkpoint`, with the format number. All ranks call; blocks.
+
+        Raises:
+            TypeError: If `storage_options` are given for a folder, which has none.
+        """
+        stamp(checkpoint)
+        if not self._saves_folders:
+            self._remove_folder(filepath)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                "save_distributed_checkpoint=True writes through the file system and knows no"
+                " storage_options; leave out one of them."
+            )
+        # Names may hold a time of day, which ranks read at different moments.
+        save(self.broadcast(filepath), checkpoint)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The ordinary checkpoint, from a file or a folder. Every rank reads it in whole.
+
+        Raises:
+            ValueError: If it is damaged or of an unknown format.
+        """
+        if is_folder(checkpoint_path):
+            # Lightning 2.5 does not pass it.
+            weights_only = kwargs.get("weights_only", *args[:1])
+            return load(checkpoint_path, weights_only=weights_only)
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        check(checkpoint)
+        if KEY not in checkpoint:
+            forget_masters(checkpoint)
+        return checkpoint
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes a file or a folder; rank 0 does."""
+        if not self._remove_folder(filepath):
+            super().remove_checkpoint(filepath)
+
+    def _remove_folder(self, path: str | Path) -> bool:
+        was_folder = is_folder(path)
+        if was_folder and self.is_global_zero:
+            remove(path)
+        return was_folder
+
+    def _check_checkpoint_io(self) -> None:
+        """Refuses a plug-in that folders would go past.
+
+        Raises:
+            ValueError: If there is one.
+        """
+        if self._saves_folders and not isinstance(self.checkpoint_io, TorchCheckpointIO):
+            raise ValueError(
+                "save_distributed_checkpoint=True writes folders itself and would not use"
+                f" {type(self.checkpoint_io).__name__}; leave out one of them."
+            )
+
+    # --- failures and the end -------------------------------------------------------------------
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
+        """Reports the failure, if no callback has done so before; waits for nothing."""
+        self.report_failure(exception)
         if self._pipeline is not None:
             self._pipeline.abandon()
+
+    def report_failure(self, exception: BaseException) -> None:
+        """Reports `exception` to the other ranks, or says whose it was. Blocks a few seconds.
+
+        Acts once a run. To be called before any other callback sees the exception:
+        `CompletionGuard`, which stands first, does so.
+        """
+        self._failures.handle(exception)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """As ever; but after a failure it does not wait for ranks that never come."""
+        board = self._failures.board
+        if not board.has_failed:
+            super().barrier(name)
+            return
+        try:
+            board.agree(f"meet at {name or 'a barrier'}")
+        except RuntimeError as error:
+            log.warning("Not all ranks are there after the failure. %s", error)
+
+    def _agree_after_failure(self, name: str) -> None:
+        """Before a collective that may follow a failure: raises unless all ranks take part.
+
+        Args:
+            name: What the ranks want to do; stands in the error message after "Cannot".
+
+        Raises:
+            RuntimeError: Naming the ranks that came within `EXCEPTION_GRACE_S`.
+        """
+        board = self._failures.board
+        if board.has_failed:
+            step = 0 if self.lightning_module is None else self.lightning_module.global_step
+            board.agree(name, f"step {step}")
+
+    @contextmanager
+    def _explaining(self) -> Generator[None, None, None]:
+        """After a failure, says of an error within that it keeps a checkpoint from being saved."""
+        try:
+            yield
+        except RuntimeError as error:
+            board = self._failures.board
+            if not board.has_failed:
+                raise
+            raise RuntimeError(
+                f"The parameters of the last step did not all arrive ({error}), so that they cannot"
+                f" be saved. Resume from the last checkpoint. ({board.seen or 'See above.'})"
+            ) from error
 
     @override
     def teardown(self) -> None:
@@ -305,6 +492,7 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
                 self._schedule.connect(None)
             if self.lightning_module is not None and self.lightning_module._trainer is not None:
                 ask_sigterm_again(self.lightning_module.trainer)
+            self._failures.close()
             super().teardown()
 
     @override
@@ -328,6 +516,126 @@ class DearStrategy(FailureHandling, PipelineAccess, GradientAccess, CheckpointAc
                 override=True,
                 start_method=start_method,
             )
+
+    # --- for users: parameters, the plan, what a step cost ----------------------------------------
+
+    def complete_parameters(self, reason: str = "read") -> None:
+        """Blocks until all parameters have the values of the last step; local and idempotent.
+
+        Only needed before reading parameters through references that were taken before, such as a
+        list kept since construction; reads through modules wait by themselves.
+        """
+        if self._pipeline is not None:
+            self._pipeline.complete_parameters(reason)
+
+    def sync_replicas(self) -> None:
+        """Gives all ranks the parameters that their owners step. All ranks call; blocks.
+
+        Where a compressor encodes differences of parameters, these are a little behind; elsewhere
+        nothing changes. What was written to weights since the last step counts. Between an
+        optimizer step and the next forward.
+
+        Raises:
+            RuntimeError: See `SavedState.prepare_state`.
+        """
+        for part in () if self._pipeline is None else self._pipeline.parts:
+            part.sync_replicas()
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The first optimizer's buckets; None before its first step of a fit."""
+        return None if self._pipeline is None else self._pipeline.parts[0].plan
+
+    def save_plan(self, path: str | Path) -> None:
+        """Writes the first optimizer's plan to a JSON file, for `planning.FixedPlan(path)`.
+
+        All ranks have the same plan; call on one of each host, as every caller writes the file.
+
+        Raises:
+            RuntimeError: If there is no plan yet.
+        """
+        if self._pipeline is None or self._pipeline.parts[0].plan is None:
+            raise RuntimeError("There is a plan from the first step of a fit on.")
+        save_plan(path, self._pipeline.parts[0].plan, self._pipeline.parts[0].tensors)
+
+    def encoding_figures(self) -> dict[str, Tensor | float]:
+        """What the compressor saves and leaves over, for the first optimizer; empty without one.
+
+        See `OptimizerPipeline.encoding_figures`.
+        """
+        return {} if self._pipeline is None else self._pipeline.parts[0].encoding_figures()
+
+    @property
+    def statistics(self) -> StepStatistics | None:
+        """What the last optimizer step cost; None outside a fit."""
+        return None if self._pipeline is None else self._pipeline.statistics
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where spans are recorded at present. Assign a `Timeline` to record, None to stop."""
+        return None if self._pipeline is None else self._pipeline.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        if self._pipeline is None:
+            raise RuntimeError("A timeline can be recorded only during fit.")
+        self._pipeline.timeline = timeline
+
+    # --- for users: each rank has its shard of the mean gradient ----------------------------------
+
+    def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
+        """Norm of the mean gradient as it came, from the shards of all ranks.
+
+        For `on_before_optimizer_step`, or in manual optimisation before `step()`. All ranks call;
+        blocks until the gradients are reduced.
+
+        Args:
+            optimizer: Of which parameters; not needed where there is one.
+            norm_type: p of the p-norm; `inf` for the largest absolute value.
+        """
+        return self._part(optimizer).grad_norm(norm_type)
+
+    @contextmanager
+    def whole_gradients(self, optimizer: Optimizer | None = None) -> Generator[None, None, None]:
+        """Lets `.grad` hold the mean gradient in the `with` block; what is done to it counts.
+
+        For code between backward and step that reads or changes gradients itself, in manual
+        optimisation too. Costs one all-gather. All ranks call; blocks.
+
+        Args:
+            optimizer: Of which parameters; not needed where there is one.
+        """
+        part = self._part(optimizer)
+        part.expose_gradients()
+        yield
+        part.reduce()
+
+    @contextmanager
+    def last_backward(self, *optimizers: Optimizer) -> Generator[None, None, None]:
+        """Manual optimisation: the backward run within is the last one before `step()`.
+
+        Its gradients are sent while it runs. Unmarked, they are sent at `step()`, since any number
+        of backwards may come before it.
+
+        Args:
+            *optimizers: Those that are to step; none: all.
+        """
+        before = self._is_last_backward, self._last_of
+        self._is_last_backward = True
+        self._last_of = [unwrapped(one) for one in optimizers] or None
+        try:
+            yield
+        finally:
+            self._is_last_backward, self._last_of = before
+
+    def _part(self, optimizer: Optimizer | None) -> OptimizerPipeline:
+        if self._pipeline is None:
+            raise RuntimeError("There are gradients only during fit.")
+        if optimizer is not None:
+            return self._pipeline.of(unwrapped(optimizer))
+        if len(self._pipeline.parts) > 1:
+            raise ValueError("There are several optimizers; say of which one.")
+        return self._pipeline.parts[0]
 
 
 __all__ = ["DearStrategy"]

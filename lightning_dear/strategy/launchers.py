@@ -32,8 +32,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
 from lightning_dear.strategy.failures.board import REPORT_WAIT_S, is_consequence
-from lightning_dear.strategy.failures.handling import FailureHandling
-from lightning_dear.strategy.failures.interrupts import call_if_unheard
+from lightning_dear.strategy.failures.signals import call_if_unheard
 from lightning_dear.strategy.failures.watch import dump_stacks, first_failure
 
 log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ def configure_launcher(strategy: Strategy) -> None:
     """Make ``strategy`` start its child ranks through a launcher of this package.
 
     Replaces the strategy's launcher in place: one that starts a script by :class:`JobLauncher`, one
-    that spawns or forks by :class:`ReportingLauncher`, if the strategy has a failure board. A
+    that spawns or forks by :class:`ReportingLauncher`, if the strategy has `report_failure`. A
     strategy without either (one device, processes started by torchrun or SLURM) keeps what it has.
     With one script in all there is nothing to start, and the strategy is left without a launcher.
 
@@ -80,7 +79,7 @@ def configure_launcher(strategy: Strategy) -> None:
         strategy: A strategy that already knows its devices: one a Trainer was built with.
     """
     launcher = strategy._launcher
-    if isinstance(launcher, _MultiProcessingLauncher) and isinstance(strategy, FailureHandling):
+    if isinstance(launcher, _MultiProcessingLauncher) and hasattr(strategy, "report_failure"):
         strategy._launcher = ReportingLauncher(launcher._strategy, launcher._start_method)
     if not isinstance(launcher, _SubprocessScriptLauncher) or isinstance(launcher, JobLauncher):
         return
@@ -335,18 +334,22 @@ class ReportingLauncher(_MultiProcessingLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `function` on all ranks; returns rank 0's result. Blocks until all have ended."""
-        strategy = self._strategy
-        assert isinstance(strategy, FailureHandling)
-        return super().launch(partial(_reporting, strategy, function), *args, **kwargs)
+        strategy: Any = self._strategy
+        return super().launch(
+            partial(_reporting, strategy.report_failure, function), *args, **kwargs
+        )
 
 
 def _reporting(
-    strategy: FailureHandling, function: Callable[..., Any], *args: Any, **kwargs: Any
+    report: Callable[[BaseException], None],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     try:
         return function(*args, **kwargs)
     except BaseException as exception:
-        strategy._on_failure(exception)
+        report(exception)
         if is_consequence(exception):
             # torch shows the user the error of the rank that ends first, and ends the others.
             time.sleep(REPORT_WAIT_S)

@@ -1,4 +1,10 @@
-"""Ctrl-C and SIGTERM while the main thread is blocked where Python cannot interrupt it."""
+"""Ctrl-C and SIGTERM: heard where Python cannot interrupt the main thread, and asked for freely.
+
+From version 2.6 on Lightning broadcasts before every batch whether rank 0 was told to end, on the
+default group, and all ranks wait for it. When a batch starts, the link is full of all-gathers, and
+the answer queues behind them: the overlap with forward would be lost. So the answer travels with
+the flags of the reduce-scatters instead (`Signal`), and is known when the batch starts.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from lightning_dear.collectives.work import Signal
 
 _DONE = b"\0"
 
@@ -57,3 +66,31 @@ def call_if_unheard(
         signal.set_wakeup_fd(-1)
         heard.set()
         os.close(write_end)
+
+
+_QUESTION = "_broadcast_sigterm_tensor"
+
+
+def answer_sigterm(trainer: Any, signal: Signal) -> None:
+    """Lets the trainer's loop take the answer from `signal`; it asks itself where there is none.
+
+    Undone by `ask_sigterm_again`. Does nothing where this Lightning does not ask.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    ask = getattr(loop, _QUESTION, None)
+    if ask is None:
+        return
+    signal.ask = lambda: bool(getattr(trainer, "received_sigterm", False))
+
+    def answer() -> None:
+        heard, signal.heard = signal.heard, None
+        # All ranks have heard the same; if there was a signal, Lightning does what it does then.
+        if heard is not False:
+            ask()
+
+    setattr(loop, _QUESTION, answer)
+
+
+def ask_sigterm_again(trainer: Any) -> None:
+    """Undoes `answer_sigterm`."""
+    trainer.fit_loop.epoch_loop.__dict__.pop(_QUESTION, None)
