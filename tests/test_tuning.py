@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,10 +101,10 @@ class _Part:
     parameters: Sequence[torch.Tensor] = (torch.zeros(1),)
     used: list[BucketPlan] = field(default_factory=list)
     uses_configured_codec: bool = True
-    find_plan: Any = None
+    plans: Any = field(default_factory=lambda: SimpleNamespace(find_plan=None))
 
     def record(self, tensors: Sequence[Any], start: BucketPlan) -> None:
-        self.tensors, self.plan = tensors, self.find_plan(tensors) or start
+        self.tensors, self.plan = tensors, self.plans.find_plan(tensors) or start
 
     def replan(self, plan: BucketPlan) -> None:
         assert self.plan is not None

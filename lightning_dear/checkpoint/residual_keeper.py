@@ -97,7 +97,7 @@ class ResidualKeeper:
     def release(self) -> None:
         """Takes over what the buckets have; their plan ends. Collective, blocks."""
         if self._coded:
-            self._held = self._taken()
+            self._held = self.taken()
         self._coded = self._parameters = ()
 
     def detach(self) -> None:
@@ -124,14 +124,14 @@ class ResidualKeeper:
                 stacklevel=2,
             )
 
-    def _taken(self) -> Residuals:
+    def taken(self) -> Residuals:
         """Of all parameters, in buckets and not. Collective, blocks."""
         own = residuals.take_out(self._coded, self._parameters, self._collectives)
         return own if self._held is None else own.joined(self._held)
 
     def add_to(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """`state_dict` with all ranks' residuals, if there are any. Collective, blocks."""
-        held = self._taken() if self._coded else self._held
+        held = self.taken() if self._coded else self._held
         if held is None:
             return state_dict
         numbers = self._numbers()

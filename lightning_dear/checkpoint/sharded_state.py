@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_dear.checkpoint.whole_state import PerElement, Scalar, describe, pack
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.optimizers.sharded import ShardedOptimizer
+from lightning_dear.optimizers.sharded import OptimizerShards
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ShardedState(dict[str, Any]):
 
 @torch.no_grad()
 def sharded_state(
-    sharded: ShardedOptimizer, parameters: Sequence[Parameter], collectives: Collectives
+    sharded: OptimizerShards, parameters: Sequence[Parameter], collectives: Collectives
 ) -> ShardedState:
     """The optimizer's state as it lies. Collective, blocks; moves descriptions, no state.
 

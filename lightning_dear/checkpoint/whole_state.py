@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_dear.bucket import Piece
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
-from lightning_dear.optimizers.sharded import ShardedOptimizer
+from lightning_dear.optimizers.sharded import OptimizerShards
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
 
 Described = dict[int, dict[str, Any]]
@@ -41,7 +41,7 @@ class Scalar:
 
 
 def consolidate(
-    sharded: ShardedOptimizer,
+    sharded: OptimizerShards,
     plan: BucketPlan,
     parameters: Sequence[Parameter],
     collectives: Collectives,
@@ -65,7 +65,7 @@ def pack(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def whole_state(
-    sharded: ShardedOptimizer,
+    sharded: OptimizerShards,
     plan: BucketPlan,
     parameters: Sequence[Parameter],
     collectives: Collectives,
@@ -106,7 +106,7 @@ def _undescribed(described: Any, parameter: Parameter, device: torch.device) -> 
     return described.on(device) if isinstance(described, Scalar) else described
 
 
-def describe(sharded: ShardedOptimizer, collectives: Collectives) -> Described:
+def describe(sharded: OptimizerShards, collectives: Collectives) -> Described:
     """What state there is, on whatever rank, without the sharded values. Collective, blocks."""
     own: Described = {}
     for piece in sharded.pieces:
@@ -132,7 +132,7 @@ def _cut_entries(spec: BucketSpec, described: Described) -> Iterator[tuple[str, 
 
 
 def _fill_shard(
-    sharded: ShardedOptimizer, number: int, spec: BucketSpec, key: str, dtype: torch.dtype
+    sharded: OptimizerShards, number: int, spec: BucketSpec, key: str, dtype: torch.dtype
 ) -> Tensor:
     """A buffer as long as the bucket whose own shard holds this rank's values of `key`."""
     buffer = torch.zeros(spec.padded_numel, dtype=dtype, device=sharded.device)

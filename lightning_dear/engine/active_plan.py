@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_dear.bucket import FlatBuffers, allocate
@@ -20,6 +21,7 @@ from lightning_dear.engine.reducer import GradientReducer
 from lightning_dear.engine.trained_parameters import TrainedParameters, tensor_specs
 from lightning_dear.exchange import DenseExchange, LossScale, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.exchange.tally import figures_of
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
 
@@ -58,6 +60,41 @@ class ActivePlan:
         for bucket in self.flat.buckets:
             if bucket.number not in but:
                 bucket.adopt_writes()
+
+    def encoding_figures(self, world_size: int) -> dict[str, Tensor | float]:
+        """What encoding saves and what it leaves over; empty without a codec.
+
+        Local; waits only for the device, where counts of `OkTopk` in mode "static" are read.
+
+        "compression_ratio": bytes of both halves without it, over those with it; of sparse
+        all-reduces, whose messages differ from step to step, what is usual (of `topkdsa` the most).
+        "residual_norm": 2-norm of what this rank has still to send; with feedback at a rate, its
+        residuals over the rate; of sparse all-reduces with what is on its way. "lag": 2-norm of how
+        far parameters are behind this rank's shards, over that of the shards; of buckets that have
+        arrived. Of sparse all-reduces also what `figures_of` says of their last step.
+        """
+        exchange = self.exchange
+        if not exchange.coded:
+            return {}
+        figures: dict[str, Tensor | float] = {"compression_ratio": exchange.compression_ratio}
+        norms = [norm for coded in exchange.coded for norm in coded.residual_norms]
+        if norms:
+            figures["residual_norm"] = torch.stack(norms).norm()
+        tallies = [one.tally for one in exchange.coded if one.tally and one.tally.num_wanted]
+        if tallies:
+            figures.update(figures_of(tallies, world_size))
+        arrived = [
+            bucket
+            for bucket in self.flat.buckets
+            if bucket.lags and not self.gatherer.is_pending(bucket.number)
+        ]
+        if arrived:
+            behind = [
+                torch.dist(bucket.shard.float(), bucket.replica.float()) for bucket in arrived
+            ]
+            whole = [torch.linalg.vector_norm(bucket.shard.float()) for bucket in arrived]
+            figures["lag"] = torch.stack(behind).norm() / torch.stack(whole).norm()
+        return figures
 
     def release(self) -> None:
         """Removes hooks and gates and gives every parameter storage of its own again."""

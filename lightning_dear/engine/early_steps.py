@@ -7,6 +7,8 @@ The new values become the parameters' only after the step, since backward still 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from lightning_dear.engine.active_plan import ActivePlan
@@ -22,11 +24,15 @@ class EarlySteps:
     Args:
         active: The plan at work.
         sharded: Steps the buckets.
+        adopt_state: Takes over state that was given since the last step.
     """
 
-    def __init__(self, active: ActivePlan, sharded: ShardedOptimizer) -> None:
+    def __init__(
+        self, active: ActivePlan, sharded: ShardedOptimizer, adopt_state: Callable[[], object]
+    ) -> None:
         self._active = active
         self._sharded = sharded
+        self._adopt_state = adopt_state
         self._todo = list(active.plan.early)
         self._may_step = not any(place.was_replaced() for place in active.flat.placements)
 
@@ -36,7 +42,7 @@ class EarlySteps:
         while self._may_step and self._todo and self._active.reducer.has_arrived(self._todo[0]):
             number = self._todo.pop(0)
             if not self._sharded.stepped_early:
-                self._sharded.adopt_state()
+                self._adopt_state()
             self._active.flat.buckets[number].adopt_writes()
             self._active.reducer.finish_bucket(number)
             self._sharded.step_early(number)

@@ -1,151 +1,112 @@
-"""What may be done to the mean gradient between the reduce-scatters and the step."""
+"""Norms and clipping of the mean gradient, of which each rank has its shard."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from lightning_dear.bucket import Piece
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.engine import gradients
-from lightning_dear.engine.active_plan import ActivePlan
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.sharded import ShardedOptimizer
+
+_NORM_TAG = 1 << 19
 
 
-class MeanGradients:
-    """Norms, clipping and loss scales, on this rank's shards; a part of `OptimizerPipeline`."""
+@torch.no_grad()
+def global_norm(
+    gradients: Sequence[Tensor], norm_type: float, collectives: Collectives, like: Tensor
+) -> Tensor:
+    """Norm of the whole gradient, from every rank's shard: one number from each. Collective.
 
-    optimizer: Optimizer
-    sharded: ShardedOptimizer
-    _collectives: Collectives
-    _options: ExchangeOptions
-    _active: ActivePlan | None
-    _is_exposed: bool
-    _is_reduced: bool
-    _was_changed: bool
+    Equal on all ranks by the bit, since every rank adds in rank order. Differs from
+    `torch.nn.utils.clip_grad_norm_`'s in the order of the summation alone.
 
-    def reduce(self) -> None:
-        """See `OptimizerPipeline`."""
-        raise NotImplementedError
+    Args:
+        gradients: This rank's pieces; of those that several ranks have, one rank gives each.
+        norm_type: p of the p-norm; `inf` for the largest absolute value.
+        collectives: Over the ranks that have the other pieces.
+        like: Has the dtype and device that the result shall have.
 
-    def _refuse_changes(self) -> None:
-        if self._active is not None and self._active.reducer.steps_early:
-            raise RuntimeError(
-                "Gradients cannot be changed after a backward that has used part of them for its"
-                " early gathers. Override on_before_optimizer_step or configure_gradient_clipping"
-                " to change them there, which turns early gathers off, or use fusion='threshold'."
-            )
+    Returns:
+        A scalar; 0 if there is no gradient anywhere.
+    """
+    parts = torch.zeros(collectives.world_size, dtype=torch.float64, device=like.device)
+    if gradients:
+        norms = _norms(gradients, norm_type)
+        own = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+        parts[collectives.rank] = own
+    collectives.launch_all_gather(parts, _NORM_TAG).wait()
+    total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
+    return total.to(like.dtype)
 
-    def _check_may_add_to_means(self) -> None:
-        if (codec := self._options.codec) is not None and self._options.encodes_once:
-            raise RuntimeError(
-                "Another backward would add to mean gradients that a hook was shown, that"
-                " whole_gradients() has shown or that were clipped, which"
-                f" compressor={codec.name!r} would encode once more. Run all backwards of a step"
-                " before that, or, if only hooks see them, pass"
-                " DearStrategy(gradients_in_hooks=False)."
-            )
 
-    def _conceal(self) -> None:
-        assert self._active is not None
-        self.sharded.set_gradients(self._active.reducer.conceal())
-        self._is_exposed, self._was_changed = False, True
+@torch.no_grad()
+def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scales the gradients in place as `torch.nn.utils.clip_grad_norm_` does, given their norm."""
+    if gradients:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(list(gradients), factor)
 
-    def expose_gradients(self) -> None:
-        """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
 
-        Costs an all-gather of the gradients. What is done to `.grad` counts: it is taken back
-        before the step.
-        """
-        if self._is_exposed and self._is_reduced:
-            return
-        self._refuse_changes()
-        self.reduce()
-        assert self._active is not None
-        self._active.reducer.expose()
-        self._is_exposed = True
+@torch.no_grad()
+def clip_to_value(gradients: Sequence[Tensor], clip_value: float) -> None:
+    """Clips every element in place to [-clip_value, clip_value]."""
+    if gradients:
+        torch._foreach_clamp_min_(list(gradients), -clip_value)
+        torch._foreach_clamp_max_(list(gradients), clip_value)
 
-    @contextmanager
-    def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
-        """Mean gradients of this rank's pieces; `.grad` is as exposed afterwards as before."""
-        if mutates:
-            self._refuse_changes()
-        was_exposed = self._is_exposed and self._is_reduced
-        self.reduce()
-        self._was_changed |= mutates
-        yield self.sharded.gradients
-        if was_exposed:
-            assert self._active is not None
-            # What each rank has of its own is elsewhere only where means are cut into shards.
-            is_lost = mutates or self._options.is_scattered
-            self._active.reducer.expose() if is_lost else self._active.reducer.show()
-            self._is_exposed = True
 
-    def _counted(self) -> list[Tensor]:
-        """Mean gradients whose norms this rank adds up; what all ranks have, one of them counts."""
-        num_ranks, rank = self._collectives.world_size, self._collectives.rank
-        return [
-            piece.parameter.grad
-            for piece in self.sharded.pieces
-            if piece.parameter.grad is not None
-            and (not piece.is_all_reduced or piece.tensor_index % num_ranks == rank)
-        ]
+@torch.no_grad()
+def any_not_finite(
+    gradients: Sequence[Tensor], collectives: Collectives, device: torch.device
+) -> Tensor:
+    """Whether a gradient on any rank is inf or NaN: a uint8 of one element. See `global_norm`."""
+    flag = torch.zeros(1, dtype=torch.uint8, device=device)
+    if gradients:
+        flag.copy_(~torch.isfinite(_norms(gradients, math.inf)).all())
+    collectives.launch_any(flag).wait()
+    return flag
 
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Norm of the mean gradient, as it came. All ranks call; blocks.
 
-        The next step uses it, or what is left of it if it is encoded to be gathered.
-        """
-        with self._on_shards(mutates=False):
-            return gradients.global_norm(self._counted(), norm_type, self._collectives, self._like)
+def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    norms = torch._foreach_norm(list(gradients), norm_type)
+    return torch.stack([norm.double() for norm in norms])
 
-    def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
-        self._warn_of_votes()
-        with self._on_shards(mutates=True) as own:
-            norm = gradients.global_norm(self._counted(), norm_type, self._collectives, self._like)
-            gradients.scale_to_norm(own, norm, max_norm)
-            return norm
 
-    def clip_by_value(self, clip_value: float) -> None:
-        """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
-        self._warn_of_votes()
-        with self._on_shards(mutates=True) as own:
-            gradients.clip_to_value(own, clip_value)
+def anyone(says: bool, collectives: Collectives) -> bool:
+    """Whether any rank says so. Collective; blocks the host."""
+    flag = torch.tensor([says], dtype=torch.uint8)
+    collectives.launch_any(flag).wait()
+    return bool(flag)
 
-    def _warn_of_votes(self) -> None:
-        codec = self._options.codec
-        if codec is None or codec.kind != "vote" or self._collectives.rank:
-            return
-        effect = (
-            "only the signs of their mean are sent back, so that this changes nothing"
-            if self._options.encodes("gather")
-            else "they are means of signs, of the same size whatever they were before: by norm this"
-            " only makes the learning rate smaller, by value it does nothing from 1 on"
-        )
-        warnings.warn(
-            f"Gradients are clipped, and with compressor={codec.name!r} {effect}. Leave it out.",
-            stacklevel=3,
-        )
 
-    def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
-        """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
-        with self._on_shards(mutates=True) as own:
-            like = self._like
-            overflow = gradients.any_not_finite(own, self._collectives, like.device)
-            # The scaler looks at gradients only, and at least at one: this one brings it the vote.
-            vote = torch.zeros(1, dtype=like.dtype, device=like.device)
-            vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
-            with self.sharded.on_shards(vote):
-                unscale(self.optimizer)
+def counted_once(pieces: Sequence[Piece], collectives: Collectives) -> list[Tensor]:
+    """Mean gradients whose norms this rank adds up; what all ranks have, one of them counts."""
+    num_ranks, rank = collectives.world_size, collectives.rank
+    return [
+        piece.parameter.grad
+        for piece in pieces
+        if piece.parameter.grad is not None
+        and (not piece.is_all_reduced or piece.tensor_index % num_ranks == rank)
+    ]
 
-    @property
-    def _like(self) -> Tensor:
-        assert self._active is not None
-        return self._active.flat.buckets[0].shard
+
+def warn_of_votes(options: ExchangeOptions, rank: int) -> None:
+    """Warns on rank 0, where clipping does nothing because gradients are signs."""
+    codec = options.codec
+    if codec is None or codec.kind != "vote" or rank:
+        return
+    effect = (
+        "only the signs of their mean are sent back, so that this changes nothing"
+        if options.encodes("gather")
+        else "they are means of signs, of the same size whatever they were before: by norm this"
+        " only makes the learning rate smaller, by value it does nothing from 1 on"
+    )
+    warnings.warn(
+        f"Gradients are clipped, and with compressor={codec.name!r} {effect}. Leave it out.",
+        stacklevel=4,
+    )

@@ -1,43 +1,100 @@
-"""One optimizer's part of the pipeline: its parameters' plan, and the way of their gradients."""
+"""One optimizer's step: where its gradients are, from the first backward to the next forward.
+
+`StepState` says where the step is. What happens moves it, and what has no row here raises:
+
+    state                          event                                        next
+    -----------------------------  -------------------------------------------  ------------------
+    any but ENDED                  backward(synchronize=True)                   SENDING
+    SENDING, REOPENED              backward(synchronize=False)                  as before
+    any other but ENDED            backward(synchronize=False)                  ACCUMULATING
+    EMPTY, STEPPED, ACCUMULATING   a gradient outside any backward              SENDING
+    REDUCED, CHANGED, EXPOSED      a gradient outside any backward              REOPENED
+    any but ENDED                  reduce (by step, norm, clip, unscale)        REDUCED
+    EXPOSED                        reduce, if no rank has a new gradient        CHANGED
+    REDUCED, CHANGED               clip, unscale                                CHANGED
+    REDUCED, CHANGED               expose                                       EXPOSED
+    REDUCED, CHANGED               step begins                                  STEPPING
+    STEPPING                       step ends                                    STEPPED
+    STEPPING                       step raises                                  as before the step
+    any but ENDED                  zero_grad                                    EMPTY
+    any                            detach                                       ENDED
+
+Gathering is no state of the step: it is each bucket's own, and overlaps the next forward.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from typing import Any
 
-from torch.nn import Module
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
+from lightning_dear.checkpoint.sharded_state import sharded_state
+from lightning_dear.checkpoint.whole_state import consolidate
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.engine import gradients
-from lightning_dear.engine.active_plan import ActivePlan, Recording, audit
+from lightning_dear.compression import Compressor
+from lightning_dear.engine import mean_gradients
+from lightning_dear.engine.active_plan import ActivePlan, audit
 from lightning_dear.engine.early_steps import EarlySteps
-from lightning_dear.engine.mean_gradients import MeanGradients
-from lightning_dear.engine.plan_lifecycle import PlanChanges
+from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.reducer import warn_of_leftovers
-from lightning_dear.engine.state_dicts import SavedState
 from lightning_dear.engine.step_times import TimesRecorder
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.masters import LeftWeights
+from lightning_dear.optimizers.elementwise import warn_of_zeros
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer
-from lightning_dear.planning import BucketPlan, FusionPlanner
+from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.times import ModelTimes
 from lightning_dear.telemetry.statistics import Instruments
 
 
-class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
+class StepState(Enum):
+    """Where one optimizer's step is; the table of what follows what heads this file.
+
+    Without buckets (world size 1, nothing to encode) a mean gradient is the user's own `.grad`, and
+    nobody tells of a new one: there REDUCED, CHANGED and EXPOSED are never entered.
+    """
+
+    EMPTY = "no gradient since the last zero_grad, or none at all"
+    STEPPED = "no gradient since the last step, and zero_grad was not called yet"
+    ACCUMULATING = "gradients add up in `.grad` or, of earlier rounds, in the shards"
+    SENDING = "buckets are on their way, other ranks may wait for ours"
+    REDUCED = "the shards hold the mean gradient, as it came"
+    CHANGED = "the shards hold the mean gradient, clipped or otherwise changed"
+    EXPOSED = "so does `.grad`, whole, and what is done to it counts"
+    REOPENED = "as one of the three before, and a gradient came outside any backward"
+    STEPPING = "the optimizer steps bucket by bucket; others' reads wait"
+    ENDED = "the training is over"
+
+
+_MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
+_ARE_ON_THEIR_WAY = (StepState.SENDING, StepState.REOPENED)
+
+
+class _Backward(Enum):
+    """What a gradient that arrives just now is part of."""
+
+    NONE = "no backward of ours"
+    LOCAL = "a backward after which more of the same step follow"
+    LAST = "a backward whose gradients are sent while it runs"
+
+
+class OptimizerPipeline:
     """Reduces, steps and gathers the parameters of one optimizer.
 
-    `Pipeline` calls it around forwards and backwards; `ShardedOptimizer` (as `StepListener`) when
-    the user calls the optimizer.
+    `Pipeline` calls it around forwards and backwards. The user's calls of the optimizer reach it by
+    the optimizer's own hooks.
 
     Args:
         module: Mutated from the first step on: parameters become views of flat buffers.
-        optimizer: Mutated: step hooks and `zero_grad`.
+        optimizer: Mutated: hooks, and `zero_grad`.
         number: Position among the pipeline's optimizers.
         collectives: What moves the bytes.
         fusion: Makes the plan from the recorded first step.
@@ -48,13 +105,14 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
 
     Attributes:
         optimizer: The user's.
-        plan: None until the first step has been recorded; stays readable after `detach`.
+        state: Where its step is.
+        plans: Its plan at work, and how it comes to another one.
+        stepper: The optimizer's state and pieces on this rank.
         times: Of the step that `measure_next_step` asked for, on this rank; None until its end.
         num_steps: Optimizer steps so far, without those that a GradScaler left out.
-        early_refusal: See `Pipeline`.
-        sharded: The optimizer's state and pieces on this rank.
         may_step_early: Whether backwards at present run inside `optimizer.step(closure)` and
             nothing but the step uses their gradients, so that buckets may be stepped in them.
+        launches_in_backward: Whether full buckets are sent then, rather than before the step.
     """
 
     def __init__(
@@ -70,130 +128,164 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
         options: ExchangeOptions,
     ) -> None:
         self.optimizer = optimizer
-        self.plan: BucketPlan | None = None
+        self.state = StepState.EMPTY
         self.times: ModelTimes | None = None
         self.num_steps = 0
-        self.early_refusal: str | None = None
-        self.sharded: ShardedOptimizer = (
-            ReplicatedOptimizer(optimizer, self, decouple=not options.all_reduces)
-            if options.is_of_gradients
-            else ShardedOptimizer(optimizer, self)
-        )
-        self._residuals = ResidualKeeper(optimizer, collectives)
-        self._left = LeftWeights(optimizer)
-        self._module, self._number = module, number
+        self.may_step_early = False
+        self.launches_in_backward = True
+        self._module = module
         self._collectives = collectives
-        self._fusion = fusion
         self._options = options
         self._uses_buckets = options.uses_buckets(collectives)
         self._instruments = instruments
         self._on_reduce = on_reduce
         self._on_step = on_step
-        self._active: ActivePlan | None = None
-        self._recording: Recording | None = None
+        self._backward = _Backward.NONE
         self._times_recorder: TimesRecorder | None = None
-        self.may_step_early = False
         self._early_steps: EarlySteps | None = None
-        self._synchronize = True
-        self._has_leftovers = False
-        # What has happened since the gradients were last reduced, dropped or stepped.
-        self._is_sending = self._has_new = self._is_reduced = False
-        self._is_exposed = self._was_changed = False
-        self._start_recording()
+        self._step_began: Any = None
+        self._hooks = self._hook_into(optimizer)
+        self.stepper: ShardedOptimizer | ReplicatedOptimizer = (
+            ReplicatedOptimizer(optimizer, decouple=not options.all_reduces)
+            if options.is_of_gradients
+            else ShardedOptimizer(optimizer)
+        )
+        self.plans = PlanLifecycle(
+            module,
+            self.stepper,
+            number,
+            collectives,
+            fusion,
+            options,
+            instruments,
+            self._on_gradient,
+            self._on_arrival,
+        )
+
+    def _hook_into(self, optimizer: Optimizer) -> list[Any]:
+        post_hook = optimizer.register_step_post_hook(self._on_inner_step)
+        # First, since other post-hooks expect the user's parameters in the groups.
+        post_hooks: Any = optimizer._optimizer_step_post_hooks
+        post_hooks.move_to_end(post_hook.id, last=False)
+        hooks = [optimizer.register_step_pre_hook(self._on_user_step), post_hook]
+        if self._options.is_of_gradients:
+            # State is read and replaced where it lives: what is pending would still change it.
+            hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))
+            hooks.append(optimizer.register_load_state_dict_pre_hook(self._complete_state))
+        self._zero_grad = optimizer.zero_grad
+        optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
+        return hooks
+
+    def _complete_state(self, *_: Any) -> None:
+        self.complete_parameters("optimizer state")
 
     # --- forward and backward -----------------------------------------------------------------
 
     def prepare_forward(self) -> None:
         """Takes parameters that are new in the optimizer into another plan. May block."""
         self._end_broken_step()
-        self._trained.restore_replaced()
-        if not self._trained.have_grown():
+        self.plans.trained.restore_replaced()
+        if not self.plans.trained.have_grown():
             return
-        if self._active is not None and self._is_sending:
+        active = self.plans.active
+        if active is not None and self.state in _ARE_ON_THEIR_WAY:
             # What other ranks wait for is sent first.
-            self._active.reducer.reduce()
+            active.reducer.reduce()
             raise RuntimeError(
                 "Parameters began to require gradients after a backward whose gradients no step"
                 " has used yet; let them do so between an optimizer step and the next forward."
             )
-        self._dissolve()
+        self.plans.dissolve()
 
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
         """Around a training forward: records or times it, or audits every read, or nothing."""
-        if self._times_recorder is not None and self._active is not None:
+        active = self.plans.active
+        if self._times_recorder is not None and active is not None:
             return self._times_recorder.forward()
         if self._uses_buckets:
-            if self._active is None:
-                return self._recorder.recording()
+            if active is None:
+                return self.plans.recorder.recording()
             if audits:
-                return audit(self._trained, self._active)
+                return audit(self.plans.trained, active)
         return nullcontext()
 
     def measure_next_step(self) -> None:
         """Lets `times` be measured anew: forward will wait for nothing. May block. Local."""
         self.times = None
-        if self._recording is None:
+        if self.plans.recording is None:
             return
         self._times_recorder = TimesRecorder(
-            self._module, self.parameters, self._recording.ungated, self._instruments.clock
+            self._module, self.parameters, self.plans.recording.ungated, self._instruments.clock
         )
         self.complete_parameters("measuring")
 
     def complete_entry(self, *, completes_all: bool) -> None:
         """Completes what is read outside any module; all, where no gate sees reads. May block."""
-        if self._active is not None and completes_all:
-            self._active.gatherer.complete(reason="compiled region")
-        elif self._active is not None:
-            self._active.gatherer.complete_entry()
+        active = self.plans.active
+        if active is not None and completes_all:
+            active.gatherer.complete(reason="compiled region")
+        elif active is not None:
+            active.gatherer.complete_entry()
 
     @contextmanager
     def backward(self, *, synchronize: bool) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
-        if self._is_exposed or self._was_changed:
+        if self.state in (StepState.CHANGED, StepState.EXPOSED):
             self._check_may_add_to_means()
-        before, self._synchronize = self._synchronize, synchronize
+        before, self._backward = self._backward, _Backward.LAST if synchronize else _Backward.LOCAL
         if synchronize:
             self._begin_sending()
-        self._is_reduced = self._is_exposed = False
-        if synchronize and self._active is not None:
-            self._active.reducer.expect()
-        recorder = self._times_recorder if synchronize else None
-        if synchronize and self.may_step_early and recorder is None:
-            self._early_steps = self._begin_early_steps()
+        elif self.state not in _ARE_ON_THEIR_WAY:
+            self._enter(StepState.ACCUMULATING)
+        active, recorder = self.plans.active, self._times_recorder if synchronize else None
+        if synchronize and active is not None:
+            active.reducer.expect()
+            if self.may_step_early and recorder is None and active.plan.early:
+                self._early_steps = self._begin_early_steps(active)
         try:
             with nullcontext() if recorder is None else recorder.backward():
                 yield
         finally:
-            self._synchronize, self._early_steps = before, None
-        if synchronize and self._active is None and self._uses_buckets:
+            self._backward, self._early_steps = before, None
+        if synchronize and self.plans.active is None and self._uses_buckets:
             # As from the next step on: what `.grad` holds would not be the mean.
             self.reduce()
 
+    def _begin_sending(self) -> None:
+        """Gradients are about to be sent; the learning rates are those of their step now."""
+        if self.plans.active is not None and self.state not in _ARE_ON_THEIR_WAY:
+            self.plans.follow_rates()
+        self._enter(StepState.SENDING)
+
     def _on_gradient(self, index: int) -> None:
-        self._has_new = True
-        if self._active is not None:
-            self._active.reducer.check_was_complete(index)
-        if not self._synchronize:
+        active = self.plans.active
+        if active is not None:
+            active.reducer.check_was_complete(index)
+        if self._backward is _Backward.LOCAL:
             return
-        self._begin_sending()
+        if self._backward is _Backward.NONE and self.state in _MEANS_ARE_THERE:
+            # Perhaps on this rank only: `reduce` asks the others.
+            self.plans.follow_rates()
+            self._enter(StepState.REOPENED)
+        elif self.state not in _ARE_ON_THEIR_WAY:
+            self._begin_sending()
         if self._times_recorder is not None:
             self._times_recorder.note_gradient(index)
-        if self._active is None:
-            self._recorder.note_gradient(index)
+        if active is None:
+            self.plans.recorder.note_gradient(index)
         else:
             with self._leaving_out_codecs():
-                self._active.reducer.on_gradient(index, launches=self.launches_in_backward)
+                active.reducer.on_gradient(index, launches=self.launches_in_backward)
         if self._early_steps is not None:
             self._early_steps.poll()
 
-    def _begin_early_steps(self) -> EarlySteps | None:
-        if self._active is None or not self._active.plan.early:
-            return None
-        self._active.reducer.steps_early = True
-        self._active.gatherer.expect(early=True)
-        return EarlySteps(self._active, self.sharded)
+    def _begin_early_steps(self, active: ActivePlan) -> EarlySteps:
+        assert isinstance(self.stepper, ShardedOptimizer)
+        active.reducer.steps_early = True
+        active.gatherer.expect(early=True)
+        return EarlySteps(active, self.stepper, self.plans.adopt_state)
 
-    # --- gradients between backward and step -----------------------------------------------------
+    # --- the mean gradient, between backward and step -------------------------------------------
 
     def reduce(self, *, votes: bool = False) -> None:
         """Blocks until this rank's shards hold the mean gradient. All ranks call; idempotent.
@@ -204,136 +296,401 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
             votes: Whether to ask all ranks, if gradients were reduced before, for new ones that
                 came outside `backward`, and perhaps on some ranks only.
         """
-        if self._is_reduced and not self._has_new_gradients(votes):
-            if self._is_exposed:
-                self._conceal()
+        self._check_is_on()
+        were_reduced = self.state in (*_MEANS_ARE_THERE, StepState.REOPENED)
+        if were_reduced and not self._has_new_gradients(votes):
+            if self.state is StepState.EXPOSED:
+                assert self.plans.active is not None
+                self.stepper.set_gradients(self.plans.active.reducer.conceal())
+                self._enter(StepState.CHANGED)
             return
-        if self._trained.have_grown():
+        if self.plans.trained.have_grown():
             raise RuntimeError(
                 "Parameters began to require gradients, or a parameter group was added, between a"
                 " forward and its optimizer step; do it before the forward."
             )
-        if self._has_leftovers and self._collectives.rank == 0:
-            warn_of_leftovers(self.optimizer)
         self.complete_parameters("step")
-        active = self._active or self._start()
-        self._residuals.follow_rates(self.complete_parameters)
-        self.sharded.set_gradients(active.reducer.reduce(self._on_reduce))
-        # Without buckets the shards' gradients are views of `.grad`, and nobody tells of new ones.
-        self._is_reduced = self._uses_buckets
-        self._is_sending = self._has_new = self._is_exposed = False
+        active = self.plans.active or self.plans.start()
+        self.plans.follow_rates()
+        self.stepper.set_gradients(active.reducer.reduce(self._on_reduce))
+        self._enter(StepState.REDUCED)
 
     def _has_new_gradients(self, votes: bool) -> bool:
+        has_new = self.state is StepState.REOPENED
         if votes and self._collectives.reads_flags_freely:
-            return gradients.anyone(self._has_new, self._collectives)
-        return self._has_new
+            return mean_gradients.anyone(has_new, self._collectives)
+        return has_new
 
-    # --- the step: see `StepListener` -------------------------------------------------------------
+    def _check_may_add_to_means(self) -> None:
+        if (codec := self._options.codec) is not None and self._options.encodes_once:
+            raise RuntimeError(
+                "Another backward would add to mean gradients that a hook was shown, that"
+                " whole_gradients() has shown or that were clipped, which"
+                f" compressor={codec.name!r} would encode once more. Run all backwards of a step"
+                " before that, or, if only hooks see them, pass"
+                " DearStrategy(gradients_in_hooks=False)."
+            )
+
+    def _refuse_changes(self) -> None:
+        if self.plans.active is not None and self.plans.active.reducer.steps_early:
+            raise RuntimeError(
+                "Gradients cannot be changed after a backward that has used part of them for its"
+                " early gathers. Override on_before_optimizer_step or configure_gradient_clipping"
+                " to change them there, which turns early gathers off, or use fusion='threshold'."
+            )
+
+    def expose_gradients(self) -> None:
+        """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
+
+        Costs an all-gather of the gradients. What is done to `.grad` counts: it is taken back
+        before the step.
+        """
+        if self.state is StepState.EXPOSED:
+            return
+        self._refuse_changes()
+        self.reduce()
+        assert self.plans.active is not None
+        self.plans.active.reducer.expose()
+        self._enter(StepState.EXPOSED)
+
+    @contextmanager
+    def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
+        """Mean gradients of this rank's pieces; `.grad` is as exposed afterwards as before."""
+        if mutates:
+            self._refuse_changes()
+        was_exposed = self.state is StepState.EXPOSED
+        self.reduce()
+        if mutates:
+            self._enter(StepState.CHANGED)
+        yield self.stepper.gradients
+        if was_exposed:
+            assert self.plans.active is not None
+            # What each rank has of its own is elsewhere only where means are cut into shards.
+            is_lost = mutates or self._options.is_scattered
+            reducer = self.plans.active.reducer
+            reducer.expose() if is_lost else reducer.show()
+            self._enter(StepState.EXPOSED)
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Norm of the mean gradient, as it came. All ranks call; blocks.
+
+        The next step uses it, or what is left of it if it is encoded to be gathered.
+        """
+        with self._on_shards(mutates=False):
+            return self._global_norm(norm_type)
+
+    def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
+        mean_gradients.warn_of_votes(self._options, self._collectives.rank)
+        with self._on_shards(mutates=True) as means:
+            norm = self._global_norm(norm_type)
+            mean_gradients.scale_to_norm(means, norm, max_norm)
+            return norm
+
+    def clip_by_value(self, clip_value: float) -> None:
+        """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
+        mean_gradients.warn_of_votes(self._options, self._collectives.rank)
+        with self._on_shards(mutates=True) as means:
+            mean_gradients.clip_to_value(means, clip_value)
+
+    def _global_norm(self, norm_type: float) -> Tensor:
+        counted = mean_gradients.counted_once(self.stepper.pieces, self._collectives)
+        return mean_gradients.global_norm(counted, norm_type, self._collectives, self._like)
+
+    def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
+        """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
+        with self._on_shards(mutates=True) as means:
+            like = self._like
+            overflow = mean_gradients.any_not_finite(means, self._collectives, like.device)
+            # The scaler looks at gradients only, and at least at one: this one brings it the vote.
+            vote = torch.zeros(1, dtype=like.dtype, device=like.device)
+            vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
+            with self.stepper.on_shards(vote):
+                unscale(self.optimizer)
+
+    @property
+    def _like(self) -> Tensor:
+        assert self.plans.active is not None
+        return self.plans.active.flat.buckets[0].shard
+
+    # --- the step -------------------------------------------------------------------------------
+
+    def _on_zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("set_to_none", args[0] if args else True):
+            warn_of_zeros(self.optimizer)
+        active = self.plans.active
+        # No other thread completes parameters meanwhile, which might use `.grad`.
+        with nullcontext() if active is None else active.gatherer.arriving:
+            self.drop_gradients()
+            self._zero_grad(*args, **kwargs)
 
     def drop_gradients(self) -> None:
-        """See `StepListener`. Other ranks drop theirs too, so what was begun is ended first."""
-        if self._active is not None:
-            if self._active.reducer.steps_early:
+        """What backward has produced since the last step is void. Blocks if it was being sent.
+
+        Other ranks drop theirs too, so what was begun is ended first.
+        """
+        self._check_is_on()
+        active = self.plans.active
+        if active is not None:
+            if active.reducer.steps_early:
                 raise RuntimeError(
                     "zero_grad() was called between the backward of a step and its end, when part"
                     " of the parameters had been updated. Call it before backward."
                 )
-            if self._is_sending:
+            if self.state in _ARE_ON_THEIR_WAY:
                 self.complete_parameters("zero_grad")
-                self._active.reducer.reduce()
-            self._active.reducer.drop()
-            self.sharded.clear_gradients()
-        self._recorder.gradients.clear()
-        self._has_leftovers = False
-        self._is_sending = self._has_new = self._is_reduced = False
-        self._is_exposed = self._was_changed = False
+                active.reducer.reduce()
+            active.reducer.drop()
+            self.stepper.clear_gradients()
+        self.plans.recorder.gradients.clear()
+        self._enter(StepState.EMPTY)
 
-    def before_step(self) -> None:
-        """See `StepListener`: the last reduce-scatters, and at the first step the plan."""
+    def _on_user_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Pre-hook of `step`: begins after the closure, whether or not there is one."""
+        this, *rest = args
+        closure = rest[0] if rest else kwargs.get("closure")
+        if closure is None:
+            self._begin_step()
+            return None
+
+        def closure_then_step() -> Any:
+            loss = closure()
+            self._begin_step()
+            return loss
+
+        if rest:
+            return (this, closure_then_step, *rest[1:]), kwargs
+        return args, {**kwargs, "closure": closure_then_step}
+
+    @torch.no_grad()
+    def _begin_step(self) -> None:
+        """Reduces, then steps all buckets but the last run, each gathered as soon as it is."""
+        self.stepper.restore()
+        self._end_broken_step()
+        active = self._prepare_step()
+        before, self.state = self.state, StepState.STEPPING
+        began = self._instruments.mark()
+        try:
+            for numbers in self.stepper.run(active.plan.gather_order):
+                self._launch_gathers(numbers, began)
+                began = self._instruments.mark()
+        except BaseException:
+            self.stepper.restore()
+            self.state = before
+            raise
+        self._step_began = began
+
+    def _prepare_step(self) -> ActivePlan:
+        """The last reduce-scatters, at the first step the plan, and what was written meanwhile."""
         check_momentum(self.optimizer, self._options)
         self.reduce(votes=True)
-        assert self._active is not None
-        self._active.exchange.check()
-        self._take_over(but=self.sharded.stepped_early)
+        active = self.plans.active
+        assert active is not None
+        active.exchange.check()
+        self.plans.take_over(but=self.stepper.stepped_early)
         # From here to the end of the step nobody reads parameters: others' may arrive.
-        self._active.gatherer.begin_step()
-        self._active.gatherer.expect(early=False)
+        active.gatherer.begin_step()
+        active.gatherer.expect(early=False)
         if self._times_recorder is not None:
             self._times_recorder.step_begins()
+        return active
 
-    def steps_first(self) -> Sequence[int]:
-        """See `StepListener`: all ranks gather in one order, whatever was stepped in backward."""
-        assert self._active is not None
-        return self._active.plan.gather_order
+    def _launch_gathers(self, numbers: Sequence[int], began: Any) -> None:
+        assert self.plans.active is not None
+        for number in numbers:
+            if not self._options.is_of_gradients:
+                self._instruments.record_step(f"bucket {number}", began)
+            with self._leaving_out_codecs():
+                self.plans.active.gatherer.launch(number)
+            began = self._instruments.mark()
 
-    def stepping(self) -> None:
-        """See `StepListener`."""
-        self._step_began = self._instruments.mark()
+    def _on_inner_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Post-hook of `step`: the call under way has just stepped the last run of buckets."""
+        self._launch_gathers(self.stepper.finish(), self._step_began)
+        self.stepper.restore()
+        self.stepper.stepped_early.clear()
+        self.stepper.clear_gradients()
+        self._end_step()
 
-    def stepped(self, number: int) -> None:
-        """See `StepListener`: the bucket's all-gather starts before the next run is stepped."""
-        self._instruments.record_step(f"bucket {number}", self._step_began)
-        self.launch(number)
-        self._step_began = self._instruments.mark()
-
-    def launch(self, number: int) -> None:
-        """See `GatherListener`."""
-        assert self._active is not None
-        with self._leaving_out_codecs():
-            self._active.gatherer.launch(number)
-
-    def _leaving_out_codecs(self) -> AbstractContextManager[None]:
-        recorder = self._times_recorder
-        return nullcontext() if recorder is None else recorder.leaving_out_codecs()
-
-    def _on_arrival(self, number: int) -> None:
-        if isinstance(self.sharded, ReplicatedOptimizer):
-            began, recorder = self._instruments.mark(), self._times_recorder
-            with nullcontext() if recorder is None else recorder.late_step():
-                self.sharded.step_bucket(number)
-            self._instruments.record_step(f"bucket {number}", began)
-
-    def after_step(self) -> None:
-        """See `StepListener`: from here on reads wait."""
-        assert self._active is not None
+    def _end_step(self) -> None:
+        """From here on reads of parameters wait for their gathers."""
+        active = self.plans.active
+        assert active is not None
         # First, since another thread may complete what is behind a gate at once.
-        self._active.reducer.end_step()
-        self._active.gatherer.close_gates()
-        self._is_reduced = self._is_exposed = self._was_changed = False
+        active.reducer.end_step()
+        active.gatherer.close_gates()
+        self._enter(StepState.STEPPED if self._uses_buckets else StepState.EMPTY)
         self.num_steps += 1
-        self._has_leftovers = self._uses_buckets
         if self._times_recorder is not None:
             self._times_recorder.step_ends()
             self.times = self._times_recorder.times
             if self.times is not None:
                 self._times_recorder = None
         self._on_step()
-        if self.sharded.has_foreign_post_hooks():
+        if len(self.optimizer._optimizer_step_post_hooks) > 1:
+            # Somebody else looks at the optimizer after each step.
             self.complete_parameters("optimizer step hook")
 
     def _end_broken_step(self) -> None:
-        if self._active is not None:
-            self._active.gatherer.end_step()
+        """Lets reads go on after a step that raised in the call under way."""
+        if self.plans.active is not None:
+            self.plans.active.gatherer.end_step()
+        if self.state is StepState.STEPPING:
+            self._enter(StepState.REDUCED)
 
-    def without_arrivals(self) -> AbstractContextManager[Any]:
-        """See `StepListener`."""
-        return nullcontext() if self._active is None else self._active.gatherer.arriving
+    def _leaving_out_codecs(self) -> AbstractContextManager[None]:
+        recorder = self._times_recorder
+        return nullcontext() if recorder is None else recorder.leaving_out_codecs()
+
+    def _on_arrival(self, number: int) -> None:
+        """With gathered gradients, steps bucket `number`, whose mean is there; in forward."""
+        if isinstance(self.stepper, ReplicatedOptimizer):
+            began, recorder = self._instruments.mark(), self._times_recorder
+            with nullcontext() if recorder is None else recorder.late_step():
+                self.stepper.step_bucket(number)
+            self._instruments.record_step(f"bucket {number}", began)
+
+    def _check_is_on(self) -> None:
+        if self.state is StepState.ENDED:
+            raise RuntimeError("This optimizer's training is over; start another fit.")
+
+    def _enter(self, state: StepState) -> None:
+        """The one place where the table at the head of this file is kept to."""
+        self._check_is_on()
+        if state in _MEANS_ARE_THERE and not self._uses_buckets:
+            state = StepState.EMPTY
+        goes_on = state in (StepState.SENDING, StepState.ACCUMULATING)
+        if goes_on and self.state is StepState.STEPPED and self._collectives.rank == 0:
+            warn_of_leftovers(self.optimizer)
+        self.state = state
+
+    # --- plans and codecs -----------------------------------------------------------------------
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """None until the first step has been recorded; stays readable after `detach`."""
+        return self.plans.plan
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """What the plan is over: one for each of `parameters`; empty before the first step."""
+        return [] if self.plans.recording is None else self.plans.recording.tensors
+
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """What is trained, in the order of the plan's tensor numbers."""
+        return self.plans.parameters
+
+    def replan(self, plan: BucketPlan) -> None:
+        """Trains on with another plan; weights and optimizer state stay, bit for bit.
+
+        Collective, blocks. To be called between a step and the next forward.
+
+        Args:
+            plan: Over the tensors of `tensors`, the same on all ranks.
+
+        Raises:
+            RuntimeError: Before the first step, or with gradients that no step has used yet.
+            ValueError: If ranks have other plans, or the plan is for another model.
+        """
+        is_between = self.state in (StepState.EMPTY, StepState.STEPPED)
+        if self.plans.active is None or not is_between:
+            raise RuntimeError(
+                "replan() belongs between an optimizer step and the next forward, from the first"
+                " step on: there are gradients that no step has used yet, or there is no plan."
+            )
+        self.plans.replan(plan)
+
+    def use_codec(self, codec: Compressor) -> None:
+        """Encodes with `codec` from the next step on. All ranks call, after the same step. Local.
+
+        Blocks while another thread waits for parameters. Gradients that have been sent, or whose
+        sending has begun, go on as they have begun.
+
+        Raises:
+            ValueError: Without a compressor, and for one that keeps something else between steps,
+                or that would have been refused instead of the configured one.
+        """
+        active = self.plans.active
+        is_idle = self.state in (StepState.EMPTY, StepState.STEPPED, StepState.ACCUMULATING)
+        has_begun = active is not None and active.reducer.has_begun
+        self.plans.use_codec(codec, is_idle=is_idle and not has_begun)
+
+    @property
+    def uses_configured_codec(self) -> bool:
+        """Whether steps are encoded as was configured; not while a schedule says otherwise."""
+        return self.plans.uses_configured_codec
+
+    def encoding_figures(self) -> dict[str, Tensor | float]:
+        """What encoding saves and what it leaves over; see `ActivePlan.encoding_figures`."""
+        active = self.plans.active
+        return {} if active is None else active.encoding_figures(self._collectives.world_size)
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks."""
+        self.prepare_state()
+        with self._instruments.not_counting():
+            if self.plan is None:
+                return self.plans.residuals.add_to(self.optimizer.state_dict())
+            state = consolidate(self.stepper, self.plan, self.parameters, self._collectives)
+            return self.plans.residuals.add_to(state)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """`optimizer.state_dict()`, tensors left where they are. Collective, blocks."""
+        self.prepare_state()
+        if self.plan is None:
+            return self.plans.residuals.add_to_sharded(self.optimizer.state_dict())
+        state = sharded_state(self.stepper, self.parameters, self._collectives)
+        return self.plans.residuals.add_to_sharded(state)
+
+    @torch.no_grad()
+    def sync_replicas(self) -> None:
+        """Gives all ranks the parameters that their owners step. Collective, blocks.
+
+        See `DearStrategy.sync_replicas`. Raises as `prepare_state`.
+        """
+        self.prepare_state("sync_replicas")
+        self.plans.sync_replicas()
+
+    def prepare_state(self, reason: str = "optimizer state") -> None:
+        """Puts right what a step that raised left behind, and takes over what was written. Local.
+
+        Blocks until all parameters have arrived; what was loaded is taken over, too.
+
+        Raises:
+            RuntimeError: After a backward that raised when part of the state was already new.
+        """
+        if self.stepper.stepped_early:
+            raise RuntimeError(
+                "The last backward raised after it had updated part of the optimizer's state (the"
+                " plan has early gathers), so that there is no consistent state to save. Load the"
+                " last checkpoint."
+            )
+        self.stepper.restore()
+        self.complete_parameters(reason)
+        # A state dict has the present learning rates, and residuals that are right for them.
+        self.plans.residuals.follow_rates(lambda: None)
+        self.plans.left_weights.follow()
+        self.plans.take_over()
 
     # --- for whoever looks in from outside ------------------------------------------------------
 
     def complete_parameters(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step; local and idempotent."""
-        if self._active is not None:
-            self._active.gatherer.complete(reason=reason)
+        self.plans.complete(reason)
 
     def abandon(self) -> None:
         """After an exception, perhaps in a step: puts the optimizer's groups right; never waits."""
-        self.sharded.restore()
+        self.stepper.restore()
         self._end_broken_step()
 
     def detach(self) -> None:
         """The module and the optimizer are as they were. Parameters should be complete."""
-        self._release()
-        self.sharded.remove_hooks()
-        for part in (self.sharded, self._residuals, self._left):
-            part.detach()
+        for hook in self._hooks:
+            hook.remove()
+        self.optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        self.stepper.remove_hooks()
+        self.plans.detach()
+        self.state = StepState.ENDED

@@ -123,7 +123,7 @@ class Pipeline:
         is_one = len(optimizers) == 1 and first_number == 0
         self.all_reduce_refusal = why_not_all_reduce(options, is_one_optimizer=is_one)
         for part in self.parts:
-            part.all_reduce_refusal = self.all_reduce_refusal
+            part.plans.all_reduce_refusal = self.all_reduce_refusal
         if len(optimizers) > 1:
             self.hold_back()
 
@@ -187,7 +187,7 @@ class Pipeline:
         return self.options.codec
 
     def use_codec(self, codec: Compressor) -> None:
-        """See `plan_lifecycle.py`: another codec of the same kind, or none, from the next step."""
+        """Another codec of the same kind, or none; see `OptimizerPipeline.use_codec`."""
         for part in self.parts:
             part.use_codec(codec)
 
@@ -236,7 +236,7 @@ class Pipeline:
     def _refuse_early(self, reason: str | None) -> None:
         self.early_refusal = reason
         for part in self.parts:
-            part.early_refusal = reason
+            part.plans.early_refusal = reason
 
     @contextmanager
     def stepping_early(self) -> Iterator[None]:

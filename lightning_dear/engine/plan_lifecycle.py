@@ -6,10 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
@@ -26,10 +23,10 @@ from lightning_dear.engine.active_plan import (
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.engine.reducer import on_each_gradient
 from lightning_dear.engine.trained_parameters import TrainedParameters
-from lightning_dear.exchange import LossScale
+from lightning_dear.exchange import CodedExchange, LossScale
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.exchange.tally import figures_of
 from lightning_dear.optimizers.masters import MASTER_KEY, LeftWeights
+from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS
@@ -41,105 +38,118 @@ def _no_scale() -> None:
     return None
 
 
-class PlanChanges:
-    """Makes plans and puts them to work; a part of `OptimizerPipeline`.
+class PlanLifecycle:
+    """Makes one optimizer's plans and puts them to work.
+
+    Args:
+        module: Mutated with each plan: parameters become views of its flat buffers.
+        stepper: Gets each plan's pieces, and the state between two plans.
+        number: Position of the optimizer among the pipeline's.
+        collectives: Over which ranks agree.
+        fusion: Makes the plan from the recorded first step.
+        options: What travels, and how.
+        instruments: Told of every wait.
+        on_gradient: Called with a parameter's number whenever its `.grad` has been accumulated.
+        on_arrival: Called with a bucket's number when its gather has arrived.
 
     Attributes:
+        plan: None until the first step has been recorded; stays readable after `release`.
+        active: The plan at work; None while the first step is recorded.
+        recording: What was seen in the recorded step; None before its end.
+        trained: What the optimizer trains.
+        recorder: Records the first step.
+        residuals: What encoding has left to be sent.
+        left_weights: Weights that are in no plan, and whose masters wait.
+        early_refusal: See `Pipeline`; to be assigned to.
+        all_reduce_refusal: See `Pipeline`; to be assigned to.
         loss_scale: See `CodedExchange`; to be assigned to by whoever scales losses.
-        launches_in_backward: Whether full buckets are sent then, rather than before the step.
         find_plan: Asked for the plan of what was recorded, before the planner is, which makes one
             if it returns None; to be assigned to by whoever knows plans, the same on all ranks.
     """
 
-    optimizer: Optimizer
-    plan: BucketPlan | None
-    sharded: ShardedOptimizer
-    _module: Module
-    _number: int
-    _collectives: Collectives
-    _fusion: FusionPlanner
-    _options: ExchangeOptions
-    _instruments: Instruments
-    _active: ActivePlan | None
-    _codec: Compressor | None = None
-    _recording: Recording | None
-    _trained: TrainedParameters
-    _recorder: ForwardRecorder
-    _hooks: list[RemovableHandle]
-    early_refusal: str | None
-    all_reduce_refusal: str | None = None
-    loss_scale: LossScale = staticmethod(_no_scale)
-    launches_in_backward: bool = True
-    find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
-    _residuals: ResidualKeeper
-    _left: LeftWeights
-    _uses_buckets: bool
-    _has_new: bool
-    _is_sending: bool
-    _is_reduced: bool
+    def __init__(
+        self,
+        module: Module,
+        stepper: ShardedOptimizer | ReplicatedOptimizer,
+        number: int,
+        collectives: Collectives,
+        fusion: FusionPlanner,
+        options: ExchangeOptions,
+        instruments: Instruments,
+        on_gradient: Callable[[int], None],
+        on_arrival: Callable[[int], None],
+    ) -> None:
+        self.plan: BucketPlan | None = None
+        self.active: ActivePlan | None = None
+        self.recording: Recording | None = None
+        self.residuals = ResidualKeeper(stepper.optimizer, collectives)
+        self.left_weights = LeftWeights(stepper.optimizer)
+        self.early_refusal: str | None = None
+        self.all_reduce_refusal: str | None = None
+        self.loss_scale: LossScale = _no_scale
+        self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
+        self._module = module
+        self._stepper = stepper
+        self._first_number = number * MAX_BUCKETS
+        self._collectives = collectives
+        self._fusion = fusion
+        self._options = options
+        self._uses_buckets = options.uses_buckets(collectives)
+        self._instruments = instruments
+        self._on_gradient = on_gradient
+        self._on_arrival = on_arrival
+        self._codec: Compressor | None = None
+        self._start_recording()
 
-    def complete_parameters(self, reason: str = "read") -> None:
-        """See `OptimizerPipeline`."""
-        raise NotImplementedError
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """What is trained, in the order of the plan's tensor numbers."""
+        return self.trained.parameters
 
-    def _on_gradient(self, index: int) -> None:
-        raise NotImplementedError
-
-    def _on_arrival(self, number: int) -> None:
-        raise NotImplementedError
+    # --- from a recording to a plan -------------------------------------------------------------
 
     def _start_recording(self) -> None:
-        self._trained = TrainedParameters(self._module, self.optimizer)
-        self._recorder = ForwardRecorder(self._module, self.parameters)
+        self.trained = TrainedParameters(self._module, self._stepper.optimizer)
+        self.recorder = ForwardRecorder(self._module, self.parameters)
         watched = self.parameters if self._uses_buckets else []
-        self._hooks = on_each_gradient(watched, self._on_gradient)
+        self._hooks: list[RemovableHandle] = on_each_gradient(watched, self._on_gradient)
 
-    def _start(self) -> ActivePlan:
+    def start(self) -> ActivePlan:
         """Makes the plan that the recorded step asks for, and puts it to work. Collective."""
-        self._recording = agree_on_recording(
-            self._trained.names,
-            self.parameters,
-            self._recorder,
-            self._collectives,
-            self._options,
+        self.recording = agree_on_recording(
+            self.trained.names, self.parameters, self.recorder, self._collectives, self._options
         )
-        tensors, world_size = self._recording.tensors, self._collectives.world_size
+        tensors, world_size = self.recording.tensors, self._collectives.world_size
         found = None if self.find_plan is None else self.find_plan(tensors)
         plan = self._fusion.plan(tensors, world_size) if found is None else found
-        agree_on_plan(plan, self._recording, self._collectives)
+        agree_on_plan(plan, self.recording, self._collectives)
         return self._activate(plan)
 
     def _activate(self, plan: BucketPlan) -> ActivePlan:
-        assert self._recording is not None
+        assert self.recording is not None
         plan = self._without_refused(plan)
         if self._options.is_of_gradients:
-            plan = with_whole_tensors(plan, self._recording.tensors)
+            plan = with_whole_tensors(plan, self.recording.tensors)
         self.plan = plan
-        self._active = activate(
+        self.active = activate(
             plan,
-            self._recording,
+            self.recording,
             self._module,
             self.parameters,
             self._collectives,
             self._instruments.waiting,
-            self._number * MAX_BUCKETS,
+            self._first_number,
             self._options,
             self._on_arrival,
             lambda: self.loss_scale(),
         )
         if self._codec is not None:
-            self._active.exchange.use(self._codec)
+            self.active.exchange.use(self._codec)
         rank, num_shards = self._options.shards(self._collectives)
-        self.sharded.attach(self._active.flat, self.parameters, rank, num_shards)
-        coded, seed = self._active.exchange.coded, self._recording.seed
-        self._residuals.attach(coded, self.parameters, seed)
-        return self._active
-
-    def _begin_sending(self) -> None:
-        """Told before gradients are sent; the learning rates are those of their step now."""
-        if self._active is not None and not self._is_sending:
-            self._residuals.follow_rates(self.complete_parameters)
-        self._is_sending = True
+        self._stepper.attach(self.active.flat, self.parameters, rank, num_shards)
+        coded, seed = self.active.exchange.coded, self.recording.seed
+        self.residuals.attach(coded, self.parameters, seed)
+        return self.active
 
     def _without_refused(self, plan: BucketPlan) -> BucketPlan:
         """`plan` without what is not done here, of which people are told."""
@@ -166,11 +176,10 @@ class PlanChanges:
             all_reduced=plan.all_reduced if self.all_reduce_refusal is None else (),
         )
 
-    def use_codec(self, codec: Compressor) -> None:
-        """Encodes with `codec` from the next step on. All ranks call, after the same step. Local.
+    # --- codecs and writes between two steps ----------------------------------------------------
 
-        Blocks while another thread waits for parameters. Gradients that have been sent, or whose
-        sending has begun, go on as they have begun.
+    def use_codec(self, codec: Compressor, *, is_idle: bool) -> None:
+        """See `OptimizerPipeline.use_codec`; `is_idle`: no gradient was sent since the last step.
 
         Raises:
             ValueError: Without a compressor, and for one that keeps something else between steps,
@@ -180,80 +189,17 @@ class PlanChanges:
         if not isinstance(codec, Fp32) and codec != self._codec:
             replace(self._options, codec=codec)
         self._codec = codec
-        if self._active is not None:
-            has_reduced = self._is_reduced or self._active.reducer.has_begun
-            is_idle = not (self._is_sending or has_reduced)
+        if self.active is not None:
             # Another thread that reads parameters may complete them just now.
-            with self._active.gatherer.arriving:
-                self._active.exchange.use(codec, is_idle=is_idle)
+            with self.active.gatherer.arriving:
+                self.active.exchange.use(codec, is_idle=is_idle)
 
     @property
     def uses_configured_codec(self) -> bool:
         """Whether steps are encoded as was configured; not while a schedule says otherwise."""
         return self._codec in (None, self._options.codec)
 
-    def encoding_figures(self) -> dict[str, Tensor | float]:
-        """What encoding saves and what it leaves over; empty without a codec.
-
-        Local; waits only for the device, where counts of `OkTopk` in mode "static" are read.
-
-        "compression_ratio": bytes of both halves without it, over those with it; of sparse
-        all-reduces, whose messages differ from step to step, what is usual (of `topkdsa` the most).
-        "residual_norm": 2-norm of what this rank has still to send; with feedback at a rate, its
-        residuals over the rate; of sparse all-reduces with what is on its way. "lag": 2-norm of how
-        far parameters are behind this rank's shards, over that of the shards; of buckets that have
-        arrived. Of sparse all-reduces also what `figures_of` says of their last step.
-        """
-        exchange = None if self._active is None else self._active.exchange
-        if self._active is None or exchange is None or not exchange.coded:
-            return {}
-        figures: dict[str, Tensor | float] = {"compression_ratio": exchange.compression_ratio}
-        norms = [norm for coded in exchange.coded for norm in coded.residual_norms]
-        if norms:
-            figures["residual_norm"] = torch.stack(norms).norm()
-        tallies = [one.tally for one in exchange.coded if one.tally and one.tally.num_wanted]
-        if tallies:
-            figures.update(figures_of(tallies, self._collectives.world_size))
-        arrived = [
-            bucket
-            for bucket in self._active.flat.buckets
-            if bucket.lags and not self._active.gatherer.is_pending(bucket.number)
-        ]
-        if arrived:
-            behind = [
-                torch.dist(bucket.shard.float(), bucket.replica.float()) for bucket in arrived
-            ]
-            whole = [torch.linalg.vector_norm(bucket.shard.float()) for bucket in arrived]
-            figures["lag"] = torch.stack(behind).norm() / torch.stack(whole).norm()
-        return figures
-
-    def replan(self, plan: BucketPlan) -> None:
-        """Trains on with another plan; weights and optimizer state stay, bit for bit.
-
-        Collective, blocks. To be called between a step and the next forward.
-
-        Args:
-            plan: Over the tensors of `tensors`, the same on all ranks.
-
-        Raises:
-            RuntimeError: Before the first step, or with gradients that no step has used yet.
-            ValueError: If ranks have other plans, or the plan is for another model.
-        """
-        if self._active is None or self._has_new or self._is_sending or self._is_reduced:
-            raise RuntimeError(
-                "replan() belongs between an optimizer step and the next forward, from the first"
-                " step on: there are gradients that no step has used yet, or there is no plan."
-            )
-        assert self._recording is not None
-        agree_on_plan(plan, self._recording, self._collectives)
-        self._put_state_together()
-        self._active.release()
-        # Its buffers are not needed any more, and the new ones are as large.
-        self._active = None
-        self._activate(plan)
-        self.sharded.adopt_state()
-
-    def _take_over(self, but: Collection[int] = ()) -> None:
+    def take_over(self, but: Collection[int] = ()) -> None:
         """What was written to parameters, and given as state, since the last step; writes win.
 
         16-bit weights whose masters come from a checkpoint were perhaps changed after it: there the
@@ -262,65 +208,103 @@ class PlanChanges:
         Args:
             but: Numbers of buckets whose parameters are left alone.
         """
-        self._left.follow(self.parameters)
-        if self._active is not None:
-            self._active.adopt_writes(but)
-            if self.sharded.adopt_state():
-                self._active.adopt_writes(but)
-            if self._options.encodes_differences:
-                # What has its master there still is in no plan.
-                self._left.note(list(self.optimizer.state))
+        self.left_weights.follow(self.parameters)
+        if self.active is None:
+            return
+        self.active.adopt_writes(but)
+        if self.adopt_state():
+            self.active.adopt_writes(but)
+        if self._options.encodes_differences:
+            # What has its master there still is in no plan.
+            self.left_weights.note(list(self._stepper.optimizer.state))
 
-    def masters_dropped(self) -> None:
-        """See `StepListener`. Rank 0 warns, once a load; all ranks may call."""
-        if self._collectives.rank == 0:
-            warnings.warn(
-                f"The masters in a checkpoint ('{MASTER_KEY}') are dropped, where weights differ:"
-                " these are behind them by what a compressor had left to be sent, are rounded, or"
-                " were written to after loading, and this training goes on from them, as they are"
-                " now. To lose nothing, resume"
-                " with the compressor, gather and precision of the run that saved; to change the"
-                " compressor or gather, let that run call strategy.sync_replicas() before it"
-                " saves.",
-                stacklevel=2,
-            )
+    def adopt_state(self) -> bool:
+        """Takes over state that was given since; says whether masters were among it. Local.
 
-    def _put_state_together(self) -> None:
-        """Completes parameters and makes `optimizer.state` whole again. Collective, blocks."""
-        assert self.plan is not None
-        self.complete_parameters("re-plan")
-        assert self._active is not None
-        self._take_over()
-        with self._instruments.not_counting():
-            state = whole_state(self.sharded, self.plan, self.parameters, self._collectives)
-            self._residuals.release()
-        self.sharded.detach()
-        self.optimizer.state.update(state)
+        Rank 0 warns, once a load, if masters are lost; all ranks may call.
+        """
+        adopted = self._stepper.adopt_state()
+        if adopted.loses_masters and self._collectives.rank == 0:
+            _warn_of_lost_masters()
+        return adopted.brings_masters
 
-    def _dissolve(self) -> None:
+    def sync_replicas(self) -> None:
+        """See `OptimizerPipeline.sync_replicas`; what was written has been taken over."""
+        self.left_weights.sync()
+        if self.active is None or not isinstance(self.active.exchange, CodedExchange):
+            return
+        for bucket in self.active.flat.buckets:
+            if bucket.lags:
+                self.active.exchange.sync(bucket).wait()
+
+    def follow_rates(self) -> None:
+        """Residuals that are rescaled follow the learning rates of the step to come."""
+        self.residuals.follow_rates(self.complete)
+
+    def complete(self, reason: str = "read") -> None:
+        """Blocks until all parameters have the values of the last step; local and idempotent."""
+        if self.active is not None:
+            self.active.gatherer.complete(reason=reason)
+
+    # --- from one plan to the next --------------------------------------------------------------
+
+    def replan(self, plan: BucketPlan) -> None:
+        """See `OptimizerPipeline.replan`; between two steps."""
+        assert self.active is not None
+        assert self.recording is not None
+        agree_on_plan(plan, self.recording, self._collectives)
+        self._put_state_together()
+        self.active.release()
+        # Its buffers are not needed any more, and the new ones are as large.
+        self.active = None
+        self._activate(plan)
+        self.adopt_state()
+
+    def dissolve(self) -> None:
         """Back to before the first step, values and optimizer state kept. Collective, blocks."""
-        if self._active is not None:
+        if self.active is not None:
             self._put_state_together()
-            buckets, placements = self._active.flat.buckets, self._active.flat.placements
-            self._left.note(one.parameter for one in placements if buckets[one.buckets[0]].lags)
-        self._release()
+            buckets, placements = self.active.flat.buckets, self.active.flat.placements
+            self.left_weights.note(p.parameter for p in placements if buckets[p.buckets[0]].lags)
+        self.release()
         # The state is whole in `optimizer.state`, until there is another plan.
         self.plan = None
         self._start_recording()
 
-    def _release(self) -> None:
+    def _put_state_together(self) -> None:
+        """Completes parameters and makes `optimizer.state` whole again. Collective, blocks."""
+        assert self.plan is not None
+        self.complete("re-plan")
+        self.take_over()
+        with self._instruments.not_counting():
+            state = whole_state(self._stepper, self.plan, self.parameters, self._collectives)
+            self.residuals.release()
+        self._stepper.detach()
+        self._stepper.optimizer.state.update(state)
+
+    def release(self) -> None:
+        """Removes hooks and gates; parameters have storage of their own again."""
         for hook in self._hooks:
             hook.remove()
-        if self._active is not None:
-            self._active.release()
-        self._active = None
+        if self.active is not None:
+            self.active.release()
+        self.active = None
 
-    @property
-    def tensors(self) -> list[TensorSpec]:
-        """What the plan is over: one for each of `parameters`; empty before the first step."""
-        return [] if self._recording is None else self._recording.tensors
+    def detach(self) -> None:
+        """Ends the training: state and residuals stay readable. Parameters should be complete."""
+        self.release()
+        for part in (self._stepper, self.residuals, self.left_weights):
+            part.detach()
 
-    @property
-    def parameters(self) -> Sequence[Parameter]:
-        """What is trained, in the order of the plan's tensor numbers."""
-        return self._trained.parameters
+
+def _warn_of_lost_masters() -> None:
+    warnings.warn(
+        f"The masters in a checkpoint ('{MASTER_KEY}') are dropped, where weights differ:"
+        " these are behind them by what a compressor had left to be sent, are rounded, or"
+        " were written to after loading, and this training goes on from them, as they are"
+        " now. To lose nothing, resume"
+        " with the compressor, gather and precision of the run that saved; to change the"
+        " compressor or gather, let that run call strategy.sync_replicas() before it"
+        " saves.",
+        stacklevel=2,
+    )

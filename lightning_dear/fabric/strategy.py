@@ -234,7 +234,7 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         if "unscale_" not in scaler.__dict__:
             scaler.unscale_ = partial(_unscale, scaler.unscale_)
         for part in pipeline.parts:
-            part.loss_scale = partial(loss_scale, scaler, self.root_device)
+            part.plans.loss_scale = partial(loss_scale, scaler, self.root_device)
 
     # --- training ---------------------------------------------------------------------------
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.bucket import FlatBuffers, Placement
-from lightning_dear.optimizers.deferred import DeferredStep
-from lightning_dear.optimizers.elementwise import closure_skipped
-from lightning_dear.optimizers.listener import GatherListener
+from lightning_dear.optimizers.elementwise import closure_skipped, inner_step
 from lightning_dear.optimizers.masters import MASTER_KEY, differs
-from lightning_dear.optimizers.sharded import ShardedOptimizer
+from lightning_dear.optimizers.sharded import AdoptedState, OptimizerShards
 from lightning_dear.torch_modes import plain_mode
 
 
-class ReplicatedOptimizer(ShardedOptimizer):
+class ReplicatedOptimizer(OptimizerShards):
     """Steps whole parameters on every rank; each rank has the whole optimizer state.
 
     `optimizer.step(closure)` runs the closure, reduces, notes all options, and has the mean
@@ -29,32 +27,22 @@ class ReplicatedOptimizer(ShardedOptimizer):
     `step_bucket` does, later, once a bucket's gradient is there. Where every rank has whole
     gradients already (one rank, or all-reduced buckets) the step under way is an ordinary one.
 
-    State lives in `optimizer.state`, as under plain torch. Reading it through
-    `optimizer.state_dict()` completes what is pending; so does `load_state_dict`, beforehand.
-
-    The pieces of this rank's shards, with their mean gradients, are there for norms, clipping and
-    loss scales, as in `ShardedOptimizer`; nothing is stepped on them.
+    State lives in `optimizer.state`, as under plain torch.
 
     Args:
-        optimizer: The user's. Mutated: its hooks, and `zero_grad`.
-        listener: The pipeline.
+        optimizer: The user's. Its `state` is mutated by `step_bucket`.
         decouple: Whether gradients are gathered after the step, rather than all-reduced before.
     """
 
-    def __init__(self, optimizer: Optimizer, listener: GatherListener, *, decouple: bool) -> None:
-        super().__init__(optimizer, listener)
-        self._gathers = listener
+    def __init__(self, optimizer: Optimizer, *, decouple: bool) -> None:
+        super().__init__(optimizer)
         self._decouple = decouple
         self._placements: Sequence[Placement] = ()
         self._indices: dict[int, list[list[int]]] = {}
         self._used: Sequence[bool] = ()
         self._deferred: DeferredStep | None = None
         self._outside: list[list[Parameter]] | None = None
-        self._has_begun = self._is_showing = self._is_broken = False
-        self._hooks = (  # type: ignore[assignment]
-            *self._hooks,
-            optimizer.register_state_dict_pre_hook(self._on_saving),
-        )
+        self._has_begun = self._is_showing = False
 
     @override
     def attach(
@@ -74,11 +62,6 @@ class ReplicatedOptimizer(ShardedOptimizer):
                 groups[group_of[id(parameters[part.tensor])]].append(part.tensor)
             self._indices[bucket.number] = groups
 
-    @override
-    def detach(self) -> None:
-        super().detach()
-        self._placements, self._indices = (), {}
-
     @property
     def _has_buffers(self) -> bool:
         """Whether gradients lie in buckets: not at world size 1, where they stay in `.grad`."""
@@ -89,34 +72,27 @@ class ReplicatedOptimizer(ShardedOptimizer):
         super().set_gradients(used)
         self._used = tuple(used)
 
-    @override
-    def adopt_state(self) -> bool:
+    def adopt_state(self) -> AdoptedState:
         """Nothing to take over: `optimizer.state` is where state lives.
 
         But for masters, which nobody steps here: they would be old when they are read again.
         """
         is_lost = False
-        for parameter, own in self.optimizer.state.items():
-            is_lost |= differs(own.pop(MASTER_KEY, None), parameter)
-        if is_lost:
-            self._listener.masters_dropped()
-        return False
+        for parameter, entries in self.optimizer.state.items():
+            is_lost |= differs(entries.pop(MASTER_KEY, None), parameter)
+        return AdoptedState(brings_masters=False, loses_masters=is_lost)
 
-    def _on_saving(self, optimizer: Optimizer) -> None:
-        self._gathers.complete_parameters("optimizer state")
-
-    @override
-    def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self._gathers.complete_parameters("optimizer state")
-        super()._on_loading(optimizer, state_dict)
+    def remove_hooks(self) -> None:
+        """Nothing to do: it has none."""
 
     # --- the step -----------------------------------------------------------------------------
 
-    @override
-    @torch.no_grad()
-    def _begin(self) -> None:
-        self.restore()
-        self._listener.before_step()
+    def run(self, order: Iterable[int]) -> Iterator[Sequence[int]]:
+        """Yields the buckets whose mean gradients are to be gathered; steps none of them.
+
+        Leaves to the call of `optimizer.step` that is under way what is whole already. Whoever
+        iterates calls `restore` if anything raises.
+        """
         self._has_begun = True
         if not self._has_buffers:
             return
@@ -125,8 +101,19 @@ class ReplicatedOptimizer(ShardedOptimizer):
             return
         self._deferred = DeferredStep(self.optimizer)
         for number in self._indices:
-            self._gathers.launch(number)
+            yield [number]
         self._leave_only_managed()
+
+    def finish(self) -> Sequence[int]:
+        """The call under way has updated everything, or nothing yet; no bucket was stepped by us.
+
+        Raises:
+            RuntimeError: If it stepped before there were gradients.
+        """
+        if not self._has_begun:
+            raise closure_skipped(self.optimizer)
+        self._has_begun = False
+        return ()
 
     def _leave_only_managed(self) -> None:
         """No parameter in the groups has a gradient until `restore`, whatever was frozen with one.
@@ -138,14 +125,6 @@ class ReplicatedOptimizer(ShardedOptimizer):
         self._outside = [group["params"] for group in groups]
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) in managed]
-
-    @override
-    def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Post-hook: the step under way has updated everything, or nothing yet."""
-        if not self._has_begun:
-            raise closure_skipped(optimizer)
-        self._has_begun = False
-        self._end_step()
 
     @override
     def restore(self) -> None:
@@ -178,15 +157,16 @@ class ReplicatedOptimizer(ShardedOptimizer):
         Raises:
             RuntimeError: If a bucket was broken off half-way before.
         """
-        if self._is_broken or self._deferred is None:
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
             raise RuntimeError(
                 f"A step of {type(self.optimizer).__name__} was broken off half-way (see the first"
                 " error): the weights are a mixture of two steps. Load the last checkpoint."
             )
-        self._is_broken = True
         with plain_mode(self.device.type), self._with_gradients(number) as parameters:
-            self._deferred.run(parameters)
-        self._is_broken = False
+            deferred.run(parameters)
+        # Not there after an error: whoever completes another bucket is told above.
+        self._deferred = deferred
 
     @contextmanager
     def _with_gradients(self, number: int) -> Iterator[list[list[Tensor]]]:
@@ -201,3 +181,47 @@ class ReplicatedOptimizer(ShardedOptimizer):
         finally:
             for place, gradient in zip(places, before, strict=True):
                 place.parameter.grad = gradient
+
+
+class DeferredStep:
+    """What the optimizer was set to when `step` was called: learning rates, and all else.
+
+    Each part of the step is made by a twin: an object of the optimizer's class with the same
+    attributes and the same `state`, and with copies of the groups. So the step sees no option that
+    was changed since, and what it counts in the groups or in itself is forgotten with the twin: the
+    optimizer's own, empty step has counted it once. What it counts in a container of its own is
+    shared, and counted by every part: `check_tensorwise` refuses it if steps depend on that.
+
+    Args:
+        optimizer: The user's; its `state` is mutated by `run`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        # Without the old state, which would else outlive a load_state_dict.
+        outdated = ("state", "param_groups")
+        self._attributes = {k: v for k, v in optimizer.__dict__.items() if k not in outdated}
+        self._options = [_copied(group) for group in optimizer.param_groups]
+
+    def run(self, parameters: Sequence[Sequence[Tensor]]) -> None:
+        """Steps these parameters, by group, with what is in their `.grad`."""
+        twin: Any = object.__new__(type(self._optimizer))
+        twin.__dict__.update(self._attributes)
+        twin.__dict__.update(
+            state=self._optimizer.state,
+            param_groups=[
+                {**_copied(options), "params": list(own)}
+                for options, own in zip(self._options, parameters, strict=True)
+            ],
+        )
+        inner_step(twin)(twin)
+
+
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: _copy_of(value) for key, value in group.items() if key != "params"}
+
+
+def _copy_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return deepcopy(value) if isinstance(value, list | dict | set) else value

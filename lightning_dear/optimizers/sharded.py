@@ -10,82 +10,72 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_dear.bucket import FlatBuffers, Piece, as_flat, cut_state, shard_pieces
-from lightning_dear.optimizers.elementwise import closure_skipped, inner_step, warn_of_zeros
-from lightning_dear.optimizers.listener import StepListener
+from lightning_dear.optimizers.elementwise import closure_skipped, inner_step
 from lightning_dear.optimizers.masters import MASTER_KEY, differs, undo_casts
 
+MAX_RUN_NUMEL = 1 << 16
+"""Elements of shards that are stepped at once."""
 
-class ShardedOptimizer:
-    """Steps `optimizer` on shard pieces through its own step hooks.
 
-    `optimizer.step(closure)` keeps its meaning for whoever calls it: the closure runs once, then
-    the listener reduces, then every bucket is stepped, in plan order, with the group's options at
-    that moment. State lives here, per piece; `optimizer.state` is the user's (normally empty) dict
-    outside a step, and what is put into it (`load_state_dict`) is taken over before the next one.
-
-    How the buckets are stepped run by run within one call: the pre-hook wraps the closure; at the
-    closure's end the class's own step runs for each run but the last, whose pieces are left in the
-    groups for the call under way; the post-hook, first of all post-hooks, puts things right.
-
-    Args:
-        optimizer: The user's. Mutated: step hooks, `zero_grad`.
-        listener: The pipeline.
+class AdoptedState(NamedTuple):
+    """What was found in `optimizer.state` and taken over.
 
     Attributes:
+        brings_masters: Whether fp32 masters were among it.
+        loses_masters: Whether masters were dropped that differ from the weights.
+    """
+
+    brings_masters: bool
+    loses_masters: bool
+
+
+class OptimizerShards:
+    """This rank's pieces of an optimizer's parameters, with their mean gradients.
+
+    For norms, clipping and loss scales, whoever steps what. `OptimizerPipeline` drives it.
+
+    Args:
+        optimizer: The user's. Its groups are mutated within `on_shards` and within a step only.
+
+    Attributes:
+        optimizer: The user's.
+        pieces: This rank's, bucket by bucket.
+        device: Where the parameters are.
         stepped_early: Numbers of the buckets that this step's closure has stepped already.
     """
 
-    def __init__(self, optimizer: Optimizer, listener: StepListener) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.pieces: list[Piece] = []
-        self.stepped_early: set[int] = set()
         self.device = torch.device("cpu")
-        self._listener = listener
+        self.stepped_early: set[int] = set()
         self._in_bucket: dict[int, list[Piece]] = {}
         self._parameters: Sequence[Parameter] = ()
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._swapped: list[list[Parameter]] | None = None
-        self._selected: Sequence[int] = ()
-        self._was_loaded = False
-        self._loading: dict[str, Any] | None = None
-        pre_hook = optimizer.register_step_pre_hook(self._on_step)
-        post_hook = optimizer.register_step_post_hook(self._on_stepped)
-        # First, since other post-hooks expect the user's parameters in the groups.
-        post_hooks: Any = optimizer._optimizer_step_post_hooks
-        post_hooks.move_to_end(post_hook.id, last=False)
-        self._hooks = (
-            pre_hook,
-            post_hook,
-            optimizer.register_load_state_dict_pre_hook(self._on_loading),
-            optimizer.register_load_state_dict_post_hook(self._on_loaded),
-        )
-        self._zero_grad = optimizer.zero_grad
-        optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
 
     def attach(
         self, buffers: FlatBuffers, parameters: Sequence[Parameter], rank: int, world_size: int
     ) -> None:
-        """Takes over this rank's pieces of the optimizer's parameters, and state given for them."""
+        """Takes over this rank's pieces of the optimizer's parameters."""
         self._parameters = parameters
         self.device = parameters[0].device
-        groups = enumerate(self.optimizer.param_groups)
-        group_of = {id(one): number for number, group in groups for one in group["params"]}
         self._in_bucket = {
             bucket.number: shard_pieces(bucket, rank, world_size) for bucket in buffers.buckets
         }
-        self._whole = frozenset(bucket.number for bucket in buffers.buckets if bucket.is_whole)
-        homes = [buffers.buckets[placement.buckets[0]] for placement in buffers.placements]
-        self._have_master = [(home.has_master, home.lags) for home in homes]
         self.pieces = list(chain(*self._in_bucket.values()))
         self._state = defaultdict(dict)
+        groups = enumerate(self.optimizer.param_groups)
+        group_of = {id(one): number for number, group in groups for one in group["params"]}
         for piece in self.pieces:
             parameter = parameters[piece.tensor_index]
             piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
@@ -95,22 +85,12 @@ class ShardedOptimizer:
         """Lets go of the flat buffers; state stays readable through `state_of`."""
         state, self._state = self._state, defaultdict(dict)
         for piece in self.pieces:
-            own = state.get(piece.parameter)
+            kept = state.get(piece.parameter)
             piece.gradient = None
             if not piece.has_master:
                 piece.parameter = torch.empty(0)
-            if own:
-                self._state[piece.parameter] = own
-
-    def remove_hooks(self) -> None:
-        """Gives `optimizer.step` and `zero_grad` back their ordinary meaning."""
-        for hook in self._hooks:
-            hook.remove()
-        self.optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
-
-    def has_foreign_post_hooks(self) -> bool:
-        """Whether somebody else looks at the optimizer after each step."""
-        return len(self.optimizer._optimizer_step_post_hooks) > 1
+            if kept:
+                self._state[piece.parameter] = kept
 
     def state_of(self, piece: Piece) -> Mapping[str, Any]:
         """The optimizer's state for `piece`; empty if it has not been stepped.
@@ -127,21 +107,189 @@ class ShardedOptimizer:
         """This rank's pieces of bucket `number`."""
         return self._in_bucket[number]
 
-    def adopt_state(self) -> bool:
+    # --- mean gradients -------------------------------------------------------------------------
+
+    def set_gradients(self, used: Sequence[bool]) -> None:
+        """Gives each piece its part of the mean gradient, and none where nobody had one."""
+        for piece in self.pieces:
+            if not used[piece.tensor_index]:
+                piece.parameter.grad = None
+            elif piece.gradient is not None:
+                piece.parameter.grad = piece.gradient
+            else:
+                gradient = self._parameters[piece.tensor_index].grad
+                assert gradient is not None
+                is_plain = gradient.is_contiguous() and piece.is_plain
+                piece.parameter.grad = gradient.view(-1) if is_plain else self._own_gradient(piece)
+
+    def _own_gradient(self, piece: Piece) -> Tensor:
+        """World size 1: the piece's part of its parameter's gradient, in storage order; a view."""
+        parameter = self._parameters[piece.tensor_index]
+        assert parameter.grad is not None
+        if parameter.grad.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+        return as_flat(parameter.grad, parameter.stride())[piece.start : piece.stop]
+
+    def clear_gradients(self) -> None:
+        """Lets go of the pieces' gradients, which would stand beside those of the next backward."""
+        for piece in self.pieces:
+            piece.parameter.grad = None
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The pieces' gradients, where there are any."""
+        return [piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None]
+
+    @contextmanager
+    def on_shards(self, *extra: Tensor) -> Iterator[None]:
+        """Puts all pieces, and `extra` in front of them, into the optimizer's groups meanwhile."""
+        self._swap()
+        try:
+            self._put(self._in_bucket)
+            self.optimizer.param_groups[0]["params"][:0] = extra
+            yield
+        finally:
+            self.restore()
+
+    def _put(self, numbers: Iterable[int]) -> None:
+        groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
+        for number in numbers:
+            for piece in self._in_bucket[number]:
+                groups[piece.group].append(piece.parameter)
+        for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+
+    def _swap(self) -> None:
+        self._swapped = [group["params"] for group in self.optimizer.param_groups]
+        self._state, self.optimizer.state = self.optimizer.state, self._state
+
+    def restore(self) -> None:
+        """Puts the user's parameters back, also after a step that raised half-way."""
+        if self._swapped is None:
+            return
+        for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
+            group["params"] = parameters
+        self._state, self.optimizer.state = self.optimizer.state, self._state
+        self._swapped = None
+
+
+class ShardedOptimizer(OptimizerShards):
+    """Steps the user's optimizer on the pieces, bucket by bucket within one call of its `step`.
+
+    `optimizer.step(closure)` keeps its meaning for whoever calls it: the closure runs once, then
+    `OptimizerPipeline` reduces, then every bucket is stepped, in plan order, with the group's
+    options at that moment. The class's own step runs for each run of buckets but the last (`run`).
+    The pieces of the last one are left in the groups for the call under way, which `finish` ends.
+
+    State lives here, by piece. `optimizer.state` is the user's dict outside a step, and normally
+    empty. What is put into it (`load_state_dict`) is taken over before the next step.
+
+    Args:
+        optimizer: The user's. Mutated: hooks of `load_state_dict`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self._last_run: Sequence[int] = ()
+        self._was_loaded = False
+        self._loading: dict[str, Any] | None = None
+        self._hooks = (
+            optimizer.register_load_state_dict_pre_hook(self._on_loading),
+            optimizer.register_load_state_dict_post_hook(self._on_loaded),
+        )
+
+    @override
+    def attach(
+        self, buffers: FlatBuffers, parameters: Sequence[Parameter], rank: int, world_size: int
+    ) -> None:
+        super().attach(buffers, parameters, rank, world_size)
+        self._whole = frozenset(bucket.number for bucket in buffers.buckets if bucket.is_whole)
+        homes = [buffers.buckets[placement.buckets[0]] for placement in buffers.placements]
+        self._have_master = [(home.has_master, home.lags) for home in homes]
+
+    def remove_hooks(self) -> None:
+        """Gives `optimizer.load_state_dict` back its ordinary meaning."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # --- the step -------------------------------------------------------------------------------
+
+    def run(self, order: Iterable[int]) -> Iterator[Sequence[int]]:
+        """Steps the buckets of `order`, in runs; yields each run's numbers once it is stepped.
+
+        Leaves the last run to the call of `optimizer.step` that is under way. Whoever iterates
+        calls `restore` if anything raises.
+        """
+        wanted = dict.fromkeys((*order, *self._in_bucket))
+        late = [number for number in wanted if number not in self.stepped_early]
+        step = inner_step(self.optimizer)
+        *head, last = step_runs(late, self._in_bucket)
+        self._swap()
+        for numbers in head:
+            self._put(numbers)
+            step(self.optimizer)
+            self._note_stepped(numbers)
+            yield numbers
+        self._put(last)
+        self._last_run = last
+
+    def finish(self) -> Sequence[int]:
+        """The call under way has stepped the last run; returns its numbers.
+
+        Raises:
+            RuntimeError: If it stepped before there were gradients.
+        """
+        if not self._last_run:
+            raise closure_skipped(self.optimizer)
+        numbers, self._last_run = self._last_run, ()
+        self._note_stepped(numbers)
+        return numbers
+
+    def step_early(self, number: int) -> None:
+        """Steps bucket `number`, whose gradient is reduced, within the closure of a step.
+
+        The rest of the step then leaves it out. All its parameters must have been used.
+        """
+        for piece in self.pieces_in(number):
+            piece.parameter.grad = piece.gradient
+        self._swap()
+        # First: should the step raise, part of the state may be new.
+        self.stepped_early.add(number)
+        try:
+            self._put([number])
+            inner_step(self.optimizer)(self.optimizer)
+            self._note_stepped([number])
+        finally:
+            self.restore()
+
+    def _note_stepped(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            stepped = mark_stepped(self._in_bucket[number])
+            if number in self._whole:
+                # No gather will tell autograd that what it saved of these is no longer there.
+                torch.autograd.graph.increment_version([self._parameters[i] for i in stepped])
+
+    @override
+    def restore(self) -> None:
+        super().restore()
+        self._last_run = ()
+
+    # --- state ----------------------------------------------------------------------------------
+
+    def adopt_state(self) -> AdoptedState:
         """Cuts state that stands in `optimizer.state` under whole parameters into pieces.
 
         Takes the managed parameters' state out of `optimizer.state`. After a `load_state_dict`
         what the pieces had before is forgotten, otherwise only what is given replaces it.
 
-        Returns:
-            Whether masters were among it.
+        Masters of weights that were written to after loading are lost: writes win.
         """
         whole = self.optimizer.state
         was_loaded = self._was_loaded
         if was_loaded:
             self._forget()
         if not whole:
-            return False
+            return AdoptedState(False, False)
         brings_masters = False
         for piece in self.pieces:
             parameter = self._parameters[piece.tensor_index]
@@ -155,11 +303,10 @@ class ShardedOptimizer:
                 piece.was_stepped = brings_masters = True
             if own:
                 self._state[piece.parameter] = own
-        self._take_out(whole, was_loaded)
-        return brings_masters
+        return AdoptedState(brings_masters, self._take_out(whole, was_loaded))
 
-    def _take_out(self, whole: dict[Tensor, Any], was_loaded: bool) -> None:
-        """Takes the managed parameters' state out of `whole`, and says if a master is lost.
+    def _take_out(self, whole: dict[Tensor, Any], was_loaded: bool) -> bool:
+        """Takes the managed parameters' state out of `whole`; says whether a master is lost.
 
         Of 16 bits those are lost, too, that were loaded and do not round to their weights.
         """
@@ -169,8 +316,7 @@ class ShardedOptimizer:
             master = whole.pop(parameter, {}).get(MASTER_KEY)
             if not has_master or (was_loaded and not lags):
                 is_lost |= differs(master, parameter, is_rounded=has_master)
-        if is_lost:
-            self._listener.masters_dropped()
+        return is_lost
 
     def _forget(self) -> None:
         """Back to before the first step: masters, which were of other weights, are the weights."""
@@ -192,160 +338,6 @@ class ShardedOptimizer:
         loaded, self._loading = self._loading, None
         if loaded is not None:
             undo_casts(optimizer, loaded)
-
-    def _on_zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.get("set_to_none", args[0] if args else True):
-            warn_of_zeros(self.optimizer)
-        with self._listener.without_arrivals():
-            self._listener.drop_gradients()
-            self._zero_grad(*args, **kwargs)
-
-    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Pre-hook: reduces after the closure, whether or not there is one."""
-        this, *rest = args
-        closure = rest[0] if rest else kwargs.get("closure")
-        if closure is None:
-            self._begin()
-            return None
-
-        def closure_then_reduce() -> Any:
-            loss = closure()
-            self._begin()
-            return loss
-
-        if rest:
-            return (this, closure_then_reduce, *rest[1:]), kwargs
-        return args, {**kwargs, "closure": closure_then_reduce}
-
-    @torch.no_grad()
-    def _begin(self) -> None:
-        self.restore()
-        self._listener.before_step()
-        step = inner_step(self.optimizer)
-        order = dict.fromkeys((*self._listener.steps_first(), *self._in_bucket))
-        late = [number for number in order if number not in self.stepped_early]
-        *head, last = step_runs(late, self._in_bucket)
-        self._swap()
-        try:
-            for run in head:
-                self._select(run)
-                step(self.optimizer)
-                self._finish_run()
-            self._select(last)
-        except BaseException:
-            self.restore()
-            raise
-
-    def step_early(self, number: int) -> None:
-        """Steps bucket `number`, whose gradient is reduced, within the closure of a step.
-
-        The rest of the step then leaves it out. All its parameters must have been used.
-        """
-        for piece in self.pieces_in(number):
-            piece.parameter.grad = piece.gradient
-        self._swap()
-        # First: should the step raise, part of the state may be new.
-        self.stepped_early.add(number)
-        try:
-            self._select([number])
-            inner_step(self.optimizer)(self.optimizer)
-            self._finish_run()
-        finally:
-            self.restore()
-
-    def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Post-hook: the inner step has just stepped the last buckets."""
-        if not self._selected:
-            raise closure_skipped(optimizer)
-        self._finish_run()
-        self._end_step()
-
-    def _end_step(self) -> None:
-        self.restore()
-        self.stepped_early.clear()
-        self.clear_gradients()
-        self._listener.after_step()
-
-    def _select(self, run: Sequence[int]) -> None:
-        self._listener.stepping()
-        self._put(run)
-        self._selected = run
-
-    def _put(self, numbers: Iterable[int]) -> None:
-        groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
-        for number in numbers:
-            for piece in self._in_bucket[number]:
-                groups[piece.group].append(piece.parameter)
-        for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
-            group["params"] = parameters
-
-    def _finish_run(self) -> None:
-        for number in self._selected:
-            stepped = mark_stepped(self._in_bucket[number])
-            if number in self._whole:
-                # No gather will tell autograd that what it saved of these is no longer there.
-                torch.autograd.graph.increment_version([self._parameters[i] for i in stepped])
-            self._listener.stepped(number)
-        self._selected = ()
-
-    def set_gradients(self, used: Sequence[bool]) -> None:
-        """Gives each piece its part of the mean gradient, and none where nobody had one."""
-        for piece in self.pieces:
-            if not used[piece.tensor_index]:
-                piece.parameter.grad = None
-            elif piece.gradient is not None:
-                piece.parameter.grad = piece.gradient
-            else:
-                gradient = self._parameters[piece.tensor_index].grad
-                assert gradient is not None
-                is_plain = gradient.is_contiguous() and piece.is_plain
-                piece.parameter.grad = gradient.view(-1) if is_plain else self._own_gradient(piece)
-
-    def clear_gradients(self) -> None:
-        """Lets go of the pieces' gradients, which would stand beside those of the next backward."""
-        for piece in self.pieces:
-            piece.parameter.grad = None
-
-    def _own_gradient(self, piece: Piece) -> Tensor:
-        """World size 1: the piece's part of its parameter's gradient, in storage order; a view."""
-        parameter = self._parameters[piece.tensor_index]
-        assert parameter.grad is not None
-        if parameter.grad.stride() != parameter.stride():
-            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-        return as_flat(parameter.grad, parameter.stride())[piece.start : piece.stop]
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """The pieces' gradients, where there are any."""
-        return [piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None]
-
-    @contextmanager
-    def on_shards(self, *extra: Tensor) -> Iterator[None]:
-        """Puts all pieces, and `extra` in front of them, into the optimizer's groups meanwhile."""
-        self._swap()
-        try:
-            self._put(self._in_bucket)
-            self.optimizer.param_groups[0]["params"][:0] = extra
-            yield
-        finally:
-            self.restore()
-
-    def _swap(self) -> None:
-        self._swapped = [group["params"] for group in self.optimizer.param_groups]
-        self._state, self.optimizer.state = self.optimizer.state, self._state
-
-    def restore(self) -> None:
-        """Puts the user's parameters back, also after a step that raised half-way."""
-        if self._swapped is None:
-            return
-        for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
-            group["params"] = parameters
-        self._state, self.optimizer.state = self.optimizer.state, self._state
-        self._swapped, self._selected = None, ()
-
-
-MAX_RUN_NUMEL = 1 << 16
-"""Elements of shards that are stepped at once."""
 
 
 def step_runs(numbers: Sequence[int], pieces: Mapping[int, Sequence[Piece]]) -> list[list[int]]:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import LOW_PRECISION
 from lightning_dear.compression import PowerSGD, SparseAllReduce
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
-from lightning_dear.optimizers.deferred import DeferredStep
 from lightning_dear.optimizers.elementwise import (
     ELEMENTWISE,
     check_elementwise,
@@ -20,6 +19,7 @@ from lightning_dear.optimizers.elementwise import (
     twin_of,
     used_groups,
 )
+from lightning_dear.optimizers.replicated import DeferredStep
 
 _KNOWN = ELEMENTWISE | {
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)

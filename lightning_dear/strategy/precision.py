@@ -35,7 +35,7 @@ def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
     if scaler is not None:
         scaler.unscale_ = partial(_unscale, pipeline, scaler.unscale_)
         for part in pipeline.parts:
-            part.loss_scale = partial(loss_scale, scaler, part.parameters[0].device)
+            part.plans.loss_scale = partial(loss_scale, scaler, part.parameters[0].device)
 
 
 def _unscale(pipeline: Pipeline, unscale: Any, optimizer: Optimizer) -> None:

@@ -71,7 +71,7 @@ class Tuning:
         self._num_steps = 0
         self._tensors: Sequence[TensorSpec] | None = None
         self._course = self._run()
-        self._part.find_plan = self._take_found_plan
+        self._part.plans.find_plan = self._take_found_plan
 
     def before_forward(self) -> None:
         """To be called between steps, before a forward. Collective, blocks.

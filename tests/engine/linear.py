@@ -115,7 +115,7 @@ class Run:
 
     def _distances(self, rate: float, masters: Sequence[Tensor] | None) -> list[float]:
         self.pipeline.complete_parameters()
-        held = self.part._residuals._taken()
+        held = self.part.plans.residuals.taken()
         own, owned = held.worker.get("residual", {}), held.owner.get("residual", {})
         distances = []
         for number, weight in enumerate(self.model.weights):

@@ -27,8 +27,8 @@ def run_of(codec: OkTopk, **options: Any) -> Run:
 
 
 def buckets_of(run: Run) -> list[SparseBucket]:
-    assert run.part._active is not None
-    coded = run.part._active.exchange.coded
+    assert run.part.plans.active is not None
+    coded = run.part.plans.active.exchange.coded
     assert all(isinstance(one, SparseBucket) for one in coded)
     return list(coded)  # type: ignore[arg-type]
 

@@ -19,11 +19,11 @@ def test_the_lag_that_is_told_is_that_of_the_parameters() -> None:
         for _ in range(NUM_STEPS):
             run.step()
         run.pipeline.complete_parameters()
-        assert run.part._active is not None
+        assert run.part.plans.active is not None
         behind, whole, num_between = [], [], 0
-        for bucket in run.part._active.flat.buckets:
+        for bucket in run.part.plans.active.flat.buckets:
             is_between = torch.ones_like(bucket.shard, dtype=torch.bool)
-            for piece in run.part.sharded.pieces_in(bucket.number):
+            for piece in run.part.stepper.pieces_in(bucket.number):
                 begin = piece.offset - bucket.own.start
                 is_between[begin : begin + piece.numel] = False
             num_between += int(is_between.sum())

@@ -31,7 +31,7 @@ def test_a_dense_step_sends_all_that_was_left(gather: str) -> None:
         assert run.error(0.5 if isinstance(codec, LoCo) else 1.0) <= 1e-5, codec
         if isinstance(codec, LoCo):
             continue
-        held = run.part._residuals._taken()
+        held = run.part.plans.residuals.taken()
         for own in (*held.worker.values(), *held.owner.values()):
             for number, weight in enumerate(run.model.weights):
                 if number != SOMETIMES:
@@ -111,7 +111,7 @@ def test_a_change_leaves_gradients_on_their_way_alone(drops: bool) -> None:
             run.step()
         assert run.part.encoding_figures()["compression_ratio"] == before
         assert run.error() <= 1e-5, first
-        active = run.part._active
+        active = run.part.plans.active
         assert active is not None
         assert {coded.codec for coded in active.exchange.coded} == {later}
 
@@ -127,7 +127,7 @@ def test_a_change_waits_for_a_step_of_several_rounds() -> None:
         loss = run.model(gradients_of(9, 0))
     with run.pipeline.backward(synchronize=False):
         loss.backward()
-    active = run.part._active
+    active = run.part.plans.active
     assert active is not None
     run.part.use_codec(Fp32())
     assert {coded.codec for coded in active.exchange.coded} == {Int8()}
@@ -181,7 +181,7 @@ def test_what_was_left_of_no_known_rate_counts_as_of_ones_own() -> None:
     state = copy.deepcopy(run.part.optimizer_state_dict())
     del state["residuals"]["rates"]
     other.optimizer.load_state_dict(state)
-    left = [run.part._residuals._taken(), other.part._residuals._taken()]
+    left = [run.part.plans.residuals.taken(), other.part.plans.residuals.taken()]
     for kind in ("worker", "owner"):
         kept, taken = (list(getattr(one, kind)["residual"].values()) for one in left)
         for one, same in zip(kept, taken, strict=True):

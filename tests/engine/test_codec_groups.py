@@ -51,7 +51,7 @@ def _options(codec: Codec, gather: str = "gradients") -> ExchangeOptions:
 def _buckets(run: Run) -> dict[str, set[int]]:
     """Codec -> numbers of the tensors that it encodes."""
     found: dict[str, set[int]] = {}
-    for coded in run.part._active.exchange.coded:  # type: ignore[union-attr]
+    for coded in run.part.plans.active.exchange.coded:  # type: ignore[union-attr]
         tensors = {piece.tensor for piece in coded.spec.slices}
         found.setdefault(coded.codec.name, set()).update(tensors)  # type: ignore[attr-defined]
     return found
@@ -94,7 +94,7 @@ def test_a_schedule_and_another_plan_keep_the_groups() -> None:
     assert _buckets(run) == {"topk": {0}, "int8": {2}, "fp32": {1, 3, 4}}
     (sparse,) = (
         coded.codec
-        for coded in run.part._active.exchange.coded  # type: ignore[union-attr]
+        for coded in run.part.plans.active.exchange.coded  # type: ignore[union-attr]
         if isinstance(coded.codec, TopK)  # type: ignore[attr-defined]
     )
     assert sparse.density == 0.1
@@ -154,7 +154,7 @@ def test_nothing_is_kept_of_what_is_never_encoded() -> None:
     ):
         run = Run(_options(codec), NoFusion())
         run.step()
-        for coded in run.part._active.exchange.coded:  # type: ignore[union-attr]
+        for coded in run.part.plans.active.exchange.coded:  # type: ignore[union-attr]
             is_vector = coded.spec.slices[0].tensor in (1, 3, 4)
             assert coded.owner.names == (() if is_vector else ("residual",))
             assert coded.worker.names == (names if is_vector else coded.worker.names)
@@ -186,7 +186,7 @@ def test_with_parameters_gathered_only_the_others_lag() -> None:
     run.pipeline.complete_parameters()
     lags = {
         bucket.spec.slices[0].tensor: float((bucket.shard - bucket.replica).abs().max())
-        for bucket in run.part._active.flat.buckets  # type: ignore[union-attr]
+        for bucket in run.part.plans.active.flat.buckets  # type: ignore[union-attr]
     }
     assert lags.pop(0) > 0
     assert set(lags.values()) == {0.0}
@@ -248,7 +248,7 @@ def test_a_resumed_run_and_another_plan_go_on_drawing() -> None:
     folder = run.part.sharded_state_dict()["residuals"]["counts"]
     assert file == folder == {"reduce": 3, "gather": 3}
     run.part.replan(NoFusion().plan(run.part.tensors, dist.get_world_size()))
-    counts = {tuple(coded.counts.values()) for coded in run.part._active.exchange.coded}  # type: ignore[union-attr]
+    counts = {tuple(coded.counts.values()) for coded in run.part.plans.active.exchange.coded}  # type: ignore[union-attr]
     assert counts == {(3, 3)}
 
 

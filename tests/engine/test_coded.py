@@ -165,7 +165,7 @@ def test_clipping_changes_what_owners_have_and_not_what_workers_keep() -> None:
             clipped.step(before=partial(unscale, clipped, 4.0))
         for run in (plain, clipped):
             run.pipeline.complete_parameters()
-        one, other = (run.part._residuals._taken() for run in (plain, clipped))
+        one, other = (run.part.plans.residuals.taken() for run in (plain, clipped))
         for ours, theirs in zip(plain.model.weights, clipped.model.weights, strict=True):
             assert torch.equal(ours / 4, theirs)
             assert torch.equal(one.worker["residual"][ours], other.worker["residual"][theirs])
@@ -190,7 +190,7 @@ def test_a_loss_scale_that_changes_changes_nothing() -> None:
         plain, scaled = Run(coded(codec)), Run(coded(codec))
         for step in range(8):
             scale = 2.0 ** (step % 4)
-            scaled.part.loss_scale = lambda scale=scale: torch.full((1,), scale)
+            scaled.part.plans.loss_scale = lambda scale=scale: torch.full((1,), scale)
 
             plain.step()
             scaled.step(before=partial(unscale, scaled, scale), scale=scale)
@@ -304,7 +304,7 @@ def test_dgc_clips_each_tensor_of_each_rank() -> None:
     for scale in (1.0, 8.0):
         codec = DGC(density=1.0, selector="exact", momentum=0.0, clip_norm=0.5)
         run = Run(coded(codec, halves="reduce"))
-        run.part.loss_scale = lambda scale=scale: torch.full((1,), scale)
+        run.part.plans.loss_scale = lambda scale=scale: torch.full((1,), scale)
         run.step(before=partial(unscale, run, scale), scale=scale)
         run.pipeline.complete_parameters()
         ranks = range(dist.get_world_size())

@@ -74,7 +74,7 @@ def _backward_of_inf(run: Run, value: float) -> None:
 
 
 def _kept(run: Run) -> dict[str, list[Tensor]]:
-    held = run.part._residuals._taken()
+    held = run.part.plans.residuals.taken()
     return {
         f"{kind} {name}": [tensor.clone() for tensor in own.values()]
         for kind, kept in (("worker", held.worker), ("owner", held.owner))
@@ -155,8 +155,8 @@ def test_the_norm_of_residuals_is_that_of_the_parameters(codec: Codec) -> None:
     for _ in range(3):
         run.step()
     run.pipeline.complete_parameters()
-    assert run.part._active is not None
-    for coded in run.part._active.exchange.coded:
+    assert run.part.plans.active is not None
+    for coded in run.part.plans.active.exchange.coded:
         assert all(bool(flat.isfinite().all()) for flat in coded.worker.kept.values())
     kept = [flat for name, own in _kept(run).items() if "residual" in name for flat in own]
     norm = run.part.encoding_figures()["residual_norm"]
@@ -189,13 +189,13 @@ def test_nothing_is_encoded_between_parameters() -> None:
     for _ in range(3):
         run.step()
     run.pipeline.complete_parameters()
-    assert run.part._active is not None
-    for coded in run.part._active.exchange.coded:
+    assert run.part.plans.active is not None
+    for coded in run.part.plans.active.exchange.coded:
         assert isinstance(coded, CodedBucket)
         places = coded._padding
         assert places.numel()
         assert not coded.compensated(None).view(-1)[places].any()
-    run.part._active.reducer.drop()
+    run.part.plans.active.reducer.drop()
 
 
 @distributed(world_sizes=(2,))
@@ -220,7 +220,7 @@ def test_a_loss_scale_hears_of_what_a_codec_would_clip() -> None:
     """Or residuals would grow as long as the scale does."""
     for scale, is_clipped in ((1024.0, True), (512.0, False)):
         run = Run(ExchangeOptions("gradients", codec=Fp16()))
-        run.part.loss_scale = lambda scale=scale: torch.full((1,), scale)
+        run.part.plans.loss_scale = lambda scale=scale: torch.full((1,), scale)
         # Halved on two ranks.
         made = gradients_of(0, 0)
         gradients = [torch.full_like(one, 200 * scale) for one in made if one is not None]

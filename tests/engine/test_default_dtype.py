@@ -74,9 +74,9 @@ def test_training_is_the_same_within_any_default_dtype(dtype: torch.dtype) -> No
         expected, ours = _trained(codec, torch.float32), _trained(codec, dtype)
         for one, other in zip(weights(expected.model), weights(ours.model), strict=True):
             assert torch.equal(one, other), codec
-        kept = _kept(ours.part._residuals._taken())
+        kept = _kept(ours.part.plans.residuals.taken())
         assert kept
-        for one, other in zip(_kept(expected.part._residuals._taken()), kept, strict=True):
+        for one, other in zip(_kept(expected.part.plans.residuals.taken()), kept, strict=True):
             assert other.dtype == torch.float32, codec
             assert torch.equal(one, other), codec
 

@@ -99,7 +99,7 @@ class Law:
     def check(self) -> None:
         """The run keeps u and v; sent + v = sum of u; and weights have all but what is kept."""
         self.run.pipeline.complete_parameters()
-        held = self.run.part._residuals._taken().worker
+        held = self.run.part.plans.residuals.taken().worker
         for number, weight in enumerate(self.run.model.weights):
             u, v = (held[name][weight].double() for name in ("momentum", "residual"))
             _assert_near(u.view(weight.shape), self.own["u"][number])

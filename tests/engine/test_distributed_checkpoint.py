@@ -234,10 +234,10 @@ def _sharded_state_gathers_nothing() -> None:
     sent_before = part._collectives.ledger.total_bytes
     own = {
         value.data_ptr()
-        for piece in part.sharded.pieces
-        for value in part.sharded.state_of(piece).values()
+        for piece in part.stepper.pieces
+        for value in part.stepper.state_of(piece).values()
     }
-    state = sharded_state(part.sharded, part.parameters, part._collectives)
+    state = sharded_state(part.stepper, part.parameters, part._collectives)
     assert part._collectives.ledger.total_bytes == sent_before
     chunks = [chunk for _, chunks in state.chunks for chunk in chunks]
     assert len(chunks) > len(list(model.parameters()))

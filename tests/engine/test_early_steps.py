@@ -63,7 +63,7 @@ class Run:
         with self.pipeline.backward():
             loss.backward()
             self.in_backward(self.model)
-        self.num_early.append(len(self.part.sharded.stepped_early))
+        self.num_early.append(len(self.part.stepper.stepped_early))
         self.losses.append(loss.detach())
         return loss
 
@@ -103,7 +103,7 @@ def test_ranks_may_step_different_buckets_early(depth: int | None) -> None:
     run.step(0)
     if dist.get_rank() == 1:
         # Notices nothing but the first arrival of each backward.
-        reducer = run.part._active.reducer
+        reducer = run.part.plans.active.reducer
         arrived, first = reducer.has_arrived, run.part.plan.early[0]
         reducer.has_arrived = lambda number: number == first and arrived(number)
     for step in range(1, NUM_STEPS):
@@ -217,7 +217,7 @@ def test_no_state_is_saved_after_a_backward_that_raised_half_way() -> None:
     run.in_backward = fail
     with pytest.raises(ZeroDivisionError):
         run.step(1)
-    assert run.part.sharded.stepped_early
+    assert run.part.stepper.stepped_early
     run.pipeline.abandon()
     assert torch.equal(flat(run.model), before)
     with pytest.raises(RuntimeError, match="no consistent state"):

@@ -90,7 +90,7 @@ def _ratios(rank: int, steps: range) -> list[float]:
     run = Run(ExchangeOptions("gradients", codec=PowerSGD(rank=rank)), SingleFusion())
     # Zeros make a plan and leave no residual.
     _step(run, scale=0.0)
-    (low,) = run.part._active.exchange.coded  # type: ignore[union-attr]
+    (low,) = run.part.plans.active.exchange.coded  # type: ignore[union-attr]
     state = _torchs_hook(rank, [low.factors[number].clone() for number in FACTORED])
     theirs = [torch.zeros(shape) for shape in SHAPES]
     exact = [torch.zeros(shape) for shape in SHAPES]
@@ -223,7 +223,7 @@ def test_a_loss_scale_that_changes_changes_nothing() -> None:
     plain, scaled = Run(OPTIONS), Run(OPTIONS)
     for step in range(8):
         scale = 2.0 ** (step % 4)
-        scaled.part.loss_scale = lambda scale=scale: torch.full((1,), scale)
+        scaled.part.plans.loss_scale = lambda scale=scale: torch.full((1,), scale)
         plain.step()
         scaled.step(before=partial(unscale, scaled, scale), scale=scale)
     for one, other in zip(weights(plain.model), weights(scaled.model), strict=True):

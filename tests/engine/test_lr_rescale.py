@@ -72,7 +72,7 @@ class Scheduled:
     def check(self) -> None:
         """What weights were moved by, and will be by what is left, is all that there was."""
         self.pipeline.complete_parameters()
-        held = self.part._residuals._taken().worker["residual"]
+        held = self.part.plans.residuals.taken().worker["residual"]
         for number, weight in enumerate(self.model.weights):
             left = held[weight].double()
             dist.all_reduce(left)
@@ -153,10 +153,10 @@ def test_it_is_not_done_unless_it_is_asked_for() -> None:
     run = Scheduled(lr_rescale=False)
     run.step(0)
     run.pipeline.complete_parameters()
-    before = run.part._residuals._taken().worker["residual"]
+    before = run.part.plans.residuals.taken().worker["residual"]
     run.set_rates(4)
     run.part.optimizer_state_dict()
-    after = run.part._residuals._taken().worker["residual"]
+    after = run.part.plans.residuals.taken().worker["residual"]
     assert all(torch.equal(after[one], left) for one, left in before.items())
 
 

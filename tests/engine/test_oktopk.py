@@ -163,7 +163,7 @@ def _check_every_number_arrives_or_is_left_to_the_bit() -> None:
             (one,) = buckets_of(run)
             # Of numbers of which many are equal.
             assert not one.is_sparse or moved <= one.k
-            held = run.part._residuals._taken().worker["residual"]
+            held = run.part.plans.residuals.taken().worker["residual"]
             for weight, whole in zip(run.model.weights, expected, strict=True):
                 left = held[weight].double()
                 dist.all_reduce(left)
@@ -218,7 +218,7 @@ def _check_a_loss_scale_changes_nothing(codec: OkTopk) -> None:
     for step in range(8):
         plain.step()
         scale = 2.0 ** (step + 3)
-        scaled.part.loss_scale = partial(torch.tensor, scale)
+        scaled.part.plans.loss_scale = partial(torch.tensor, scale)
         scaled.step(before=partial(unscale, scaled, scale), scale=scale)
     for run in (plain, scaled):
         run.pipeline.complete_parameters()
@@ -338,7 +338,7 @@ def _check_two_optimizers_are_those_of_one(codec: OkTopk) -> None:
             assert first is not None
             total += first.double() / dist.get_world_size()
     pipeline.complete_parameters()
-    left = pipeline.parts[0]._residuals._taken().worker["residual"][model.weights[0]].double()
+    left = pipeline.parts[0].plans.residuals.taken().worker["residual"][model.weights[0]].double()
     dist.all_reduce(left)
     arrived = left.view(SHAPES[0]) - model.weights[0].detach().double()
     assert (arrived - total).norm() <= 1e-5 * total.norm()

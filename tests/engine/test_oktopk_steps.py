@@ -94,7 +94,9 @@ def test_what_a_hook_makes_zero_has_arrived_all_the_same() -> None:
             other.step()
         for one in (run, other):
             one.pipeline.complete_parameters()
-        left, without = (one.part._residuals._taken().worker["residual"] for one in (run, other))
+        left, without = (
+            one.part.plans.residuals.taken().worker["residual"] for one in (run, other)
+        )
         for number, pair in enumerate(zip(run.model.weights, other.model.weights, strict=True)):
             own, usual = pair
             assert torch.equal(own, torch.zeros_like(own) if number == largest else usual)

@@ -259,8 +259,8 @@ def test_nothing_is_under_way_into_a_parameter_when_it_is_stepped() -> None:
     pipeline = new_pipeline(model, optimizer, delays=LATE)
     _step(pipeline, model, optimizer, 0)
     part, seen = pipeline.of(optimizer), []
-    assert part._active is not None
-    gatherer = part._active.gatherer
+    assert part.plans.active is not None
+    gatherer = part.plans.active.gatherer
     assert not gatherer.is_idle
     part._on_reduce = lambda: seen.append(gatherer.is_idle)
     optimizer.step()

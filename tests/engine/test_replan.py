@@ -148,7 +148,9 @@ def test_the_old_buffers_are_gone_before_there_are_new_ones() -> None:
     pipeline = new_pipeline(model, optimizer_for("sgd", model))
     part = pipeline.parts[0]
     _step(pipeline, model, "mlp", 0)
-    buffers = [weakref.ref(one) for one in (part._active.flat.buckets[0].gradients, part._active)]
+    buffers = [
+        weakref.ref(one) for one in (part.plans.active.flat.buckets[0].gradients, part.plans.active)
+    ]
     activate = plan_lifecycle.activate
 
     def checked(*args: object) -> object:

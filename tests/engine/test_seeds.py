@@ -149,7 +149,7 @@ def test_a_state_of_earlier_versions_goes_on_without_a_seed(codec: Compressor) -
     assert torch.equal(_weights(one), _weights(other))
     assert torch.equal(_weights(one), _weights(again))
     if not isinstance(codec, PowerSGD):
-        first = one.part._active.exchange.coded[0]  # type: ignore[union-attr]
+        first = one.part.plans.active.exchange.coded[0]  # type: ignore[union-attr]
         assert first._next("reduce").key == "reduce 0 5"
     run.step()
     assert not torch.equal(_weights(one), _weights(run))

@@ -73,7 +73,7 @@ def _check_every_number_arrives_or_is_left_to_the_bit() -> None:
             for number, ones in enumerate(zip(*of_ranks, strict=True)):
                 expected[number] += sum(ones)
             run.pipeline.complete_parameters()
-            held = run.part._residuals._taken().worker["residual"]
+            held = run.part.plans.residuals.taken().worker["residual"]
             for weight, whole in zip(run.model.weights, expected, strict=True):
                 left = held[weight].double()
                 dist.all_reduce(left)
@@ -125,7 +125,7 @@ def test_a_loss_scale_changes_nothing() -> None:
         for step in range(4):
             plain.step()
             scale = 2.0 ** (step + 3)
-            scaled.part.loss_scale = partial(torch.tensor, scale)
+            scaled.part.plans.loss_scale = partial(torch.tensor, scale)
             scaled.step(before=partial(unscale, scaled, scale), scale=scale)
         for run in (plain, scaled):
             run.pipeline.complete_parameters()
@@ -296,7 +296,7 @@ def test_what_nobody_uses_is_not_lost_where_sums_travel_as_they_are() -> None:
 def test_equal_regions_have_room_for_what_is_in_them() -> None:
     run = run_of(TopkDSA(density=0.4))
     run.step()
-    (one,) = run.part._active.exchange.coded
+    (one,) = run.part.plans.active.exchange.coded
     assert one.gathered.shape == (3, 1 + 2 * one.spec.padded_numel // 3)
 
 

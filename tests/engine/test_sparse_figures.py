@@ -40,7 +40,7 @@ def test_figures_say_what_travelled() -> None:
         before = ledger.reduce_scatter_bytes + ledger.all_gather_bytes
         run.step()
         run.pipeline.complete_parameters()
-        (one,) = run.part._active.exchange.coded
+        (one,) = run.part.plans.active.exchange.coded
         assert 4 * one.tally.words_sent == (
             ledger.reduce_scatter_bytes + ledger.all_gather_bytes - before
         )
@@ -77,7 +77,7 @@ def test_never_more_than_k_come_back_whatever_the_density_was() -> None:
         for _ in range(2):
             run.step()
             run.pipeline.complete_parameters()
-            (one,) = run.part._active.exchange.coded
+            (one,) = run.part.plans.active.exchange.coded
             # Regions follow, too.
             assert one.k / 2 <= one.tally.num_kept <= one.k, density
         run.step()

@@ -52,7 +52,7 @@ def test_a_rank_holds_its_share_of_the_state(world_size: int) -> None:
     pipeline = new_pipeline(model, optimizer)
     _train(pipeline, model, optimizer, range(2))
     whole_bytes = sum(2 * parameter.nbytes for parameter in model.parameters())
-    own_bytes = torch.tensor(_state_bytes(pipeline.parts[0].sharded), dtype=torch.float64)
+    own_bytes = torch.tensor(_state_bytes(pipeline.parts[0].stepper), dtype=torch.float64)
     assert abs(float(own_bytes) * world_size / whole_bytes - 1) < 0.02
     dist.all_reduce(own_bytes)
     assert int(own_bytes) == whole_bytes

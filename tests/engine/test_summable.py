@@ -156,7 +156,7 @@ def test_the_mean_has_one_number_of_each_stratum(world_size: int) -> None:
 def _eventful_step(run: Run, codec: RandomK, number: int) -> None:
     """Something else happens before each step but the first."""
     scale = 2.0**number
-    run.part.loss_scale = lambda: torch.full((1,), scale)
+    run.part.plans.loss_scale = lambda: torch.full((1,), scale)
     if number == 1:
         run.backward(step=100, scale=scale)
     elif number == 2:

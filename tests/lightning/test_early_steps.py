@@ -32,7 +32,7 @@ class _Counts(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pipeline = trainer.strategy._pipeline
         if pipeline is not None:
-            sharded = pipeline.parts[0].sharded
+            sharded = pipeline.parts[0].stepper
             begin = sharded._begin
 
             def counting() -> None:

@@ -39,7 +39,7 @@ class _StateBytes(Callback):
         self.num_bytes = self.num_user_bytes
         pipeline = getattr(trainer.strategy, "_pipeline", None)
         if pipeline is not None:
-            sharded: ShardedOptimizer = pipeline.parts[0].sharded
+            sharded: ShardedOptimizer = pipeline.parts[0].stepper
             self.num_bytes += _count(sharded.state_of(piece) for piece in sharded.pieces)
 
 

@@ -58,14 +58,14 @@ GATHERING = [
     ),
     Mutation(
         "options as they were at the step",
-        "optimizers/deferred.py",
+        "optimizers/replicated.py",
         "        self._options = [_copied(group) for group in optimizer.param_groups]\n",
         "        self._options = optimizer.param_groups\n",
         (f"{REPLICATED}::test_options_count_as_they_were_at_the_step",),
     ),
     Mutation(
         "copying learning rates that are tensors",
-        "optimizers/deferred.py",
+        "optimizers/replicated.py",
         "        return value.detach().clone()\n",
         "        return value\n",
         (f"{REPLICATED}::test_a_learning_rate_in_a_tensor_counts_as_it_was_at_the_step",),
