@@ -43,7 +43,7 @@ class MeanGradients:
             )
 
     def _check_may_add_to_means(self) -> None:
-        if (codec := self._options.codec) is not None and self._options.encodes_once:
+        if (codec := self._options.codec) is not None and codec.encodes_once:
             raise RuntimeError(
                 "Another backward would add to mean gradients that a hook was shown, that"
                 " whole_gradients() has shown or that were clipped, which"
@@ -121,7 +121,7 @@ class MeanGradients:
 
     def _warn_of_votes(self) -> None:
         codec = self._options.codec
-        if codec is None or codec.kind != "vote" or self._collectives.rank:
+        if codec is None or not codec.votes or self._collectives.rank:
             return
         effect = (
             "only the signs of their mean are sent back, so that this changes nothing"

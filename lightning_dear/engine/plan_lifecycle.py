@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.checkpoint.whole_state import whole_state
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.compression import Compressor, Fp32, check_replaces
+from lightning_dear.compression import Compressor, check_replaces
 from lightning_dear.engine.active_plan import (
     ActivePlan,
     Recording,
@@ -177,7 +177,7 @@ class PlanChanges:
                 or that would have been refused instead of the configured one.
         """
         check_replaces(codec, self._options.codec)
-        if not isinstance(codec, Fp32) and codec != self._codec:
+        if not codec.is_identity and codec != self._codec:
             replace(self._options, codec=codec)
         self._codec = codec
         if self._active is not None:

@@ -14,7 +14,6 @@ from lightning_dear.checkpoint.sharded_state import sharded_state
 from lightning_dear.checkpoint.whole_state import consolidate
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.active_plan import ActivePlan
-from lightning_dear.exchange import CodedExchange
 from lightning_dear.optimizers.masters import LeftWeights
 from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan
@@ -75,10 +74,8 @@ class SavedState:
         """
         self.prepare_state("sync_replicas")
         self._left.sync()
-        if self._active is None or not isinstance(self._active.exchange, CodedExchange):
-            return
-        for bucket in self._active.flat.buckets:
-            if bucket.lags:
+        if self._active is not None:
+            for bucket in self._active.flat.buckets:
                 self._active.exchange.sync(bucket).wait()
 
     def prepare_state(self, reason: str = "optimizer state") -> None:
