@@ -12,8 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_dear.compression import DGC, Compressor, Fp32, resolve_compressor
-from lightning_dear.compression.density import FewOfMany
+from lightning_dear.compression import Compressor, Fp32, resolve_compressor
 from lightning_dear.compression.groups import groups_of
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
@@ -89,26 +88,23 @@ class CompressionSchedule(Callback):
             raise ValueError(
                 "compression_schedule changes a compressor, and there is none: set compressor=."
             )
-        if self._densities and not isinstance(codec, FewOfMany):
+        if self._densities and not codec.has_density:
             raise ValueError(
                 "densities belong to compressors that have one (topk, randomk, dgc, oktopk, topka,"
                 f" topkdsa, gtopk, gaussiank), and {codec.name} is none."
             )
-        if self._dense_steps and codec.kind == "vote":
+        if self._dense_steps and codec.votes:
             raise ValueError(
                 f"dense_steps={self._dense_steps} cannot come before {codec.name}: signs would be"
                 " stepped with the same learning rate as gradients. Leave dense_steps out."
             )
-        if isinstance(codec, DGC) and self._densities and codec.warm_up_steps:
-            self._check_warm_up(codec.warm_up_steps)
-
-    def _check_warm_up(self, num_steps: int) -> None:
-        first, end = min(self._densities), self._dense_steps + num_steps
-        if first < end:
+        end = self._dense_steps + codec.warm_up_steps
+        if codec.warm_up_steps and self._densities and min(self._densities) < end:
+            first = min(self._densities)
             raise ValueError(
-                f"densities from step {first} on would replace those of dgc's"
-                f" warm_up_steps={num_steps}, which end at step {end}. Leave out one of them, or"
-                f" begin densities at step {end}."
+                f"densities from step {first} on would replace those of {codec.name}'s"
+                f" warm_up_steps={codec.warm_up_steps}, which end at step {end}. Leave out one of"
+                f" them, or begin densities at step {end}."
             )
 
     def check_exchange(self, options: ExchangeOptions) -> None:
@@ -118,7 +114,7 @@ class CompressionSchedule(Callback):
             ValueError: Naming the density and what to set.
         """
         for step, density in self._densities.items():
-            if isinstance(options.codec, FewOfMany):
+            if options.codec is not None:
                 try:
                     replace(options, codec=options.codec.at_density(density))
                 except ValueError as error:
@@ -130,10 +126,9 @@ class CompressionSchedule(Callback):
         Raises:
             ValueError: Naming one that does not.
         """
-        warms_up = isinstance(codec, DGC) and codec.warm_up_steps
-        if isinstance(planner, BayesianFusion) and (
-            self._dense_steps or self._densities or warms_up
-        ):
+        warms_up = codec is not None and codec.warm_up_steps
+        changes = self._dense_steps or self._densities or warms_up
+        if isinstance(planner, BayesianFusion) and changes:
             raise ValueError(
                 "fusion='bayesian' measures the first steps, in which the compression schedule"
                 " sends other bytes than later. Use fusion='mergecomp', which measures the"
@@ -147,16 +142,13 @@ class CompressionSchedule(Callback):
     def codec_at(self, codec: Compressor, step: int) -> Compressor:
         """What encodes optimizer step `step`, counted from 0.
 
-        DGC's own warm-up begins when the dense steps are over.
+        A codec's own warm-up begins when the dense steps are over.
         """
         if step < self._dense_steps:
             return Fp32()
-        if isinstance(codec, DGC):
-            codec = codec.at_density(codec.density_at(step - self._dense_steps))
+        codec = codec.warmed_up(step - self._dense_steps)
         place = bisect_right(list(self._densities), step)
-        if place and isinstance(codec, FewOfMany):
-            codec = codec.at_density(list(self._densities.values())[place - 1])
-        return codec
+        return codec.at_density(list(self._densities.values())[place - 1]) if place else codec
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -191,7 +183,8 @@ def schedule_of(
         TypeError: If it is none.
     """
     if schedule is None:
-        return CompressionSchedule() if isinstance(codec, DGC) and codec.warm_up_steps else None
+        warms_up = codec is not None and codec.warm_up_steps
+        return CompressionSchedule() if warms_up else None
     if not isinstance(schedule, CompressionSchedule):
         raise TypeError(
             "compression_schedule must be a lightning_dear.callbacks.CompressionSchedule, such as"

@@ -119,7 +119,7 @@ def check_replaces(codec: Compressor, configured: Compressor | None) -> None:
     """
     if configured is None:
         raise ValueError(f"{codec.name} cannot be used in mid-run: set compressor= first.")
-    if isinstance(codec, FewOfMany) and isinstance(configured, FewOfMany):
+    if codec.has_density and isinstance(configured, FewOfMany):
         codec = codec.at_density(configured.density)
     if type(codec) is not Fp32 and codec != configured:
         raise ValueError(

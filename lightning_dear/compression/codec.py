@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.compressor import Compressor
+from lightning_dear.compression.compressor import Compressor, Setting
 
 Randomness = Literal["none", "private", "shared"]
 """Which generator a codec is given: none, one of each rank's own, or one in the same state on all
@@ -52,6 +52,7 @@ class Codec(Compressor):
             it becomes smaller.
         block_size: Elements that share statistics. A row that is cut at multiples of it decodes to
             the same numbers. None: the whole row.
+        clip_norm: Largest 2-norm of a rank's own gradient of a tensor; None: any.
 
     Raises:
         ValueError: For options outside their range, or that exclude each other.
@@ -79,6 +80,74 @@ class Codec(Compressor):
     def block_size(self) -> int | None:
         """See the class; 1 where each number is encoded for itself."""
         return None
+
+    @property
+    def clip_norm(self) -> float | None:
+        """See the class."""
+        return None
+
+    def encodes(self, half: str) -> bool:
+        """Whether the "reduce" or the "gather" half is encoded."""
+        return self.halves in ("both", half)
+
+    @override
+    def check_with(self, setting: Setting) -> None:
+        if not setting.decouple:
+            raise ValueError(
+                f"decouple=False all-reduces gradients, and {self.name} encodes each part for its"
+                " owner alone. Leave out one of them."
+            )
+        if not setting.is_of_gradients and self.clip_norm is not None:
+            raise ValueError(
+                f"clip_norm of {self.name} clips whole tensors, and gather='parameters' cuts them:"
+                " set gather='gradients', or leave clip_norm out."
+            )
+        if not setting.is_of_gradients and self.encodes("gather"):
+            self._check_differences()
+        elif self.allow_lag:
+            raise ValueError(
+                f"allow_lag of {self.name} has no effect here, where no differences of parameters"
+                f" are encoded. Leave it out{self._or_denser()}."
+            )
+
+    def _check_differences(self) -> None:
+        """Refuses to send differences of parameters where replicas would stay too far behind."""
+        if self.lag == "small" and self.allow_lag:
+            raise ValueError(
+                f"allow_lag of {self.name} has no effect: its replicas are close behind in any"
+                " case. Leave it out."
+            )
+        if self.halves == "gather":
+            self._check_differences_alone()
+        instead = (
+            "set gather='gradients', or halves='reduce' in the compressor, which gathers parameters"
+            f" as they are{' (both without allow_lag)' if self.allow_lag else ''}"
+        )
+        if self.lag == "unbounded":
+            raise ValueError(
+                f"gather='parameters' sends differences of parameters, and with {self.name} as it"
+                f" is set ranks would fall ever further behind their owners: {instead}"
+                f"{self._or_denser()}."
+            )
+        if self.lag == "large" and not self.allow_lag:
+            raise ValueError(
+                f"gather='parameters' sends differences of parameters, and with {self.name} the"
+                " weights that ranks compute with stay visibly behind those that their owners"
+                f" step: {instead}, or allow_lag=True in it."
+            )
+
+    def _check_differences_alone(self) -> None:
+        """The same where nothing else is encoded."""
+        # What a difference does not bring is in the next one, without any residual.
+        if not self.has_feedback and self.kind == "contractive":
+            raise ValueError(
+                f"error_feedback=False of {self.name} has no effect on differences of parameters,"
+                " of which the next one has what this one does not bring. Leave it out."
+            )
+
+    def _or_denser(self) -> str:
+        """What else to do, if differences could be encoded with more numbers in them."""
+        return ""
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:

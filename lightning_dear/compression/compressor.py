@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, get_args
 
+from typing_extensions import Self
+
 Kind = Literal["contractive", "unbiased", "vote"]
 """What is true of what comes back, C(x), of an x that is sent.
 
@@ -19,6 +21,21 @@ the mean of the signs, with halves="gather" the sign of the mean.
 Lag = Literal["small", "large", "unbounded"]
 """How far replicas stay behind the owner's parameters if differences are encoded, which is what
 gather="parameters" does: about 1 % of the weights' norm or less, more, or ever more."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a compressor is to be used beside: the options of an exchange that matter to it.
+
+    Attributes:
+        is_of_gradients: Whether mean gradients are gathered, rather than parameters.
+        depth: Most all-gathers in flight; None: all.
+        decouple: False: everything is all-reduced in backward.
+    """
+
+    is_of_gradients: bool
+    depth: int | None
+    decouple: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +54,12 @@ class Compressor(ABC):
         halves: What is compressed: "both" halves of an exchange, or one of them.
         lag: See `Lag`; what is true where nothing else is known.
         allow_lag: Whether a large lag is meant.
+        is_identity: Whether everything travels as it is: only `Fp32`, and what is like it.
+        is_scattered: Whether each rank sums a part of a bucket, and whole means are of all of them.
+        looks_up_counts: Whether how many numbers travel depends on them, so that the host has to
+            read it.
+        has_density: Whether it sends a few of many numbers, as `at_density` says.
+        warm_up_steps: Steps before it is what it says it is; see `warmed_up`.
 
     Raises:
         ValueError: For options outside their range, or that exclude each other.
@@ -44,6 +67,8 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     all_reduces: ClassVar[bool] = False
+    is_identity: ClassVar[bool] = False
+    has_density: ClassVar[bool] = False
 
     error_feedback: bool | None = None
     allow_biased: bool = False
@@ -90,9 +115,30 @@ class Compressor(ABC):
         """What is true of what comes back: see `Kind`."""
 
     @property
+    def votes(self) -> bool:
+        """Whether the majority's signs come back, which add up to nothing."""
+        return self.kind == "vote"
+
+    @property
     def brings_momentum(self) -> bool:
         """See the class."""
         return False
+
+    @property
+    def is_scattered(self) -> bool:
+        """See the class."""
+        return False
+
+    @property
+    def looks_up_counts(self) -> bool:
+        """See the class."""
+        return False
+
+    @property
+    def encodes_once(self) -> bool:
+        """Whether means that have come back cannot be encoded again, with what is added to them."""
+        # Votes, momentum and regions are of each rank's own gradients.
+        return self.votes or self.brings_momentum or self.is_scattered
 
     @property
     def has_feedback(self) -> bool:
@@ -113,3 +159,34 @@ class Compressor(ABC):
     def allow_lag(self) -> bool:
         """See the class."""
         return False
+
+    @property
+    def warm_up_steps(self) -> int:
+        """See the class."""
+        return 0
+
+    def warmed_up(self, step: int) -> Self:
+        """What encodes step 0, 1, ..., counted from when encoding begins."""
+        return self
+
+    def at_density(self, density: float) -> Self:
+        """The same with another density in (0, 1]; itself where it has none."""
+        return self
+
+    @abstractmethod
+    def check_with(self, setting: Setting) -> None:
+        """Refuses what cannot be done beside it, or would have no effect.
+
+        Raises:
+            ValueError: Saying what to set or to leave out.
+        """
+
+    def _check_gathers_gradients(self, setting: Setting, sends: str) -> None:
+        """For those of which every rank, or an owner, has means alone."""
+        if not setting.is_of_gradients:
+            raise ValueError(f"{self.name} {sends}: set gather='gradients', or leave gather out.")
+        if setting.depth is not None and self.all_reduces:
+            raise ValueError(
+                f"gather_depth={setting.depth} has no effect with {self.name}, which gathers"
+                " nothing; leave it out."
+            )

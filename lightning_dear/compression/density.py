@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from typing_extensions import Self, override
 
@@ -18,6 +19,8 @@ class FewOfMany(Compressor):
         density: Share of the numbers that travel, in (0, 1].
     """
 
+    has_density: ClassVar[bool] = True
+
     density: float = 0.01
 
     @override
@@ -30,6 +33,7 @@ class FewOfMany(Compressor):
         # 0.07 * 100 is a little more than 7 in floating point.
         return max(1, math.ceil(round(self.density * numel, 6))) if numel else 0
 
+    @override
     def at_density(self, density: float) -> Self:
         """The same compressor with another density in (0, 1]."""
         return replace(self, density=density)

@@ -74,6 +74,7 @@ class Fp32(_Float):
     """
 
     name: ClassVar[str] = "fp32"
+    is_identity: ClassVar[bool] = True
 
     @override
     def wire_bytes(self, numel: int) -> int:

@@ -80,7 +80,7 @@ def check_groups(groups: Groups, codec: Compressor | None) -> None:
                 f" compressor={name!r} cannot leave any out. Leave compressors= out, or use one"
                 " that encodes each tensor's numbers, such as 'topk' or 'int8'."
             )
-        if type(other) is Fp32 and codec.kind == "vote":
+        if type(other) is Fp32 and codec.votes:
             raise ValueError(
                 f"{what} cannot stand beside {codec.name}: signs would be stepped with the same"
                 " learning rate as gradients."
@@ -92,7 +92,7 @@ def check_groups(groups: Groups, codec: Compressor | None) -> None:
                 f"{what} encodes halves={other.halves!r}, and {codec.name} {codec.halves!r}. Set"
                 " the same in both."
             )
-        if other.brings_momentum or codec.brings_momentum or "vote" in (other.kind, codec.kind):
+        if other.brings_momentum or codec.brings_momentum or other.votes or codec.votes:
             raise ValueError(
                 f"{what} cannot stand beside {codec.name}: codecs that vote or keep momentum need"
                 " an optimizer of their own."

@@ -172,3 +172,10 @@ class LoCo(Int4):
                 "rate and residual_bits of loco have no effect with error_feedback=False: they say"
                 " how feedback is kept. Leave them out, or error_feedback."
             )
+
+    @override
+    def _check_differences_alone(self) -> None:
+        raise ValueError(
+            "loco with halves='gather' and gather='parameters' keeps no feedback, which is all"
+            " that it has beyond int4: use int4, or leave halves out."
+        )

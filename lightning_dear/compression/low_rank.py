@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.compressor import Compressor, Kind
+from lightning_dear.compression.compressor import Compressor, Kind, Setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,11 @@ class PowerSGD(Compressor):
     @override
     def kind(self) -> Kind:
         return "contractive"
+
+    @override
+    def check_with(self, setting: Setting) -> None:
+        whole = "gives every rank the whole mean gradient, which gather='parameters' has no use for"
+        self._check_gathers_gradients(setting, whole)
 
     def rank_of(self, num_rows: int, num_columns: int) -> int:
         """R of a matrix of this shape; 0 if it goes as it is."""

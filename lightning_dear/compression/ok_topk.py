@@ -132,6 +132,7 @@ class OkTopk(ByThreshold):
                 )
 
     @property
+    @override
     def is_static(self) -> bool:
         """Whether always as many numbers travel."""
         return self.mode == "static"

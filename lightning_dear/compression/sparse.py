@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_dear.compression.codec import Codec, Randomness, field
 from lightning_dear.compression.compressor import Kind, Lag
@@ -29,6 +29,15 @@ class Sparse(FewOfMany, Codec):
     Args:
         density: See `FewOfMany`.
     """
+
+    @override
+    def _or_denser(self) -> str:
+        if self.lag != "unbounded" or self.halves == "reduce":
+            return ""
+        if self.at_density(1.0).lag == "unbounded":
+            return ""
+        least = f"{SMALLEST_LAGGING_DENSITY}{'' if self.allow_lag else ' and allow_lag=True'}"
+        return f", or for gather='parameters' set a density of at least {least}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +166,10 @@ class DGC(TopK):
     def lag(self) -> Lag:
         # Its momentum belongs to gradients.
         return "unbounded"
+
+    @override
+    def warmed_up(self, step: int) -> Self:
+        return self.at_density(self.density_at(step))
 
     def density_at(self, step: int) -> float:
         """Density of step 0, 1, ...: four equal parts of the warm-up, never below `density`."""

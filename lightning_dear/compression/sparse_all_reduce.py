@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.compressor import Kind
+from lightning_dear.compression.compressor import Kind, Setting
 from lightning_dear.compression.density import FewOfMany
 from lightning_dear.compression.selectors import all_above, true_places
 from lightning_dear.compression.thresholds import LocalThreshold
@@ -38,10 +38,41 @@ class SparseAllReduce(FewOfMany):
         density: Share of a bucket's numbers; k = max(1, ceil(density numel)).
     """
 
+    is_tree: ClassVar[bool] = False
+    """Whether sums go from rank to rank up a tree, and back down it."""
+
     @property
     @override
     def kind(self) -> Kind:
         return "contractive"
+
+    @property
+    @override
+    def is_scattered(self) -> bool:
+        return not self.all_reduces
+
+    @property
+    def is_static(self) -> bool:
+        """Whether always as many numbers travel."""
+        return False
+
+    @property
+    @override
+    def looks_up_counts(self) -> bool:
+        return not self.is_static
+
+    @override
+    def check_with(self, setting: Setting) -> None:
+        largest = (
+            "sends the mean gradient's largest elements, and gather='parameters' has no use for"
+            " these"
+        )
+        self._check_gathers_gradients(setting, largest)
+        if not setting.decouple and not self.all_reduces:
+            raise ValueError(
+                f"decouple=False gathers nothing after the step, and {self.name} gathers what"
+                " owners have selected. Leave out one of them."
+            )
 
     def saves(self, numel: int, world_size: int) -> bool:
         """Whether a bucket of `numel` numbers travels so. Of a single rank nothing travels."""
@@ -226,6 +257,7 @@ class GTopk(ByThreshold):
     """
 
     name: ClassVar[str] = "gtopk"
+    is_tree: ClassVar[bool] = True
     all_reduces: ClassVar[bool] = True
 
     @override

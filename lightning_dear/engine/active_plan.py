@@ -19,7 +19,7 @@ from lightning_dear.engine.gatherer import LimitedGathers, ParameterGatherer
 from lightning_dear.engine.read_order import ForwardRecorder, ReadMode
 from lightning_dear.engine.reducer import GradientReducer
 from lightning_dear.engine.trained_parameters import TrainedParameters, tensor_specs
-from lightning_dear.exchange import DenseExchange, LossScale, new_exchange
+from lightning_dear.exchange import Exchange, LossScale, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.tally import figures_of
 from lightning_dear.planning import BucketPlan, TensorSpec
@@ -45,7 +45,7 @@ class ActivePlan:
     flat: FlatBuffers
     reducer: GradientReducer
     gatherer: ParameterGatherer
-    exchange: DenseExchange
+    exchange: Exchange
 
     @torch.no_grad()
     def adopt_writes(self, but: Collection[int] = ()) -> None:
@@ -182,7 +182,7 @@ def agree_on_plan(plan: BucketPlan, recording: Recording, collectives: Collectiv
         ) from None
     for number in plan.uncompressed:
         codec = recording.codecs[plan.buckets[number].slices[0].tensor]
-        if codec is not None and codec.kind == "vote":
+        if codec is not None and codec.votes:
             raise ValueError(
                 f"The plan '{plan.name}' leaves buckets uncompressed, and {codec.name} makes votes"
                 " of the others: signs would be stepped with the same learning rate as gradients."
@@ -206,7 +206,7 @@ def activate(
     """Makes all that `plan` needs. Local.
 
     Mutates each parameter's `data`: values stay, storage changes. `first_number`: see
-    `DenseExchange`; `on_arrival`: `ParameterGatherer`; `loss_scale`: `CodedExchange`.
+    `Exchange`; `on_arrival`: `ParameterGatherer`; `loss_scale`: `CodedExchange`.
     """
     number, num_shards = options.shards(collectives)
     uses_buckets = options.uses_buckets(collectives)

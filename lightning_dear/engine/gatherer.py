@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.work import Work
 from lightning_dear.engine.gate import close_gate, remove_gate
-from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.exchange import Exchange
 
 _NUM_EXPECTED_AHEAD = 4
 """Receives that are posted before their bucket is stepped. Posting all of them first would keep the
@@ -32,7 +32,7 @@ Waiting = Callable[[str], AbstractContextManager[None]]
 
 
 class GathersBuckets(Protocol):
-    """The part of an exchange that is needed here; see `DenseExchange`."""
+    """The part of an exchange that is needed here; see `Exchange`."""
 
     def expect_gather(self, bucket: Bucket) -> None:
         """Lets other ranks' shards arrive from now on."""
@@ -279,7 +279,7 @@ class LimitedGathers:
         depth: Most gathers in flight.
     """
 
-    def __init__(self, exchange: DenseExchange, depth: int) -> None:
+    def __init__(self, exchange: Exchange, depth: int) -> None:
         self._exchange = exchange
         self._depth = depth
         self._lock = threading.Lock()

@@ -98,7 +98,7 @@ def counted_once(pieces: Sequence[Piece], collectives: Collectives) -> list[Tens
 def warn_of_votes(options: ExchangeOptions, rank: int) -> None:
     """Warns on rank 0, where clipping does nothing because gradients are signs."""
     codec = options.codec
-    if codec is None or codec.kind != "vote" or rank:
+    if codec is None or not codec.votes or rank:
         return
     effect = (
         "only the signs of their mean are sent back, so that this changes nothing"

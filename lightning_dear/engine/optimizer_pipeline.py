@@ -322,7 +322,7 @@ class OptimizerPipeline:
         return has_new
 
     def _check_may_add_to_means(self) -> None:
-        if (codec := self._options.codec) is not None and self._options.encodes_once:
+        if (codec := self._options.codec) is not None and codec.encodes_once:
             raise RuntimeError(
                 "Another backward would add to mean gradients that a hook was shown, that"
                 " whole_gradients() has shown or that were clipped, which"

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.checkpoint.whole_state import whole_state
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.compression import Compressor, Fp32, check_replaces
+from lightning_dear.compression import Compressor, check_replaces
 from lightning_dear.engine.active_plan import (
     ActivePlan,
     Recording,
@@ -23,7 +23,7 @@ from lightning_dear.engine.active_plan import (
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.engine.reducer import on_each_gradient
 from lightning_dear.engine.trained_parameters import TrainedParameters
-from lightning_dear.exchange import CodedExchange, LossScale
+from lightning_dear.exchange import LossScale
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY, LeftWeights
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
@@ -186,7 +186,7 @@ class PlanLifecycle:
                 or that would have been refused instead of the configured one.
         """
         check_replaces(codec, self._options.codec)
-        if not isinstance(codec, Fp32) and codec != self._codec:
+        if not codec.is_identity and codec != self._codec:
             replace(self._options, codec=codec)
         self._codec = codec
         if self.active is not None:
@@ -231,10 +231,8 @@ class PlanLifecycle:
     def sync_replicas(self) -> None:
         """See `OptimizerPipeline.sync_replicas`; what was written has been taken over."""
         self.left_weights.sync()
-        if self.active is None or not isinstance(self.active.exchange, CodedExchange):
-            return
-        for bucket in self.active.flat.buckets:
-            if bucket.lags:
+        if self.active is not None:
+            for bucket in self.active.flat.buckets:
                 self.active.exchange.sync(bucket).wait()
 
     def follow_rates(self) -> None:

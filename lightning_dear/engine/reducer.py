@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.collectives.background import Watched, Watcher
 from lightning_dear.collectives.work import Collectives, Work
-from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.exchange import Exchange
 from lightning_dear.planning.plan import BucketPlan
 
 
@@ -48,7 +48,7 @@ class GradientReducer:
         names: Sequence[str],
         expected: Sequence[int],
         plan: BucketPlan,
-        exchange: DenseExchange,
+        exchange: Exchange,
         collectives: Collectives,
         is_pending: Callable[[int], bool],
         waiting: Callable[[str], AbstractContextManager[None]],
@@ -369,7 +369,7 @@ class RoundFlags:
         self,
         says: list[int],
         voting: Sequence[int],
-        exchange: DenseExchange,
+        exchange: Exchange,
         collectives: Collectives,
         device: torch.device,
     ) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.collectives.work import Collectives, Work, sum_in_source_order
-from lightning_dear.compression import Codec, Fp32
+from lightning_dear.collectives.work import Work, sum_in_source_order
+from lightning_dear.compression import Codec
 from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.dense import DenseExchange
@@ -44,8 +44,6 @@ class CodedExchange(CompressedExchange):
         options: With a codec.
         codecs: What the tensors of each bucket are configured for: None is that codec.
         uncompressed: Numbers of buckets that travel as they are all the same.
-        collectives: What moves the bytes.
-        first_number: See `DenseExchange`.
         buckets: All of the plan's.
         loss_scale: Asked at each encoding.
     """
@@ -56,22 +54,19 @@ class CodedExchange(CompressedExchange):
         options: ExchangeOptions,
         codecs: Iterable[Codec | None],
         uncompressed: Collection[int],
-        collectives: Collectives,
-        first_number: int,
         buckets: Iterable[Bucket],
         loss_scale: LossScale,
     ) -> None:
         assert isinstance(options.codec, Codec)
-        super().__init__(collectives, first_number, options.codec, loss_scale)
-        self._dense = dense
+        super().__init__(dense, options.codec, loss_scale)
         self._encodes_reduce, self._encodes_gather = map(options.encodes, ("reduce", "gather"))
-        place = collectives, first_number
         self.coded: Sequence[CodedBucket] = [
             CodedBucket(
                 bucket,
                 options,
                 codec or options.codec,
-                *place,
+                self.collectives,
+                self.first_number,
                 is_encoded=bucket.number not in uncompressed,
             )
             for bucket, codec in zip(buckets, codecs, strict=True)
@@ -85,7 +80,7 @@ class CodedExchange(CompressedExchange):
         if reduction is None:
             self._dense.expect_reduce(bucket)
         else:
-            reduction.expect(self._first_number + bucket.number)
+            reduction.expect(self.first_number + bucket.number)
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
@@ -101,7 +96,7 @@ class CodedExchange(CompressedExchange):
             rows = coded.compensated(scale)
             self._look_for_inf(rows, math.inf if scale is None else coded.codec.largest)
             encoded = coded.encode_reduce(rows, scale)
-        work = reduction.launch(self._first_number + bucket.number)
+        work = reduction.launch(self.first_number + bucket.number)
         return Work(work.wait, partial(self._sum, coded, reduction, encoded, scale))
 
     def _sum(
@@ -111,16 +106,16 @@ class CodedExchange(CompressedExchange):
         with device_work():
             coded.decode(reduction.wires, rows, encoded)
             sum_in_source_order(list(rows), mean)
-            if encoded.codec.kind == "vote":
+            if encoded.codec.votes:
                 # Signs have neither the mean's 1/P nor the loss scale.
-                mean.mul_(1 / self._collectives.world_size)
+                mean.mul_(1 / self.collectives.world_size)
                 if scale is not None:
                     mean.mul_(scale)
 
     @override
     def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
         """Votes do not add up: those of no gradient are left out, and `check` refuses others."""
-        is_vote = self._encodes_reduce and self.coded[bucket.number].codec.kind == "vote"
+        is_vote = self._encodes_reduce and self.coded[bucket.number].codec.votes
         if earlier is None or not is_vote:
             super().add_earlier(bucket, earlier, is_empty=is_empty)
             return
@@ -140,7 +135,7 @@ class CodedExchange(CompressedExchange):
     def voting(self) -> AbstractSet[int]:
         if not self._encodes_reduce:
             return frozenset()
-        return {one.number for one in self.coded if one.codec.kind == "vote"}
+        return {one.number for one in self.coded if one.codec.votes}
 
     @override
     def refuse_votes(self, names: Sequence[str]) -> None:
@@ -159,8 +154,8 @@ class CodedExchange(CompressedExchange):
     @override
     def expect_gather(self, bucket: Bucket) -> None:
         if self._sends_bytes_back(self.coded[bucket.number]):
-            wire, number = self.coded[bucket.number].gathered, self._first_number + bucket.number
-            self._collectives.expect_all_gather(wire.view(-1), number)
+            wire, number = self.coded[bucket.number].gathered, self.first_number + bucket.number
+            self.collectives.expect_all_gather(wire.view(-1), number)
         else:
             self._dense.expect_gather(bucket)
 
@@ -178,8 +173,8 @@ class CodedExchange(CompressedExchange):
     def _send(
         self, coded: CodedBucket, wire: Tensor, encoded: Encoded, is_nan: Tensor | None
     ) -> Work:
-        number = self._first_number + coded.number
-        work = self._collectives.launch_all_gather(wire.view(-1), number)
+        number = self.first_number + coded.number
+        work = self.collectives.launch_all_gather(wire.view(-1), number)
         return Work(work.wait, partial(self._decode, coded, wire, encoded, is_nan))
 
     def _decode(
@@ -198,12 +193,15 @@ class CodedExchange(CompressedExchange):
         # Never done at once, not even with one rank: whoever waits steps the bucket.
         return Work(launch().wait, coded.bucket.note_published)
 
+    @override
     def sync(self, bucket: Bucket) -> Work:
-        """Starts gathering the stepped shards of `bucket`, not encoded. All ranks call."""
+        # Not encoded: nothing stays behind.
+        if not bucket.lags:
+            return Work.done()
         return self._send_dense(self.coded[bucket.number], self._dense.prepare_gather(bucket))
 
     def _sends_bytes_back(self, coded: CodedBucket) -> bool:
-        return self._encodes_gather and not isinstance(coded.codec, Fp32)
+        return self._encodes_gather and not coded.codec.is_identity
 
     @property
     @override

@@ -69,7 +69,7 @@ class CodedBucket(CompressedBucket):
     ) -> None:
         assert isinstance(options.codec, Codec)
         # What is never encoded loses nothing, but is to be stepped with the others' momentum.
-        has_momentum = isinstance(codec, Fp32) and options.codec.brings_momentum
+        has_momentum = codec.is_identity and options.codec.brings_momentum
         keeps = options.codec if has_momentum else codec
         device, numel = bucket.gradients.device, bucket.gradients.numel()
         world_size = collectives.world_size
@@ -85,7 +85,7 @@ class CodedBucket(CompressedBucket):
         self._rank, self._world_size = collectives.rank, world_size
         self._stream = first_number + bucket.number
         self._encodes_reduce = options.encodes("reduce")
-        self._clip_norm = getattr(keeps, "clip_norm", None)
+        self._clip_norm = keeps.clip_norm
         self._make_room()
 
     @override

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.work import Collectives
-from lightning_dear.compression import Compressor, Fp32
+from lightning_dear.bucket import Bucket
+from lightning_dear.collectives.work import Work
+from lightning_dear.compression import Compressor
+from lightning_dear.exchange.base import Exchange
 from lightning_dear.exchange.compressed_bucket import CompressedBucket, zero_or_nan
 from lightning_dear.exchange.dense import DenseExchange
 
@@ -22,32 +24,41 @@ class GradientsNotFinite(RuntimeError):
     """A rank's gradients have nan or inf in them; all ranks raise it before weights change."""
 
 
-class CompressedExchange(DenseExchange):
+class CompressedExchange(Exchange):
     """Looks at gradients before they are encoded, and keeps residuals only if a step was made.
 
     Args:
-        collectives: What moves the bytes.
-        first_number: See `DenseExchange`.
+        dense: Moves what is not encoded, by the same collectives.
         codec: What encodes.
         loss_scale: Asked at each encoding.
     """
 
     coded: Sequence[CompressedBucket]
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        first_number: int,
-        codec: Compressor,
-        loss_scale: LossScale,
-    ) -> None:
-        super().__init__(collectives, first_number)
-        self._codec = codec
+    def __init__(self, dense: DenseExchange, codec: Compressor, loss_scale: LossScale) -> None:
+        super().__init__(dense.collectives, dense.first_number)
+        self._dense, self._codec = dense, codec
         self._loss_scale = loss_scale
         self._found_inf: Tensor | None = None
         self._refusal: RuntimeError | None = None
         self._is_nan: Tensor | None = None
         self._next: Compressor | None = None
+
+    # --- what is not encoded ----------------------------------------------------------------------
+
+    @override
+    def expect_gather(self, bucket: Bucket) -> None:
+        self._dense.expect_gather(bucket)
+
+    @override
+    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
+        return self._dense.prepare_gather(bucket)
+
+    @override
+    def launch_gather_gradients(self, bucket: Bucket) -> Work:
+        return self._dense.launch_gather_gradients(bucket)
+
+    # --- gradients that are not finite ------------------------------------------------------------
 
     def _look_for_inf(self, rows: Tensor, largest: float = math.inf) -> None:
         is_inf = zero_or_nan(rows) != 0
@@ -66,7 +77,7 @@ class CompressedExchange(DenseExchange):
 
         Where the host would have to wait for that, what is decoded becomes nan instead.
         """
-        if self._collectives.reads_flags_freely:
+        if self.collectives.reads_flags_freely:
             if not found:
                 return
             self._refusal = self._not_finite()
@@ -91,7 +102,7 @@ class CompressedExchange(DenseExchange):
             self._look_for_inf(coded.bucket.mean)
         flag = torch.zeros(1, dtype=torch.uint8, device=self.coded[0].bucket.mean.device)
         flag[0] = self.take_found_inf()
-        self._collectives.launch_any(flag).wait()
+        self.collectives.launch_any(flag).wait()
         self.hear_found_inf(flag)
 
     @override
@@ -111,7 +122,7 @@ class CompressedExchange(DenseExchange):
             return
         self._next = None
         for coded in self.coded:
-            follows = coded.configured == self._codec or isinstance(codec, Fp32)
+            follows = coded.configured == self._codec or codec.is_identity
             coded.use(codec if follows else coded.configured)
 
     def _use_next(self) -> None:

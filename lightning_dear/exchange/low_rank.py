@@ -27,7 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, FlatBuffers, storage_shape
-from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.collectives.work import Work
 from lightning_dear.compression import Fp32, PowerSGD
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.dense import DenseExchange
@@ -42,8 +42,6 @@ class LowRankExchange(CompressedExchange):
         dense: Does what remains to be done for the gather half.
         codec: Says what is factored.
         uncompressed: Numbers of buckets of which nothing is factored.
-        collectives: What moves the bytes.
-        first_number: See `DenseExchange`.
         flat: All buckets, and the shapes of what lies in them.
         loss_scale: Asked at each encoding.
     """
@@ -53,13 +51,10 @@ class LowRankExchange(CompressedExchange):
         dense: DenseExchange,
         codec: PowerSGD,
         uncompressed: Collection[int],
-        collectives: Collectives,
-        first_number: int,
         flat: FlatBuffers,
         loss_scale: LossScale,
     ) -> None:
-        super().__init__(collectives, first_number, codec, loss_scale)
-        self._dense = dense
+        super().__init__(dense, codec, loss_scale)
         shapes = [storage_shape(placement.parameter) for placement in flat.placements]
         self.coded: Sequence[LowRankBucket] = [
             LowRankBucket(
@@ -67,11 +62,11 @@ class LowRankExchange(CompressedExchange):
                 codec,
                 Fp32() if bucket.number in uncompressed else codec,
                 shapes,
-                collectives.world_size,
+                self.collectives.world_size,
             )
             for bucket in flat.buckets
         ]
-        if collectives.rank == 0 and not any(one.factors for one in self.coded):
+        if self.collectives.rank == 0 and not any(one.factors for one in self.coded):
             warnings.warn(
                 "compressor='powersgd' compresses nothing: no weight is a matrix of which"
                 f" rank={codec.rank} leaves 1/{codec.min_saving:g} or less (min_saving). Leave it"
@@ -124,15 +119,7 @@ class LowRankExchange(CompressedExchange):
     def _all_reduce(self, bucket: Bucket, message: Tensor) -> Work:
         if not message.numel():
             return Work.done()
-        return self._collectives.launch_all_reduce(message, self._first_number + bucket.number)
-
-    @override
-    def expect_gather(self, bucket: Bucket) -> None:
-        """Nothing is gathered."""
-
-    @override
-    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
-        return self._dense.prepare_gather(bucket)
+        return self.collectives.launch_all_reduce(message, self.first_number + bucket.number)
 
     @property
     @override

@@ -121,7 +121,7 @@ class LowRankBucket(CompressedBucket):
         num_first = num_second = 0
         for piece in self.spec.slices:
             where = slice(piece.offset, piece.offset + piece.numel)
-            if piece.tensor in self._factors and isinstance(self.codec, PowerSGD):
+            if piece.tensor in self._factors and not self.codec.is_identity:
                 shape, rank = self._matrix_shape(piece), self._factors[piece.tensor].shape[1]
                 left = slice(num_first, num_first + shape[0] * rank)
                 right = slice(num_second, num_second + shape[1] * rank)

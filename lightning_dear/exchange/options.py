@@ -7,16 +7,9 @@ from dataclasses import dataclass
 
 from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.compression import (
-    Codec,
-    Compressor,
-    LoCo,
-    OkTopk,
-    PowerSGD,
-    SparseAllReduce,
-)
+from lightning_dear.compression import Codec, Compressor
+from lightning_dear.compression.compressor import Setting
 from lightning_dear.compression.groups import Groups, check_groups, codec_for
-from lightning_dear.compression.sparse import SMALLEST_LAGGING_DENSITY, Sparse
 
 GATHERS = ("parameters", "gradients")
 """Names of what an all-gather may carry."""
@@ -52,9 +45,11 @@ class ExchangeOptions:
                 f"gather_depth must be an integer >= 1, or None for no limit; got {self.depth!r}."
             )
         check_groups(self.groups, self.codec)
+        # What cannot be used beside what is the compressors' own matter.
+        setting = Setting(self.is_of_gradients, self.depth, self.decouple)
         for codec in (self.codec, *(codec for _, codec in self.groups)):
             if codec is not None:
-                self._check_codec(codec)
+                codec.check_with(setting)
         if self.decouple:
             return
         if not self.is_of_gradients:
@@ -66,92 +61,6 @@ class ExchangeOptions:
             raise ValueError(
                 f"gather_depth={self.depth} has no effect with decouple=False, where nothing is"
                 " gathered; leave it out."
-            )
-
-    def _check_codec(self, codec: Compressor) -> None:
-        if isinstance(codec, PowerSGD):
-            self._check_low_rank(codec)
-            self._check_depth(codec)
-            return
-        if isinstance(codec, SparseAllReduce):
-            self._check_sparse(codec)
-            return
-        if not self.decouple:
-            raise ValueError(
-                f"decouple=False all-reduces gradients, and {codec.name} encodes each part for its"
-                " owner alone. Leave out one of them."
-            )
-        if not self.is_of_gradients and getattr(codec, "clip_norm", None) is not None:
-            raise ValueError(
-                f"clip_norm of {codec.name} clips whole tensors, and gather='parameters' cuts them:"
-                " set gather='gradients', or leave clip_norm out."
-            )
-        if self.encodes_differences:
-            self._check_differences(codec)
-        elif codec.allow_lag:
-            raise ValueError(
-                f"allow_lag of {codec.name} has no effect here, where no differences of parameters"
-                f" are encoded. Leave it out{_or_denser(codec)}."
-            )
-
-    def _check_differences(self, codec: Compressor) -> None:
-        if codec.lag == "small" and codec.allow_lag:
-            raise ValueError(
-                f"allow_lag of {codec.name} has no effect: its replicas are close behind in any"
-                " case. Leave it out."
-            )
-        if codec.halves == "gather" and isinstance(codec, LoCo):
-            raise ValueError(
-                "loco with halves='gather' and gather='parameters' keeps no feedback, which is all"
-                " that it has beyond int4: use int4, or leave halves out."
-            )
-        if codec.halves == "gather" and not codec.has_feedback and codec.kind == "contractive":
-            raise ValueError(
-                f"error_feedback=False of {codec.name} has no effect on differences of parameters,"
-                " of which the next one has what this one does not bring. Leave it out."
-            )
-        instead = (
-            "set gather='gradients', or halves='reduce' in the compressor, which gathers parameters"
-            f" as they are{' (both without allow_lag)' if codec.allow_lag else ''}"
-        )
-        if codec.lag == "unbounded":
-            raise ValueError(
-                f"gather='parameters' sends differences of parameters, and with {codec.name} as it"
-                f" is set ranks would fall ever further behind their owners: {instead}"
-                f"{_or_denser(codec)}."
-            )
-        if codec.lag == "large" and not codec.allow_lag:
-            raise ValueError(
-                f"gather='parameters' sends differences of parameters, and with {codec.name} the"
-                " weights that ranks compute with stay visibly behind those that their owners"
-                f" step: {instead}, or allow_lag=True in it."
-            )
-
-    def _check_low_rank(self, codec: PowerSGD) -> None:
-        if not self.is_of_gradients:
-            raise ValueError(
-                f"{codec.name} gives every rank the whole mean gradient, which gather='parameters'"
-                " has no use for: set gather='gradients', or leave gather out."
-            )
-
-    def _check_depth(self, codec: Compressor) -> None:
-        if self.depth is not None and codec.all_reduces:
-            raise ValueError(
-                f"gather_depth={self.depth} has no effect with {codec.name}, which gathers nothing;"
-                " leave it out."
-            )
-
-    def _check_sparse(self, codec: SparseAllReduce) -> None:
-        if not self.is_of_gradients:
-            raise ValueError(
-                f"{codec.name} sends the mean gradient's largest elements, and gather='parameters'"
-                " has no use for these: set gather='gradients', or leave gather out."
-            )
-        self._check_depth(codec)
-        if not self.decouple and not codec.all_reduces:
-            raise ValueError(
-                f"decouple=False gathers nothing after the step, and {codec.name} gathers what"
-                " owners have selected. Leave out one of them."
             )
 
     @property
@@ -195,8 +104,7 @@ class ExchangeOptions:
                 " device by itself, and nobody on the host knows when one has ended. Leave it out."
             )
         codec = self.codec
-        looks_up = isinstance(codec, SparseAllReduce) and not self.is_static
-        if codec is not None and looks_up and not collectives.reads_flags_freely:
+        if codec is not None and codec.looks_up_counts and not collectives.reads_flags_freely:
             raise ValueError(
                 f"compressor={codec.name!r} works so with gloo only: how many numbers travel"
                 " depends on the gradients, which with NCCL the host would have to wait for. Use"
@@ -220,34 +128,12 @@ class ExchangeOptions:
     @property
     def is_scattered(self) -> bool:
         """Whether of a whole mean gradient each rank has what lies in its region."""
-        return isinstance(self.codec, SparseAllReduce) and not self.codec.all_reduces
-
-    @property
-    def is_static(self) -> bool:
-        """Whether of a sparse all-reduce always as many numbers travel."""
-        return isinstance(self.codec, OkTopk) and self.codec.is_static
-
-    @property
-    def encodes_once(self) -> bool:
-        """Whether means that have come back cannot be encoded again, with what is added to them."""
-        codec = self.codec
-        needs_own = codec is not None and (codec.kind == "vote" or codec.brings_momentum)
-        return needs_own or self.is_scattered
+        return self.codec is not None and self.codec.is_scattered
 
     def shards(self, collectives: Collectives) -> tuple[int, int]:
         """(number of this rank's shard, number of shards); one shard where each rank has all."""
         is_whole = self.all_reduces or self.is_scattered
         return (0, 1) if is_whole else (collectives.rank, collectives.world_size)
-
-
-def _or_denser(codec: Compressor) -> str:
-    """What else to do where a sparse codec could encode differences if more numbers travelled."""
-    if not isinstance(codec, Sparse) or codec.lag != "unbounded" or codec.halves == "reduce":
-        return ""
-    if codec.at_density(1.0).lag == "unbounded":
-        return ""
-    least = f"{SMALLEST_LAGGING_DENSITY}{'' if codec.allow_lag else ' and allow_lag=True'}"
-    return f", or for gather='parameters' set a density of at least {least}"
 
 
 def default_gather(codec: Compressor | None, groups: Groups = ()) -> str:

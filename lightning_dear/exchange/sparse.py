@@ -25,12 +25,12 @@ from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.work import (
     GRADIENT_NUMBERS,
     SELECTION_NUMBERS,
-    Collectives,
     Work,
     as_metadata,
 )
 from lightning_dear.compression import SparseAllReduce, TopkDSA
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
+from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.entries import Entries
 from lightning_dear.exchange.global_selection import keep_all, keep_largest
 from lightning_dear.exchange.owned_bucket import OwnedBucket, Sent
@@ -45,28 +45,28 @@ class SparseExchange(CompressedExchange):
     """Sums a few numbers of each rank at the owners of their regions, and spreads a few sums.
 
     Args:
+        dense: Says what moves the bytes; where each rank has a region, nothing else is as dense.
         codec: Says which.
         uncompressed: Numbers of buckets that travel as they are.
-        collectives: What moves the bytes.
-        first_number: See `DenseExchange`.
         buckets: All of the plan's, each as long as its mean.
         loss_scale: Asked at each selection.
     """
 
     def __init__(
         self,
+        dense: DenseExchange,
         codec: SparseAllReduce,
         uncompressed: Collection[int],
-        collectives: Collectives,
-        first_number: int,
         buckets: Sequence[Bucket],
         loss_scale: LossScale,
     ) -> None:
-        super().__init__(collectives, first_number, codec, loss_scale)
-        check_buckets(codec, uncompressed, collectives, buckets)
+        super().__init__(dense, codec, loss_scale)
+        check_buckets(codec, uncompressed, self.collectives, buckets)
         self._seen: dict[int, Seen | None] = {}
         self.coded: Sequence[OwnedBucket] = [
-            self._kind(bucket, codec, collectives, is_encoded=bucket.number not in uncompressed)
+            self._kind(
+                bucket, codec, self.collectives, is_encoded=bucket.number not in uncompressed
+            )
             for bucket in buckets
         ]
 
@@ -78,16 +78,16 @@ class SparseExchange(CompressedExchange):
 
     @override
     def expect_reduce(self, bucket: Bucket) -> None:
-        one, number = self.coded[bucket.number], self._first_number + bucket.number
+        one, number = self.coded[bucket.number], self.first_number + bucket.number
         if one.is_sparse:
             self._expect_messages("reduce_scatter", one.incoming, number)
         else:
-            self._collectives.expect_reduce_scatter(one.received, number)
+            self.collectives.expect_reduce_scatter(one.received, number)
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
         """Selects of the bucket's gradients and starts sending it to the regions' owners."""
-        one, number = self.coded[bucket.number], self._first_number + bucket.number
+        one, number = self.coded[bucket.number], self.first_number + bucket.number
         scale = self._loss_scale()
         if not one.is_sparse:
             return self._launch_as_it_is(one, number, scale)
@@ -102,7 +102,7 @@ class SparseExchange(CompressedExchange):
         return Work(work.wait, partial(sum_up, one))
 
     def _expect_messages(self, lane: str, room: Tensor, number: int) -> None:
-        self._collectives.expect_messages(lane, room, number)
+        self.collectives.expect_messages(lane, room, number)
 
     def _launch_messages(self, one: OwnedBucket, messages: Mapping[int, Tensor] | Tensor) -> Work:
         assert isinstance(messages, Mapping)
@@ -116,10 +116,10 @@ class SparseExchange(CompressedExchange):
         room: Tensor,
         number: int | None = None,
     ) -> Work:
-        number = self._first_number + one.number if number is None else number
+        number = self.first_number + one.number if number is None else number
         one.note_sent(messages, lane, room)
-        place = range(self._collectives.world_size), room, number
-        return self._collectives.launch_messages(lane, messages, *place, 1 + one.notes_in(lane))
+        place = range(self.collectives.world_size), room, number
+        return self.collectives.launch_messages(lane, messages, *place, 1 + one.notes_in(lane))
 
     def _see(self, one: OwnedBucket, waiting: Tensor, scale: Tensor | None) -> None:
         period = getattr(one.codec, "xi_every", 0)
@@ -138,7 +138,7 @@ class SparseExchange(CompressedExchange):
             gradients = one.flushed(scale)
             self._look_for_inf(gradients)
         own = one.bucket.mean[one.own_shard]
-        launch = self._collectives.launch_reduce_scatter
+        launch = self.collectives.launch_reduce_scatter
         work = launch(gradients, one.received, own, number)
         return Work(work.wait, one.clear_others)
 
@@ -154,12 +154,12 @@ class SparseExchange(CompressedExchange):
         if keeps and self._refusal is None:
             self._choose([one for one in self.coded if one.is_sparse])
             seen = [(self.coded[at], one) for at, one in self._seen.items() if one is not None]
-            measure(seen, self._collectives, self._first_number, self._loss_scale())
+            measure(seen, self.collectives, self.first_number, self._loss_scale())
             self._seen = dict.fromkeys(self._seen)
 
     def _choose(self, sparse: Sequence[OwnedBucket]) -> None:
         """Leaves in means what owners keep. All ranks call; now and then blocks."""
-        scale, place = self._loss_scale(), (self._collectives, self._first_number)
+        scale, place = self._loss_scale(), (self.collectives, self.first_number)
         factor = 1.0 if scale is None else float(scale)
         buckets = [one for one in sparse if isinstance(one, RegionBucket)]
         if isinstance(self._codec, TopkDSA):
@@ -175,11 +175,11 @@ class SparseExchange(CompressedExchange):
 
     @override
     def expect_gather(self, bucket: Bucket) -> None:
-        one, number = self.coded[bucket.number], self._first_number + bucket.number
+        one, number = self.coded[bucket.number], self.first_number + bucket.number
         if one.is_sparse and not one.is_filled:
             self._expect_messages("all_gather", one.gathered, number)
         else:
-            self._collectives.expect_all_gather(bucket.gradients, number)
+            self.collectives.expect_all_gather(bucket.gradients, number)
 
     @override
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
@@ -203,11 +203,11 @@ class SparseExchange(CompressedExchange):
         sent: Sent,
         is_nan: Tensor | None,
     ) -> Work:
-        work = self._spread(one, message, gathered, self._first_number + one.number)
+        work = self._spread(one, message, gathered, self.first_number + one.number)
         return Work(work.wait, partial(self._arrive, one, gathered, sent, is_nan))
 
     def _spread(self, one: OwnedBucket, message: Tensor, gathered: Tensor, number: int) -> Work:
-        messages = dict.fromkeys(range(self._collectives.world_size), message)
+        messages = dict.fromkeys(range(self.collectives.world_size), message)
         return self._send_messages("all_gather", one, messages, gathered, number)
 
     def _arrive(
@@ -221,21 +221,21 @@ class SparseExchange(CompressedExchange):
                 one.bucket.gradients.masked_fill_(is_nan, math.nan)
 
     def _send_as_it_is(self, one: OwnedBucket) -> Work:
-        number = self._first_number + one.number
-        work = self._collectives.launch_all_gather(one.bucket.gradients, number)
+        number = self.first_number + one.number
+        work = self.collectives.launch_all_gather(one.bucket.gradients, number)
         # Never done at once, not even with one rank: whoever waits steps the bucket.
         return Work(work.wait)
 
     @override
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         one = self.coded[bucket.number]
-        number = self._first_number + bucket.number + GRADIENT_NUMBERS
+        number = self.first_number + bucket.number + GRADIENT_NUMBERS
         if self._refusal is not None:
             # Nothing was chosen, on no rank.
             bucket.gradients.fill_(math.nan)
             return Work.done()
         if one.is_filled or not one.is_sparse:
-            return self._collectives.launch_all_gather(bucket.gradients, number)
+            return self.collectives.launch_all_gather(bucket.gradients, number)
         gathered, words_sent = torch.empty_like(one.gathered), one.tally.words_sent
         work = self._spread(one, one.message(), gathered, number)
         # It is sent once more to be stepped.
@@ -257,7 +257,7 @@ class SparseExchange(CompressedExchange):
         flags = torch.zeros(2, dtype=torch.uint8, device=self.coded[0].bucket.mean.device)
         flags[0] = self.take_found_inf()
         flags[1] = torch.stack(is_denser).any() if is_denser else False
-        self._collectives.launch_any(flags).wait()
+        self.collectives.launch_any(flags).wait()
         self.hear_found_inf(flags[0])
         # A hook that clips by a norm of nan changes all.
         if flags[1] and not flags[0]:
@@ -280,7 +280,7 @@ class SparseExchange(CompressedExchange):
     @property
     @override
     def compression_ratio(self) -> float:
-        return compression_ratio(self.coded, self._collectives.world_size)
+        return compression_ratio(self.coded, self.collectives.world_size)
 
 
 def compression_ratio(buckets: Sequence[SparseBucket], world_size: int) -> float:
@@ -315,20 +315,20 @@ class StaticSparseExchange(SparseExchange):
     @override
     def _expect_messages(self, lane: str, room: Tensor, number: int) -> None:
         if lane == "reduce_scatter":
-            self._collectives.expect_all_to_all(room, number)
+            self.collectives.expect_all_to_all(room, number)
         else:
-            self._collectives.expect_all_gather(room.view(-1), number)
+            self.collectives.expect_all_gather(room.view(-1), number)
 
     @override
     def _launch_messages(self, one: OwnedBucket, messages: Mapping[int, Tensor] | Tensor) -> Work:
         assert isinstance(messages, Tensor)
-        number = self._first_number + one.number
-        return self._collectives.launch_all_to_all(messages, one.incoming, number)
+        number = self.first_number + one.number
+        return self.collectives.launch_all_to_all(messages, one.incoming, number)
 
     @override
     def _spread(self, one: OwnedBucket, message: Tensor, gathered: Tensor, number: int) -> Work:
-        gathered[self._collectives.rank].copy_(message)
-        return self._collectives.launch_all_gather(gathered.view(-1), number)
+        gathered[self.collectives.rank].copy_(message)
+        return self.collectives.launch_all_gather(gathered.view(-1), number)
 
     @override
     def _choose(self, sparse: Sequence[OwnedBucket]) -> None:
@@ -336,7 +336,7 @@ class StaticSparseExchange(SparseExchange):
         with device_work():
             for one in static:
                 one.keep_largest()
-        with as_metadata(self._collectives):
+        with as_metadata(self.collectives):
             self._add_up_summaries([one for one in static if one.are_regions_due])
 
     def _add_up_summaries(self, due: Sequence[StaticBucket]) -> None:
@@ -345,7 +345,7 @@ class StaticSparseExchange(SparseExchange):
             return
         summaries = [one.summary for one in due]
         total = torch.cat(summaries).to(torch.int32)
-        self._collectives.launch_all_reduce(total, SELECTION_NUMBERS + self._first_number).wait()
+        self.collectives.launch_all_reduce(total, SELECTION_NUMBERS + self.first_number).wait()
         parts = torch.split(total, [len(one) for one in summaries])
         for one, part in zip(due, parts, strict=True):
             one.note_total(part.long())

@@ -6,15 +6,15 @@ gradients / P + residual -> selection -> up a tree, k of the sums -> back down i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.collectives.work import Collectives, Work
-from lightning_dear.compression import GTopk, SparseAllReduce
+from lightning_dear.collectives.work import Work
+from lightning_dear.compression import SparseAllReduce
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.entries import Entries, added, is_among, unpacked
@@ -30,8 +30,6 @@ class WholeSparseExchange(CompressedExchange):
         dense: Moves what is not sparse.
         codec: Says what is selected, and which way it goes.
         uncompressed: Numbers of buckets that travel as they are.
-        collectives: What moves the bytes.
-        first_number: See `DenseExchange`.
         buckets: All of the plan's, all-reduced ones where there are several ranks.
         loss_scale: Asked at each selection.
     """
@@ -41,27 +39,27 @@ class WholeSparseExchange(CompressedExchange):
         dense: DenseExchange,
         codec: SparseAllReduce,
         uncompressed: Collection[int],
-        collectives: Collectives,
-        first_number: int,
         buckets: Sequence[Bucket],
         loss_scale: LossScale,
     ) -> None:
-        super().__init__(collectives, first_number, codec, loss_scale)
-        check_buckets(codec, uncompressed, collectives, buckets)
-        self._dense = dense
+        super().__init__(dense, codec, loss_scale)
+        check_buckets(codec, uncompressed, self.collectives, buckets)
+        self._is_tree = codec.is_tree
         self._failure: BaseException | None = None
         self.coded: Sequence[SparseBucket] = [
-            SparseBucket(bucket, codec, collectives, is_encoded=bucket.number not in uncompressed)
+            SparseBucket(
+                bucket, codec, self.collectives, is_encoded=bucket.number not in uncompressed
+            )
             for bucket in buckets
         ]
 
     @override
     def expect_reduce(self, bucket: Bucket) -> None:
-        one, number = self.coded[bucket.number], self._first_number + bucket.number
+        one, number = self.coded[bucket.number], self.first_number + bucket.number
         if not one.is_sparse:
             self._dense.expect_reduce(bucket)
-        elif not isinstance(self._codec, GTopk):
-            self._collectives.expect_messages("reduce_scatter", one.incoming, number)
+        elif not self._is_tree:
+            self.collectives.expect_messages("reduce_scatter", one.incoming, number)
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
@@ -77,13 +75,13 @@ class WholeSparseExchange(CompressedExchange):
             self._look_for_inf(not_empty(selected))
             waiting.index_fill_(0, selected.places, 0.0)
             own = selected.times(scale)
-        if isinstance(self._codec, GTopk):
+        if self._is_tree:
             return Work(partial(self._through_tree, one, own, scale))
-        everybody = range(self._collectives.world_size)
+        everybody = range(self.collectives.world_size)
         messages = dict.fromkeys(everybody, own.packed())
         one.note_sent(messages, "reduce_scatter", one.incoming)
-        place = everybody, one.incoming, self._first_number + one.number
-        work = self._collectives.launch_messages("reduce_scatter", messages, *place)
+        place = everybody, one.incoming, self.first_number + one.number
+        work = self.collectives.launch_messages("reduce_scatter", messages, *place)
         return Work(work.wait, partial(sum_up, one))
 
     # --- gTopk ------------------------------------------------------------------------------------
@@ -99,7 +97,7 @@ class WholeSparseExchange(CompressedExchange):
             raise
 
     def _add_up_the_tree(self, one: SparseBucket, own: Entries, scale: Tensor | None) -> None:
-        rank, world_size = self._collectives.rank, self._collectives.world_size
+        rank, world_size = self.collectives.rank, self.collectives.world_size
         below = rank & -rank if rank else 1 << (world_size - 1).bit_length()
         children = [rank + step for step in _powers(below) if rank + step < world_size]
         for child in children:
@@ -120,31 +118,21 @@ class WholeSparseExchange(CompressedExchange):
             mean[own.places.long()] = own.numbers.to(mean.dtype)
 
     def _receive(self, one: SparseBucket, source: int) -> Entries:
-        place = one.incoming, self._first_number + one.number
-        self._collectives.launch_messages("reduce_scatter", {}, [source], *place).wait()
+        place = one.incoming, self.first_number + one.number
+        self.collectives.launch_messages("reduce_scatter", {}, [source], *place).wait()
         one.tally.words_received += 2 * int(one.incoming[source, 0])
         return unpacked(one.incoming[source])
 
     def _send(self, one: SparseBucket, message: Tensor, ranks: Sequence[int]) -> None:
-        place = one.incoming, self._first_number + one.number
+        place = one.incoming, self.first_number + one.number
         messages = dict.fromkeys(ranks, message)
         one.tally.words_sent += 2 * int(message[0]) * len(ranks)
-        self._collectives.launch_messages("reduce_scatter", messages, [], *place).wait()
-
-    # --- nothing is gathered ----------------------------------------------------------------------
-
-    @override
-    def expect_gather(self, bucket: Bucket) -> None:
-        """Nothing is gathered."""
-
-    @override
-    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
-        return self._dense.prepare_gather(bucket)
+        self.collectives.launch_messages("reduce_scatter", messages, [], *place).wait()
 
     @property
     @override
     def compression_ratio(self) -> float:
-        return compression_ratio(self.coded, self._collectives.world_size)
+        return compression_ratio(self.coded, self.collectives.world_size)
 
 
 def _powers(end: int) -> list[int]:

@@ -23,7 +23,6 @@ from lightning_dear.compression import (
     Codec,
     Compressor,
     Fp16,
-    GTopk,
     SparseAllReduce,
     resolve_compressor,
 )
@@ -253,12 +252,11 @@ def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost
     if made.all_reduces:
         sums = _sums_of_all(made, world_size)
         adding = total(device.work(2, 4.0), device.work(sums[0], 4 * sums[1] * density))
-        is_tree = isinstance(made, GTopk)
         # A rank in the middle waits for what comes up and then for what comes down.
-        there_and_back = 2 if is_tree else 1
+        there_and_back = 2 if made.is_tree else 1
         words = there_and_back * _words_per_element(made, world_size)
         wire = Linear(0.0, 4 * words * world_size)
-        starts = 2.0 * (world_size - 1).bit_length() if is_tree else None
+        starts = 2.0 * (world_size - 1).bit_length() if made.is_tree else None
         return CodecCost(
             encode=device.work(8 + (0 if tau else 3 + 2 * _NUDGES), 4 * select),
             decode_sum=adding,
@@ -306,7 +304,7 @@ def _words_per_element(made: SparseAllReduce, world_size: int) -> float:
 
 def _sums_of_all(made: SparseAllReduce, world_size: int) -> tuple[float, float]:
     """Kernels, and words for each of the k numbers, with which a rank adds up what has come."""
-    if isinstance(made, GTopk):
+    if made.is_tree:
         rounds = (world_size - 1).bit_length()
         return 6.0 * rounds, 10.0 * rounds
     return float(world_size), 3.0 * world_size

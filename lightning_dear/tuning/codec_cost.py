@@ -68,7 +68,7 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
         slowest = [_slowest([one[place][size] for one in everyones]) for size in range(len(sizes))]
         cost = _cost(options, used, sizes, slowest, collectives.world_size)
         costs.append(cost.with_launches(*launches_s))
-    may_mix = codec.kind != "vote" and not isinstance(codec, Fp32)
+    may_mix = not codec.votes and not codec.is_identity
     return CodecCosts(costs[0], costs[1], may_mix)
 
 
@@ -96,7 +96,7 @@ def _cost(
     )
     row = fitted_line(shards, [codec.wire_bytes(shard) for shard in shards])
     # Where a step or a bucket is left out, parameters and means come back as they are.
-    sends_bytes_back = options.encodes("gather") and not isinstance(codec, Fp32)
+    sends_bytes_back = options.encodes("gather") and not codec.is_identity
     return CodecCost(
         encode,
         decode_sum,
@@ -161,7 +161,7 @@ class _Probe:
             options,
             [None],
             # With the memory of what it stands in for, as where a plan leaves a bucket so.
-            (0,) if isinstance(codec, Fp32) else (),
+            (0,) if codec.is_identity else (),
             cast(Collectives, self._nobody),
             0,
             flat,

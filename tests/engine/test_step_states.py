@@ -59,7 +59,7 @@ class Steps(RuleBasedStateMachine):
     def _refuses_more(self) -> bool:
         """Means that were changed or shown would be encoded twice."""
         is_changed = self.expected in (StepState.CHANGED, StepState.EXPOSED)
-        return self.options.encodes_once and is_changed
+        return Int8().encodes_once and is_changed
 
     def _backward(self, *, synchronize: bool) -> None:
         loss = self._loss()
