@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,25 @@ from lightning_dear.collectives.background import Watched, Watcher
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.exchange import Exchange
 from lightning_dear.planning.plan import BucketPlan
+
+
+@dataclass
+class _Round:
+    """How far the buckets are on their way to their owners; a step has one such round or more.
+
+    Attributes:
+        num_calls: How often each parameter's gradient was accumulated.
+        collected: Whether each parameter's gradient lies in its buckets.
+        missing: How many tensors each bucket still lacks.
+        works: Bucket number -> its reduce-scatter, in the order of their launches.
+        arrivals: Bucket number -> whoever sees an early bucket's arrival.
+    """
+
+    num_calls: list[int]
+    collected: list[bool]
+    missing: list[int]
+    works: dict[int, Work] = field(default_factory=dict)
+    arrivals: dict[int, Watched] = field(default_factory=dict)
 
 
 class GradientReducer:
@@ -82,7 +102,7 @@ class GradientReducer:
     @property
     def has_begun(self) -> bool:
         """Whether gradients of the step have been reduced, or are on their way."""
-        return self._num_rounds > 0 or bool(self._works)
+        return self._num_rounds > 0 or bool(self._round.works)
 
     def reset(self) -> None:
         """Begins a step without gradients."""
@@ -92,18 +112,18 @@ class GradientReducer:
         self._start_round()
 
     def _start_round(self) -> None:
-        self._num_calls = [0] * len(self._placements)
-        self._collected = [False] * len(self._placements)
-        self._missing = list(self._num_tensors)
-        self._works: dict[int, Work] = {}
-        self._arrivals: dict[int, Watched] = {}
+        self._round = _Round(
+            num_calls=[0] * len(self._placements),
+            collected=[False] * len(self._placements),
+            missing=list(self._num_tensors),
+        )
 
     # --- during backward --------------------------------------------------------------------
 
     def expect(self) -> None:
         """A backward begins after which the step's gradients are sent: lets others' arrive."""
         for number in self._order:
-            if number not in self._works:
+            if number not in self._round.works:
                 self._exchange.expect_reduce(self._buckets[number])
 
     def on_gradient(self, index: int, *, launches: bool) -> None:
@@ -116,8 +136,8 @@ class GradientReducer:
         if self._num_rounds or self._is_launched(index):
             self._check_may_be_late(index)
             return
-        self._num_calls[index] += 1
-        if self._num_calls[index] >= self._expected[index]:
+        self._round.num_calls[index] += 1
+        if self._round.num_calls[index] >= self._expected[index]:
             self._collect(index)
             if launches:
                 self._launch_ready()
@@ -134,7 +154,7 @@ class GradientReducer:
             )
 
     def _is_launched(self, index: int) -> bool:
-        return any(number in self._works for number in self._placements[index].buckets)
+        return any(number in self._round.works for number in self._placements[index].buckets)
 
     def _check_may_be_late(self, index: int) -> None:
         if self._num_rounds or self._collectives.reads_flags_freely:
@@ -159,34 +179,34 @@ class GradientReducer:
         if home is not None:
             self._take(index, gradient, home)
             placement.parameter.grad = None
-        if not self._collected[index]:
-            self._collected[index] = True
+        if not self._round.collected[index]:
+            self._round.collected[index] = True
             for number in placement.buckets:
-                self._missing[number] -= 1
+                self._round.missing[number] -= 1
 
     def _take(self, index: int, gradient: Tensor, home: Tensor) -> None:
-        if self._collected[index]:
+        if self._round.collected[index]:
             home.add_(gradient, alpha=self._scale)
         else:
             torch.mul(gradient, self._scale, out=home)
 
     def _launch_ready(self) -> None:
-        while len(self._works) < len(self._order):
-            number = self._order[len(self._works)]
-            if self._missing[number]:
+        while len(self._round.works) < len(self._order):
+            number = self._order[len(self._round.works)]
+            if self._round.missing[number]:
                 return
-            work = self._works[number] = self._exchange.launch_reduce(self._buckets[number])
+            work = self._round.works[number] = self._exchange.launch_reduce(self._buckets[number])
             if self.steps_early and number in self._early:
-                self._arrivals[number] = self._watcher.watch(work.arrive)
-                work.arrive = self._arrivals[number].wait
+                self._round.arrivals[number] = self._watcher.watch(work.arrive)
+                work.arrive = self._round.arrivals[number].wait
 
     def has_arrived(self, number: int) -> bool:
         """Whether bucket `number`, one of the plan's early ones, can be reduced without a wait."""
-        return number in self._arrivals and self._arrivals[number].has_ended
+        return number in self._round.arrivals and self._round.arrivals[number].has_ended
 
     def finish_bucket(self, number: int) -> None:
         """Blocks until bucket `number`, which was launched, is reduced; others may not be yet."""
-        self._works[number].wait()
+        self._round.works[number].wait()
 
     # --- after backward -----------------------------------------------------------------------
 
@@ -211,7 +231,7 @@ class GradientReducer:
         has_sums, buckets = any(self._used), self._buckets if self._num_rounds > 0 else []
         sums = [bucket.mean.clone() if has_sums else None for bucket in buckets]
         says = self._collect_rest()
-        self._missing = [0] * len(self._buckets)
+        self._round.missing = [0] * len(self._buckets)
         self._launch_ready()
         on_launched()
         said_by_any = self._wait(says)
@@ -249,9 +269,9 @@ class GradientReducer:
                 continue
             if gradient is not None:
                 self._collect(index)
-            elif not self._collected[index] and placement.gradient is not None:
+            elif not self._round.collected[index] and placement.gradient is not None:
                 placement.gradient.zero_()
-            says.append(USED if self._collected[index] else UNUSED)
+            says.append(USED if self._round.collected[index] else UNUSED)
         return says
 
     def _wait(self, says: list[int]) -> list[int]:
@@ -261,7 +281,7 @@ class GradientReducer:
         device = self._buckets[0].parameters.device
         flags = RoundFlags(says, voted, self._exchange, self._collectives, device)
         with self._waiting("gradients"):
-            for one in (*self._works.values(), flags.work):
+            for one in (*self._round.works.values(), flags.work):
                 one.wait()
         said, split = flags.hear()
         if split:

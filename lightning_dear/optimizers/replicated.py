@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from enum import Enum
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,14 @@ from lightning_dear.optimizers.elementwise import closure_skipped, inner_step
 from lightning_dear.optimizers.masters import MASTER_KEY, differs
 from lightning_dear.optimizers.sharded import AdoptedState, OptimizerShards
 from lightning_dear.torch_modes import plain_mode
+
+
+class _Phase(Enum):
+    """Where a call of the user's `step` is."""
+
+    OUTSIDE = "none is under way"
+    BEGUN = "its closure has been called, and gradients are reduced"
+    SHOWING = "the whole gradients stand in `.grad`, for the call to step with"
 
 
 class ReplicatedOptimizer(OptimizerShards):
@@ -42,7 +51,7 @@ class ReplicatedOptimizer(OptimizerShards):
         self._used: Sequence[bool] = ()
         self._deferred: DeferredStep | None = None
         self._outside: list[list[Parameter]] | None = None
-        self._has_begun = self._is_showing = False
+        self._phase = _Phase.OUTSIDE
 
     @override
     def attach(
@@ -93,7 +102,7 @@ class ReplicatedOptimizer(OptimizerShards):
         Leaves to the call of `optimizer.step` that is under way what is whole already. Whoever
         iterates calls `restore` if anything raises.
         """
-        self._has_begun = True
+        self._phase = _Phase.BEGUN
         if not self._has_buffers:
             return
         if not self._decouple:
@@ -110,9 +119,9 @@ class ReplicatedOptimizer(OptimizerShards):
         Raises:
             RuntimeError: If it stepped before there were gradients.
         """
-        if not self._has_begun:
+        if self._phase is _Phase.OUTSIDE:
             raise closure_skipped(self.optimizer)
-        self._has_begun = False
+        self.restore()
         return ()
 
     def _leave_only_managed(self) -> None:
@@ -133,19 +142,16 @@ class ReplicatedOptimizer(OptimizerShards):
             for group, parameters in zip(self.optimizer.param_groups, self._outside, strict=True):
                 group["params"] = parameters
             self._outside = None
-        if self._is_showing:
-            self._hide_gradients()
+        if self._phase is _Phase.SHOWING:
+            for placement in self._placements:
+                placement.parameter.grad = None
+        self._phase = _Phase.OUTSIDE
         super().restore()
 
     def _show_gradients(self) -> None:
-        self._is_showing = True
+        self._phase = _Phase.SHOWING
         for used, placement in zip(self._used, self._placements, strict=True):
             placement.parameter.grad = placement.gradient if used else None
-
-    def _hide_gradients(self) -> None:
-        self._is_showing = False
-        for placement in self._placements:
-            placement.parameter.grad = None
 
     # --- afterwards ---------------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ GUARDS = [
     Mutation(
         "counting gradients before a launch",
         "engine/reducer.py",
-        "        if self._num_calls[index] >= self._expected[index]:\n",
+        "        if self._round.num_calls[index] >= self._expected[index]:\n",
         "        if True:\n",
         (f"{STATE}::test_gradients_that_come_in_parts_are_sent_once",),
     ),
