@@ -58,6 +58,9 @@ class PlanLifecycle:
         recording: What was seen in the recorded step; None before its end.
         trained: What the optimizer trains.
         recorder: Records the first step.
+        number: Position of the optimizer among the pipeline's.
+        fusion: Makes the first plan.
+        codec: What encodes in place of the configured codec; None for that one.
         residuals: What encoding has left to be sent.
         left_weights: Weights that are in no plan, and whose masters wait.
         early_refusal: See `Pipeline`; to be assigned to.
@@ -90,15 +93,15 @@ class PlanLifecycle:
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self._module = module
         self._stepper = stepper
-        self._first_number = number * MAX_BUCKETS
+        self.number = number
         self._collectives = collectives
-        self._fusion = fusion
+        self.fusion = fusion
         self._options = options
         self._uses_buckets = options.uses_buckets(collectives)
         self._instruments = instruments
         self._on_gradient = on_gradient
         self._on_arrival = on_arrival
-        self._codec: Compressor | None = None
+        self.codec: Compressor | None = None
         self._start_recording()
 
     @property
@@ -121,7 +124,7 @@ class PlanLifecycle:
         )
         tensors, world_size = self.recording.tensors, self._collectives.world_size
         found = None if self.find_plan is None else self.find_plan(tensors)
-        plan = self._fusion.plan(tensors, world_size) if found is None else found
+        plan = self.fusion.plan(tensors, world_size) if found is None else found
         agree_on_plan(plan, self.recording, self._collectives)
         return self._activate(plan)
 
@@ -138,13 +141,13 @@ class PlanLifecycle:
             self.parameters,
             self._collectives,
             self._instruments.waiting,
-            self._first_number,
+            self.number * MAX_BUCKETS,
             self._options,
             self._on_arrival,
             lambda: self.loss_scale(),
         )
-        if self._codec is not None:
-            self.active.exchange.use(self._codec)
+        if self.codec is not None:
+            self.active.exchange.use(self.codec)
         rank, num_shards = self._options.shards(self._collectives)
         self._stepper.attach(self.active.flat, self.parameters, rank, num_shards)
         coded, seed = self.active.exchange.coded, self.recording.seed
@@ -186,9 +189,9 @@ class PlanLifecycle:
                 or that would have been refused instead of the configured one.
         """
         check_replaces(codec, self._options.codec)
-        if not codec.is_identity and codec != self._codec:
+        if not codec.is_identity and codec != self.codec:
             replace(self._options, codec=codec)
-        self._codec = codec
+        self.codec = codec
         if self.active is not None:
             # Another thread that reads parameters may complete them just now.
             with self.active.gatherer.arriving:
@@ -197,7 +200,7 @@ class PlanLifecycle:
     @property
     def uses_configured_codec(self) -> bool:
         """Whether steps are encoded as was configured; not while a schedule says otherwise."""
-        return self._codec in (None, self._options.codec)
+        return self.codec in (None, self._options.codec)
 
     def take_over(self, but: Collection[int] = ()) -> None:
         """What was written to parameters, and given as state, since the last step; writes win.

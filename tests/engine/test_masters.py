@@ -149,7 +149,7 @@ def test_masters_survive_a_new_plan() -> None:
     ours, theirs = _Ours("adamw", torch.bfloat16), _Ours("adamw", torch.bfloat16)
     for number in range(6):
         if number == 3:
-            ours.pipeline.parts[0]._dissolve()
+            ours.pipeline.parts[0].plans.dissolve()
         assert_equal(ours.step(number), theirs.step(number))
     for one in (ours, theirs):
         one.pipeline.detach()

@@ -53,7 +53,7 @@ def test_messages_of_two_models_are_told_apart() -> None:
     for _ in range(2):
         raw = build("mlp")
         kept.append(fabric.setup(raw, optimizer_for("sgd", raw)))
-    numbers = {part._number for one in kept for part in strategy.pipeline_of(one[1]).parts}
+    numbers = {part.plans.number for one in kept for part in strategy.pipeline_of(one[1]).parts}
     assert len(numbers) == 2
 
 

@@ -188,7 +188,7 @@ def test_dgc_warms_up_by_itself() -> None:
     trainer = fit(strategy, Net("mlp", "adagrad"), recorder)
     assert sum(isinstance(one, CompressionSchedule) for one in trainer.callbacks) == 1
     assert strategy._pipeline is not None
-    codec = strategy._pipeline.parts[0]._codec
+    codec = strategy._pipeline.parts[0].plans.codec
     assert codec == DGC(density=0.01, warm_up_steps=4)
     assert_ranks_agree(recorder.seen)
 
