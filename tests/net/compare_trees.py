@@ -5,8 +5,8 @@
 
 A case is a compressor, a gather and a variant (`train_cases.py`), on two gloo ranks. Compared are
 hashes of weights, of the whole optimizer state and of residuals, losses and norms of every step,
-what encoding says of itself, and bytes sent, by kind. Of what is refused, the kind of error; another
-message is named, and counts as equal. Status 1 if a case differs.
+what encoding says of itself, and bytes sent, by kind. Of what is refused, the kind of error;
+another message is named, and counts as equal. Status 1 if a case differs.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="words that a case's name must have")
     parser.add_argument("--perturb", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    with tree_of(options.before) as before, tree_of(options.after) as after:
-        with ThreadPoolExecutor() as pool:
-            both = [
-                pool.submit(results_of, before, options.only),
-                pool.submit(results_of, after, options.only, options.perturb),
-            ]
-            theirs, ours = (one.result() for one in both)
+    trees = tree_of(options.before), tree_of(options.after)
+    with trees[0] as before, trees[1] as after, ThreadPoolExecutor() as pool:
+        both = [
+            pool.submit(results_of, before, options.only),
+            pool.submit(results_of, after, options.only, options.perturb),
+        ]
+        theirs, ours = (one.result() for one in both)
     lines = differences(theirs, ours)
     failed = [f"{case}: {one['message']}" for case, one in ours.items() if "error" in one]
     for line in (*notes(theirs, ours), *failed[:3], *lines):

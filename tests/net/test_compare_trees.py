@@ -12,6 +12,7 @@ import torch
 
 from tests.net import compare_trees
 from tests.net.compare_trees import counts, differences, notes
+from tests.net.hashing import digest
 from tests.net.trees import ROOT
 
 TRAINED: dict[str, Any] = {"weights": "a1", "state": "b2", "total": 12, "figures": {"lag": "0x1p0"}}
@@ -55,13 +56,7 @@ def test_a_missing_case_differs() -> None:
     assert differences(now, RESULTS) == ["int8/parameters/plain, rank 0: only now"]
 
 
-def test_hashes_are_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "net"))
-    from tests.net import train_cases
-
-    for name in ("finding",):
-        sys.modules.pop(name, None)
-    digest = train_cases.digest
+def test_hashes_are_of_values() -> None:
     one = {"a": torch.ones(3), "b": [1, 2.0, None]}
     assert digest(one) == digest({"b": [1, 2.0, None], "a": torch.ones(3)})
     for other in (

@@ -8,13 +8,12 @@ Run by path, with `PYTHONPATH` set to the tree that is to be looked at:
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import os
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# This file's folder is the first on `sys.path`.
-from finding import find, of
+# This file's folder is the first on `sys.path`, and no package.
+from finding import find, of  # noqa: I001
+from hashing import digest
 
 NUM_STEPS = 6
 KINDS = ("reduce_scatter", "all_gather", "all_reduce", "other", "metadata", "total")
@@ -224,36 +224,6 @@ def _results(pipeline: Any, model: nn.Module) -> dict[str, Any]:
     found["detached"] = digest(model.state_dict())
     found["grads"] = digest([parameter.grad for parameter in model.parameters()])
     return found
-
-
-# --- hashes -------------------------------------------------------------------------------------
-
-
-def digest(value: Any) -> str:
-    """A hash of nested containers, numbers, text and tensors, by value alone."""
-    hashed = hashlib.sha256()
-    for piece in _bytes_of(value):
-        hashed.update(piece)
-    return hashed.hexdigest()
-
-
-def _bytes_of(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Tensor):
-        yield f"tensor {value.dtype} {tuple(value.shape)} {value.device.type}".encode()
-        yield value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, Mapping):
-        yield f"mapping {len(value)}".encode()
-        for key in sorted(value, key=repr):
-            yield f"key {key!r}".encode()
-            yield from _bytes_of(value[key])
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        yield f"sequence {len(value)}".encode()
-        for one in value:
-            yield from _bytes_of(one)
-    elif isinstance(value, str | bytes | int | float | bool | None):
-        yield repr(value).encode()
-    else:
-        raise TypeError(f"Nobody knows how to hash a {type(value).__name__}.")
 
 
 # --- the process --------------------------------------------------------------------------------
