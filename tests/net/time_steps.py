@@ -1,6 +1,7 @@
 """One rank of a short training of `time_trees`; rank 0 prints its steady steps as JSON.
 
 Run by path, with `PYTHONPATH` set to the tree that is to be timed, and torchrun's variables.
+This file's folder is then the first on `sys.path`: `finding` is found there.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from finding import find
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-
-# This file's folder is the first on `sys.path`, and no package.
-from finding import find  # noqa: I001
 
 NUM_STEPS = {"one": (60, 400), "digits": (8, 40), "bert": (6, 30)}
 """Case -> steps to warm up, and steps that count."""

@@ -21,12 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from finding import find, of
+from hashing import digest
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-# This file's folder is the first on `sys.path`, and no package.
-from finding import find, of  # noqa: I001
-from hashing import digest
 
 NUM_STEPS = 6
 KINDS = ("reduce_scatter", "all_gather", "all_reduce", "other", "metadata", "total")
