@@ -17,8 +17,8 @@ from tests.net.trees import ROOT
 
 TRAINED: dict[str, Any] = {"weights": "a1", "state": "b2", "total": 12, "figures": {"lag": "0x1p0"}}
 RESULTS: dict[str, Any] = {
-    "int8/parameters/plain, rank 0": TRAINED,
-    "int8/parameters/plain, rank 1": TRAINED,
+    "int8/parameters/plain, rank 0": dict(TRAINED),
+    "int8/parameters/plain, rank 1": dict(TRAINED),
     "topk/parameters/plain, rank 0": {"refused": "ValueError", "message": "no"},
     "topk/parameters/plain, rank 1": {"refused": "ValueError", "message": "no"},
 }
