@@ -161,7 +161,9 @@ def _step(pipeline: Any, model: nn.Module, case: Case, step: int, seen: dict[str
     if step == NUM_STEPS // 2:
         for group in optimizer.param_groups:
             group["lr"] *= 0.5
-    seen["sent"].append(pipeline.collectives.ledger.total_bytes)
+    if case.options != "depth 1":
+        # With a depth it depends on the clock what has been sent by now.
+        seen["sent"].append(pipeline.collectives.ledger.total_bytes)
 
 
 def train(case: Case, timeout: timedelta) -> dict[str, Any]:
@@ -204,9 +206,11 @@ def _resume(
 
 
 def _results(pipeline: Any, model: nn.Module) -> dict[str, Any]:
-    part, ledger = pipeline.parts[0], pipeline.collectives.ledger
-    found: dict[str, Any] = {kind: getattr(ledger, f"{kind}_bytes") for kind in KINDS}
+    part = pipeline.parts[0]
+    # Gathers that were held back are sent now.
     pipeline.complete_parameters()
+    ledger = pipeline.collectives.ledger
+    found: dict[str, Any] = {kind: getattr(ledger, f"{kind}_bytes") for kind in KINDS}
     found["buckets"] = len(part.plan.buckets)
     found["weights"] = digest(model.state_dict())
     figures = of(part, "encoding_figures")()
