@@ -6,8 +6,10 @@ matrix is multiplied, so that no kernel's order of summation is in the weights.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.net.finding import find, of
+from tests.net.finding import find
 from tests.net.hashing import digest
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -73,27 +75,31 @@ class PullNet(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def strategy_of(kind: str, form: str) -> Any:
+def planner_of(kind: str) -> Any:
+    """Several buckets even for so few numbers."""
+    if kind != "tuned":
+        fusion = find("planning", "ThresholdFusion")
+        return fusion(bucket_cap_mb=0.001, first_bucket_cap_mb=0.0005)
+    return find("planning", "BayesianFusion")(
+        num_trials=3,
+        min_cap_mb=0.0005,
+        max_cap_mb=0.01,
+        bucket_cap_mb=0.001,
+        first_bucket_cap_mb=0.0005,
+    )
+
+
+def strategy_of(kind: str, form: str, planner: Any) -> Any:
     """The strategy that a fixture was written with."""
     from lightning_dear import DearStrategy
 
-    planning = __import__("lightning_dear.planning", fromlist=["x"])
-    fusion = planning.ThresholdFusion(bucket_cap_mb=0.001, first_bucket_cap_mb=0.0005)
     options: dict[str, Any] = {}
     if kind == "int8":
         options["compressor"] = "int8"
     elif kind == "oktopk":
         kind_of = type(find("compression", "resolve_compressor")("oktopk"))
         options["compressor"] = kind_of(density=0.1)
-    elif kind == "tuned":
-        fusion = planning.BayesianFusion(
-            num_trials=3,
-            min_cap_mb=0.0005,
-            max_cap_mb=0.01,
-            bucket_cap_mb=0.001,
-            first_bucket_cap_mb=0.0005,
-        )
-    return DearStrategy(fusion=fusion, save_distributed_checkpoint=form == "folder", **options)
+    return DearStrategy(fusion=planner, save_distributed_checkpoint=form == "folder", **options)
 
 
 class Watcher(Callback):
@@ -122,8 +128,9 @@ class Watcher(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ended = self._all(trainer, pl_module)
-        part = trainer.strategy._pipeline.parts[0]
-        self.plan = part.plan.to_dict(of(part, "tensors"))
+        with tempfile.TemporaryDirectory() as folder:
+            trainer.strategy.save_plan(Path(folder) / "plan.json")
+            self.plan = json.loads((Path(folder) / "plan.json").read_text())
 
     def _all(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         state = _as_plain(trainer.strategy.optimizer_state(trainer.optimizers[0]))
@@ -151,9 +158,10 @@ def fit(kind: str, form: str, watcher: Watcher, max_steps: int, ckpt: Path | Non
         logging.getLogger(f"lightning.{namespace}").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.")
     torch.manual_seed(5)
-    strategy = strategy_of(kind, form)
+    planner = planner_of(kind)
     if kind == "tuned" and ckpt is not None:
-        strategy._fusion.search = _refuse_search
+        planner.search = _refuse_search
+    strategy = strategy_of(kind, form, planner)
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
