@@ -28,7 +28,7 @@ from tests.net.trees import BEFORE, ROOT, start, tree_of
 SCRIPT = Path(__file__).parent / "time_steps.py"
 WORLD_SIZES = {"one": 1, "digits": 2, "bert": 4}
 ORDER = ("before", "now", "again")
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 
 
 def step_s(case: str, tree: Path) -> float:
