@@ -1,6 +1,7 @@
 """Every planner's plans of every recorded profile, as short digests.
 
     python -m tests.net.plans --write          # makes plans.json again
+    python -m tests.net.plans --missing        # adds what it lacks; run it in 7283dee
     python -m tests.net.plans                  # compares all of it: status 1 if a plan differs
 
 Times are those of the profile, the link and the codec cost what is written below, and plans that a
@@ -176,6 +177,13 @@ def recorded() -> dict[str, str]:
     return content
 
 
+def is_recorded(profile: str, planner: str) -> bool:
+    """Whether plans.json has plans of this planner for this profile, or is not meant to."""
+    if planner in ONLY_SMALL and profile not in SMALLEST:
+        return True
+    return any(key.split("/")[:2] == [profile, planner] for key in recorded())
+
+
 def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """One line for each plan that is another one, or missing.
 
@@ -195,18 +203,22 @@ def main() -> int:
     """Compares, or writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--missing", action="store_true")
     options = parser.parse_args()
-    found = {}
+    # The small ones first: what is there when somebody loses patience is of use.
+    profiles = sorted(find("replay", "PROFILES"), key=lambda name: name not in SMALLEST)
+    pairs = [(profile, planner) for profile in profiles for planner in planners()]
+    found = recorded() if options.missing else {}
+    if options.missing:
+        pairs = [pair for pair in pairs if not is_recorded(*pair)]
+    writes = options.write or options.missing
     with ProcessPoolExecutor(2) as pool:
-        # The small ones first: what is there when somebody loses patience is of use.
-        profiles = sorted(find("replay", "PROFILES"), key=lambda name: name not in SMALLEST)
-        pairs = [(profile, planner) for profile in profiles for planner in planners()]
         parts = [pool.submit(all_plans, [profile], WORLD_SIZES, one) for profile, one in pairs]
         for part in as_completed(parts):
             found.update(part.result())
-            if options.write:
+            if writes:
                 FILE.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
-    if options.write:
+    if writes:
         print(f"{len(found)} plans written to {FILE}")
         return 0
     lines = differences(recorded(), found)

@@ -16,6 +16,7 @@ from tests.net.plans import (
     WORLD_SIZES,
     all_plans,
     differences,
+    is_recorded,
     planners,
     recorded,
     summary,
@@ -50,6 +51,8 @@ def test_plans_of_small_profiles_are_those_of_before(
 @pytest.mark.parametrize("planner", planners())
 @pytest.mark.parametrize("profile", [*SMALLEST, *LARGER])
 def test_all_plans_are_those_of_before(profile: str, planner: str) -> None:
+    if not is_recorded(profile, planner):
+        pytest.skip("NOT RECORDED: run `python -m tests.net.plans --missing` in 7283dee")
     for world_size in WORLD_SIZES:
         _check(profile, world_size, planner, ALL_WAYS)
 
