@@ -1,0 +1,1 @@
+"""What is compared before and after files move: bits, bytes, checkpoints, plans and times."""
