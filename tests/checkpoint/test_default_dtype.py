@@ -22,9 +22,9 @@ from lightning_dear.compression import (
 )
 from lightning_dear.strategy.precision import loss_scale
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run
-from tests.engine.models import weights
-from tests.engine.test_coded import coded
+from tests.exchange.test_coded import coded
+from tests.training.linear import Run
+from tests.training.models import weights
 
 CODECS: tuple[Compressor, ...] = (
     Int8(block_size=64),

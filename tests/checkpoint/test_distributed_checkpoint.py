@@ -30,8 +30,8 @@ from lightning_dear.checkpoint.sharded_state import sharded_state
 from lightning_dear.checkpoint.tree import put_together, take_apart
 from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import RanksFailed, distributed, observe_ranks, run_ranks
-from tests.engine.models import batch, build, loss_of, optimizer_for, two_groups, weights
-from tests.engine.training import new_pipeline
+from tests.training.models import batch, build, loss_of, optimizer_for, two_groups, weights
+from tests.training.three_ways import new_pipeline
 
 CASES = [
     ("mlp", "adamw"),

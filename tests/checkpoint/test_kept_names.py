@@ -12,8 +12,8 @@ from torch.nn import Parameter
 from lightning_dear.checkpoint.residuals import unpacked
 from lightning_dear.compression import DGC, Codec, Signum
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run
-from tests.engine.test_coded import coded
+from tests.exchange.test_coded import coded
+from tests.training.linear import Run
 
 
 def _state_of(codec: Codec) -> dict:

@@ -23,9 +23,9 @@ from lightning_dear.compression import (
     TopK,
 )
 from tests.distributed.harness import run_ranks
-from tests.engine.linear import Run
-from tests.engine.test_coded import coded
-from tests.engine.test_lagging import masters_of
+from tests.exchange.test_coded import coded
+from tests.exchange.test_lagging import masters_of
+from tests.training.linear import Run
 
 OF_GRADIENTS: tuple[Compressor, ...] = (
     Int4(block_size=64),

@@ -27,10 +27,10 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run
-from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 from tests.engine.test_gradients import assert_equal
-from tests.engine.training import new_pipeline
+from tests.training.linear import Run
+from tests.training.models import batch, build, loss_of, optimizer_for, weights
+from tests.training.three_ways import new_pipeline
 
 LAGGING = (Int8(), Int4(), Bf16(), EFSignSGD(allow_lag=True), TopK(density=0.1, allow_lag=True))
 

@@ -15,7 +15,7 @@ from lightning_dear.compression import OkTopk
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse_bucket import SparseBucket
 from lightning_dear.planning import SingleFusion
-from tests.engine.linear import Run
+from tests.training.linear import Run
 
 STATIC = OkTopk(density=0.05, mode="static")
 BOTH_MODES = (OkTopk(density=0.05, tau_prime=3), STATIC)

@@ -7,7 +7,7 @@ import torch
 from lightning_dear.compression import EFSignSGD, OneBit
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run
+from tests.training.linear import Run
 
 NUM_STEPS = 30
 

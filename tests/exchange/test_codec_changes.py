@@ -15,8 +15,8 @@ from lightning_dear.engine.gatherer import ParameterGatherer
 from lightning_dear.exchange.compressed import CompressedExchange
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
-from tests.engine.linear import SOMETIMES, Run, gradients_of
-from tests.engine.sparse_runs import check_all_alike, run_of
+from tests.exchange.sparse_runs import check_all_alike, run_of
+from tests.training.linear import SOMETIMES, Run, gradients_of
 
 
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])

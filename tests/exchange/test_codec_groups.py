@@ -37,8 +37,8 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, NoFusion, SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import SHAPES, Run, gradients_of
-from tests.engine.models import weights
+from tests.training.linear import SHAPES, Run, gradients_of
+from tests.training.models import weights
 
 ALONE = PairwiseCollectives(None, None, 0, 1)
 NONE_FOR_VECTORS = groups_of({VECTORS: None})

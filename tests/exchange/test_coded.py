@@ -33,8 +33,8 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from lightning_dear.planning.plan import aligned
 from tests.distributed.harness import distributed
-from tests.engine.linear import SHAPES, Run, gradients_of, unscale
-from tests.engine.models import weights
+from tests.training.linear import SHAPES, Run, gradients_of, unscale
+from tests.training.models import weights
 
 CONTRACTIVE = (
     Fp16(),

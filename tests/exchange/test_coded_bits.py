@@ -22,11 +22,11 @@ from lightning_dear.compression import (
     TopK,
 )
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run
-from tests.engine.models import batch, build, loss_of, optimizer_for, weights
-from tests.engine.test_coded import ALL, coded
 from tests.engine.test_parity import assert_equal_on_all_ranks
-from tests.engine.training import new_pipeline, train_dear
+from tests.exchange.test_coded import ALL, coded
+from tests.training.linear import Run
+from tests.training.models import batch, build, loss_of, optimizer_for, weights
+from tests.training.three_ways import new_pipeline, train_dear
 
 LAGGING: tuple[Codec, ...] = (
     Fp16(),

@@ -44,8 +44,8 @@ from lightning_dear.planning import (
 )
 from lightning_dear.strategy.refusals import check_planner
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run, gradients_of
-from tests.engine.models import weights
+from tests.training.linear import Run, gradients_of
+from tests.training.models import weights
 
 CODECS = (
     Int8(),

@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_dear.compression import DGC
 from lightning_dear.planning import FusionPlanner, NoFusion, SingleFusion
 from tests.distributed.harness import distributed, run_ranks
-from tests.engine.linear import SHAPES, Run, gradients_of, summed
-from tests.engine.test_coded import coded
-from tests.engine.training import SMALL_BUCKETS
-from tests.engine.wire import Wire, by_tensor, in_rows
+from tests.exchange.test_coded import coded
+from tests.training.linear import SHAPES, Run, gradients_of, summed
+from tests.training.three_ways import SMALL_BUCKETS
+from tests.training.wire import Wire, by_tensor, in_rows
 
 Case = tuple[DGC, FusionPlanner]
 

@@ -16,8 +16,8 @@ from lightning_dear.compression import DGC, Compressor, Int4, OkTopk, PowerSGD, 
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY
 from tests.distributed.harness import distributed
-from tests.engine.linear import SOMETIMES, Run
-from tests.engine.test_coded import coded
+from tests.exchange.test_coded import coded
+from tests.training.linear import SOMETIMES, Run
 
 CASES = [
     coded(Int4(block_size=64)),

@@ -27,9 +27,9 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.models import batch, build, distance, loss_of, optimizer_for, weights
 from tests.engine.test_parity import assert_equal_on_all_ranks
-from tests.engine.training import new_pipeline, train_dear
+from tests.training.models import batch, build, distance, loss_of, optimizer_for, weights
+from tests.training.three_ways import new_pipeline, train_dear
 
 LARGEST_LAG = {Fp16(): 1e-3, Bf16(): 1e-3, Int8(): 1e-3, Int4(): 1e-2, LoCo(): 1e-2}
 

@@ -11,10 +11,10 @@ from lightning_dear.compression import Bf16, Codec, EFSignSGD, Fp16, Int4, Int8,
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, NoFusion, SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import SHAPES, SOMETIMES, Run
-from tests.engine.test_lagging import masters_of
-from tests.engine.training import SMALL_BUCKETS
-from tests.engine.wire import Wire, own_norm
+from tests.exchange.test_lagging import masters_of
+from tests.training.linear import SHAPES, SOMETIMES, Run
+from tests.training.three_ways import SMALL_BUCKETS
+from tests.training.wire import Wire, own_norm
 
 CODECS: tuple[Codec, ...] = (
     Fp16(),

@@ -11,12 +11,12 @@ from lightning_dear.compression import Codec, EFSignSGD, Fp32, Int4, OneBit, Top
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import SOMETIMES, Run
-from tests.engine.models import weights
-from tests.engine.test_lagging import masters_of
 from tests.engine.test_parity import assert_equal_on_all_ranks
-from tests.engine.training import SMALL_BUCKETS
-from tests.engine.wire import Wire
+from tests.exchange.test_lagging import masters_of
+from tests.training.linear import SOMETIMES, Run
+from tests.training.models import weights
+from tests.training.three_ways import SMALL_BUCKETS
+from tests.training.wire import Wire
 
 # Blocks of these hold parts of several parameters: zeros there decode to the others' mean.
 CODECS: tuple[Codec, ...] = (

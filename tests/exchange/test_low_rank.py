@@ -18,10 +18,10 @@ from lightning_dear.compression.low_rank import orthonormal
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run, gradients_of, unscale
-from tests.engine.models import weights
 from tests.engine.test_parity import assert_equal_on_all_ranks
-from tests.engine.training import train_dear
+from tests.training.linear import Run, gradients_of, unscale
+from tests.training.models import weights
+from tests.training.three_ways import train_dear
 
 OPTIONS = ExchangeOptions("gradients", codec=PowerSGD(rank=2))
 

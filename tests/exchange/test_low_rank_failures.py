@@ -9,7 +9,7 @@ from lightning_dear.compression import PowerSGD
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run
+from tests.training.linear import Run
 
 
 @pytest.mark.parametrize("num_arriving", [0, 1], ids=["first message", "second message"])

@@ -16,8 +16,8 @@ from lightning_dear.compression import OkTopk
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import SHAPES, SOMETIMES, Known
-from tests.engine.training import new_pipeline
+from tests.training.linear import SHAPES, SOMETIMES, Known
+from tests.training.three_ways import new_pipeline
 
 RATES = (1.0, 0.5, 0.5, 2.0, 0.25, 1.0, 0.125, 0.25, 2.0, 0.5, 1.0, 1.0)
 """Powers of two, with which nothing is rounded."""

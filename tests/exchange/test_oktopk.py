@@ -16,9 +16,8 @@ from lightning_dear.compression import Fp32, OkTopk
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import SHAPES, SOMETIMES, Known, Run, gradients_of, unscale
-from tests.engine.sparse_reference import Reference
-from tests.engine.sparse_runs import (
+from tests.exchange.sparse_reference import Reference
+from tests.exchange.sparse_runs import (
     BOTH_MODES,
     NO_CAPS,
     STATIC,
@@ -27,7 +26,8 @@ from tests.engine.sparse_runs import (
     in_bucket,
     run_of,
 )
-from tests.engine.training import new_pipeline
+from tests.training.linear import SHAPES, SOMETIMES, Known, Run, gradients_of, unscale
+from tests.training.three_ways import new_pipeline
 
 # --- against the reference ------------------------------------------------------------------------
 

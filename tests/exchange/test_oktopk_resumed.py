@@ -12,14 +12,14 @@ from lightning_dear.compression import OkTopk, TopkDSA
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run
-from tests.engine.sparse_runs import (
+from tests.exchange.sparse_runs import (
     BOTH_MODES,
     buckets_of,
     check_all_alike,
     check_resumed_has_the_same_bits,
     run_of,
 )
+from tests.training.linear import Run
 
 
 @distributed(world_sizes=(3,))

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from lightning_dear.compression import Gaussiank, GTopk, OkTopk, TopkA, TopkDSA
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run
-from tests.engine.sparse_runs import STATIC, buckets_of, run_of
+from tests.exchange.sparse_runs import STATIC, buckets_of, run_of
+from tests.training.linear import Run
 
 
 @distributed(world_sizes=(3,))

@@ -16,14 +16,14 @@ from lightning_dear.compression import OkTopk
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run, gradients_of
-from tests.engine.sparse_runs import (
+from tests.exchange.sparse_runs import (
     BOTH_MODES,
     buckets_of,
     check_all_alike,
     in_bucket,
     run_of,
 )
+from tests.training.linear import Run, gradients_of
 
 # --- what hooks and norms see -------------------------------------------------------------------
 

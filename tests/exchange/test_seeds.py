@@ -16,10 +16,10 @@ from lightning_dear.checkpoint.residuals import unpacked
 from lightning_dear.compression import CODECS, Compressor, PowerSGD, RandomK
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run
-from tests.engine.models import weights
-from tests.engine.test_coded import coded
-from tests.engine.test_frozen import _grow
+from tests.exchange.test_coded import coded
+from tests.exchange.test_frozen import _grow
+from tests.training.linear import Run
+from tests.training.models import weights
 
 DRAWING: tuple[Compressor, ...] = (
     *(CODECS[name]() for name in ("qsgd", "terngrad", "natural")),

@@ -22,13 +22,13 @@ from lightning_dear.compression import (
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import SHAPES, Run, gradients_of, unscale
-from tests.engine.sparse_runs import (
+from tests.exchange.sparse_runs import (
     check_all_alike,
     check_resumed_has_the_same_bits,
     in_bucket,
     run_of,
 )
+from tests.training.linear import SHAPES, Run, gradients_of, unscale
 
 BASELINES: tuple[SparseAllReduce, ...] = (
     TopkA(density=0.05, tau_prime=3),

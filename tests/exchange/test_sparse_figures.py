@@ -25,8 +25,8 @@ from lightning_dear.exchange.sparse_bucket import check_buckets
 from lightning_dear.exchange.tally import Tally, figures_of
 from lightning_dear.planning.plan import BucketSpec, Slice
 from tests.distributed.harness import distributed
-from tests.engine.sparse_runs import run_of
-from tests.engine.test_sparse_all_reduces import ALL
+from tests.exchange.sparse_runs import run_of
+from tests.exchange.test_sparse_all_reduces import ALL
 
 # --- figures --------------------------------------------------------------------------------------
 

@@ -23,12 +23,12 @@ from lightning_dear.tuning import codec_cost
 from lightning_dear.tuning.codec_cost import measure_codecs
 from tests.compression.battery import check_all
 from tests.distributed.harness import distributed
-from tests.engine import training
-from tests.engine.linear import Run, gradients_of, unscale
-from tests.engine.models import weights
-from tests.engine.test_codec_probe import CLOCK, _line, _pipeline, _step
-from tests.engine.test_coded_failures import _assert_kept, _kept
 from tests.engine.test_parity import assert_equal_on_all_ranks
+from tests.exchange.test_coded_failures import _assert_kept, _kept
+from tests.training import three_ways as training
+from tests.training.linear import Run, gradients_of, unscale
+from tests.training.models import weights
+from tests.tuning.test_codec_probe import CLOCK, _line, _pipeline, _step
 
 SUMMED = {"expect_reduce_scatter", "launch_reduce_scatter"}
 DECODED = {"expect_all_to_all", "launch_all_to_all"}

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lightning_dear.compression import Codec, SignSGD, Signum
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
-from tests.engine.linear import SOMETIMES, Run, gradients_of
-from tests.engine.models import weights
+from tests.training.linear import SOMETIMES, Run, gradients_of
+from tests.training.models import weights
 
 
 @distributed(world_sizes=(2,))

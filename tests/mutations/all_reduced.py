@@ -78,7 +78,9 @@ ALL_REDUCED = [
         "measure_link",
         "    return replace(fitted(**halves), all_reduce=fitted(**all_reduces))\n",
         "    return fitted(**halves)\n",
-        ("tests/test_tuning.py::test_steps_after_a_change_are_dropped_and_a_pause_does_not_count",),
+        (
+            "tests/tuning/test_tuning.py::test_steps_after_a_change_are_dropped_and_a_pause_does_not_count",
+        ),
     ),
     Mutation(
         "objects exchanged apart from all-reduces",
@@ -93,7 +95,7 @@ ALL_REDUCED = [
         'dist.new_group(timeout=timeout, backend="gloo")',
         "groups[0]",
         (
-            "tests/engine/test_collectives.py"
+            "tests/collectives/test_collectives.py"
             "::test_beside_groups_of_another_backend_objects_have_one_of_gloos",
         ),
     ),

@@ -7,9 +7,9 @@ from tests.mutations.mutation import Mutation
 PREDICT = "tests/planning/test_predict.py"
 PROGRAMME = "tests/planning/test_programme.py"
 PADDING = "tests/planning/test_padding.py"
-PROBE = "tests/engine/test_codec_probe.py"
-TUNING = "tests/test_tuning.py"
-RESUMED = "tests/lightning/test_fusion_tuner.py"
+PROBE = "tests/tuning/test_codec_probe.py"
+TUNING = "tests/tuning/test_tuning.py"
+RESUMED = "tests/callbacks/test_fusion_tuner.py"
 
 BY_HAND = f"{PREDICT}::test_a_step_that_encodes_by_hand"
 EXACT = f"{PROGRAMME}::test_exact_with_a_codec"
@@ -113,7 +113,9 @@ CODEC_PLANS = [
         "_Nobody.launch_reduce_scatter",
         "        return Work(lambda: None, partial(sum_in_source_order, [own, *others], out))\n",
         "        return Work(lambda: None)\n",
-        ("tests/engine/test_summable.py::test_the_cost_is_that_of_a_sum_and_of_decoding_one_row",),
+        (
+            "tests/exchange/test_summable.py::test_the_cost_is_that_of_a_sum_and_of_decoding_one_row",
+        ),
     ),
     Mutation(
         "adding what no cost shows",

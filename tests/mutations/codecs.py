@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-ENGINE = "tests/engine/test_coded.py"
-FAILURES = "tests/engine/test_coded_failures.py"
-DGC = "tests/engine/test_dgc_law.py"
+ENGINE = "tests/exchange/test_coded.py"
+FAILURES = "tests/exchange/test_coded_failures.py"
+DGC = "tests/exchange/test_dgc_law.py"
 MEMORY = "tests/compression/test_memory.py"
 PROPERTIES = "tests/compression/test_properties.py"
 SELECTORS = "tests/compression/test_selectors.py"

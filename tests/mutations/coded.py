@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-ENGINE = "tests/engine/test_coded.py"
-BITS = "tests/engine/test_coded_bits.py"
-CHANGES = "tests/engine/test_codec_changes.py"
-FAILURES = "tests/engine/test_coded_failures.py"
+ENGINE = "tests/exchange/test_coded.py"
+BITS = "tests/exchange/test_coded_bits.py"
+CHANGES = "tests/exchange/test_codec_changes.py"
+FAILURES = "tests/exchange/test_coded_failures.py"
 LAG_WARNING = "tests/lightning/test_lag_warning.py"
-LAGGING = "tests/engine/test_lagging.py"
-OTHER_RANKS = "tests/engine/test_other_ranks.py"
-SCHEDULE = "tests/lightning/test_compression_schedule.py"
+LAGGING = "tests/exchange/test_lagging.py"
+OTHER_RANKS = "tests/checkpoint/test_other_ranks.py"
+SCHEDULE = "tests/callbacks/test_compression_schedule.py"
 TRAINER = "tests/lightning/test_compressors.py"
-VOTES = "tests/engine/test_votes.py"
-SUMMABLE = "tests/engine/test_summable.py"
+VOTES = "tests/exchange/test_votes.py"
+SUMMABLE = "tests/exchange/test_summable.py"
 
 LAW = f"{ENGINE}::test_what_is_lost_arrives_later"
 RESUMED = f"{BITS}::test_a_resumed_run_has_the_same_bits"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-RULES = "tests/benchmarking/test_convergence.py"
-ROUNDS = "tests/benchmarking/test_summary.py"
+RULES = "tests/studies/test_convergence.py"
+ROUNDS = "tests/studies/test_summary.py"
 CONFIG = "tests/apps/test_converge.py"
 KEY = f"{CONFIG}::test_a_key_knows_all_that_has_a_say_and_nothing_else"
 
@@ -22,7 +22,7 @@ COMPARING = [
         "studies:main",
         " if len(given.folders) > 1 else point\n",
         " if len(given.folders) > 2 else point\n",
-        ("tests/benchmarking/test_claims.py::test_folders_become_a_table",),
+        ("tests/studies/test_claims.py::test_folders_become_a_table",),
     ),
     Mutation(
         "the upper end instead of the mean",

@@ -6,8 +6,8 @@ from tests.mutations.mutation import Mutation
 
 GATHERING_TESTS = "tests/engine/test_gathering.py"
 THREADS = "tests/engine/test_threads.py"
-REPLICATED = "tests/engine/test_replicated.py"
-TENSORWISE = "tests/engine/test_tensorwise.py"
+REPLICATED = "tests/optimizers/test_replicated.py"
+TENSORWISE = "tests/optimizers/test_tensorwise.py"
 CONTEXTS = (f"{REPLICATED}::test_an_update_does_not_see_the_contexts_around_a_read",)
 
 
@@ -18,7 +18,7 @@ GATHERING = [
         "        self._active.reducer.end_step()\n        self._active.gatherer.close_gates()\n",
         "        self._active.gatherer.close_gates()\n        self._active.reducer.end_step()\n",
         (
-            "tests/engine/test_codec_changes.py::test_a_step_is_committed_before_another_thread_may_complete_it",
+            "tests/exchange/test_codec_changes.py::test_a_step_is_committed_before_another_thread_may_complete_it",
         ),
     ),
     Mutation(
@@ -152,7 +152,7 @@ GATHERING = [
         "check_elementwise",
         "used_groups(optimizer))\n",
         "used_groups(optimizer)[:1])\n",
-        ("tests/engine/test_elementwise.py::test_every_group_is_tried_with_its_own_options",),
+        ("tests/optimizers/test_elementwise.py::test_every_group_is_tried_with_its_own_options",),
     ),
     Mutation(
         "hiding all-reduced gradients after the step",

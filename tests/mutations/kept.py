@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-DTYPE = "tests/engine/test_default_dtype.py"
+DTYPE = "tests/checkpoint/test_default_dtype.py"
 SAME = f"{DTYPE}::test_training_is_the_same_within_any_default_dtype"
 SHORT = "test_a_stranger_with_a_small_rate_passes_within_a_short_default_dtype"
-UNUSED = "tests/engine/test_lagging_unused.py"
+UNUSED = "tests/exchange/test_lagging_unused.py"
 
 KEPT = [
     Mutation(
@@ -57,21 +57,23 @@ KEPT = [
         "_steps_alike_on_parts",
         "partial(torch.randn, dtype=torch.float32, generator=generator)",
         "partial(torch.randn, generator=generator)",
-        (f"tests/engine/test_elementwise.py::{SHORT}",),
+        (f"tests/optimizers/test_elementwise.py::{SHORT}",),
     ),
     Mutation(
         "trying out with fp32 whether tensors may be stepped one by one",
         "_steps_alike_one_by_one",
         "partial(torch.randn, dtype=torch.float32, generator=generator)",
         "partial(torch.randn, generator=generator)",
-        (f"tests/engine/test_tensorwise.py::{SHORT}",),
+        (f"tests/optimizers/test_tensorwise.py::{SHORT}",),
     ),
     Mutation(
         "measuring a link with fp32",
         "train_times",
         "partial(torch.empty, dtype=torch.float32, device=device)",
         "partial(torch.empty, device=device)",
-        ("tests/test_tuning.py::test_the_link_is_measured_in_fp32_within_any_default_dtype",),
+        (
+            "tests/tuning/test_tuning.py::test_the_link_is_measured_in_fp32_within_any_default_dtype",
+        ),
     ),
     Mutation(
         "not moving what nobody uses, whatever its bytes say",
@@ -95,7 +97,7 @@ KEPT = [
         "            / memory.rate\n",
         "",
         (
-            "tests/engine/test_coded_failures.py"
+            "tests/exchange/test_coded_failures.py"
             "::test_the_norm_of_residuals_is_that_of_what_has_not_arrived",
         ),
     ),
@@ -114,7 +116,7 @@ KEPT = [
         "        self._collectives.launch_any(flags).wait()\n",
         "",
         (
-            "tests/engine/test_lagging_unused.py"
+            "tests/exchange/test_lagging_unused.py"
             "::test_a_gradient_that_a_hook_clears_on_one_rank_is_stepped_on_all",
         ),
     ),

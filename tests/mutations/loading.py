@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-RESTORING = "tests/engine/test_restoring.py"
-FROZEN = "tests/engine/test_frozen.py"
-DROPPED = "tests/engine/test_dropped_masters.py"
-NAMES = "tests/engine/test_kept_names.py"
+RESTORING = "tests/checkpoint/test_restoring.py"
+FROZEN = "tests/exchange/test_frozen.py"
+DROPPED = "tests/optimizers/test_dropped_masters.py"
+NAMES = "tests/checkpoint/test_kept_names.py"
 
 LOADING = [
     Mutation(
@@ -43,7 +43,7 @@ LOADING = [
         "CodedBucket.write",
         "            differences = rows.view(-1).index_fill_(0, self._padding, 0.0)\n",
         "            differences = rows.view(-1)\n",
-        ("tests/engine/test_between_parameters.py",),
+        ("tests/exchange/test_between_parameters.py",),
     ),
     Mutation(
         "holding what encoding left of what is frozen",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-LOW_RANK_TESTS = "tests/engine/test_low_rank.py"
-GROUPS = "tests/engine/test_codec_groups.py"
+LOW_RANK_TESTS = "tests/exchange/test_low_rank.py"
+GROUPS = "tests/exchange/test_codec_groups.py"
 BACKWARD = "tests/engine/test_backward_waits_for_nobody.py"
 
 LAW = f"{LOW_RANK_TESTS}::test_what_is_lost_arrives_later"
@@ -47,7 +47,7 @@ LOW_RANK = [
         "            # Only now: a wait that has failed must fail again.\n"
         "            self._unsent.popleft()\n",
         "            self._unsent.popleft()()\n",
-        ("tests/engine/test_low_rank_failures.py",),
+        ("tests/exchange/test_low_rank_failures.py",),
     ),
     Mutation(
         "keeping what the factors do not bring",

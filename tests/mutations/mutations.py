@@ -18,7 +18,7 @@ from tests.mutations.sparse_sums import SPARSE_SUMS
 from tests.mutations.speed import SPEED
 from tests.mutations.steps import FLUSHES, GUARDS, WAITS
 
-STATE = "tests/engine/test_state.py"
+STATE = "tests/optimizers/test_state.py"
 
 
 STRATEGY = [
@@ -27,21 +27,21 @@ STRATEGY = [
         "DearStrategy.validation_step",
         '        self.complete_parameters("validation_step")\n',
         "",
-        ("tests/lightning/test_guard.py::test_the_strategy_waits_itself",),
+        ("tests/callbacks/test_guard.py::test_the_strategy_waits_itself",),
     ),
     Mutation(
         "completing before a state_dict",
         "DearStrategy.lightning_module_state_dict",
         '            self.complete_parameters("state_dict")\n',
         "            pass\n",
-        ("tests/lightning/test_guard.py::test_the_strategy_waits_itself",),
+        ("tests/callbacks/test_guard.py::test_the_strategy_waits_itself",),
     ),
     Mutation(
         "completing before load_state_dict",
         "DearStrategy.load_model_state_dict",
         '        self.complete_parameters("load_state_dict")\n',
         "",
-        ("tests/lightning/test_guard.py::test_the_strategy_waits_itself",),
+        ("tests/callbacks/test_guard.py::test_the_strategy_waits_itself",),
     ),
     Mutation(
         "not sending while accumulating",
@@ -76,14 +76,14 @@ STRATEGY = [
         "GradientGuard.on_after_backward",
         "            self._expose(None)\n",
         "            pass\n",
-        ("tests/lightning/test_gradient_access.py",),
+        ("tests/callbacks/test_gradient_access.py",),
     ),
     Mutation(
         "gradients for hooks before the step",
         "GradientGuard.on_before_optimizer_step",
         "            self._expose(optimizer)\n",
         "            pass\n",
-        ("tests/lightning/test_gradient_access.py",),
+        ("tests/callbacks/test_gradient_access.py",),
     ),
 ]
 
@@ -95,7 +95,7 @@ def _guard_hook(hook: str, is_conditional: bool, *rows: str) -> Mutation:
         f"CompletionGuard.{hook}",
         f"        self.{call}\n",
         "        pass\n",
-        (*row(*rows), "tests/lightning/test_guard.py::test_the_guard_waits_in_every_hook"),
+        (*row(*rows), "tests/callbacks/test_guard.py::test_the_guard_waits_in_every_hook"),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-TESTS = "tests/engine/test_seeds.py"
+TESTS = "tests/exchange/test_seeds.py"
 
 SEEDS = [
     Mutation(

@@ -18,7 +18,7 @@ SHARES = [
         "RegionBucket.steer",
         "        if size == self._size:\n",
         "        if True:\n",
-        ("tests/engine/test_oktopk_resumed.py::test_a_run_resumed_with_another_density_keeps_k",),
+        ("tests/exchange/test_oktopk_resumed.py::test_a_run_resumed_with_another_density_keeps_k",),
     ),
     Mutation(
         "shares of another density's k",
@@ -40,7 +40,7 @@ SHARES = [
         "        if self._follows_shares:\n",
         "        if step.codec == self.codec:\n",
         (
-            "tests/engine/test_codec_changes.py::test_ranks_agree_whether_messages_arrive_before_a_change_or_after",
+            "tests/exchange/test_codec_changes.py::test_ranks_agree_whether_messages_arrive_before_a_change_or_after",
         ),
     ),
 ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-TESTS = "tests/engine/test_oktopk.py"
-PARTS = "tests/engine/test_sparse_parts.py"
-STEPS = "tests/engine/test_oktopk_steps.py"
-SUMS = "tests/engine/test_sparse_all_reduces.py"
-FIGURES = "tests/engine/test_sparse_figures.py"
+TESTS = "tests/exchange/test_oktopk.py"
+PARTS = "tests/exchange/test_sparse_parts.py"
+STEPS = "tests/exchange/test_oktopk_steps.py"
+SUMS = "tests/exchange/test_sparse_all_reduces.py"
+FIGURES = "tests/exchange/test_sparse_figures.py"
 
 TO_THE_BIT = (f"{TESTS}::test_every_number_arrives_or_is_left_to_the_bit",)
-RESCALED = ("tests/engine/test_lr_rescale.py::test_what_is_left_weighs_what_it_weighed",)
+RESCALED = ("tests/exchange/test_lr_rescale.py::test_what_is_left_weighs_what_it_weighed",)
 REFERENCE = (f"{TESTS}::test_bits_are_those_of_the_reference",)
 
 SPARSE_SUMS = [
@@ -86,7 +86,7 @@ SPARSE_SUMS = [
         "RegionBucket.region",
         "        regions = self._shards if step is None else step.regions\n",
         "        regions = self._shards if step is None else self.regions\n",
-        ("tests/engine/test_oktopk_resumed.py::test_a_load_leaves_what_is_under_way_alone",),
+        ("tests/exchange/test_oktopk_resumed.py::test_a_load_leaves_what_is_under_way_alone",),
     ),
     Mutation(
         "a tail as heavy as it is",
@@ -181,7 +181,7 @@ SPARSE_SUMS = [
         '        self.counts["reduce"] = int(count)\n',
         "",
         (
-            "tests/engine/test_oktopk_resumed.py"
+            "tests/exchange/test_oktopk_resumed.py"
             "::test_a_resumed_run_has_the_same_bits_with_buckets_that_are_sparse_since_other_steps",
         ),
     ),
@@ -205,7 +205,7 @@ SPARSE_SUMS = [
         "put_in",
         "            one.steer(residuals.steering[parameters[_first(one)]])\n",
         "            pass\n",
-        ("tests/engine/test_oktopk_resumed.py::test_a_resumed_run_has_the_same_bits",),
+        ("tests/exchange/test_oktopk_resumed.py::test_a_resumed_run_has_the_same_bits",),
     ),
     Mutation(
         "refusing a denser gradient than was selected",
@@ -290,7 +290,7 @@ SPARSE_SUMS = [
         "        places = self.chosen.masked_fill(self._is_empty, self.spec.padded_numel)\n",
         "        places = self.chosen.masked_fill(numbers == 0, self.spec.padded_numel)\n",
         (
-            "tests/engine/test_oktopk_steps.py::test_what_a_hook_makes_zero_has_arrived_all_the_same",
+            "tests/exchange/test_oktopk_steps.py::test_what_a_hook_makes_zero_has_arrived_all_the_same",
         ),
     ),
     Mutation(
@@ -298,7 +298,7 @@ SPARSE_SUMS = [
         "SparseExchange.look_again",
         "        if flags[1] and not flags[0]:\n",
         "        if flags[1]:\n",
-        ("tests/engine/test_oktopk_static.py",),
+        ("tests/exchange/test_oktopk_static.py",),
     ),
     Mutation(
         "the learning rate of a step in whose backward nothing was sent",

@@ -94,13 +94,15 @@ SPEED = [
         "measure_link",
         "    long_bytes = min(max(model_bytes // 2, total_bytes), _MOST_LONG_BYTES)\n",
         "    long_bytes = total_bytes\n",
-        ("tests/test_tuning.py::test_uneven_ends_of_trains_hardly_count",),
+        ("tests/tuning/test_tuning.py::test_uneven_ends_of_trains_hardly_count",),
     ),
     Mutation(
         "one exchange of each kind before a train",
         "train_times",
         "        launch(0).wait()\n",
         "        pass\n",
-        ("tests/test_tuning.py::test_trains_have_limits_and_do_not_count_what_a_size_sets_up",),
+        (
+            "tests/tuning/test_tuning.py::test_trains_have_limits_and_do_not_count_what_a_size_sets_up",
+        ),
     ),
 ]

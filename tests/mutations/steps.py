@@ -6,10 +6,10 @@ from tests.mutations.mutation import Mutation, row
 
 READING = "tests/engine/test_reading.py"
 GRADIENTS = "tests/engine/test_gradients.py"
-CONTRACT = "tests/engine/test_optimizer_contract.py"
-STATE = "tests/engine/test_state.py"
+CONTRACT = "tests/optimizers/test_optimizer_contract.py"
+STATE = "tests/optimizers/test_state.py"
 DELAYS = "tests/engine/test_delays.py"
-MASTERS = "tests/engine/test_masters.py"
+MASTERS = "tests/optimizers/test_masters.py"
 
 WAITS = [
     Mutation(

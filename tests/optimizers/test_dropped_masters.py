@@ -15,9 +15,9 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY
 from tests.distributed.harness import distributed
-from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 from tests.engine.test_gradients import assert_equal
-from tests.engine.training import new_pipeline
+from tests.training.models import batch, build, loss_of, optimizer_for, weights
+from tests.training.three_ways import new_pipeline
 
 Saved = tuple[dict[str, Tensor], dict[str, Any]]
 

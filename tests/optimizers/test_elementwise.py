@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dear.optimizers.elementwise import ELEMENTWISE, check_elementwise
-from tests.engine.test_default_dtype import default_dtype
+from tests.checkpoint.test_default_dtype import default_dtype
 
 
 class _Lion(Optimizer):

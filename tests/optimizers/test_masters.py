@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_dear.optimizers.masters import MASTER_KEY
 from tests.distributed.harness import distributed
-from tests.engine.delays import Delays
-from tests.engine.models import batch, build, loss_of, optimizer_for, weights
 from tests.engine.test_gradients import assert_equal
-from tests.engine.training import new_pipeline
+from tests.training.delays import Delays
+from tests.training.models import batch, build, loss_of, optimizer_for, weights
+from tests.training.three_ways import new_pipeline
 
 LATE = Delays(before_all_gather_s=0.02)
 DTYPES = [torch.bfloat16, torch.float16]

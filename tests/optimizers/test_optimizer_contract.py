@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import distributed
-from tests.engine.delays import Delays
-from tests.engine.models import batch, build, loss_of, weights
-from tests.engine.training import new_pipeline
+from tests.training.delays import Delays
+from tests.training.models import batch, build, loss_of, weights
+from tests.training.three_ways import new_pipeline
 
 LATE = Delays(before_all_gather_s=0.03)
 Between = Callable[[nn.Module, Optimizer, int], None]

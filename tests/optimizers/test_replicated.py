@@ -18,10 +18,10 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
-from tests.engine.delays import Delays
-from tests.engine.models import batch, build, loss_of, two_groups, weights
-from tests.engine.training import new_pipeline
-from tests.engine.whole_tensor import LARS, states_of
+from tests.training.delays import Delays
+from tests.training.models import batch, build, loss_of, two_groups, weights
+from tests.training.three_ways import new_pipeline
+from tests.training.whole_tensor import LARS, states_of
 
 GRADIENTS = ExchangeOptions("gradients")
 LATE = Delays(before_all_gather_s=0.03)

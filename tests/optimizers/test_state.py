@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import distributed, run_ranks
-from tests.engine.models import (
+from tests.training.models import (
     OPTIMIZERS,
     batch,
     build,
@@ -21,7 +21,7 @@ from tests.engine.models import (
     two_groups,
     weights,
 )
-from tests.engine.training import new_pipeline
+from tests.training.three_ways import new_pipeline
 
 
 def _train(

@@ -16,8 +16,8 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.tensorwise import check_steppable, check_tensorwise
 from lightning_dear.planning import NoFusion
-from tests.engine.test_default_dtype import default_dtype
-from tests.engine.whole_tensor import LARS
+from tests.checkpoint.test_default_dtype import default_dtype
+from tests.training.whole_tensor import LARS
 
 ALONE = PairwiseCollectives(None, None, 0, 1)
 

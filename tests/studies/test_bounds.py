@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_dear.studies.bounds import compute_for_ratio
-from tests.benchmarking.examples import BOUNDS
+from tests.studies.examples import BOUNDS
 
 
 def test_the_link_bounds_a_step_when_it_takes_longest() -> None:

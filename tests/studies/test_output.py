@@ -15,7 +15,7 @@ from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.records import Row, Step
 from lightning_dear.studies.summary import summarize
 from lightning_dear.studies.table import format_rows
-from tests.benchmarking.examples import BOUNDS, POINT, block, rank_block
+from tests.studies.examples import BOUNDS, POINT, block, rank_block
 
 STEPS = (Step(0.5, 0.1, 0.2, 0.03, 0.04, 40_000_000),)
 

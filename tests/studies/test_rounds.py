@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_dear.studies.block import BlockLength
 from lightning_dear.studies.comparison import Candidate, run_rounds
 from lightning_dear.studies.records import RankBlock
-from tests.benchmarking.examples import rank_block
+from tests.studies.examples import rank_block
 
 
 def test_the_order_changes_among_those_that_take_part() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_dear.studies.records import Step
 from lightning_dear.studies.summary import in_turn, summarize, wire_bytes_of
-from tests.benchmarking.examples import POINT, block, rank_block
+from tests.studies.examples import POINT, block, rank_block
 
 
 @pytest.mark.parametrize("count", range(1, 8))

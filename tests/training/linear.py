@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner
-from tests.engine.training import SMALL_BUCKETS, new_pipeline
+from tests.training.three_ways import SMALL_BUCKETS, new_pipeline
 
 SHAPES = ((61, 31), (31,), (7, 131), (1,), (301,))
 SOMETIMES = 2

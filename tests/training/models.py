@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from tests.engine.odd_models import ODD_MODELS
+from tests.training.odd_models import ODD_MODELS
 
 
 class UnevenMLP(nn.Module):

@@ -16,8 +16,8 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers import sharded
 from lightning_dear.planning import FusionPlanner, ThresholdFusion
-from tests.engine.delays import DelayedCollectives, Delays
-from tests.engine.models import batch, build, loss_of, optimizer_for, weights
+from tests.training.delays import DelayedCollectives, Delays
+from tests.training.models import batch, build, loss_of, optimizer_for, weights
 
 # The optimizer is called several times a step even for small models.
 sharded.MAX_RUN_NUMEL = 1 << 11

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dear.exchange.options import ExchangeOptions
-from tests.engine.delays import Delays
-from tests.engine.models import batch, build, loss_of, optimizer_for, two_groups, weights
-from tests.engine.training import SMALL_BUCKETS, Trace, new_pipeline
+from tests.training.delays import Delays
+from tests.training.models import batch, build, loss_of, optimizer_for, two_groups, weights
+from tests.training.three_ways import SMALL_BUCKETS, Trace, new_pipeline
 
 
 class LARS(Optimizer):

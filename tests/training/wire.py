@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_dear.collectives.work import Work
 from lightning_dear.compression import Codec
 from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
-from tests.engine.linear import Run, summed
+from tests.training.linear import Run, summed
 
 
 class Wire:

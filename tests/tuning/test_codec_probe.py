@@ -22,8 +22,8 @@ from lightning_dear.telemetry.device_work import device_work_s
 from lightning_dear.tuning import codec_cost
 from lightning_dear.tuning.codec_cost import fitted_line, launch_seconds, measure_codecs
 from tests.distributed.harness import distributed
-from tests.engine.models import batch, build, loss_of, weights
-from tests.engine.training import new_pipeline
+from tests.training.models import batch, build, loss_of, weights
+from tests.training.three_ways import new_pipeline
 
 BOTH = ("parameters", "gradients")
 

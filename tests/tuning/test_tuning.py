@@ -38,7 +38,7 @@ from lightning_dear.planning.search import (
 from lightning_dear.tuning import link_cost, tuner
 from lightning_dear.tuning.link_cost import measure_link
 from lightning_dear.tuning.tuner import Tuning
-from tests.engine.test_default_dtype import default_dtype
+from tests.checkpoint.test_default_dtype import default_dtype
 from tests.planning.models import UNIT, chain
 
 TENSORS, TIMES = chain([(1 << 19) // UNIT] * 16, [0.01] * 16, [0.02] * 16)
