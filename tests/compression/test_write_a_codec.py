@@ -18,7 +18,7 @@ from lightning_dear.exchange.options import ExchangeOptions
 from tests.compression.battery import check_all, check_contracts
 from tests.compression.inputs import rows
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run
+from tests.training.linear import Run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/write-a-codec.md"
 

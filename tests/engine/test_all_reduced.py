@@ -19,14 +19,14 @@ from lightning_dear.checkpoint.folder import load, save
 from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
+from tests.checkpoint.test_distributed_checkpoint import assert_equal as assert_same
 from tests.distributed.harness import distributed, run_ranks
 from tests.engine import test_early_steps, test_replan
-from tests.engine.delays import Delays
-from tests.engine.models import batch, build, distance, loss_of, optimizer_for, weights
-from tests.engine.test_distributed_checkpoint import assert_equal as assert_same
 from tests.engine.test_gradients import assert_close, assert_equal
 from tests.engine.test_parity import assert_equal as assert_equal_traces
-from tests.engine.training import SMALL_BUCKETS, new_pipeline, train_ddp, train_dear
+from tests.training.delays import Delays
+from tests.training.models import batch, build, distance, loss_of, optimizer_for, weights
+from tests.training.three_ways import SMALL_BUCKETS, new_pipeline, train_ddp, train_dear
 
 LATE = Delays(before_all_gather_s=0.01, after_reduce_scatter_s=0.005)
 

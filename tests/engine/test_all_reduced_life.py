@@ -18,10 +18,10 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from tests.distributed.harness import distributed
-from tests.engine.delays import Delays
-from tests.engine.models import batch, build, loss_of
 from tests.engine.test_all_reduced import ALL
-from tests.engine.training import SMALL_BUCKETS, new_pipeline
+from tests.training.delays import Delays
+from tests.training.models import batch, build, loss_of
+from tests.training.three_ways import SMALL_BUCKETS, new_pipeline
 
 WIDTH = 40
 

@@ -14,9 +14,9 @@ from lightning_dear.compression import Int8, OkTopk, PowerSGD
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
-from tests.engine.models import weights
 from tests.engine.test_all_reduced import assert_same_on_all_ranks
-from tests.engine.training import new_pipeline
+from tests.training.models import weights
+from tests.training.three_ways import new_pipeline
 
 WIDTH = 33
 USUAL = 2

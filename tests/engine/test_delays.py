@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.harness import distributed
-from tests.engine.delays import Delays
-from tests.engine.models import batch, build, loss_of, optimizer_for
-from tests.engine.odd_models import ODD_MODELS
 from tests.engine.test_parity import assert_equal, assert_equal_on_all_ranks
-from tests.engine.training import new_pipeline, train_dear, train_reference
+from tests.training.delays import Delays
+from tests.training.models import batch, build, loss_of, optimizer_for
+from tests.training.odd_models import ODD_MODELS
+from tests.training.three_ways import new_pipeline, train_dear, train_reference
 
 LATE_S = 0.03
 ALONE = {field.name: Delays(**{field.name: LATE_S}) for field in fields(Delays)}

@@ -16,8 +16,8 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, TensorSpec
 from tests.distributed.harness import distributed
-from tests.engine.models import batch, build, loss_of, optimizer_for, weights
-from tests.engine.training import SMALL_BUCKETS, new_pipeline, train_dear
+from tests.training.models import batch, build, loss_of, optimizer_for, weights
+from tests.training.three_ways import SMALL_BUCKETS, new_pipeline, train_dear
 
 NUM_STEPS = 6
 

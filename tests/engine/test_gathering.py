@@ -15,11 +15,11 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
-from tests.engine.delays import Delays
-from tests.engine.models import batch, build, distance, loss_of
 from tests.engine.test_parity import assert_equal, assert_equal_on_all_ranks
-from tests.engine.training import SMALL_BUCKETS
-from tests.engine.whole_tensor import MAKE, train
+from tests.training.delays import Delays
+from tests.training.models import batch, build, distance, loss_of
+from tests.training.three_ways import SMALL_BUCKETS
+from tests.training.whole_tensor import MAKE, train
 
 GRADIENTS = ExchangeOptions("gradients")
 ALL_REDUCED = ExchangeOptions("gradients", decouple=False)

@@ -17,10 +17,10 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
-from tests.engine.delays import Delays
-from tests.engine.linear import SOMETIMES, Known, Run, gradients_of
-from tests.engine.models import batch, build, loss_of, optimizer_for, weights
-from tests.engine.training import new_pipeline
+from tests.training.delays import Delays
+from tests.training.linear import SOMETIMES, Known, Run, gradients_of
+from tests.training.models import batch, build, loss_of, optimizer_for, weights
+from tests.training.three_ways import new_pipeline
 
 LATE = Delays(before_all_gather_s=0.02)
 NUM_STEPS = 4

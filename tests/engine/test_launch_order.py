@@ -16,8 +16,8 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
-from tests.engine import training
-from tests.engine.training import new_native, new_pipeline
+from tests.training import three_ways as training
+from tests.training.three_ways import new_native, new_pipeline
 
 REDUCES = {"launch_reduce_scatter", "launch_all_to_all", "launch_all_reduce"}
 LAUNCHES = {*REDUCES, "launch_all_gather", "launch_any", "launch_broadcast"}

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from lightning_dear.engine import gatherer, reducer
 from lightning_dear.optimizers import sharded
 from tests.distributed.harness import run_ranks
-from tests.engine.delays import Delays
-from tests.engine.training import train_dear, train_reference
+from tests.training.delays import Delays
+from tests.training.three_ways import train_dear, train_reference
 
 LATE = Delays(before_all_gather_s=0.05)
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from lightning_dear.planning import FusionPlanner, NoFusion, SingleFusion, ThresholdFusion
 from tests.distributed.harness import distributed
-from tests.engine.models import OPTIMIZERS, distance
-from tests.engine.training import (
+from tests.training.models import OPTIMIZERS, distance
+from tests.training.three_ways import (
     SMALL_BUCKETS,
     Trace,
     train_ddp,

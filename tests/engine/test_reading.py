@@ -14,9 +14,9 @@ from torch import nn
 
 from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import distributed
-from tests.engine.delays import Delays
-from tests.engine.models import batch, build, loss_of, optimizer_for, weights
-from tests.engine.training import new_pipeline, train_dear, train_reference
+from tests.training.delays import Delays
+from tests.training.models import batch, build, loss_of, optimizer_for, weights
+from tests.training.three_ways import new_pipeline, train_dear, train_reference
 
 LATE = Delays(before_all_gather_s=0.05)
 READERS = {

@@ -25,9 +25,9 @@ from lightning_dear.planning import (
     ThresholdFusion,
 )
 from tests.distributed.harness import distributed
-from tests.engine.delays import Delays
-from tests.engine.models import batch, build, loss_of, optimizer_for, weights
-from tests.engine.training import SMALL_BUCKETS, new_pipeline
+from tests.training.delays import Delays
+from tests.training.models import batch, build, loss_of, optimizer_for, weights
+from tests.training.three_ways import SMALL_BUCKETS, new_pipeline
 
 LARGER = ThresholdFusion(bucket_cap_mb=0.05, first_bucket_cap_mb=0.02)
 NUM_STEPS = 7

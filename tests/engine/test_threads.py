@@ -15,9 +15,9 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
 from tests.distributed.harness import distributed
-from tests.engine.linear import Run
-from tests.engine.sparse_runs import check_all_alike
-from tests.engine.training import new_pipeline
+from tests.exchange.sparse_runs import check_all_alike
+from tests.training.linear import Run
+from tests.training.three_ways import new_pipeline
 
 SECONDS = 20.0
 A_WHILE = 0.2

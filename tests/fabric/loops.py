@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.engine.models import UnevenMLP, build, loss_of, optimizer_for
 from tests.fabric.running import NUM_STEPS, Run
+from tests.training.models import UnevenMLP, build, loss_of, optimizer_for
 
 CLIP = 0.05
 OVERFLOW_STEP = 2

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from lightning_dear.fabric import DearFabricStrategy
 from lightning_dear.planning import ThresholdFusion
-from tests.engine.models import batch, distance
 from tests.lightning.fitting import TIMEOUT, assert_ranks_agree, assert_same, poison_until_waited
 from tests.lightning.nets import copies
+from tests.training.models import batch, distance
 
 NUM_STEPS = 6
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from lightning_dear.checkpoint.format import FORMAT, KEY, MASTER_KEY
 from tests.distributed.harness import distributed, run_ranks
-from tests.engine.models import batch, build, distance, loss_of, optimizer_for
 from tests.fabric.running import STRATEGIES, dear, new_fabric
 from tests.lightning.fitting import assert_same, assert_same_optimizer, poison_until_waited
 from tests.lightning.nets import copies
+from tests.training.models import batch, build, distance, loss_of, optimizer_for
 
 NUM_SAMPLES = 6
 """Of a global batch, which every world size splits evenly."""

@@ -19,7 +19,6 @@ from torch import nn
 
 from lightning_dear.fabric.module import DearModule
 from tests.distributed.harness import distributed
-from tests.engine.models import batch, build, loss_of, optimizer_for
 from tests.fabric.running import dear, new_fabric
 from tests.lightning.fitting import (
     assert_differ,
@@ -29,6 +28,7 @@ from tests.lightning.fitting import (
     poison_until_waited,
 )
 from tests.lightning.nets import copies
+from tests.training.models import batch, build, loss_of, optimizer_for
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from tests.distributed.harness import distributed
-from tests.engine.models import batch, build, loss_of, optimizer_for
 from tests.fabric.running import dear, new_fabric
 from tests.lightning.fitting import assert_ranks_agree, poison_until_waited
 from tests.lightning.nets import copies
+from tests.training.models import batch, build, loss_of, optimizer_for
 
 
 @distributed([2])

@@ -16,8 +16,8 @@ from torch import nn
 from lightning_dear.fabric import DearFabricStrategy
 from lightning_dear.registration import START_METHODS
 from tests.distributed.harness import distributed
-from tests.engine.models import batch, build, loss_of, optimizer_for
 from tests.fabric.running import dear, new_fabric
+from tests.training.models import batch, build, loss_of, optimizer_for
 
 TOPK: dict[str, Any] = {"compressor": "topk"}
 

@@ -22,8 +22,8 @@ from tests.compression.formulas import LEVELS, rounding_of_means
 from tests.compression.low_rank import ROUNDING, SHAPES, Channel
 from tests.compression.properties import PROPERTIES
 from tests.distributed.harness import run_ranks
-from tests.engine.models import batch, build, loss_of, optimizer_for
-from tests.engine.training import SMALL_BUCKETS
+from tests.training.models import batch, build, loss_of, optimizer_for
+from tests.training.three_ways import SMALL_BUCKETS
 
 pytestmark = pytest.mark.gpu
 

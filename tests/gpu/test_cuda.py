@@ -15,8 +15,8 @@ from lightning_dear.collectives.work import shard_of
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.telemetry.clock import StreamClock
 from tests.distributed.harness import run_ranks
-from tests.engine.models import batch, build, loss_of, optimizer_for, weights
-from tests.engine.training import SMALL_BUCKETS
+from tests.training.models import batch, build, loss_of, optimizer_for, weights
+from tests.training.three_ways import SMALL_BUCKETS
 
 pytestmark = pytest.mark.gpu
 

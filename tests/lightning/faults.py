@@ -22,9 +22,9 @@ from torch import Tensor
 from lightning_dear import DearStrategy
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.planning import ThresholdFusion
-from tests.engine.models import batch
 from tests.lightning.fitting import WeightRecorder, new_trainer
 from tests.lightning.nets import Net, copies, data
+from tests.training.models import batch
 
 NUM_STEPS = 6
 SAVED_EVERY = 2

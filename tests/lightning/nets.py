@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.engine.models import batch, build, loss_of, optimizer_for
+from tests.training.models import batch, build, loss_of, optimizer_for
 
 BATCH_SIZE = 2
 

@@ -11,7 +11,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.distributed.harness import distributed
-from tests.engine.models import batch, optimizer_for
 from tests.lightning.fitting import (
     STRATEGIES,
     WeightRecorder,
@@ -22,6 +21,7 @@ from tests.lightning.fitting import (
     fit,
 )
 from tests.lightning.nets import Net
+from tests.training.models import batch, optimizer_for
 
 NUM_STEPS, SAVED_AT = 6, 4
 

@@ -21,12 +21,12 @@ from lightning_dear.callbacks.guards import CompletionGuard
 from lightning_dear.compression import DGC, Fp32, Int4, Int8, OkTopk, PowerSGD, TopK
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed, run_ranks
-from tests.engine.models import batch, build, loss_of, optimizer_for
 from tests.fabric.running import dear as fabric_dear
 from tests.fabric.running import new_fabric
 from tests.lightning.fitting import WeightRecorder, assert_ranks_agree, assert_same, dear, fit
 from tests.lightning.nets import Net, copies, data
 from tests.lightning.test_sharded_saving import NAME, _resume, _train
+from tests.training.models import batch, build, loss_of, optimizer_for
 
 COMPRESSORS: dict[str, dict[str, Any]] = {
     "int8": {"compressor": "int8"},

@@ -13,11 +13,11 @@ from lightning_dear.compression import EFSignSGD, OneBit, TopK
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.strategy.refusals import warn_of_lag
 from tests.distributed.harness import distributed
-from tests.engine.models import build, optimizer_for
 from tests.fabric.running import dear as fabric_dear
 from tests.fabric.running import new_fabric
 from tests.lightning.fitting import dear, fit
 from tests.lightning.nets import Net
+from tests.training.models import build, optimizer_for
 
 LAGGING = TopK(density=0.5, allow_lag=True)
 

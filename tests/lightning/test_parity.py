@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.distributed.harness import distributed
-from tests.engine.models import distance
 from tests.lightning.fitting import (
     WeightRecorder,
     assert_differ,
@@ -18,6 +17,7 @@ from tests.lightning.fitting import (
     fit_both,
 )
 from tests.lightning.nets import BATCH_SIZE, Net
+from tests.training.models import distance
 
 NUM_STEPS = 50
 CASES = [(model, optimizer) for model in ("conv", "mlp", "gpt") for optimizer in ("sgd", "adamw")]

@@ -16,10 +16,10 @@ from lightning_dear.callbacks import DearMonitor
 from lightning_dear.compression import Bf16, Codec, Int4
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed
-from tests.engine.models import distance
-from tests.engine.wire import own_norm
 from tests.lightning.fitting import assert_ranks_agree, assert_same, dear, fit
 from tests.lightning.nets import Net, copies
+from tests.training.models import distance
+from tests.training.wire import own_norm
 
 LARGEST_LAG = {Int4(): 1e-2, Bf16(): 1e-3}
 

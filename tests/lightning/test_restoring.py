@@ -11,11 +11,11 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor
 
 from tests.distributed.harness import distributed
-from tests.engine.models import batch, build, loss_of, optimizer_for
 from tests.fabric.running import dear as fabric_dear
 from tests.fabric.running import new_fabric
 from tests.lightning.fitting import WeightRecorder, assert_same, dear, fit
 from tests.lightning.nets import Net, copies
+from tests.training.models import batch, build, loss_of, optimizer_for
 
 NUM_STEPS = 3
 

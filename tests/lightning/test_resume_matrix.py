@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.harness import run_ranks
-from tests.engine.models import distance, optimizer_for
 from tests.lightning.fitting import (
     WeightRecorder,
     assert_differ,
@@ -35,6 +34,7 @@ from tests.lightning.fitting import (
     poison_until_waited,
 )
 from tests.lightning.nets import Net
+from tests.training.models import distance, optimizer_for
 
 GLOBAL_BATCH = 12
 NUM_BATCHES, NUM_EPOCHS = 4, 2

@@ -16,11 +16,11 @@ from lightning.pytorch.tuner import Tuner
 from lightning_dear import DearStrategy
 from lightning_dear.checkpoint.folder import convert, is_folder, load
 from lightning_dear.checkpoint.format import FORMAT, KEY
+from tests.checkpoint.test_distributed_checkpoint import assert_equal
 from tests.distributed.harness import distributed, run_ranks
-from tests.engine.models import batch
-from tests.engine.test_distributed_checkpoint import assert_equal
 from tests.lightning.fitting import WeightRecorder, assert_same, ddp, dear, fit, new_trainer
 from tests.lightning.nets import Net, copies, data
+from tests.training.models import batch
 
 NUM_STEPS, SAVED_AT = 6, 4
 NAME = f"step={SAVED_AT}.ckpt"

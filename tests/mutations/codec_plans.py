@@ -7,9 +7,9 @@ from tests.mutations.mutation import Mutation
 PREDICT = "tests/planning/test_predict.py"
 PROGRAMME = "tests/planning/test_programme.py"
 PADDING = "tests/planning/test_padding.py"
-PROBE = "tests/engine/test_codec_probe.py"
-TUNING = "tests/test_tuning.py"
-RESUMED = "tests/lightning/test_fusion_tuner.py"
+PROBE = "tests/tuning/test_codec_probe.py"
+TUNING = "tests/tuning/test_tuning.py"
+RESUMED = "tests/callbacks/test_fusion_tuner.py"
 
 BY_HAND = f"{PREDICT}::test_a_step_that_encodes_by_hand"
 EXACT = f"{PROGRAMME}::test_exact_with_a_codec"
@@ -17,77 +17,77 @@ EXACT = f"{PROGRAMME}::test_exact_with_a_codec"
 CODEC_PLANS = [
     Mutation(
         "a found plan from the first step on",
-        "engine/plan_lifecycle.py",
+        "PlanLifecycle.start",
         "        found = None if self.find_plan is None else self.find_plan(tensors)\n",
         "        found = None\n",
         (f"{RESUMED}::test_a_run_resumed_with_a_compressor_has_the_same_bits",),
     ),
     Mutation(
         "plans where the programme finds none",
-        "planning/mergecomp.py",
+        "_Task.best_plan",
         " if plans else before\n",
         "\n",
         (f"{PROGRAMME}::test_where_no_way_is_short_enough_simple_plans_remain",),
     ),
     Mutation(
         "encodings that delay later gradients",
-        "planning/predict.py",
+        "reduced_timeline",
         "        encoded_s += costs[number].encode_s\n",
         "        encoded_s = costs[number].encode_s\n",
         (BY_HAND,),
     ),
     Mutation(
         "decoding that delays what forward reads later",
-        "planning/predict.py",
+        "_delay_in_forward",
         "        delay_s = max(delay_s, late_s) + used_s[number]\n",
         "        delay_s = max(delay_s, late_s + used_s[number])\n",
         (BY_HAND,),
     ),
     Mutation(
         "how long what is ahead in forward decodes",
-        "planning/group_cost.py",
+        "Course.extended",
         "        read_s = after[:, DECODED] - first_use_s\n",
         "        read_s = decode_s - first_use_s\n",
         (EXACT,),
     ),
     Mutation(
         "counting what fills a bucket up",
-        "planning/group_cost.py",
+        "Course._cost_s",
         "        padded = aligned(self._aligned[end] - self._aligned[begin], self._unit_bytes)\n",
         "        padded = self._aligned[end] - self._aligned[begin]\n",
         (PADDING,),
     ),
     Mutation(
         "stepping no padding",
-        "planning/predict.py",
+        "predict",
         "    nbytes = stepped_bytes(plan, tensors)\n",
         "    nbytes = bucket_bytes(plan, tensors)\n",
         (PADDING,),
     ),
     Mutation(
         "comparing ways by the encodings so far",
-        "planning/programme.py",
+        "_unbeaten",
         "        is_beaten = np.all(rows >= rows[0], axis=1)\n",
         "        is_beaten = np.all(rows[:, :2] >= rows[0, :2], axis=1)\n",
         (EXACT,),
     ),
     Mutation(
         "planning uncompressed buckets",
-        "planning/mergecomp.py",
+        "_Task._plan_of",
         "        return self._with_early(replace(plan, uncompressed=tuple(uncompressed)))\n",
         "        return self._with_early(plan)\n",
         (f"{PROGRAMME}::test_what_is_cheap_to_send_and_dear_to_encode_stays_uncompressed",),
     ),
     Mutation(
         "leaving encoding out of the times",
-        "engine/step_times.py",
+        "TimesRecorder.leaving_out_codecs",
         "        if device_work_s() > before_s:\n",
         "        if device_work_s() < before_s:\n",
         (f"{PROBE}::test_a_measured_step_is_without_encoding",),
     ),
     Mutation(
         "counting encoding as the device's in a replay",
-        "workloads/replay/waiter.py",
+        "Waiter.wait",
         "            self._host_s += gap_s - device_s\n"
         "        self._free_s = max(self._free_s, self._host_s) + device_s + seconds\n",
         "            self._host_s += gap_s\n"
@@ -96,35 +96,37 @@ CODEC_PLANS = [
     ),
     Mutation(
         "knowing what is charged from standing still",
-        "workloads/replay/waiter.py",
+        "Waiter._busy_s",
         "        return self._work_clock() + self._charged_clock()\n",
         "        return self._work_clock()\n",
         ("tests/workloads/test_replay_waiter.py",),
     ),
     Mutation(
         "counting what starting messages costs",
-        "tuning/codec_cost.py",
+        "measure_codecs",
         "        costs.append(cost.with_launches(*launches_s))\n",
         "        costs.append(cost)\n",
         (f"{PROBE}::test_starting_messages_costs_every_bucket_the_same",),
     ),
     Mutation(
         "timing the sum of what adds up",
-        "tuning/codec_cost.py",
+        "_Nobody.launch_reduce_scatter",
         "        return Work(lambda: None, partial(sum_in_source_order, [own, *others], out))\n",
         "        return Work(lambda: None)\n",
-        ("tests/engine/test_summable.py::test_the_cost_is_that_of_a_sum_and_of_decoding_one_row",),
+        (
+            "tests/exchange/test_summable.py::test_the_cost_is_that_of_a_sum_and_of_decoding_one_row",
+        ),
     ),
     Mutation(
         "adding what no cost shows",
-        "planning/predict.py",
+        "predict",
         "        step_s=stepped_s + times.forward_s + delay_s + codecs.unseen_s,\n",
         "        step_s=stepped_s + times.forward_s + delay_s,\n",
         (f"{TUNING}::test_what_no_cost_shows_is_learnt_from_the_starting_plan",),
     ),
     Mutation(
         "letting other plans say what a step takes",
-        "planning/mergecomp.py",
+        "MergeCompSearch.expected_s",
         "            if one is not plan\n",
         "",
         (
@@ -134,7 +136,7 @@ CODEC_PLANS = [
     ),
     Mutation(
         "leaving out a start that has the buckets of a measured plan",
-        "planning/mergecomp.py",
+        "MergeCompSearch.expected_s",
         "        if start is not None and not any(same_buckets(start, one)"
         " for one in (plan, *measured)):\n",
         "        if start is not None:\n",
@@ -145,7 +147,7 @@ CODEC_PLANS = [
     ),
     Mutation(
         "measuring what needs no compressor",
-        "planning/mergecomp.py",
+        "_Task.simpler_plans",
         "        if self.codecs.may_mix:\n            threshold",
         "        if False:\n            threshold",
         (
@@ -155,7 +157,7 @@ CODEC_PLANS = [
     ),
     Mutation(
         "counting what the costs are fitted to among the plans that tell",
-        "planning/mergecomp.py",
+        "MergeCompFusion.search",
         "        return MergeCompSearch(best, others, tensors, task.step_s, codecs.fitted_to)\n",
         "        return MergeCompSearch(best, others, tensors, task.step_s)\n",
         (
@@ -164,21 +166,21 @@ CODEC_PLANS = [
     ),
     Mutation(
         "leaving scheduled steps out of what no cost shows",
-        "engine/plan_lifecycle.py",
-        "        return self._codec in (None, self._options.codec)\n",
+        "PlanLifecycle.uses_configured_codec",
+        "        return self.codec in (None, self._options.codec)\n",
         "        return True\n",
         (f"{PROBE}::test_who_plans_knows_whether_a_schedule_is_at_work",),
     ),
     Mutation(
         "measuring simpler plans against the programme's",
-        "planning/mergecomp.py",
+        "MergeCompFusion.search",
         "        best, *others = distinct([best, *task.simpler_plans()])\n",
         "        best, *others = [best]\n",
         (f"{TUNING}::test_with_a_codec_the_programmes_plan_stays_unless_a_simpler_one_is_faster",),
     ),
     Mutation(
         "measuring nothing while a schedule is at work",
-        "tuning/tuner.py",
+        "Tuning._next_plan",
         "        if not self._part.uses_configured_codec:\n            return None\n",
         "",
         (
@@ -188,21 +190,21 @@ CODEC_PLANS = [
     ),
     Mutation(
         "forgetting what was measured when a schedule began",
-        "tuning/tuner.py",
+        "Tuning._run",
         "            if self._search is not None and self._part.uses_configured_codec:\n",
         "            if self._search is not None:\n",
         (f"{TUNING}::test_a_search_ends_when_a_schedule_begins",),
     ),
     Mutation(
         "keeping votes compressed",
-        "tuning/codec_cost.py",
-        '    may_mix = codec.kind != "vote" and not isinstance(codec, Fp32)\n',
-        "    may_mix = not isinstance(codec, Fp32)\n",
+        "measure_codecs",
+        "    may_mix = not codec.votes and not codec.is_identity\n",
+        "    may_mix = not codec.is_identity\n",
         (f"{PROBE}::test_ranks_agree_and_training_is_not_touched",),
     ),
     Mutation(
         "renumbering uncompressed buckets with tensors that are not cut",
-        "planning/whole.py",
+        "with_whole_tensors",
         "                    uncompressed.append(len(buckets))\n",
         "                    uncompressed.append(number)\n",
         ("tests/planning/test_whole.py::test_what_was_uncompressed_stays_so",),

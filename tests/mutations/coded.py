@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-ENGINE = "tests/engine/test_coded.py"
-BITS = "tests/engine/test_coded_bits.py"
-CHANGES = "tests/engine/test_codec_changes.py"
-FAILURES = "tests/engine/test_coded_failures.py"
+ENGINE = "tests/exchange/test_coded.py"
+BITS = "tests/exchange/test_coded_bits.py"
+CHANGES = "tests/exchange/test_codec_changes.py"
+FAILURES = "tests/exchange/test_coded_failures.py"
 LAG_WARNING = "tests/lightning/test_lag_warning.py"
-LAGGING = "tests/engine/test_lagging.py"
-OTHER_RANKS = "tests/engine/test_other_ranks.py"
-SCHEDULE = "tests/lightning/test_compression_schedule.py"
+LAGGING = "tests/exchange/test_lagging.py"
+OTHER_RANKS = "tests/checkpoint/test_other_ranks.py"
+SCHEDULE = "tests/callbacks/test_compression_schedule.py"
 TRAINER = "tests/lightning/test_compressors.py"
-VOTES = "tests/engine/test_votes.py"
-SUMMABLE = "tests/engine/test_summable.py"
+VOTES = "tests/exchange/test_votes.py"
+SUMMABLE = "tests/exchange/test_summable.py"
 
 LAW = f"{ENGINE}::test_what_is_lost_arrives_later"
 RESUMED = f"{BITS}::test_a_resumed_run_has_the_same_bits"
@@ -22,49 +22,49 @@ RESUMED = f"{BITS}::test_a_resumed_run_has_the_same_bits"
 CODED = [
     Mutation(
         "keeping what is pending once the step is made",
-        "engine/reducer.py",
+        "GradientReducer.end_step",
         "        self._exchange.commit()\n",
         "",
         (LAW,),
     ),
     Mutation(
         "forgetting what is pending once gradients are dropped",
-        "engine/reducer.py",
+        "GradientReducer.drop",
         "        self._exchange.discard()\n",
         "        self._exchange.commit()\n",
         (f"{ENGINE}::test_gradients_that_are_dropped_leave_residuals_alone",),
     ),
     Mutation(
         "the owner's residual",
-        "exchange/coded_bucket.py",
+        "CodedBucket.encode_gather",
         "        self.owner.commit()\n",
         "",
         (LAW,),
     ),
     Mutation(
         "clearing what residuals leave between parameters",
-        "exchange/coded_bucket.py",
+        "CodedBucket.compensated",
         "        rows.view(-1).index_fill_(0, self._padding, 0.0)\n",
         "",
         (f"{FAILURES}::test_nothing_is_encoded_between_parameters",),
     ),
     Mutation(
         "clearing what decoding leaves between parameters before it becomes momentum",
-        "exchange/coded_bucket.py",
+        "CodedBucket.compensated",
         "self.read(self.clear_padding())",
         "self.read(self.bucket.gradients)",
         (f"{FAILURES}::test_the_norm_of_residuals_is_that_of_the_parameters",),
     ),
     Mutation(
         "leaving what lies between parameters out of the norm of residuals",
-        "exchange/compressed_bucket.py",
+        "CompressedBucket.residual_norms",
         ".index_fill(0, padding, 0.0)",
         "",
         (f"{FAILURES}::test_the_norm_of_residuals_is_that_of_the_parameters",),
     ),
     Mutation(
         "looking at gradients once more after a hook",
-        "engine/reducer.py",
+        "GradientReducer.conceal",
         "        self._exchange.look_again()\n",
         "",
         (
@@ -74,238 +74,238 @@ CODED = [
     ),
     Mutation(
         "refusing a second round of votes",
-        "exchange/coded.py",
+        "CodedExchange.add_earlier",
         "        if not is_empty:\n",
         "        if False:\n",
         (f"{VOTES}::test_votes_of_a_second_round_are_refused_on_all_ranks",),
     ),
     Mutation(
         "changing no codec under gradients on their way",
-        "engine/plan_lifecycle.py",
-        "            is_idle = not (self._is_sending or has_reduced)\n",
-        "            is_idle = True\n",
+        "OptimizerPipeline.use_codec",
+        "is_idle=is_idle and not has_begun",
+        "is_idle=True",
         (f"{CHANGES}::test_a_change_leaves_gradients_on_their_way_alone",),
     ),
     Mutation(
         "changing it after them",
-        "exchange/compressed.py",
+        "CompressedExchange._use_next",
         "        if self._next is not None:\n",
         "        if False:\n",
         (f"{CHANGES}::test_a_change_leaves_gradients_on_their_way_alone",),
     ),
     Mutation(
         "refusing votes of some ranks only",
-        "engine/reducer.py",
+        "RoundFlags.hear",
         "            if lacked and said[number] != UNUSED\n",
         "            if False\n",
         (f"{VOTES}::test_a_gradient_that_one_rank_lacks_is_refused_on_all",),
     ),
     Mutation(
         "hearing of them where all were used here",
-        "engine/reducer.py",
+        "RoundFlags.hear",
         " and not self._voting:\n",
         ":\n",
         (f"{VOTES}::test_a_gradient_that_one_rank_lacks_is_refused_on_all",),
     ),
     Mutation(
         "not counting the votes of a round without a gradient after others",
-        "exchange/coded.py",
+        "CodedExchange.add_earlier",
         "        bucket.mean.copy_(earlier)\n",
         "        pass\n",
         (f"{VOTES}::test_votes_without_a_gradient_do_not_count",),
     ),
     Mutation(
         "not counting the votes of a round without a gradient before others",
-        "engine/reducer.py",
+        "GradientReducer._finish_round",
         "has_sums, buckets = any(self._used), ",
         "has_sums, buckets = True, ",
         (f"{VOTES}::test_votes_without_a_gradient_do_not_count",),
     ),
     Mutation(
         "keeping what nobody will step",
-        "engine/reducer.py",
+        "GradientReducer.reduce",
         "        self._exchange.note_used(self._used, keeps=True)\n",
         "",
         (LAW,),
     ),
     Mutation(
         "not sending the owner's residual of what nobody will step",
-        "exchange/coded_bucket.py",
+        "CodedBucket.encode_gather",
         "        self.owner.keep(self._own_unused)\n",
         "",
         (LAW,),
     ),
     Mutation(
         "the mean of a vote",
-        "exchange/coded.py",
-        "                mean.mul_(1 / self._collectives.world_size)\n",
+        "CodedExchange._sum",
+        "                mean.mul_(1 / self.collectives.world_size)\n",
         "",
         (f"{ENGINE}::test_a_vote_is_that_of_the_majority",),
     ),
     Mutation(
         "summing on their way bytes that add up",
-        "exchange/reduction.py",
+        "new_reduction",
         "    kind = SumThenDecode if codec.is_summable else DecodeThenSum\n",
         "    kind = DecodeThenSum\n",
         (f"{SUMMABLE}::test_only_bytes_that_add_up_are_summed_on_their_way",),
     ),
     Mutation(
         "decoding bytes that do not add up before they are summed",
-        "exchange/reduction.py",
+        "new_reduction",
         "    kind = SumThenDecode if codec.is_summable else DecodeThenSum\n",
         "    kind = SumThenDecode\n",
         (LAW,),
     ),
     Mutation(
         "telling all ranks of inf",
-        "engine/reducer.py",
+        "RoundFlags.__init__",
         "        self._flags[-2] = exchange.take_found_inf()\n",
         "        self._flags[-2] = False\n",
         (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),
     ),
     Mutation(
         "refusing a step with inf",
-        "engine/optimizer_pipeline.py",
-        "        self._active.exchange.check()\n",
+        "OptimizerPipeline._prepare_step",
+        "        active.exchange.check()\n",
         "",
         (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),
     ),
     Mutation(
         "showing a loss scale that there was inf",
-        "exchange/compressed.py",
+        "CompressedExchange.hear_found_inf",
         "            coded.bucket.mean.masked_fill_(found.bool(), math.nan)\n",
         "            pass\n",
         (f"{FAILURES}::test_a_loss_scale_hears_of_inf_on_another_rank",),
     ),
     Mutation(
         "random numbers that go on after a resume",
-        "checkpoint/residuals.py",
+        "put_in",
         "        one.counts.update(residuals.counts)\n",
         "",
         (RESUMED,),
     ),
     Mutation(
         "another rate of what was left",
-        "checkpoint/residuals.py",
+        "_collected",
         "            own.mul_(one.rate / rate)\n",
         "            pass\n",
         (f"{CHANGES}::test_another_rate_sends_as_much_of_what_was_left",),
     ),
     Mutation(
         "an owner's residual in checkpoints",
-        "checkpoint/residuals.py",
+        "put_in",
         "            one.owner.load(name, flat[one.own])\n",
         "            pass\n",
         (RESUMED,),
     ),
     Mutation(
         "residuals that move to the next plan",
-        "engine/plan_lifecycle.py",
-        "            self._residuals.release()\n",
+        "PlanLifecycle._put_state_together",
+        "            self.residuals.release()\n",
         "",
         (f"{ENGINE}::test_the_same_with_another_plan_in_mid_run",),
     ),
     Mutation(
         "decoding by the codec that encoded",
-        "exchange/coded_bucket.py",
+        "CodedBucket.decode",
         "        encoded.codec.decode(wire, rows, self._generator(encoded))\n",
         "        self.codec.decode(wire, rows, self._generator(encoded))\n",
         (f"{CHANGES}::test_densities_may_change_with_gathers_still_under_way",),
     ),
     Mutation(
         "the same places on all ranks for random-k",
-        "exchange/coded_bucket.py",
+        "CodedBucket._generator",
         '        if encoded.codec.randomness == "private":\n',
         "        if True:\n",
         (f"{BITS}::test_every_codec_leaves_the_same_bits_on_all_ranks",),
     ),
     Mutation(
         "knowing what was published, for writes from outside",
-        "bucket.py",
+        "Bucket",
         "            self.published.copy_(self.replica)\n\n    def land",
         "            pass\n\n    def land",
         (f"{LAGGING}::test_replicas_are_close_behind",),
     ),
     Mutation(
         "taking over writes before replicas are made equal",
-        "engine/state_dicts.py",
+        "OptimizerPipeline.sync_replicas",
         '        self.prepare_state("sync_replicas")\n',
         '        self.complete_parameters("sync_replicas")\n',
         (f"{LAGGING}::test_what_was_written_or_loaded_is_made_equal_too",),
     ),
     Mutation(
         "sending what is left with a dense step",
-        "exchange/coded.py",
+        "CodedExchange.prepare_gather",
         "        coded.flush()\n",
         "",
         (f"{CHANGES}::test_a_dense_step_sends_all_that_was_left",),
     ),
     Mutation(
         "every rank's residual in a folder",
-        "checkpoint/residuals.py",
+        "sharded",
         '            before = rank * parameter.numel() if kind == "worker" else 0\n',
         "            before = 0\n",
         (f"{TRAINER}::test_checkpoints_go_on_with_the_same_bits",),
     ),
     Mutation(
         "residuals of a fit before",
-        "checkpoint/residual_keeper.py",
+        "ResidualKeeper._on_loading",
         "        if self._parameters:\n            self._put_in(held)",
         "        if False:\n            self._put_in(held)",
         (f"{BITS}::test_loading_in_mid_run_brings_its_residuals",),
     ),
     Mutation(
         "an equal share of all that workers kept",
-        "checkpoint/residuals.py",
+        "unpacked.own",
         "rows.sum(0) / world_size",
         "rows.mean(0)",
         (f"{OTHER_RANKS}::test_nothing_is_lost_where_other_ranks_go_on",),
     ),
     Mutation(
         "other random numbers for other optimizers",
-        "exchange/coded_bucket.py",
+        "CodedBucket.__init__",
         "        self._stream = first_number + bucket.number\n",
         "        self._stream = bucket.number\n",
         (f"{BITS}::test_two_optimizers_draw_other_random_numbers",),
     ),
     Mutation(
         "masters that other ranks go on with",
-        "optimizers/sharded.py",
+        "ShardedOptimizer.adopt_state",
         "                piece.parameter.copy_(master)\n",
         "                pass\n",
         (f"{OTHER_RANKS}::test_masters_move_where_other_ranks_go_on",),
     ),
     Mutation(
         "forgetting the pipeline of the fit before",
-        "strategy/dear.py",
+        "DearStrategy.teardown",
         "                self._schedule.connect(None)\n",
         "                pass\n",
         (f"{SCHEDULE}::test_a_schedule_is_driven_for_one_fit",),
     ),
     Mutation(
         "warning of weights that stay behind",
-        "strategy/dear.py",
+        "DearStrategy._start_pipeline",
         "        warn_of_lag(self._options)\n",
         "",
         (f"{LAG_WARNING}::test_rank_0_says_it_once_a_fit",),
     ),
     Mutation(
         "warning of them under Fabric",
-        "fabric/strategy.py",
+        "DearFabricStrategy.setup_module_and_optimizers",
         "        warn_of_lag(self._options)\n",
         "",
         (f"{LAG_WARNING}::test_fabric_says_it_too",),
     ),
     Mutation(
         "warning of clipped votes",
-        "engine/mean_gradients.py",
-        '        if codec is None or codec.kind != "vote" or self._collectives.rank:\n',
-        "        if True:\n",
+        "warn_of_votes",
+        "    if codec is None or not codec.votes or rank:\n",
+        "    if True:\n",
         (f"{VOTES}::test_clipping_votes_is_warned_of",),
     ),
     Mutation(
         "refusing densities that no step would have",
-        "callbacks/compression_schedule.py",
+        "CompressionSchedule.__init__",
         "            if later <= dense_steps:\n",
         "            if later < dense_steps:\n",
         (f"{SCHEDULE}::test_a_density_that_no_step_would_have_is_refused",),

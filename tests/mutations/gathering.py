@@ -6,89 +6,87 @@ from tests.mutations.mutation import Mutation
 
 GATHERING_TESTS = "tests/engine/test_gathering.py"
 THREADS = "tests/engine/test_threads.py"
-REPLICATED = "tests/engine/test_replicated.py"
-TENSORWISE = "tests/engine/test_tensorwise.py"
+REPLICATED = "tests/optimizers/test_replicated.py"
+TENSORWISE = "tests/optimizers/test_tensorwise.py"
 CONTEXTS = (f"{REPLICATED}::test_an_update_does_not_see_the_contexts_around_a_read",)
 
 
 GATHERING = [
     Mutation(
         "a step that is done with before its gates close",
-        "engine/optimizer_pipeline.py",
-        "        self._active.reducer.end_step()\n        self._active.gatherer.close_gates()\n",
-        "        self._active.gatherer.close_gates()\n        self._active.reducer.end_step()\n",
+        "OptimizerPipeline._end_step",
+        "        active.reducer.end_step()\n        active.gatherer.close_gates()\n",
+        "        active.gatherer.close_gates()\n        active.reducer.end_step()\n",
         (
-            "tests/engine/test_codec_changes.py::test_a_step_is_committed_before_another_thread_may_complete_it",
+            "tests/exchange/test_codec_changes.py::test_a_step_is_committed_before_another_thread_may_complete_it",
         ),
     ),
     Mutation(
         "other threads' wait for the end of a step",
-        "engine/optimizer_pipeline.py",
-        "        self._active.gatherer.begin_step()\n",
+        "OptimizerPipeline._prepare_step",
+        "        active.gatherer.begin_step()\n",
         "",
         (f"{THREADS}::test_a_thread_that_completes_in_a_step_waits_for_its_end",),
     ),
     Mutation(
         "waiting for a thread that has ended",
-        "engine/gatherer.py",
+        "ParameterGatherer._wait_for_end_of_step",
         "            if thread is not None and not thread.is_alive():\n",
         "            if False:\n",
         (f"{THREADS}::test_a_thread_that_ends_within_its_step_keeps_no_other_waiting",),
     ),
     Mutation(
         "zero_grad's wait for an update that another thread makes",
-        "optimizers/sharded.py",
-        "        with self._listener.without_arrivals():\n",
+        "OptimizerPipeline._on_zero_grad",
+        "        with nullcontext() if active is None else active.gatherer.arriving:\n",
         "        if True:\n",
         (f"{THREADS}::test_zero_grad_waits_for_an_update_that_another_thread_makes",),
     ),
     Mutation(
         "ending a step that broke off",
-        "engine/optimizer_pipeline.py",
-        "        self.sharded.restore()\n        self._end_broken_step()\n",
-        "        self.sharded.restore()\n",
+        "OptimizerPipeline.abandon",
+        "        self.stepper.restore()\n        self._end_broken_step()\n",
+        "        self.stepper.restore()\n",
         (f"{THREADS}::test_a_step_that_breaks_off_keeps_no_thread_waiting",),
     ),
     Mutation(
         "stepping a bucket when its gradient has arrived",
-        "engine/optimizer_pipeline.py",
-        "            self.sharded.step_bucket(number)\n",
-        "            pass\n",
+        "OptimizerPipeline._on_arrival",
+        "                self.stepper.step_bucket(number)\n",
+        "                pass\n",
         (f"{GATHERING_TESTS}::test_every_optimizer_has_the_bits_of_ddp",),
     ),
     Mutation(
         "options as they were at the step",
-        "optimizers/replicated.py",
+        "DeferredStep.__init__",
         "        self._options = [_copied(group) for group in optimizer.param_groups]\n",
         "        self._options = optimizer.param_groups\n",
         (f"{REPLICATED}::test_options_count_as_they_were_at_the_step",),
     ),
     Mutation(
         "copying learning rates that are tensors",
-        "optimizers/replicated.py",
+        "_copy_of",
         "        return value.detach().clone()\n",
         "        return value\n",
         (f"{REPLICATED}::test_a_learning_rate_in_a_tensor_counts_as_it_was_at_the_step",),
     ),
     Mutation(
         "completing before the state is read",
-        "optimizers/replicated.py",
-        "    def _on_saving(self, optimizer: Optimizer) -> None:\n"
-        '        self._gathers.complete_parameters("optimizer state")\n',
-        "    def _on_saving(self, optimizer: Optimizer) -> None:\n        pass\n",
+        "OptimizerPipeline._hook_into",
+        "            hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))\n",
+        "",
         (f"{REPLICATED}::test_state_is_torchs_own_and_is_read_complete",),
     ),
     Mutation(
         "completing before state is loaded",
-        "optimizers/replicated.py",
-        '        self._gathers.complete_parameters("optimizer state")\n'
-        "        super()._on_loading(optimizer, state_dict)\n",
-        "        super()._on_loading(optimizer, state_dict)\n",
+        "OptimizerPipeline._hook_into",
+        "optimizer.register_load_state_dict_pre_hook(self._complete_state)",
+        "optimizer.register_state_dict_pre_hook(self._complete_state)",
         (f"{REPLICATED}::test_loaded_state_comes_behind_what_is_pending",),
     ),
     Mutation(
         "completing before a dropped backward is reduced",
-        "engine/optimizer_pipeline.py",
+        "OptimizerPipeline.drop_gradients",
         '                self.complete_parameters("zero_grad")\n',
         "",
         (
@@ -97,22 +95,22 @@ GATHERING = [
     ),
     Mutation(
         "keeping frozen parameters out of the empty step",
-        "optimizers/replicated.py",
+        "ReplicatedOptimizer.run",
         "        self._leave_only_managed()\n",
         "",
         (f"{REPLICATED}::test_a_gradient_left_on_a_frozen_parameter_is_not_stepped",),
     ),
     Mutation(
         "refusing to step twice what broke off",
-        "optimizers/replicated.py",
-        "        self._is_broken = True\n",
-        "",
+        "ReplicatedOptimizer.step_bucket",
+        "        deferred, self._deferred = self._deferred, None\n",
+        "        deferred = self._deferred\n",
         (f"{REPLICATED}::test_a_step_that_breaks_off_is_never_made_twice",),
     ),
     *(
         Mutation(
             f"updating outside {name}",
-            "torch_modes.py",
+            "plain_mode",
             f"        stack.enter_context({context})\n",
             "",
             CONTEXTS,
@@ -126,21 +124,21 @@ GATHERING = [
     ),
     Mutation(
         "cutting no tensor",
-        "engine/plan_lifecycle.py",
-        "            plan = with_whole_tensors(plan, self._recording.tensors)\n",
+        "PlanLifecycle._activate",
+        "            plan = with_whole_tensors(plan, self.recording.tensors)\n",
         "            pass\n",
         (f"{REPLICATED}::test_another_plan_keeps_state_and_cuts_no_tensor",),
     ),
     Mutation(
         "a limit on gathers in flight",
-        "engine/gatherer.py",
+        "LimitedGathers._start_queued",
         "        while self._queued and len(self._in_flight) < self._depth:\n",
         "        while self._queued:\n",
         (f"{GATHERING_TESTS}::test_a_thread_keeps_to_the_depth",),
     ),
     Mutation(
         "leaving early buckets to the reader where gathers are limited",
-        "engine/gatherer.py",
+        "_failure_of",
         "        ticket.work.arrive()\n",
         "        ticket.work.wait()\n",
         (
@@ -149,21 +147,21 @@ GATHERING = [
     ),
     Mutation(
         "trying the options of every parameter group",
-        "optimizers/elementwise.py",
+        "check_elementwise",
         "used_groups(optimizer))\n",
         "used_groups(optimizer)[:1])\n",
-        ("tests/engine/test_elementwise.py::test_every_group_is_tried_with_its_own_options",),
+        ("tests/optimizers/test_elementwise.py::test_every_group_is_tried_with_its_own_options",),
     ),
     Mutation(
         "hiding all-reduced gradients after the step",
-        "optimizers/replicated.py",
-        "            placement.parameter.grad = None\n",
-        "            pass\n",
+        "ReplicatedOptimizer.restore",
+        "                placement.parameter.grad = None\n",
+        "                pass\n",
         (f"{GATHERING_TESTS}::test_a_norm_of_all_reduced_gradients_counts_each_once",),
     ),
     Mutation(
         "trying whether tensors can be stepped one by one",
-        "optimizers/tensorwise.py",
+        "check_tensorwise",
         "    if not agrees:\n",
         "    if False:\n",
         (f"{TENSORWISE}::test_what_couples_tensors_is_refused",),

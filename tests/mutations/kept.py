@@ -4,85 +4,87 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-DTYPE = "tests/engine/test_default_dtype.py"
+DTYPE = "tests/checkpoint/test_default_dtype.py"
 SAME = f"{DTYPE}::test_training_is_the_same_within_any_default_dtype"
 SHORT = "test_a_stranger_with_a_small_rate_passes_within_a_short_default_dtype"
-UNUSED = "tests/engine/test_lagging_unused.py"
+UNUSED = "tests/exchange/test_lagging_unused.py"
 
 KEPT = [
     Mutation(
         "residuals of fp32",
-        "compression/memory.py",
+        "Memory._zeros",
         "torch.zeros(numel, dtype=torch.float32, device=device)",
         "torch.zeros(numel, device=device)",
         (SAME,),
     ),
     Mutation(
         "residuals of 8 bits that are read as fp32",
-        "compression/memory.py",
+        "ShortResidual._read",
         "torch.empty((1, self._numel), dtype=torch.float32, device=stored.device)",
         "torch.empty((1, self._numel), device=stored.device)",
         (SAME,),
     ),
     Mutation(
         "residuals that are loaded as fp32",
-        "checkpoint/residuals.py",
+        "_collected",
         "torch.zeros(one.spec.padded_numel, dtype=torch.float32, device=device)",
         "torch.zeros(one.spec.padded_numel, device=device)",
         (SAME,),
     ),
     Mutation(
         "factors of fp32",
-        "exchange/low_rank_bucket.py",
+        "LowRankBucket.__init__",
         "torch.empty(shape, dtype=torch.float32, device=device)",
         "torch.empty(shape, device=device)",
         (SAME,),
     ),
     Mutation(
         "factors that begin as fp32",
-        "compression/low_rank.py",
+        "starting_factor",
         "torch.randn(shape, dtype=torch.float32, generator=generator)",
         "torch.randn(shape, generator=generator)",
         (SAME,),
     ),
     Mutation(
         "a loss scale of fp32",
-        "strategy/precision.py",
+        "loss_scale",
         "torch.ones(1, dtype=torch.float32, device=device)",
         "torch.ones(1, device=device)",
         (f"{DTYPE}::test_a_loss_scale_is_fp32_within_any_default_dtype",),
     ),
     Mutation(
         "trying an optimizer out with fp32",
-        "optimizers/elementwise.py",
+        "_steps_alike_on_parts",
         "partial(torch.randn, dtype=torch.float32, generator=generator)",
         "partial(torch.randn, generator=generator)",
-        (f"tests/engine/test_elementwise.py::{SHORT}",),
+        (f"tests/optimizers/test_elementwise.py::{SHORT}",),
     ),
     Mutation(
         "trying out with fp32 whether tensors may be stepped one by one",
-        "optimizers/tensorwise.py",
+        "_steps_alike_one_by_one",
         "partial(torch.randn, dtype=torch.float32, generator=generator)",
         "partial(torch.randn, generator=generator)",
-        (f"tests/engine/test_tensorwise.py::{SHORT}",),
+        (f"tests/optimizers/test_tensorwise.py::{SHORT}",),
     ),
     Mutation(
         "measuring a link with fp32",
-        "tuning/link_cost.py",
+        "train_times",
         "partial(torch.empty, dtype=torch.float32, device=device)",
         "partial(torch.empty, device=device)",
-        ("tests/test_tuning.py::test_the_link_is_measured_in_fp32_within_any_default_dtype",),
+        (
+            "tests/tuning/test_tuning.py::test_the_link_is_measured_in_fp32_within_any_default_dtype",
+        ),
     ),
     Mutation(
         "not moving what nobody uses, whatever its bytes say",
-        "exchange/coded_bucket.py",
+        "CodedBucket.write",
         "                differences[part].zero_()\n",
         "                pass\n",
         (f"{UNUSED}::test_what_nobody_uses_stays_where_it_is",),
     ),
     Mutation(
         "sending zeros of what nobody uses",
-        "exchange/coded_bucket.py",
+        "CodedBucket._lag",
         "        row = self.read(self.bucket.lag(self.bucket.mean), 1)\n"
         "        for part in self._own_unused:\n"
         "            row[:, part].zero_()\n",
@@ -91,17 +93,17 @@ KEPT = [
     ),
     Mutation(
         "the norm of all that is still to be sent, at any rate",
-        "exchange/compressed_bucket.py",
+        "CompressedBucket.residual_norms",
         "            / memory.rate\n",
         "",
         (
-            "tests/engine/test_coded_failures.py"
+            "tests/exchange/test_coded_failures.py"
             "::test_the_norm_of_residuals_is_that_of_what_has_not_arrived",
         ),
     ),
     Mutation(
         "taking rows that are not finite",
-        "compression/floats.py",
+        "_HalfFloat.encode",
         "        wire[:, 2 * numel :].zero_()\n",
         "        wire[:, 2 * numel :].zero_()\n"
         "        if not rows.isfinite().all():\n"
@@ -110,11 +112,11 @@ KEPT = [
     ),
     Mutation(
         "agreeing on the gradients that a hook has left",
-        "engine/reducer.py",
+        "GradientReducer.conceal",
         "        self._collectives.launch_any(flags).wait()\n",
         "",
         (
-            "tests/engine/test_lagging_unused.py"
+            "tests/exchange/test_lagging_unused.py"
             "::test_a_gradient_that_a_hook_clears_on_one_rank_is_stepped_on_all",
         ),
     ),

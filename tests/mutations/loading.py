@@ -4,106 +4,106 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-RESTORING = "tests/engine/test_restoring.py"
-FROZEN = "tests/engine/test_frozen.py"
-DROPPED = "tests/engine/test_dropped_masters.py"
-NAMES = "tests/engine/test_kept_names.py"
+RESTORING = "tests/checkpoint/test_restoring.py"
+FROZEN = "tests/exchange/test_frozen.py"
+DROPPED = "tests/optimizers/test_dropped_masters.py"
+NAMES = "tests/checkpoint/test_kept_names.py"
 
 LOADING = [
     Mutation(
         "masters that begin with weights loaded without masters",
-        "optimizers/sharded.py",
+        "ShardedOptimizer._forget",
         "                piece.parameter.copy_(weights)\n",
         "                pass\n",
         (f"{RESTORING}::test_a_state_from_before_the_first_step_starts_anew",),
     ),
     Mutation(
         "forgetting that what was loaded has been stepped",
-        "optimizers/sharded.py",
+        "ShardedOptimizer._forget",
         "                piece.was_stepped = False\n",
         "",
         (f"{RESTORING}::test_a_state_from_before_the_first_step_starts_anew",),
     ),
     Mutation(
         "forgetting the lag of weights that diverged",
-        "bucket.py",
+        "follow_weights",
         "    torch.where(is_move, moved, weights, out=master)\n",
         "    master.copy_(moved)\n",
         (f"{RESTORING}::test_weights_alone_come_back_from_a_divergence",),
     ),
     Mutation(
         "keeping the lag of weights that move a little",
-        "bucket.py",
+        "follow_weights",
         "    torch.where(is_move, moved, weights, out=master)\n",
         "    master.copy_(weights)\n",
         (f"{RESTORING}::test_weights_that_shrink_at_every_step_keep_their_lag",),
     ),
     Mutation(
         "nothing that follows between parameters",
-        "exchange/coded_bucket.py",
+        "CodedBucket.write",
         "            differences = rows.view(-1).index_fill_(0, self._padding, 0.0)\n",
         "            differences = rows.view(-1)\n",
-        ("tests/engine/test_between_parameters.py",),
+        ("tests/exchange/test_between_parameters.py",),
     ),
     Mutation(
         "holding what encoding left of what is frozen",
-        "checkpoint/residual_keeper.py",
+        "ResidualKeeper._put_in",
         "        self._held = None if others.is_of_nothing else others\n",
         "        self._held = None\n",
         (FROZEN,),
     ),
     Mutation(
         "masters that follow what is written to frozen weights",
-        "engine/plan_lifecycle.py",
-        "        self._left.follow(self.parameters)\n",
+        "PlanLifecycle.take_over",
+        "        self.left_weights.follow(self.parameters)\n",
         "",
         (f"{FROZEN}::test_what_is_written_to_a_frozen_weight_after_a_load_stays",),
     ),
     Mutation(
         "noting weights that are frozen when they are loaded",
-        "engine/plan_lifecycle.py",
-        "                self._left.note(list(self.optimizer.state))\n",
-        "                pass\n",
+        "PlanLifecycle.take_over",
+        "            self.left_weights.note(list(self._stepper.optimizer.state))\n",
+        "            pass\n",
         (f"{FROZEN}::test_what_is_written_to_a_frozen_weight_after_a_load_stays",),
     ),
     Mutation(
         "masters of frozen weights in checkpoints",
-        "engine/state_dicts.py",
-        "        self._left.follow()\n",
+        "OptimizerPipeline.prepare_state",
+        "        self.plans.left_weights.follow()\n",
         "",
         (f"{FROZEN}::test_what_is_written_to_a_frozen_weight_stays_and_moves_its_master",),
     ),
     Mutation(
         "replicas of frozen weights",
-        "engine/state_dicts.py",
-        "        self._left.sync()\n",
+        "PlanLifecycle.sync_replicas",
+        "        self.left_weights.sync()\n",
         "",
         (f"{FROZEN}::test_replicas_of_frozen_weights_are_made_equal_to_their_masters",),
     ),
     Mutation(
         "leaving a refused state alone",
-        "checkpoint/residual_keeper.py",
+        "ResidualKeeper._on_loading",
         "        if saved_sizes != own_sizes:\n",
         "        if False:\n",
         (f"{FROZEN}::test_a_state_that_torch_refuses_leaves_everything_as_it_was",),
     ),
     Mutation(
         "noting what weights are when their plan ends",
-        "optimizers/masters.py",
+        "LeftWeights.note",
         "                self._before[parameter] = parameter.detach().clone()\n",
         "                pass\n",
         (f"{FROZEN}::test_what_is_written_between_two_plans_stays",),
     ),
     Mutation(
         "forgetting noted weights when others are loaded",
-        "optimizers/masters.py",
+        "LeftWeights.__init__",
         "lambda _: self._before.clear()",
         "lambda _: None",
         (f"{FROZEN}::test_masters_that_are_loaded_do_not_follow_what_was_written_before",),
     ),
     Mutation(
         "saying that masters of 16 bits are lost",
-        "optimizers/sharded.py",
+        "ShardedOptimizer._take_out",
         "            if not has_master or (was_loaded and not lags):\n",
         "            if not has_master:\n",
         (
@@ -113,42 +113,42 @@ LOADING = [
     ),
     Mutation(
         "counting anew after a load",
-        "checkpoint/residuals.py",
+        "put_in",
         "        one.start_anew(residuals.seed)\n",
         "",
         (f"{RESTORING}::test_a_state_from_before_the_first_step_starts_anew",),
     ),
     Mutation(
         "what encoding left of what is frozen in folders",
-        "checkpoint/residual_keeper.py",
+        "ResidualKeeper.add_to_sharded",
         "        parts = chain(in_buckets, residuals.parts_held(held))\n",
         "        parts = chain(in_buckets)\n",
         (f"{FROZEN}::test_nothing_is_lost_of_what_is_frozen_in_a_checkpoint_and_after_it",),
     ),
     Mutation(
         "saying that masters are dropped",
-        "optimizers/sharded.py",
+        "ShardedOptimizer._take_out",
         "                is_lost |= differs(master, parameter, is_rounded=has_master)\n",
         "                pass\n",
         (f"{DROPPED}::test_where_weights_lag_behind_them_rank_0_says_so_once",),
     ),
     Mutation(
         "saying that masters are dropped where whole tensors are stepped",
-        "optimizers/replicated.py",
-        "            is_lost |= differs(own.pop(MASTER_KEY, None), parameter)\n",
-        "            own.pop(MASTER_KEY, None)\n",
+        "ReplicatedOptimizer.adopt_state",
+        "            is_lost |= differs(entries.pop(MASTER_KEY, None), parameter)\n",
+        "            entries.pop(MASTER_KEY, None)\n",
         (f"{DROPPED}::test_where_weights_lag_behind_them_rank_0_says_so_once",),
     ),
     Mutation(
         "reading a running mean by its old name",
-        "checkpoint/residuals.py",
+        "_as_named_now",
         '    is_signums = "residual" not in worker\n',
         "    is_signums = False\n",
         (f"{NAMES}::test_what_earlier_versions_called_momentum_is_read",),
     ),
     Mutation(
         "loaded residuals on the parameters' device",
-        "checkpoint/residuals.py",
+        "checkpoint.residuals:_beside",
         "as_flat(numbers, storage_strides(parameter)).to(parameter.device)\n",
         "as_flat(numbers, storage_strides(parameter))\n",
         (f"{NAMES}::test_what_is_loaded_lies_where_its_parameter_does",),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-LOW_RANK_TESTS = "tests/engine/test_low_rank.py"
-GROUPS = "tests/engine/test_codec_groups.py"
+LOW_RANK_TESTS = "tests/exchange/test_low_rank.py"
+GROUPS = "tests/exchange/test_codec_groups.py"
 BACKWARD = "tests/engine/test_backward_waits_for_nobody.py"
 
 LAW = f"{LOW_RANK_TESTS}::test_what_is_lost_arrives_later"
@@ -14,114 +14,114 @@ BETWEEN = f"{LOW_RANK_TESTS}::test_the_same_whatever_happens_in_between"
 LOW_RANK = [
     Mutation(
         "no wait for another rank in backward",
-        "exchange/low_rank.py",
+        "LowRankExchange.launch_reduce",
         "        self._unsent.append(partial(",
         "        first.wait()\n        self._unsent.append(partial(",
         (f"{BACKWARD}::test_one_rank_uses_a_layer_less_often_in_front_of_a_collective",),
     ),
     Mutation(
         "no second message in backward",
-        "exchange/low_rank.py",
+        "LowRankExchange.launch_reduce",
         "        return Work(partial(self._arrive, low), ",
         "        self._unsent.pop()()\n        return Work(partial(self._arrive, low), ",
         (f"{LOW_RANK_TESTS}::test_only_factors_and_vectors_travel",),
     ),
     Mutation(
         "waiting for the first message",
-        "exchange/low_rank.py",
+        "LowRankExchange._launch_second",
         "        first.wait()\n",
         "",
         (LAW,),
     ),
     Mutation(
         "waiting for the second message",
-        "exchange/low_rank.py",
+        "LowRankExchange._arrive",
         "        self._seconds[low.number].wait()\n",
         "",
         (f"{LOW_RANK_TESTS}::test_it_is_as_near_as_torchs_own",),
     ),
     Mutation(
         "raising again where a wait has failed",
-        "exchange/low_rank.py",
+        "LowRankExchange._arrive",
         "            self._unsent[0]()\n"
         "            # Only now: a wait that has failed must fail again.\n"
         "            self._unsent.popleft()\n",
         "            self._unsent.popleft()()\n",
-        ("tests/engine/test_low_rank_failures.py",),
+        ("tests/exchange/test_low_rank_failures.py",),
     ),
     Mutation(
         "keeping what the factors do not bring",
-        "exchange/low_rank_bucket.py",
+        "LowRankBucket.encode_second",
         "        self.worker.note_lost(self._flat, scale)\n",
         "",
         (LAW,),
     ),
     Mutation(
         "this rank's own factors in its residual",
-        "exchange/low_rank_bucket.py",
+        "LowRankBucket.encode_second",
         "            own.addmm_(left, right.t(), alpha=-1)\n",
         "            own.addmm_(left, right.t(), alpha=-0.5)\n",
         (LAW,),
     ),
     Mutation(
         "starting from the last step's factor",
-        "exchange/low_rank_bucket.py",
+        "LowRankBucket.commit",
         "        self._factors.update(self._pending)\n",
         "",
         (f"{LOW_RANK_TESTS}::test_it_is_as_near_as_torchs_own",),
     ),
     Mutation(
         "an orthonormal factor",
-        "exchange/low_rank_bucket.py",
+        "LowRankBucket.encode_second",
         "            left.copy_(orthonormal(left))\n",
         "",
         (f"{LOW_RANK_TESTS}::test_what_has_no_more_rank_arrives_as_it_is",),
     ),
     Mutation(
         "a share of what nobody will step, for each rank",
-        "exchange/compressed_bucket.py",
+        "CompressedBucket.note_used",
         "                share = mean / self._num_owners\n",
         "                share = mean\n",
         (LAW,),
     ),
     Mutation(
         "factors that move to the next plan",
-        "checkpoint/residuals.py",
+        "put_in",
         "                own.copy_(factor)\n",
         "                pass\n",
         (f"{LOW_RANK_TESTS}::test_factors_go_into_checkpoints_and_survive_another_plan",),
     ),
     Mutation(
         "buckets of their own for tensors with another codec",
-        "engine/trained_parameters.py",
+        "tensor_specs",
         '            family=f"{parameter.dtype}/{parameter.device.type}/{codecs[index]}",\n',
         '            family=f"{parameter.dtype}/{parameter.device.type}",\n',
         (f"{GROUPS}::test_vectors_travel_as_they_are_and_nothing_is_lost",),
     ),
     Mutation(
         "a schedule that leaves other codecs as they are",
-        "exchange/compressed.py",
+        "CompressedExchange.use",
         "            coded.use(codec if follows else coded.configured)\n",
         "            coded.use(codec)\n",
         (f"{GROUPS}::test_a_schedule_and_another_plan_keep_the_groups",),
     ),
     Mutation(
         "momentum of what a codec leaves out",
-        "exchange/coded_bucket.py",
+        "CodedBucket.__init__",
         "        keeps = options.codec if has_momentum else codec\n",
         "        keeps = codec\n",
         (f"{GROUPS}::test_what_dgc_leaves_out_has_its_momentum",),
     ),
     Mutation(
         "leaving a plan's buckets as they are",
-        "exchange/coded.py",
+        "CodedExchange.__init__",
         "                is_encoded=bucket.number not in uncompressed,\n",
         "",
         (f"{GROUPS}::test_a_plan_leaves_buckets_as_they_are",),
     ),
     Mutation(
         "what a plan leaves as it is keeps of its own",
-        "exchange/coded_bucket.py",
+        "CodedBucket.__init__",
         "            owner = owner_memory(codec, numel // world_size, device)\n",
         "            owner = owner_memory(codec if is_encoded else options.codec,"
         " numel // world_size, device)\n",
@@ -129,7 +129,7 @@ LOW_RANK = [
     ),
     Mutation(
         "no memory of what loses nothing",
-        "compression/memory.py",
+        "owner_memory",
         "    if not codec.has_feedback or isinstance(codec, Fp32):\n",
         "    if not codec.has_feedback:\n",
         (f"{GROUPS}::test_nothing_is_kept_of_what_is_never_encoded",),

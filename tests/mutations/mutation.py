@@ -10,9 +10,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.mutations.symbols import lines_of
+
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "lightning_dear"
 TIMEOUT_S = 300
-_COPIED = ("lightning_dear", "conf", "recipes", "tests", "pyproject.toml", "README.md", "docs")
+_COPIED = (PACKAGE, "conf", "recipes", "tests", "pyproject.toml", "README.md", "docs")
 
 
 @dataclass(frozen=True)
@@ -21,29 +24,34 @@ class Mutation:
 
     Attributes:
         name: For people.
-        file: In the package.
-        old: Text that stands in it once.
+        symbol: In whose lines, as `lines_of` has it; whichever file it is in.
+        old: Text that stands in them once.
         new: What takes its place.
         tests: Arguments of pytest.
     """
 
     name: str
-    file: str
+    symbol: str
     old: str
     new: str
     tests: tuple[str, ...]
 
-    def apply(self, tree: Path) -> None:
-        """Changes the file in a copy of the repository.
+    def changed(self, package: Path) -> tuple[Path, str]:
+        """The file in the package's folder, and what stands in it after the change. Writes nothing.
 
         Raises:
-            ValueError: If `old` does not stand in it exactly once.
+            ValueError: If there is no such symbol, or `old` does not stand in it exactly once.
         """
-        path = tree / "lightning_dear" / self.file
-        text = path.read_text()
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: found {text.count(self.old)} times in {self.file}")
-        path.write_text(text.replace(self.old, self.new))
+        pieces = lines_of(self.symbol, package)
+        path = pieces[0].path
+        text = path.read_text().splitlines(keepends=True)
+        inside = {piece: "".join(text[piece.first - 1 : piece.last]) for piece in pieces}
+        count = sum(part.count(self.old) for part in inside.values())
+        if count != 1:
+            raise ValueError(f"{self.name}: found {count} times in {self.symbol}")
+        piece, part = next(item for item in inside.items() if self.old in item[1])
+        text[piece.first - 1 : piece.last] = part.replace(self.old, self.new)
+        return path, "".join(text)
 
 
 @dataclass(frozen=True)
@@ -95,11 +103,11 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> str | None:
 
 def judge(mutation: Mutation, tree: Path) -> Verdict:
     """Applies the mutation to the copy in `tree`, runs its tests, and undoes it."""
-    path = tree / "lightning_dear" / mutation.file
+    path, changed = mutation.changed(tree / PACKAGE)
     original = path.read_text()
     start = time.monotonic()
+    path.write_text(changed)
     try:
-        mutation.apply(tree)
         failed = run_tests(tree, mutation.tests)
     finally:
         path.write_text(original)

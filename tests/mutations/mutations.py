@@ -18,72 +18,72 @@ from tests.mutations.sparse_sums import SPARSE_SUMS
 from tests.mutations.speed import SPEED
 from tests.mutations.steps import FLUSHES, GUARDS, WAITS
 
-STATE = "tests/engine/test_state.py"
+STATE = "tests/optimizers/test_state.py"
 
 
 STRATEGY = [
     Mutation(
         "completing before validation_step",
-        "strategy/dear.py",
+        "DearStrategy.validation_step",
         '        self.complete_parameters("validation_step")\n',
         "",
-        ("tests/lightning/test_guard.py::test_the_strategy_waits_itself",),
+        ("tests/callbacks/test_guard.py::test_the_strategy_waits_itself",),
     ),
     Mutation(
         "completing before a state_dict",
-        "strategy/dear.py",
+        "DearStrategy.lightning_module_state_dict",
         '            self.complete_parameters("state_dict")\n',
         "            pass\n",
-        ("tests/lightning/test_guard.py::test_the_strategy_waits_itself",),
+        ("tests/callbacks/test_guard.py::test_the_strategy_waits_itself",),
     ),
     Mutation(
         "completing before load_state_dict",
-        "strategy/dear.py",
+        "DearStrategy.load_model_state_dict",
         '        self.complete_parameters("load_state_dict")\n',
         "",
-        ("tests/lightning/test_guard.py::test_the_strategy_waits_itself",),
+        ("tests/callbacks/test_guard.py::test_the_strategy_waits_itself",),
     ),
     Mutation(
         "not sending while accumulating",
-        "strategy/dear.py",
+        "DearStrategy.backward",
         "        synchronize = is_last and not self._is_sync_blocked\n",
         "        synchronize = is_last\n",
         (f"{STATE}::test_accumulated_gradients_are_those_of_ddp", *row("accumulation")),
     ),
     Mutation(
         "ending gloo's groups with the job",
-        "collectives/factory.py",
+        "collectives.factory:",
         "atexit.register(end_process_groups)\n",
         "atexit.register(forget_process_groups)\n",
         ("tests/distributed/test_ending.py",),
     ),
     Mutation(
         "whole optimizer state in checkpoints",
-        "strategy/dear.py",
+        "DearStrategy.optimizer_state",
         "        return self._pipeline.of(optimizer).optimizer_state_dict()\n",
         "        return super().optimizer_state(optimizer)\n",
         ("tests/lightning/test_checkpoints.py",),
     ),
     Mutation(
         "clipping and unscaling on shards",
-        "strategy/dear.py",
+        "DearStrategy._start_pipeline",
         "        connect_precision(self.precision_plugin, self._pipeline)\n",
         "",
         row("clipping by norm", "clipping by value"),
     ),
     Mutation(
         "gradients for hooks after backward",
-        "callbacks/guards.py",
+        "GradientGuard.on_after_backward",
         "            self._expose(None)\n",
         "            pass\n",
-        ("tests/lightning/test_gradient_access.py",),
+        ("tests/callbacks/test_gradient_access.py",),
     ),
     Mutation(
         "gradients for hooks before the step",
-        "callbacks/guards.py",
+        "GradientGuard.on_before_optimizer_step",
         "            self._expose(optimizer)\n",
         "            pass\n",
-        ("tests/lightning/test_gradient_access.py",),
+        ("tests/callbacks/test_gradient_access.py",),
     ),
 ]
 
@@ -92,10 +92,10 @@ def _guard_hook(hook: str, is_conditional: bool, *rows: str) -> Mutation:
     call = f'_before("{hook}", trainer, pl_module)' if is_conditional else f'_complete("{hook}")'
     return Mutation(
         f"completing before callbacks' {hook}",
-        "callbacks/guards.py",
+        f"CompletionGuard.{hook}",
         f"        self.{call}\n",
         "        pass\n",
-        (*row(*rows), "tests/lightning/test_guard.py::test_the_guard_waits_in_every_hook"),
+        (*row(*rows), "tests/callbacks/test_guard.py::test_the_guard_waits_in_every_hook"),
     )
 
 

@@ -4,61 +4,61 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-TESTS = "tests/engine/test_seeds.py"
+TESTS = "tests/exchange/test_seeds.py"
 
 SEEDS = [
     Mutation(
         "the user's seed in what codecs draw",
-        "exchange/coded_bucket.py",
+        "CodedBucket._next",
         'self._seeded(f"{half} {self._stream} {self.counts[half]}")',
         'f"{half} {self._stream} {self.counts[half]}"',
         (f"{TESTS}::test_another_seed_draws_other_numbers",),
     ),
     Mutation(
         "the user's seed in the factor that powersgd starts from",
-        "exchange/low_rank_bucket.py",
+        "LowRankBucket.start_anew",
         'self._seeded(f"{self._name} {number}")',
         'f"{self._name} {number}"',
         (f"{TESTS}::test_another_seed_draws_other_numbers",),
     ),
     Mutation(
         "rank 0's seed on all ranks",
-        "engine/active_plan.py",
+        "agree_on_recording",
         "        codecs,\n        seed,\n",
         "        codecs,\n        torch.initial_seed(),\n",
         (f"{TESTS}::test_rank_0s_seed_counts",),
     ),
     Mutation(
         "the seed that a checkpoint has",
-        "checkpoint/residuals.py",
+        "put_in",
         "        one.start_anew(residuals.seed)\n",
         "        one.start_anew(None)\n",
         (f"{TESTS}::test_a_resumed_run_keeps_the_seed",),
     ),
     Mutation(
         "the seed in a checkpoint's folder",
-        "checkpoint/residuals.py",
+        "sharded",
         "dict(common.counts), common.seed\n",
         "dict(common.counts), 0\n",
         (f"{TESTS}::test_a_resumed_run_keeps_the_seed",),
     ),
     Mutation(
         "the seed in use, whatever the process is seeded with later",
-        "checkpoint/residual_keeper.py",
+        "ResidualKeeper.attach",
         "        self._seed = seed if self._seed is None else self._seed\n",
         "        self._seed = seed\n",
         (f"{TESTS}::test_the_seed_stays_whatever_is_drawn_from_meanwhile",),
     ),
     Mutation(
         "the seed that was loaded, in later plans",
-        "checkpoint/residual_keeper.py",
+        "ResidualKeeper._put_in",
         "        self._seed = self._seed if held.seed is None else held.seed\n",
         "",
         (f"{TESTS}::test_a_loaded_seed_stays_in_use",),
     ),
     Mutation(
         "no seed where training began without one",
-        "checkpoint/residuals.py",
+        "checkpoint:unpacked",
         '        state.get("seed", NO_SEED),\n',
         '        state.get("seed"),\n',
         (f"{TESTS}::test_a_state_of_earlier_versions_goes_on_without_a_seed",),

@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
-from tests.mutations.sparse_sums import BUCKET, FIGURES, REFERENCE
+from tests.mutations.sparse_sums import FIGURES, REFERENCE
 
 SHARES = [
     Mutation(
         "shares of k by what has reached the threshold",
-        "exchange/regions.py",
+        "Shares.after",
         "        weights = [one.num_reached for one in reports]\n",
         "        weights = [1 for one in reports]\n",
         REFERENCE,
     ),
     Mutation(
         "shares of another density's k in a checkpoint",
-        BUCKET,
+        "RegionBucket.steer",
         "        if size == self._size:\n",
         "        if True:\n",
-        ("tests/engine/test_oktopk_resumed.py::test_a_run_resumed_with_another_density_keeps_k",),
+        ("tests/exchange/test_oktopk_resumed.py::test_a_run_resumed_with_another_density_keeps_k",),
     ),
     Mutation(
         "shares of another density's k",
-        BUCKET,
+        "RegionBucket.use",
         "            self.shares = Shares.unknown(self._world_size)\n            self._follows",
         "            self._follows",
         (f"{FIGURES}::test_never_more_than_k_come_back_whatever_the_density_was",),
     ),
     Mutation(
         "shares of the step that ends when another density begins",
-        BUCKET,
+        "RegionBucket._hear",
         "        if self._follows_shares:\n",
         "        if True:\n",
         (f"{FIGURES}::test_never_more_than_k_come_back_whatever_the_density_was",),
     ),
     Mutation(
         "shares that ranks disagree on after a density that was in use for no step",
-        BUCKET,
+        "RegionBucket._hear",
         "        if self._follows_shares:\n",
         "        if step.codec == self.codec:\n",
         (
-            "tests/engine/test_codec_changes.py::test_ranks_agree_whether_messages_arrive_before_a_change_or_after",
+            "tests/exchange/test_codec_changes.py::test_ranks_agree_whether_messages_arrive_before_a_change_or_after",
         ),
     ),
 ]

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-TESTS = "tests/engine/test_oktopk.py"
-PARTS = "tests/engine/test_sparse_parts.py"
-STEPS = "tests/engine/test_oktopk_steps.py"
-SUMS = "tests/engine/test_sparse_all_reduces.py"
-FIGURES = "tests/engine/test_sparse_figures.py"
-BUCKET = "exchange/region_bucket.py"
-OWNED = "exchange/owned_bucket.py"
-STATIC = "exchange/static_bucket.py"
-SELECTION = "exchange/global_selection.py"
+TESTS = "tests/exchange/test_oktopk.py"
+PARTS = "tests/exchange/test_sparse_parts.py"
+STEPS = "tests/exchange/test_oktopk_steps.py"
+SUMS = "tests/exchange/test_sparse_all_reduces.py"
+FIGURES = "tests/exchange/test_sparse_figures.py"
 
 TO_THE_BIT = (f"{TESTS}::test_every_number_arrives_or_is_left_to_the_bit",)
-RESCALED = ("tests/engine/test_lr_rescale.py::test_what_is_left_weighs_what_it_weighed",)
+RESCALED = ("tests/exchange/test_lr_rescale.py::test_what_is_left_weighs_what_it_weighed",)
 REFERENCE = (f"{TESTS}::test_bits_are_those_of_the_reference",)
 
 SPARSE_SUMS = [
     Mutation(
         "knowing what has arrived without a search among places in the order of their numbers",
-        BUCKET,
+        "RegionBucket._has_arrived",
         "        is_written = self.bucket.gradients.index_select(0, sent.places) != 0\n",
         "        sizes = self.bucket.gradients[selected].abs()\n"
         "        by_size = selected[sizes.argsort(descending=True)]\n"
@@ -31,140 +27,140 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "putting back what was sent in vain",
-        OWNED,
+        "OwnedBucket.settle",
         "            self.worker.put_back(one.places, one.numbers.masked_fill(has_arrived, 0.0))\n",
         "            pass\n",
         TO_THE_BIT,
     ),
     Mutation(
         "clearing what has arrived",
-        OWNED,
+        "OwnedBucket.settle",
         "            self.worker.clear(one.places.index_select(0, true_places(has_arrived)))\n",
         "            pass\n",
         TO_THE_BIT,
     ),
     Mutation(
         "clearing what an earlier round of the step has sent",
-        OWNED,
+        "OwnedBucket.accumulated",
         "            self.worker.clear(one.places)\n",
         "            pass\n",
         (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
     ),
     Mutation(
         "clearing what has arrived, where sums travel as they are",
-        OWNED,
+        "OwnedBucket.settle_all",
         "            self.worker.clear(one.places.index_select(0, was_sent))\n",
         "            pass\n",
         (f"{SUMS}::test_every_number_arrives_or_is_left_to_the_bit",),
     ),
     Mutation(
         "telling a number that is 0 from one that was not selected",
-        BUCKET,
+        "RegionBucket.write",
         "        self._has_zeros = bool((numbers == 0).any())\n",
         "        self._has_zeros = False\n",
         (f"{STEPS}::test_what_a_hook_makes_zero_has_arrived_all_the_same",),
     ),
     Mutation(
         "refusing to add to gradients that were shown and taken back",
-        "engine/mean_gradients.py",
-        "        self._is_exposed, self._was_changed = False, True\n",
-        "        self._is_exposed = False\n",
+        "OptimizerPipeline.reduce",
+        "                self._enter(StepState.CHANGED)\n",
+        "                self._enter(StepState.REDUCED)\n",
         (f"{SUMS}::test_nothing_is_added_to_what_was_changed",),
     ),
     Mutation(
         "refusing to add to gradients that were clipped",
-        "engine/mean_gradients.py",
-        "        self._was_changed |= mutates\n",
-        "",
+        "OptimizerPipeline._on_shards",
+        "            self._enter(StepState.CHANGED)\n",
+        "            pass\n",
         (f"{SUMS}::test_nothing_is_added_to_what_was_changed",),
     ),
     Mutation(
         "measuring xi of whole steps only",
-        "exchange/sparse.py",
+        "SparseExchange.note_used",
         "            self._seen = dict.fromkeys(self._seen)\n",
         "            self._seen = {}\n",
         (f"{STEPS}::test_xi_is_never_that_of_a_part_of_the_gradients",),
     ),
     Mutation(
         "regions of the step under way, whatever is loaded meanwhile",
-        BUCKET,
+        "RegionBucket.region",
         "        regions = self._shards if step is None else step.regions\n",
         "        regions = self._shards if step is None else self.regions\n",
-        ("tests/engine/test_oktopk_resumed.py::test_a_load_leaves_what_is_under_way_alone",),
+        ("tests/exchange/test_oktopk_resumed.py::test_a_load_leaves_what_is_under_way_alone",),
     ),
     Mutation(
         "a tail as heavy as it is",
-        "compression/thresholds.py",
+        "corrected",
         "    slope = float(sizes.log().mean()) - math.log(threshold)\n",
         "    slope = 0.1\n",
         REFERENCE,
     ),
     Mutation(
         "summing in the order of the ranks",
-        "exchange/sparse_bucket.py",
+        "SparseBucket.sum_up",
         "        for row in self.incoming:\n",
         "        for row in self.incoming.flip(0):\n",
         REFERENCE,
     ),
     Mutation(
         "a cap on messages",
-        BUCKET,
+        "RegionBucket.messages",
         "        sent = [part.largest(self.most_sent) for part in selected.cut(self.regions)]\n",
         "        sent = selected.cut(self.regions)\n",
         REFERENCE,
     ),
     Mutation(
         "a cap on what one owner keeps",
-        SELECTION,
+        "keep_largest",
         "        found = [one.sums().largest(one.most_owned) for one in buckets]\n",
         "        found = [one.sums() for one in buckets]\n",
         REFERENCE,
     ),
     Mutation(
         "a cap on what all owners keep",
-        BUCKET,
+        "RegionBucket.keep_share",
         "        self.keep(found.largest(quota), scale, num_reached)\n",
         "        self.keep(found, scale, num_reached)\n",
         REFERENCE,
     ),
     Mutation(
         "the first of equal numbers",
-        SELECTION,
+        "keep_largest",
         "        room -= sum(num_equal for _, num_equal in counts[:rank])\n",
         "",
         TO_THE_BIT,
     ),
     Mutation(
         "a threshold for the next step",
-        "exchange/sparse_bucket.py",
+        "SparseBucket.commit",
         "        self.threshold.commit()\n",
         "",
         REFERENCE,
     ),
     Mutation(
         "regions for the next step",
-        BUCKET,
+        "RegionBucket._hear",
         "            self.regions = regions\n",
         "            pass\n",
         REFERENCE,
     ),
     Mutation(
         "asking once more for what an earlier round has rejected",
-        "exchange/sparse.py",
+        "SparseExchange.add_earlier",
         "        self.coded[bucket.number].restore_rejected()\n",
         "",
         (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
     ),
     Mutation(
         "setting aside what nobody uses",
-        OWNED,
+        "OwnedBucket.note_used",
         "                own.zero_()\n",
         "",
         (f"{SUMS}::test_what_nobody_used_at_first_is_not_lost",),
     ),
     Mutation(
         "keeping what nobody steps, where sums travel as they are",
-        OWNED,
+        "OwnedBucket.commit",
         "        self.worker.keep(self._unused)\n",
         "",
         (
@@ -174,31 +170,31 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "not putting back what was kept",
-        OWNED,
+        "OwnedBucket.take_sent",
         "                one.numbers.masked_fill_(is_unused, 0.0)\n",
         "                pass\n",
         (f"{TESTS}::test_momentum_of_what_nobody_uses_waits",),
     ),
     Mutation(
         "each bucket's own count of sparse steps in checkpoints",
-        "exchange/sparse_bucket.py",
+        "SparseBucket.steer",
         '        self.counts["reduce"] = int(count)\n',
         "",
         (
-            "tests/engine/test_oktopk_resumed.py"
+            "tests/exchange/test_oktopk_resumed.py"
             "::test_a_resumed_run_has_the_same_bits_with_buckets_that_are_sparse_since_other_steps",
         ),
     ),
     Mutation(
         "finding what is nan",
-        "compression/selectors.py",
+        "all_above",
         "        np.logical_not(np.less_equal(size, floor, out=own), out=own)\n",
         "        np.greater(size, floor, out=own)\n",
         ("tests/compression/test_thresholds.py::test_places_above_a_floor",),
     ),
     Mutation(
         "keeping what a round without gradients has sent",
-        "exchange/sparse.py",
+        "SparseExchange.add_earlier",
         "        self.coded[bucket.number].restore_rejected()\n",
         "        if earlier is not None:\n"
         "            self.coded[bucket.number].restore_rejected()\n",
@@ -206,121 +202,121 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "thresholds and regions in checkpoints",
-        "checkpoint/residuals.py",
+        "put_in",
         "            one.steer(residuals.steering[parameters[_first(one)]])\n",
         "            pass\n",
-        ("tests/engine/test_oktopk_resumed.py::test_a_resumed_run_has_the_same_bits",),
+        ("tests/exchange/test_oktopk_resumed.py::test_a_resumed_run_has_the_same_bits",),
     ),
     Mutation(
         "refusing a denser gradient than was selected",
-        BUCKET,
+        "RegionBucket.take_back",
         "        is_denser = own.any()\n",
         "        is_denser = torch.zeros((), dtype=torch.bool)\n",
         (f"{STEPS}::test_hooks_may_not_make_it_dense",),
     ),
     Mutation(
         "looking for inf in what is selected",
-        "exchange/sparse.py",
+        "SparseExchange.launch_reduce",
         "            self._look_for_inf(not_empty(selected))\n",
         "            pass\n",
         (f"{STEPS}::test_gradients_that_are_not_finite_are_refused_and_leave_no_trace",),
     ),
     Mutation(
         "thresholds without a loss scale",
-        BUCKET,
+        "RegionBucket.keep",
         "        smallest = float(chosen.numbers.abs().min()) / scale if count else 0.0\n",
         "        smallest = float(chosen.numbers.abs().min()) if count else 0.0\n",
         (f"{TESTS}::test_a_loss_scale_changes_nothing",),
     ),
     Mutation(
         "clearing momentum where it has arrived",
-        OWNED,
+        "OwnedBucket._note_arrived",
         "        self.worker.note_arrived(sent.places, has_arrived)\n",
         "",
         (f"{TESTS}::test_momentum_is_kept_until_it_arrives",),
     ),
     Mutation(
         "rescaling what is left before gradients are added to it",
-        "engine/plan_lifecycle.py",
-        "            self._residuals.follow_rates(self.complete_parameters)\n",
+        "OptimizerPipeline._begin_sending",
+        "            self.plans.follow_rates()\n",
         "            pass\n",
         RESCALED,
     ),
     Mutation(
         "rescaling what is left before it is saved beside other learning rates",
-        "engine/state_dicts.py",
-        "        self._residuals.follow_rates(lambda: None)\n",
+        "OptimizerPipeline.prepare_state",
+        "        self.plans.residuals.follow_rates(lambda: None)\n",
         "",
         RESCALED,
     ),
     Mutation(
         "rescaling what is held of frozen parameters",
-        "checkpoint/residual_keeper.py",
+        "ResidualKeeper.follow_rates",
         "            residual.mul_(changes.get(parameter, 1.0))\n",
         "            pass\n",
         RESCALED,
     ),
     Mutation(
         "forgetting the learning rates of what was there before loading",
-        "checkpoint/residual_keeper.py",
+        "ResidualKeeper._on_loading",
         '        self._follower.start_anew(state_dict["param_groups"])\n',
         "",
         RESCALED,
     ),
     Mutation(
         "leaving what a static message has no room for",
-        STATIC,
+        "StaticBucket.messages",
         "        is_sent = (order < room) & (numbers != 0)\n",
         "        is_sent = numbers != 0\n        order = order.clamp(max=room - 1)\n",
         TO_THE_BIT,
     ),
     Mutation(
         "telling a place from one where nothing was sent",
-        OWNED,
+        "OwnedBucket._has_arrived",
         "        return is_selected & (sent.numbers != 0)\n",
         "        return is_selected\n",
         (f"{PARTS}::test_what_was_not_sent_has_not_arrived",),
     ),
     Mutation(
         "a chosen 0 of a static selection is no number",
-        STATIC,
+        "StaticBucket.message",
         "        places = self.chosen.masked_fill(self._is_empty, self.spec.padded_numel)\n",
         "        places = self.chosen\n",
         TO_THE_BIT,
     ),
     Mutation(
         "a number of a static selection that a hook has made 0",
-        STATIC,
+        "StaticBucket.message",
         "        places = self.chosen.masked_fill(self._is_empty, self.spec.padded_numel)\n",
         "        places = self.chosen.masked_fill(numbers == 0, self.spec.padded_numel)\n",
         (
-            "tests/engine/test_oktopk_steps.py::test_what_a_hook_makes_zero_has_arrived_all_the_same",
+            "tests/exchange/test_oktopk_steps.py::test_what_a_hook_makes_zero_has_arrived_all_the_same",
         ),
     ),
     Mutation(
         "leaving out a step whose nan a hook has spread",
-        "exchange/sparse.py",
+        "SparseExchange.look_again",
         "        if flags[1] and not flags[0]:\n",
         "        if flags[1]:\n",
-        ("tests/engine/test_oktopk_static.py",),
+        ("tests/exchange/test_oktopk_static.py",),
     ),
     Mutation(
         "the learning rate of a step in whose backward nothing was sent",
-        "engine/optimizer_pipeline.py",
-        "        self._residuals.follow_rates(self.complete_parameters)\n",
+        "OptimizerPipeline.reduce",
+        "        self.plans.follow_rates()\n",
         "",
         RESCALED,
     ),
     Mutation(
         "another round of what a static selection has left out",
-        STATIC,
+        "StaticBucket.keep_largest",
         "        self._rejected = mean.index_fill(0, self.chosen, 0.0)\n",
         "",
         (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
     ),
     Mutation(
         "regions of the selections, in static mode",
-        STATIC,
+        "StaticBucket.commit",
         "        self.edges = self._next_edges\n",
         "",
         REFERENCE,

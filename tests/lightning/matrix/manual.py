@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dear import DearStrategy
-from tests.engine.models import optimizer_for
 from tests.lightning.matrix.gradients import CLIP
 from tests.lightning.matrix.nets import ManualNet
 from tests.lightning.matrix.rows import NORM_ORDER, Apart, Feature
+from tests.training.models import optimizer_for
 
 row = partial(Feature, section="Optimisation")
 TWICE = Apart(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.engine.models import optimizer_for
 from tests.lightning.nets import Net
+from tests.training.models import optimizer_for
 
 
 class RowNet(Net):

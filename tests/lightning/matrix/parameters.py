@@ -17,13 +17,13 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
-from tests.engine import odd_models
-from tests.engine.models import batch as batch_of
 from tests.lightning.matrix import models
 from tests.lightning.matrix.nets import RowNet, conv, gpt, mlp
 from tests.lightning.matrix.rows import Feature, fit_and_validate
 from tests.lightning.matrix.seen import Seen
 from tests.lightning.matrix.unused import FEATURES as UNUSED
+from tests.training import odd_models
+from tests.training.models import batch as batch_of
 
 row = partial(Feature, section="Parameters")
 

@@ -93,7 +93,7 @@ class Feature:
         name: As a user would call it; unique.
         section: Heading in the documentation.
         net: Optimizer's name -> a new module.
-        data: Name of the model (see `tests.engine.models`) whose data the loader serves.
+        data: Name of the model (see `tests.training.models`) whose data the loader serves.
         trainer: The trainer's options.
         callbacks: Folder -> new callbacks of the row.
         plugins: New plug-ins for the trainer.

@@ -11,9 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from tests.engine.models import distance
 from tests.lightning.fitting import assert_same, buffers
 from tests.lightning.nets import copies
+from tests.training.models import distance
 
 Series = dict[str, list[list[Tensor]]]
 """Name -> per step, or per call, some tensors."""

@@ -39,7 +39,7 @@ REFUSED = {
     **dict.fromkeys(OPTIONS, ("precision bf16-true", "precision 16-true")),
     "all_reduced": ("precision bf16-true", "precision 16-true", *TWO_OPTIMIZERS),
 }
-"""Options -> rows that are refused with them (see `tests.engine.test_tensorwise`)."""
+"""Options -> rows that are refused with them (see `tests.optimizers.test_tensorwise`)."""
 
 CASES = [
     pytest.param(

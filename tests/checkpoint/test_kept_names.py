@@ -1,0 +1,90 @@
+"""What codecs keep is not taken for what others keep; and where it lies once it is loaded."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from lightning_dear.checkpoint.residuals import unpacked
+from lightning_dear.compression import DGC, Codec, Signum
+from tests.distributed.harness import distributed
+from tests.exchange.test_coded import coded
+from tests.training.linear import Run
+
+
+def _state_of(codec: Codec) -> dict:
+    run = Run(coded(codec))
+    for _ in range(3):
+        run.step()
+    run.pipeline.complete_parameters()
+    return copy.deepcopy(run.part.optimizer_state_dict())
+
+
+def _said_dropped(codec: Codec, state: dict) -> tuple[list[str], dict]:
+    """What is said where another run goes on from `state`, and what it begins with."""
+    run = Run(coded(codec))
+    run.step()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run.optimizer.load_state_dict(copy.deepcopy(state))
+    messages = [str(one.message) for one in said if "is dropped" in str(one.message)]
+    return messages, run.part.optimizer_state_dict()["residuals"]["worker"]
+
+
+@distributed(world_sizes=(2,))
+def test_a_running_mean_is_no_momentum() -> None:
+    for one, other, names in (
+        (Signum(), DGC(density=0.1), "running_mean"),
+        (DGC(density=0.1, selector="exact"), Signum(), "momentum, residual, owner's residual"),
+    ):
+        said, begins_with = _said_dropped(other, _state_of(one))
+        if dist.get_rank() == 0:
+            (message,) = said
+            assert f"({names}) is dropped" in message
+        for kept in begins_with.values():
+            assert not any(numbers.any() for numbers in kept.values())
+
+
+@distributed(world_sizes=(2,))
+def test_what_earlier_versions_called_momentum_is_read() -> None:
+    state = _state_of(Signum())
+    worker = state["residuals"]["worker"]
+    old = copy.deepcopy(state)
+    old["residuals"]["worker"] = {"momentum": worker["running_mean"]}
+    for one in (state, old):
+        said, begins_with = _said_dropped(Signum(), one)
+        assert not said
+        assert list(begins_with) == ["running_mean"]
+        for number, numbers in begins_with["running_mean"].items():
+            assert torch.equal(numbers, worker["running_mean"][number])
+    dgc = _state_of(DGC(density=0.1))
+    said, begins_with = _said_dropped(DGC(density=0.1), dgc)
+    assert not said
+    for number, numbers in begins_with["momentum"].items():
+        assert torch.equal(numbers, dgc["residuals"]["worker"]["momentum"][number])
+
+
+def test_what_is_loaded_lies_where_its_parameter_does() -> None:
+    """Collectives of a device take no tensor from another one."""
+    numbers = torch.arange(12.0).view(2, 3, 2)
+    state = {
+        "worker": {"residual": {0: numbers}},
+        "owner": {"residual": {0: numbers[0]}},
+        "factors": {0: numbers[0]},
+        "counts": {"reduce": 1, "gather": 1},
+    }
+    for device in ("cpu", "meta"):
+        parameter = Parameter(torch.zeros(3, 2, device=device))
+        for world_size in (2, 3):
+            held = unpacked(state, {0: parameter}, 1, world_size)
+            found = [
+                held.worker["residual"][parameter],
+                held.owner["residual"][parameter],
+                held.factors[parameter],
+            ]
+            assert {one.device.type for one in found} == {device}
+            assert [one.numel() for one in found] == [6, 6, 6]

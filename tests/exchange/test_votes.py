@@ -1,0 +1,149 @@
+"""Votes: one a step, and of every rank."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dear.compression import Codec, SignSGD, Signum
+from lightning_dear.exchange.options import ExchangeOptions
+from tests.distributed.harness import distributed
+from tests.training.linear import SOMETIMES, Run, gradients_of
+from tests.training.models import weights
+
+
+@distributed(world_sizes=(2,))
+def test_votes_are_not_encoded_twice() -> None:
+    run = Run(ExchangeOptions("gradients", codec=SignSGD()))
+    run.step()
+    run.backward()
+    run.part.expose_gradients()
+    with pytest.raises(RuntimeError, match="encode once more"):
+        run.backward(step=7)
+
+
+@pytest.mark.parametrize("codec", [SignSGD(), Signum()], ids=lambda one: one.name)
+@distributed(world_sizes=(1, 2))
+def test_votes_of_a_second_round_are_refused_on_all_ranks(codec: Codec) -> None:
+    run = Run(ExchangeOptions("gradients", codec=codec))
+    for step in range(2):
+        before = copy.deepcopy(weights(run.model))
+        # In the first step the first backward is reduced at once, later the second one is late.
+        run.backward()
+        run.backward(step=7)
+        with pytest.raises(RuntimeError, match="no_backward_sync.*does not vote"):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.pipeline.complete_parameters()
+        for old, new in zip(before, weights(run.model), strict=True):
+            assert torch.equal(old, new), step
+        run.step()
+
+
+@distributed(world_sizes=(2,))
+def test_a_second_vote_on_one_rank_alone_is_refused_on_all() -> None:
+    run = Run(ExchangeOptions("gradients", codec=SignSGD()))
+    run.step()
+    run.backward()
+    if dist.get_rank() == 1:
+        run.pipeline.complete_parameters()
+        run.model.weights[0].sum().backward()
+    with pytest.raises(RuntimeError, match="no_backward_sync"):
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("codec", [SignSGD(), Signum()], ids=lambda one: one.name)
+@distributed(world_sizes=(2,))
+def test_votes_without_a_gradient_do_not_count(codec: Codec) -> None:
+    """As where a backward belongs to another optimizer, before this one's or after it."""
+    plain, other = (Run(ExchangeOptions("gradients", codec=codec)) for _ in range(2))
+    for step in range(4):
+        plain.step()
+        if step % 2:
+            _backward_of_nothing(other)
+        other.step(before=partial(_backward_of_nothing, other))
+    plain.pipeline.complete_parameters()
+    other.pipeline.complete_parameters()
+    for left, right in zip(weights(plain.model), weights(other.model), strict=True):
+        assert torch.equal(left, right)
+
+
+def _backward_of_nothing(run: Run) -> None:
+    run.part.reduce()
+    with run.pipeline.backward():
+        pass
+    run.part.reduce()
+
+
+@distributed(world_sizes=(2,))
+def test_means_that_are_not_voted_on_add_up() -> None:
+    """What is encoded afterwards is a vote, and there is one a step."""
+    run = Run(ExchangeOptions("gradients", codec=SignSGD(halves="gather")))
+    run.backward()
+    run.backward(step=7)
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["", "as on NCCL"])
+@distributed(world_sizes=(2, 3))
+def test_a_gradient_that_one_rank_lacks_is_refused_on_all(reads: bool) -> None:
+    """Zeros are votes for +1: two ranks would go uphill wherever the other one has a minus."""
+    run = Run(ExchangeOptions("gradients", codec=SignSGD()))
+    run.step()
+    run.pipeline.complete_parameters()
+    run.pipeline.collectives.reads_flags_freely = reads
+    before = copy.deepcopy(weights(run.model))
+    _backward_without(run, is_left_out=dist.get_rank() == 1)
+    with pytest.raises(RuntimeError, match=rf"gradient for 'weights.{SOMETIMES}' and others"):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    for old, new in zip(before, weights(run.model), strict=True):
+        assert torch.equal(old, new)
+    run.step()
+    # What no rank has is not voted on.
+    _backward_without(run, is_left_out=True)
+    run.optimizer.step()
+
+
+@distributed(world_sizes=(2,))
+def test_a_mean_of_what_one_rank_has_may_be_signed() -> None:
+    run = Run(ExchangeOptions("gradients", codec=SignSGD(halves="gather")))
+    run.step()
+    _backward_without(run, is_left_out=dist.get_rank() == 1)
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("halves", "message"),
+    [("both", "changes nothing"), ("gather", "changes nothing"), ("reduce", "learning rate")],
+)
+@distributed(world_sizes=(2,))
+def test_clipping_votes_is_warned_of(halves: str, message: str) -> None:
+    """And does what the warning says."""
+    plain, clipped = (
+        Run(ExchangeOptions("gradients", codec=SignSGD(halves=halves))) for _ in range(2)
+    )
+    for run in (plain, clipped):
+        run.step()
+    plain.step()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        clipped.step(before=lambda: clipped.part.clip_by_norm(1e-3))
+    assert sum(message in str(one.message) for one in said) == (dist.get_rank() == 0)
+    plain.pipeline.complete_parameters()
+    clipped.pipeline.complete_parameters()
+    for left, right in zip(weights(plain.model), weights(clipped.model), strict=True):
+        assert torch.equal(left, right) is (halves != "reduce")
+
+
+def _backward_without(run: Run, *, is_left_out: bool) -> None:
+    gradients = gradients_of(7, dist.get_rank(), leaves_out=is_left_out)
+    with run.pipeline.forward():
+        loss = run.model(gradients)
+    with run.pipeline.backward():
+        loss.backward()

@@ -1,0 +1,241 @@
+"""What users do to an optimizer between steps means the same as on a plain one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dear.engine.pipeline import Pipeline
+from tests.distributed.harness import distributed
+from tests.training.delays import Delays
+from tests.training.models import batch, build, loss_of, weights
+from tests.training.three_ways import new_pipeline
+
+LATE = Delays(before_all_gather_s=0.03)
+Between = Callable[[nn.Module, Optimizer, int], None]
+
+
+def _sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def _step(pipeline: Pipeline, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    with pipeline.forward():
+        loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
+    optimizer.zero_grad()
+    with pipeline.backward():
+        loss.backward()
+    optimizer.step()
+
+
+def _ours(num_steps: int, between: Between) -> list[Tensor]:
+    model = build("mlp")
+    optimizer = _sgd(model)
+    pipeline = new_pipeline(model, optimizer, delays=LATE)
+    for step in range(num_steps):
+        between(model, optimizer, step)
+        _step(pipeline, model, optimizer, step)
+    pipeline.detach()
+    return weights(model)
+
+
+def _plain(num_steps: int, between: Between) -> list[Tensor]:
+    model = build("mlp")
+    optimizer = _sgd(model)
+    for step in range(num_steps):
+        between(model, optimizer, step)
+        optimizer.zero_grad()
+        for rank in range(dist.get_world_size()):
+            (loss_of(model, *batch("mlp", step, rank)) / dist.get_world_size()).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def _forget_momentum(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 2:
+        fresh = _sgd(model).state_dict()
+        optimizer.load_state_dict(fresh)
+
+
+def _forget_some_momentum(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 2:
+        momentum = {"momentum_buffer": torch.ones_like(next(model.parameters()))}
+        optimizer.load_state_dict({**_sgd(model).state_dict(), "state": {0: momentum}})
+
+
+def _freeze_and_unfreeze(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 2:
+        model.layers[0].requires_grad_(False)
+        optimizer.add_param_group({"params": [], "lr": 0.1})
+    if step == 4:
+        model.layers[0].requires_grad_(True)
+
+
+def _load_then_replan(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 2:
+        first = next(model.parameters())
+        momentum = {"momentum_buffer": torch.ones_like(first)}
+        optimizer.load_state_dict({**_sgd(model).state_dict(), "state": {0: momentum}})
+        optimizer.add_param_group({"params": [], "lr": 0.1})
+
+
+def _add_frozen_group(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 2:
+        frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+        optimizer.add_param_group({"params": [frozen]})
+
+
+def _change_learning_rate(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = 0.05 / (step + 1)
+
+
+def _drop_a_backward(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step in (0, 2):
+        loss_of(model, *batch("mlp", 50 + step, dist.get_rank())).backward()
+
+
+BETWEEN: dict[str, Between] = {
+    name.removeprefix("_"): function
+    for name, function in globals().items()
+    if name.startswith(("_forget", "_freeze", "_load", "_add", "_change", "_drop"))
+}
+
+
+@pytest.mark.parametrize("between", sorted(BETWEEN))
+@distributed(world_sizes=(1, 2, 3))
+def test_changes_between_steps(between: str) -> None:
+    ours, plain = _ours(6, BETWEEN[between]), _plain(6, BETWEEN[between])
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_sizes=(2, 3))
+def test_a_dropped_backward_may_leave_other_buckets_on_other_ranks() -> None:
+    model = build("mlp")
+    optimizer = _sgd(model)
+    pipeline = new_pipeline(model, optimizer)
+    for step in range(4):
+        if step == 2:
+            # Rank 0 reduces all buckets, the others only the last layer's.
+            part = model.layers if dist.get_rank() == 0 else model.layers[4:]
+            inputs = torch.randn(5, 7 if dist.get_rank() == 0 else 61)
+            with pipeline.backward():
+                part(inputs).sum().backward()
+        _step(pipeline, model, optimizer, step)
+    for a, b in zip(weights(model), _plain(4, lambda *_: None), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_sizes=(1, 2))
+def test_post_hooks_see_the_users_groups_and_the_new_values() -> None:
+    model = build("mlp")
+    held = list(model.parameters())
+    optimizer = _sgd(model)
+    seen: list[list[Tensor]] = []
+    groups: list[int] = []
+
+    def look(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        groups.append(id(optimizer.param_groups[0]["params"][0]))
+        seen.append([parameter.detach().clone() for parameter in held])
+
+    optimizer.register_step_post_hook(look)
+    pipeline = new_pipeline(model, optimizer, delays=LATE)
+    for step in range(3):
+        _step(pipeline, model, optimizer, step)
+        assert all(torch.equal(a, b) for a, b in zip(seen[-1], weights(model), strict=True))
+    assert groups == [id(held[0])] * 3
+
+
+@distributed(world_sizes=(1, 2))
+def test_a_step_that_was_interrupted_leaves_no_pieces_in_the_groups() -> None:
+    model = build("mlp")
+    optimizer = _sgd(model)
+    pipeline = new_pipeline(model, optimizer)
+    _step(pipeline, model, optimizer, 0)
+    parameters = optimizer.param_groups[0]["params"]
+    pipeline.parts[0].stepper._begin()
+    assert optimizer.param_groups[0]["params"] is not parameters
+    state = pipeline.parts[0].optimizer_state_dict()
+    assert optimizer.param_groups[0]["params"] is parameters
+    assert sorted(state["state"]) == list(range(6))
+
+
+@distributed(world_sizes=(2,))
+def test_the_guard_stands_in_backwards_that_do_not_synchronize() -> None:
+    model = build("mlp")
+    held = model.layers[0].bias
+    optimizer = _sgd(model)
+    pipeline = new_pipeline(model, optimizer, delays=LATE)
+    _step(pipeline, model, optimizer, 0)
+    with (
+        pytest.raises(RuntimeError, match="still being gathered"),
+        pipeline.backward(synchronize=False),
+    ):
+        held.sum().backward()
+    pipeline.complete_parameters()
+
+
+@distributed(world_sizes=(1, 2))
+def test_state_survives_a_second_pipeline_over_the_same_optimizer() -> None:
+    model = build("mlp")
+    optimizer = _sgd(model)
+    first = new_pipeline(model, optimizer)
+    for step in range(3):
+        _step(first, model, optimizer, step)
+    first.detach()
+    optimizer.load_state_dict(copy.deepcopy(first.parts[0].optimizer_state_dict()))
+    second = new_pipeline(model, optimizer)
+    for step in range(3, 6):
+        _step(second, model, optimizer, step)
+    for a, b in zip(weights(model), _plain(6, lambda *_: None), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_sizes=(1, 2))
+def test_parameters_that_are_new_at_the_step_are_refused() -> None:
+    model = build("mlp")
+    frozen = model.layers[0].weight.requires_grad_(False)
+    optimizer = _sgd(model)
+    pipeline = new_pipeline(model, optimizer)
+    with pipeline.forward():
+        loss = loss_of(model, *batch("mlp", 0, dist.get_rank()))
+    frozen.requires_grad_(True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="began to require gradients"):
+        optimizer.step()
+
+
+class _ClosureFree(torch.optim.SGD):
+    """Takes a closure and never calls it."""
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+        super().step()
+
+
+@distributed(world_sizes=(1, 2))
+def test_a_step_that_never_calls_its_closure_is_refused() -> None:
+    model = build("mlp")
+    optimizer = _ClosureFree(model.parameters(), lr=0.1)
+    new_pipeline(model, optimizer)
+    with pytest.raises(RuntimeError, match="did not call its closure"):
+        optimizer.step(lambda: torch.zeros(()))
+
+
+@distributed(world_sizes=(1, 2))
+def test_a_step_after_an_interrupted_one_finds_the_users_groups() -> None:
+    model = build("mlp")
+    optimizer = _sgd(model)
+    pipeline = new_pipeline(model, optimizer)
+    _step(pipeline, model, optimizer, 0)
+    parameters = optimizer.param_groups[0]["params"]
+    pipeline.parts[0].stepper._begin()
+    pipeline.complete_parameters()
+    optimizer.step()
+    assert optimizer.param_groups[0]["params"] is parameters
+    pipeline.detach()
