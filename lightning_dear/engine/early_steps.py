@@ -25,14 +25,20 @@ class EarlySteps:
         active: The plan at work.
         sharded: Steps the buckets.
         adopt_state: Takes over state that was given since the last step.
+        launch_gather: Called with the number of each bucket that has been stepped.
     """
 
     def __init__(
-        self, active: ActivePlan, sharded: ShardedOptimizer, adopt_state: Callable[[], object]
+        self,
+        active: ActivePlan,
+        sharded: ShardedOptimizer,
+        adopt_state: Callable[[], object],
+        launch_gather: Callable[[int], None],
     ) -> None:
         self._active = active
         self._sharded = sharded
         self._adopt_state = adopt_state
+        self._launch_gather = launch_gather
         self._todo = list(active.plan.early)
         self._may_step = not any(place.was_replaced() for place in active.flat.placements)
 
@@ -46,3 +52,4 @@ class EarlySteps:
             self._active.flat.buckets[number].adopt_writes()
             self._active.reducer.finish_bucket(number)
             self._sharded.step_early(number)
+            self._launch_gather(number)

@@ -283,7 +283,9 @@ class OptimizerPipeline:
         assert isinstance(self.stepper, ShardedOptimizer)
         active.reducer.steps_early = True
         active.gatherer.expect(early=True)
-        return EarlySteps(active, self.stepper, self.plans.adopt_state)
+        adopt, launch = self.plans.adopt_state, self._launch_gathers
+        mark = self._instruments.mark
+        return EarlySteps(active, self.stepper, adopt, lambda n: launch([n], mark()))
 
     # --- the mean gradient, between backward and step -------------------------------------------
 
