@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: help train bench test test-all netns gpu mutations lint notebook
+.PHONY: help train bench smoke test test-all netns gpu mutations lint notebook
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -24,6 +24,10 @@ train: $(VENV)/.ready-to-run ## train on the digits with 2 processes: make train
 
 bench: $(VENV)/.ready-to-run ## compare strategies side by side: make bench ARGS="cluster=emulated entries=[ddp,dear]"
 	$(BIN)/dear-bench $(ARGS)
+
+SMOKE := tests/test_architecture.py tests/test_smoke.py tests/conf/test_groups.py::test_every_choice_composes_and_resolves
+smoke: $(VENV)/.ready-to-test ## in a minute: the architecture's rules, every config, every exchange on two ranks
+	$(BIN)/python -m pytest $(SMOKE) $(ARGS)
 
 test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (about 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)

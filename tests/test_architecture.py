@@ -102,6 +102,18 @@ DO_NOT_TRAIN = ("apps", "studies", "simulator", "workloads", "emulation")
 # Where torch.distributed.checkpoint, and nothing else of torch.distributed, writes and reads.
 CHECKPOINTS = "checkpoint/storage.py"
 
+# Folders of tests that are no room's: what many rooms take part in, what is removed, what helps.
+OTHER_TESTS = {
+    "lightning",
+    "conf",
+    "gpu",
+    "netns",
+    "benchmarks",
+    "mutations",
+    "training",
+    "distributed",
+}
+
 # Figures that may only fall, until each is at its goal.
 MAX_LOOSE_MODULES = 9
 MAX_FILE_LINES = 500
@@ -299,6 +311,11 @@ def forbidden_in(file: Path) -> list[str]:
 def test_the_table_has_no_circles() -> None:
     assert find_circle({name: set(row.imports) & set(ROOMS) for name, row in ROOMS.items()}) is None
     assert set(ROOMS) == {room_in(file) for file in FILES}
+
+
+def test_folders_of_tests_are_rooms() -> None:
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
+    assert folders - set(ROOMS) == OTHER_TESTS
 
 
 def test_files_and_functions_are_short() -> None:
