@@ -25,7 +25,7 @@ from lightning_dear.optimizers.masters import LeftWeights
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, FusionPlanner
-from lightning_dear.planning.times import ModelTimes
+from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.statistics import Instruments
 
 

@@ -55,8 +55,8 @@ ALL_REDUCED = [
     Mutation(
         "planning for steps of whole buckets",
         "planning/predict.py",
-        "    stepped_s += per_byte_s * whole_bytes * plan.world_size\n",
-        "    stepped_s += per_byte_s * whole_bytes\n",
+        "        stepped_s += per_byte_s * whole_bytes * plan.world_size\n",
+        "        stepped_s += per_byte_s * whole_bytes\n",
         (f"{PLANNING}::test_a_step_by_hand",),
     ),
     Mutation(

@@ -32,41 +32,41 @@ CODEC_PLANS = [
     Mutation(
         "encodings that delay later gradients",
         "planning/predict.py",
-        "        encoded_s += costs[number].encode_s\n",
-        "        encoded_s = costs[number].encode_s\n",
+        "            encoded_s += costs[number].encode_s\n",
+        "            encoded_s = costs[number].encode_s\n",
         (BY_HAND,),
     ),
     Mutation(
         "decoding that delays what forward reads later",
         "planning/predict.py",
-        "        delay_s = max(delay_s, late_s) + used_s[number]\n",
-        "        delay_s = max(delay_s, late_s + used_s[number])\n",
+        "            delay_s = max(delay_s, late_s) + used_s[number]\n",
+        "            delay_s = max(delay_s, late_s + used_s[number])\n",
         (BY_HAND,),
     ),
     Mutation(
         "how long what is ahead in forward decodes",
-        "planning/group_cost.py",
+        "planning/step_recurrence.py",
         "        read_s = after[:, DECODED] - first_use_s\n",
         "        read_s = decode_s - first_use_s\n",
         (EXACT,),
     ),
     Mutation(
         "counting what fills a bucket up",
-        "planning/group_cost.py",
-        "        padded = aligned(self._aligned[end] - self._aligned[begin], self._unit_bytes)\n",
+        "planning/step_recurrence.py",
+        "        padded = aligned(self._aligned[end] - self._aligned[begin], self.unit_bytes)\n",
         "        padded = self._aligned[end] - self._aligned[begin]\n",
         (PADDING,),
     ),
     Mutation(
         "stepping no padding",
         "planning/predict.py",
-        "    nbytes = stepped_bytes(plan, tensors)\n",
-        "    nbytes = bucket_bytes(plan, tensors)\n",
+        "        nbytes = stepped_bytes(plan, self.tensors)\n",
+        "        nbytes = bucket_bytes(plan, self.tensors)\n",
         (PADDING,),
     ),
     Mutation(
         "comparing ways by the encodings so far",
-        "planning/programme.py",
+        "planning/dynamic_programme.py",
         "        is_beaten = np.all(rows >= rows[0], axis=1)\n",
         "        is_beaten = np.all(rows[:, :2] >= rows[0, :2], axis=1)\n",
         (EXACT,),
@@ -118,14 +118,14 @@ CODEC_PLANS = [
     Mutation(
         "adding what no cost shows",
         "planning/predict.py",
-        "        step_s=stepped_s + times.forward_s + delay_s + codecs.unseen_s,\n",
-        "        step_s=stepped_s + times.forward_s + delay_s,\n",
+        "            stepped_s + times.forward_s + delay_s + codecs.unseen_s,\n",
+        "            stepped_s + times.forward_s + delay_s,\n",
         (f"{TUNING}::test_what_no_cost_shows_is_learnt_from_the_starting_plan",),
     ),
     Mutation(
         "letting other plans say what a step takes",
         "planning/mergecomp.py",
-        "            if one is not plan\n",
+        "            if other is not plan\n",
         "",
         (
             "tests/planning/test_mergecomp_search.py"
@@ -135,8 +135,7 @@ CODEC_PLANS = [
     Mutation(
         "leaving out a start that has the buckets of a measured plan",
         "planning/mergecomp.py",
-        "        if start is not None and not any(same_buckets(start, one)"
-        " for one in (plan, *measured)):\n",
+        "        if start is not None and not any(map(start.has_buckets_of, (plan, *measured))):\n",
         "        if start is not None:\n",
         (
             "tests/planning/test_mergecomp_search.py"
@@ -156,8 +155,8 @@ CODEC_PLANS = [
     Mutation(
         "counting what the costs are fitted to among the plans that tell",
         "planning/mergecomp.py",
-        "        return MergeCompSearch(best, others, tensors, task.step_s, codecs.fitted_to)\n",
-        "        return MergeCompSearch(best, others, tensors, task.step_s)\n",
+        "        return MergeCompSearch(best, others, model.tensors, task.step_s, fitted_to)\n",
+        "        return MergeCompSearch(best, others, model.tensors, task.step_s)\n",
         (
             "tests/planning/test_mergecomp_search.py::test_the_starting_plan_counts_among_those_that_tell",
         ),
@@ -202,9 +201,9 @@ CODEC_PLANS = [
     ),
     Mutation(
         "renumbering uncompressed buckets with tensors that are not cut",
-        "planning/whole.py",
-        "                    uncompressed.append(len(buckets))\n",
-        "                    uncompressed.append(number)\n",
+        "planning/plan.py",
+        "                uncompressed.append(len(buckets))\n",
+        "                uncompressed.append(number)\n",
         ("tests/planning/test_whole.py::test_what_was_uncompressed_stays_so",),
     ),
 ]
