@@ -51,7 +51,7 @@ from lightning_dear.optimizers.elementwise import warn_of_zeros
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
-from lightning_dear.planning.times import ModelTimes
+from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.statistics import Instruments
 
 

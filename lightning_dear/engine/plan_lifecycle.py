@@ -29,8 +29,7 @@ from lightning_dear.optimizers.masters import MASTER_KEY, LeftWeights
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
-from lightning_dear.planning.plan import MAX_BUCKETS
-from lightning_dear.planning.whole import with_whole_tensors
+from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
 from lightning_dear.telemetry.statistics import Instruments
 
 

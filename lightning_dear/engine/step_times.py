@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 
 from lightning_dear.engine.gate import close_gate, plain_parameters, remove_gate
 from lightning_dear.engine.read_order import has_compiled_region
-from lightning_dear.planning.times import ModelTimes
+from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.clock import Clock
 from lightning_dear.telemetry.device_work import device_work_s
 

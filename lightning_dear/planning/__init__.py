@@ -1,20 +1,18 @@
 """Planning is pure: a profile of the model in, a `BucketPlan` out; no tensors, no processes."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_dear.names import is_meant
 from lightning_dear.planning.all_reduce import choose_all_reduce
 from lightning_dear.planning.auto import AutoFusion
 from lightning_dear.planning.bayesian import BayesianFusion
-from lightning_dear.planning.codec_cost import CodecCost, CodecCosts, Linear
-from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
-from lightning_dear.planning.fusion import (
-    FusionPlanner,
-    NoFusion,
-    SingleFusion,
-    ThresholdFusion,
-)
+from lightning_dear.planning.fusion import FusionPlanner, NoFusion, SingleFusion, ThresholdFusion
+from lightning_dear.planning.heuristics import MergeCompHeuristicFusion, MGWFBPFusion
+from lightning_dear.planning.measured import CodecCost, CodecCosts, Linear, LinkCost, ModelTimes
 from lightning_dear.planning.mergecomp import MergeCompFusion
-from lightning_dear.planning.mergecomp_heuristic import MergeCompHeuristicFusion
-from lightning_dear.planning.mgwfbp import MGWFBPFusion
 from lightning_dear.planning.plan import (
     BucketPlan,
     BucketSpec,
@@ -24,9 +22,7 @@ from lightning_dear.planning.plan import (
     save_plan,
 )
 from lightning_dear.planning.predict import Prediction, predict
-from lightning_dear.planning.registry import FUSIONS, resolve_fusion
 from lightning_dear.planning.search import PlanSearch, SearchingPlanner
-from lightning_dear.planning.times import ModelTimes
 
 __all__ = [
     "FUSIONS",
@@ -58,3 +54,44 @@ __all__ = [
     "resolve_fusion",
     "save_plan",
 ]
+
+FUSIONS: dict[str, type[Any]] = {
+    "threshold": ThresholdFusion,
+    "none": NoFusion,
+    "single": SingleFusion,
+    "mgwfbp": MGWFBPFusion,
+    "bayesian": BayesianFusion,
+    "mergecomp": MergeCompFusion,
+    "mergecomp_heuristic": MergeCompHeuristicFusion,
+    "auto": AutoFusion,
+}
+
+
+def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> FusionPlanner:
+    """The planner that a user's `fusion` and `bucket_cap_mb` (MiB) mean.
+
+    Raises:
+        ValueError: For an unknown name, or a cap given to a planner that has none.
+        TypeError: If `fusion` is neither a name nor a planner.
+    """
+    if isinstance(fusion, str):
+        if fusion not in FUSIONS:
+            raise ValueError(
+                f"Unknown fusion {fusion!r}; valid names: {', '.join(FUSIONS)}."
+                f"{is_meant(fusion, FUSIONS)}"
+            )
+        if fusion == "threshold":
+            return ThresholdFusion(bucket_cap_mb=bucket_cap_mb)
+    elif not callable(getattr(fusion, "plan", None)):
+        raise TypeError(
+            f"fusion must be one of {', '.join(FUSIONS)} or an object with a plan() method,"
+            f" got {type(fusion).__name__}."
+        )
+    if bucket_cap_mb is not None:
+        name = repr(fusion) if isinstance(fusion, str) else type(fusion).__name__
+        raise ValueError(
+            f"bucket_cap_mb={bucket_cap_mb} has no effect with fusion={name}; leave it"
+            " out, or set it there: fusion=ThresholdFusion(bucket_cap_mb=...), under Hydra"
+            " fusion.bucket_cap_mb=..."
+        )
+    return FUSIONS[fusion]() if isinstance(fusion, str) else fusion

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import MIB, fuse_groups, runs_of
+from lightning_dear.planning.measured import LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.predict import predict
-from lightning_dear.planning.times import ModelTimes
+from lightning_dear.planning.predict import StepModel
 
 _MIN_GAIN = 1e-2
 """Share of the step that must be gained for more state."""
@@ -54,9 +53,7 @@ def choose_all_reduce(
     if plan.world_size == 1 or not times.allows_all_reduce:
         return plan
 
-    def step_s(one: BucketPlan) -> float:
-        return predict(one, tensors, times, link).step_s
-
+    step_s = StepModel(tensors, plan.world_size, times, link).step_s
     numel = [bucket.numel for bucket in plan.buckets]
     tried: dict[tuple[int, ...], float] = {(): step_s(plan)}
     by_size = sorted(plan.reduce_order, key=lambda number: numel[number])
@@ -74,17 +71,18 @@ def choose_all_reduce(
         for chosen, seconds in tried.items()
         if seconds <= enough_s and (not chosen or seconds <= most_s)
     ] or [()]
-    found = _with(plan, min(good, key=lambda chosen: sum(numel[number] for number in chosen)))
-    if not (found.all_reduced and plan.early):
-        return found
+    best = _with(plan, min(good, key=lambda chosen: sum(numel[number] for number in chosen)))
+    if not (best.all_reduced and plan.early):
+        return best
     # Another choice of early gathers may have become better, or none to be needed.
-    return min(found, choose_early(found, tensors, times, link), key=step_s)
+    return min(best, choose_early(best, tensors, times, link), key=step_s)
 
 
 def _fitting(order: Iterable[int], numel: Sequence[int], budget: float) -> list[int]:
     """What fits into the budget, of the first ones first."""
     chosen, used = [], 0
     for number in order:
+        # A smaller one later on may still fit.
         if used + numel[number] <= budget:
             chosen.append(number)
             used += numel[number]
@@ -104,15 +102,13 @@ def everything_all_reduced(
     A bucket is closed by the tensor with which it reaches its cap; no tensor is cut. Both caps are
     divided by `divisor`.
     """
-    used = sorted(
-        (one for one in tensors if one.is_used), key=lambda one: (one.family, one.ready or 0)
-    )
+    used = sorted((t for t in tensors if t.is_used), key=lambda t: (t.family, t.ready or 0))
     first_bytes, cap_bytes = (cap / divisor for cap in _DDP_CAPS_BYTES)
-    runs = (
-        runs_of(family, lambda one: one.numel * one.itemsize, cap_bytes, first_bytes)
-        for _, family in groupby(used, key=lambda one: one.family)
-    )
-    of_all = [[one.index for one in run] for of_family in runs for run in of_family]
+    groups = [
+        [tensor.index for tensor in run]
+        for _, family in groupby(used, key=lambda t: t.family)
+        for run in runs_of(family, lambda t: t.nbytes, cap_bytes, first_bytes)
+    ]
     name = "all-reduces with DDP's caps" + (f" / {divisor}" if divisor > 1 else "")
-    plan = fuse_groups(name, tensors, world_size, of_all)
+    plan = fuse_groups(name, tensors, world_size, groups)
     return replace(plan, all_reduced=tuple(range(len(plan.buckets))))

@@ -10,19 +10,18 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import NormalDist, mean, pstdev
 
-from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
-from lightning_dear.planning.cost import LinkCost
 from lightning_dear.planning.fusion import ThresholdFusion
-from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec, same_buckets
+from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes
+from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec
 from lightning_dear.planning.search import PlanSearch, described
-from lightning_dear.planning.times import ModelTimes
 
 _CAPS_PER_OCTAVE = 4
 
 
-class BayesianFusion:
+class BayesianFusion(ThresholdFusion):
     """Tries a few caps for `ThresholdFusion` on real steps; a Gaussian process chooses them.
 
     It starts with `ThresholdFusion`'s own buckets, which are measured first. It needs no times.
@@ -32,8 +31,8 @@ class BayesianFusion:
         min_cap_mb: Smallest cap, MiB.
         max_cap_mb: Largest cap, MiB.
         bucket_cap_mb: The cap to start with, MiB; None: `ThresholdFusion`'s own.
-        first_bucket_cap_mb: Of the bucket nearest the input, MiB; see `ThresholdFusion`.
-        seed: Of the Gaussian process.
+        first_bucket_cap_mb: Cap of the bucket nearest the input, MiB; see `ThresholdFusion`.
+        seed: For the Gaussian process's random numbers.
 
     Raises:
         ValueError: If there are fewer than two trials, the caps are not 0 < min < max, or one to
@@ -63,19 +62,8 @@ class BayesianFusion:
         self.min_cap_mb = min_cap_mb
         self.max_cap_mb = max_cap_mb
         self.seed = seed
-        self.bucket_cap_mb = bucket_cap_mb
-        self.first_bucket_cap_mb = first_bucket_cap_mb
-        # Refuses caps that make no buckets.
-        self._first()
-
-    def _first(self) -> ThresholdFusion:
-        return ThresholdFusion(
-            bucket_cap_mb=self.bucket_cap_mb, first_bucket_cap_mb=self.first_bucket_cap_mb
-        )
-
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
-        """See `FusionPlanner`: what to start with."""
-        return self._first().plan(tensors, world_size)
+        # The order of attributes is that in which plans found before name their planner's options.
+        super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
 
     def search(
         self,
@@ -86,11 +74,11 @@ class BayesianFusion:
         codecs: CodecCosts = NO_CODEC,
     ) -> PlanSearch:
         """See `SearchingPlanner`; `times`, `link` and `codecs` are not looked at."""
-        first = self._first()
-        first_mb, cap_mb = first.caps_mb(world_size)
+        first_mb, cap_mb = self.caps_mb(world_size)
         plans = cap_plans(tensors, world_size, self.min_cap_mb, self.max_cap_mb, first_mb)
-        start = first.plan(tensors, world_size)
-        equal = (one for one, plan in plans.items() if same_buckets(plan, start))
+        start = self.plan(tensors, world_size)
+        # The start takes the turn of a cap that makes its buckets, so that none is measured twice.
+        equal = (cap for cap, plan in plans.items() if plan.has_buckets_of(start))
         plans[next(equal, cap_mb)] = start
         return BayesianSearch(plans, start, tensors, self.num_trials, self.seed)
 
@@ -114,75 +102,69 @@ def cap_plans(
         planner = ThresholdFusion(bucket_cap_mb=cap_mb, first_bucket_cap_mb=max_first_cap_mb)
         plan = planner.plan(tensors, world_size)
         is_possible = len(plan.buckets) <= MAX_BUCKETS or step == num_steps
-        if is_possible and not any(same_buckets(plan, other) for other in plans.values()):
+        if is_possible and not any(map(plan.has_buckets_of, plans.values())):
             plans[cap_mb] = plan
     return plans
 
 
+@dataclass(eq=False)
 class BayesianSearch:
     """See `PlanSearch`. Deterministic: the same measurements bring the same suggestions.
 
-    Args:
+    Attributes:
         plans: Cap in MiB -> plan; all distinct.
-        start: The one of them that is measured first; it is there to go back to.
+        start: That of them which is measured first; it is there to go back to.
         tensors: What the plans are made of.
         num_trials: Plans to measure, `start` included.
-        seed: Of the Gaussian process.
+        seed: For the Gaussian process's random numbers.
     """
 
-    def __init__(
-        self,
-        plans: dict[float, BucketPlan],
-        start: BucketPlan,
-        tensors: Sequence[TensorSpec],
-        num_trials: int,
-        seed: int,
-    ) -> None:
-        self._caps = plans
-        self._start = start
-        self._tensors = tensors
-        self._num_trials = num_trials
-        self._seed = seed
-        self._measured: list[tuple[float, float, BucketPlan]] = []
+    plans: dict[float, BucketPlan]
+    start: BucketPlan
+    tensors: Sequence[TensorSpec]
+    num_trials: int
+    seed: int
+    _measured: list[tuple[float, float, BucketPlan]] = field(default_factory=list, init=False)
 
     @property
     def best(self) -> BucketPlan:
         """See `PlanSearch`."""
-        return min(self._measured)[2] if self._measured else self._start
+        return min(self._measured)[2] if self._measured else self.start
 
     @property
     def reason(self) -> str:
         """See `PlanSearch`."""
         if not self._measured:
-            return f"bayesian: {described(self._start, self._tensors)}, nothing measured"
-        step_s, cap_mb, plan = min(self._measured, key=lambda one: one[:2])
+            return f"bayesian: {described(self.start, self.tensors)}, nothing measured"
+        step_s, cap_mb, plan = min(self._measured, key=lambda trial: trial[:2])
         return (
-            f"bayesian: {described(plan, self._tensors)} (cap {cap_mb:.3g} MiB),"
+            f"bayesian: {described(plan, self.tensors)} (cap {cap_mb:.3g} MiB),"
             f" {1e3 * step_s:.4g} ms/step, the best of {len(self._measured)} caps measured"
         )
 
     def next(self) -> BucketPlan | None:
         """See `PlanSearch`: the start, a fifth from either end, then what is suggested."""
-        left = sorted(set(self._caps) - {cap_mb for _, cap_mb, _ in self._measured})
+        left = sorted(set(self.plans) - {cap_mb for _, cap_mb, _ in self._measured})
         if not self._measured:
-            return self._start
-        if len(self._measured) >= self._num_trials or not left:
+            return self.start
+        if len(self._measured) >= self.num_trials or not left:
             return None
         if len(self._measured) < 3:
-            caps = sorted(self._caps)
-            place = (len(caps) - 1) * (0.2 if len(self._measured) == 1 else 0.8)
-            cap_mb = min(left, key=lambda one: (abs(caps.index(one) - place), one))
+            # Far apart, so that the process has something to go by.
+            caps = sorted(self.plans)
+            number = (len(caps) - 1) * (0.2 if len(self._measured) == 1 else 0.8)
+            cap_mb = min(left, key=lambda cap: (abs(caps.index(cap) - number), cap))
         else:
             cap_mb = left[self._most_promising(left)]
-        return self._caps[cap_mb]
+        return self.plans[cap_mb]
 
     def tell(self, plan: BucketPlan, step_s: float) -> None:
         """See `PlanSearch`."""
-        cap_mb = next(cap for cap, one in self._caps.items() if same_buckets(plan, one))
+        cap_mb = next(cap for cap, other in self.plans.items() if plan.has_buckets_of(other))
         self._measured.append((step_s, cap_mb, plan))
 
     def _most_promising(self, caps: Sequence[float]) -> int:
-        """Place of the cap with the largest expected improvement.
+        """Number of the cap with the largest expected improvement.
 
         That is counted in standard deviations of the measurements, so it has no scale of its own.
         """
@@ -194,17 +176,19 @@ class BayesianSearch:
         kernel = Matern(length_scale=2.0, length_scale_bounds=(0.5, 10.0), nu=2.5) + WhiteKernel(
             noise_level=1e-2, noise_level_bounds=(1e-4, 0.3)
         )
-        process = GaussianProcessRegressor(kernel, random_state=self._seed)
+        process = GaussianProcessRegressor(kernel, random_state=self.seed)
         steps_s = [step_s for step_s, _, _ in self._measured]
+        # Steps that are all the same have no deviation to count in.
         scale_s = pstdev(steps_s) or 1.0
         targets = [(step_s - mean(steps_s)) / scale_s for step_s in steps_s]
+        # A few points may leave a length at its bound, which is no fault.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             process.fit(_column([cap_mb for _, cap_mb, _ in self._measured]), targets)
         expected, spread = process.predict(_column(caps), return_std=True)
         gains = [
-            _expected_improvement(min(targets) - float(one), float(deviation))
-            for one, deviation in zip(expected, spread, strict=True)
+            _expected_improvement(min(targets) - float(target), float(deviation))
+            for target, deviation in zip(expected, spread, strict=True)
         ]
         return gains.index(max(gains))
 

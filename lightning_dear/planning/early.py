@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_dear.planning.cost import LinkCost
+from lightning_dear.planning.measured import LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.predict import PredictedSpan, bucket_bytes, predict, reduced_timeline
-from lightning_dear.planning.times import ModelTimes
+from lightning_dear.planning.predict import PredictedSpan, StepModel, bucket_bytes, predict
 
 _MIN_GAIN = 1e-3
 """Share of the step below which an early gather is not worth its second buffer."""
@@ -49,7 +48,7 @@ def _fitting(
 ) -> tuple[int, ...]:
     nbytes = bucket_bytes(plan, tensors)
     gather_s = [link.all_gather_s(size, plan.world_size) for size in nbytes]
-    spans = reduced_timeline(plan, tensors, times, link).spans
+    spans = StepModel(tensors, plan.world_size, times, link).reduced(plan).spans
     chosen: list[int] = []
     reduced: set[int] = set()
     free_s = launched_s = 0.0

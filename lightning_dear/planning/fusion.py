@@ -8,10 +8,10 @@ from typing import Protocol, TypeVar
 from lightning_dear.planning.plan import (
     ALIGNMENT,
     BucketPlan,
-    BucketSpec,
-    Slice,
+    Part,
     TensorSpec,
     aligned,
+    bucket_of,
     reduce_order,
 )
 
@@ -45,14 +45,12 @@ class ThresholdFusion:
     def __init__(
         self, *, bucket_cap_mb: float | None = None, first_bucket_cap_mb: float = 1.0
     ) -> None:
-        for option, value in (
-            ("bucket_cap_mb", bucket_cap_mb),
-            ("first_bucket_cap_mb", first_bucket_cap_mb),
-        ):
-            if value is not None and not value > 0:
-                raise ValueError(f"{option} must be > 0 MiB, got {value}.")
         self.bucket_cap_mb = bucket_cap_mb
         self.first_bucket_cap_mb = first_bucket_cap_mb
+        for option in ("bucket_cap_mb", "first_bucket_cap_mb"):
+            value = getattr(self, option)
+            if value is not None and not value > 0:
+                raise ValueError(f"{option} must be > 0 MiB, got {value}.")
 
     def caps_mb(self, world_size: int) -> tuple[float, float]:
         """Caps of the bucket nearest the input and of the others among so many ranks, MiB."""
@@ -63,9 +61,7 @@ class ThresholdFusion:
         """See `FusionPlanner`. One rank has nothing to overlap: there the caps do not apply."""
         first_mb, cap_mb = self.caps_mb(world_size)
         name = f"threshold({cap_mb:g} MiB, first {first_mb:g} MiB)"
-        caps = (first_mb * MIB, cap_mb * MIB)
-        if world_size == 1:
-            caps = (float("inf"), float("inf"))
+        caps = (first_mb * MIB, cap_mb * MIB) if world_size > 1 else ()
         return _fuse(name, tensors, world_size, *caps)
 
 
@@ -85,7 +81,7 @@ class NoFusion:
 
     def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
         """See `FusionPlanner`."""
-        return _fuse(self.name, tensors, world_size, 0, 0, split=False)
+        return fuse_groups(self.name, tensors, world_size, [[tensor.index] for tensor in tensors])
 
 
 class SingleFusion:
@@ -95,14 +91,11 @@ class SingleFusion:
 
     def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
         """See `FusionPlanner`."""
-        return _fuse(self.name, tensors, world_size, float("inf"), float("inf"))
+        return _fuse(self.name, tensors, world_size)
 
 
 def fuse_groups(
-    name: str,
-    tensors: Sequence[TensorSpec],
-    world_size: int,
-    groups: Iterable[Iterable[int]],
+    name: str, tensors: Sequence[TensorSpec], world_size: int, groups: Iterable[Iterable[int]]
 ) -> BucketPlan:
     """A bucket for each of `groups` (tensor indices, each of one family); no tensor is cut.
 
@@ -114,88 +107,60 @@ def fuse_groups(
     left: dict[str, list[TensorSpec]] = {}
     for tensor in by_index.values():
         left.setdefault(tensor.family, []).append(tensor)
-    buckets = []
-    for group in sorted(
-        (sorted(group, key=use_key) for group in (*members, *left.values())),
-        key=lambda group: use_key(group[0]),
-    ):
-        builder = _Builder(group[0].family, ALIGNMENT * world_size)
-        for tensor in group:
-            builder.add(tensor, 0, tensor.numel)
-        builder.close()
-        buckets.extend(builder.buckets)
-    return BucketPlan(name, world_size, tuple(buckets), reduce_order(buckets, tensors))
-
-
-class _Builder:
-    """Fills the buckets of one family; `cap` is in elements."""
-
-    def __init__(self, family: str, unit: int) -> None:
-        self.family = family
-        self.unit = unit
-        self.slices: list[Slice] = []
-        self.filled = 0
-        self.buckets: list[BucketSpec] = []
-
-    def add(self, tensor: TensorSpec, start: int, stop: int) -> None:
-        self.slices.append(Slice(tensor.index, start, stop, self.filled))
-        self.filled += aligned(stop - start)
-
-    def close(self) -> None:
-        if self.slices:
-            padded = aligned(self.filled, self.unit)
-            self.buckets.append(BucketSpec(self.family, tuple(self.slices), padded))
-            self.slices, self.filled = [], 0
+    parts = [
+        [(tensor, 0, tensor.numel) for tensor in sorted(group, key=use_key)]
+        for group in (*members, *left.values())
+    ]
+    return _plan_of(name, tensors, world_size, parts)
 
 
 def _fuse(
     name: str,
     tensors: Sequence[TensorSpec],
     world_size: int,
-    first_cap_bytes: float,
-    cap_bytes: float,
-    *,
-    split: bool = True,
+    first_cap_bytes: float = float("inf"),
+    cap_bytes: float = float("inf"),
 ) -> BucketPlan:
     """Greedy fusion in first-use order; see `ThresholdFusion`.
 
     Tensors without a gradient in the recorded step get buckets of their own: they may wait for the
     end of backward, and nothing else should wait with them.
     """
-    builders: dict[tuple[str, bool], _Builder] = {}
-    opened: list[tuple[tuple[bool, float, int], _Builder, int]] = []
-    unit = ALIGNMENT * world_size
-
-    def cap_of(builder: _Builder, tensor: TensorSpec) -> float:
-        return (cap_bytes if builder.buckets else first_cap_bytes) / tensor.itemsize
-
+    groups: dict[tuple[str, bool], list[TensorSpec]] = {}
     for tensor in sorted(tensors, key=use_key):
-        key = (tensor.family, tensor.is_used)
-        builder = builders.setdefault(key, _Builder(tensor.family, unit))
-        if builder.slices and builder.filled + tensor.numel > cap_of(builder, tensor):
-            builder.close()
-        cap = cap_of(builder, tensor)
-        rest_cap = cap_bytes / tensor.itemsize
-        for start, stop in (
-            _cuts(tensor.numel, cap, rest_cap, unit) if split else [(0, tensor.numel)]
-        ):
-            if start > 0:
-                builder.close()
-            if not builder.slices:
-                opened.append((use_key(tensor), builder, len(builder.buckets)))
-            builder.add(tensor, start, stop)
-    for builder in builders.values():
-        builder.close()
-    opened.sort(key=lambda item: item[0])
-    buckets = tuple(builder.buckets[number] for _, builder, number in opened)
+        groups.setdefault((tensor.family, tensor.is_used), []).append(tensor)
+    unit = ALIGNMENT * world_size
+    buckets: list[list[Part]] = []
+    for group in groups.values():
+        # The first bucket of each group is the one nearest the input.
+        bucket, filled, open_cap_bytes = list[Part](), 0, first_cap_bytes
+        for tensor in group:
+            if bucket and filled + tensor.numel > open_cap_bytes / tensor.itemsize:
+                buckets.append(bucket)
+                bucket, filled, open_cap_bytes = [], 0, cap_bytes
+            caps = open_cap_bytes / tensor.itemsize, cap_bytes / tensor.itemsize
+            for start, stop in _cuts(tensor.numel, *caps, unit):
+                if start > 0:
+                    buckets.append(bucket)
+                    bucket, filled, open_cap_bytes = [], 0, cap_bytes
+                bucket.append((tensor, start, stop))
+                filled += aligned(stop - start)
+        buckets.append(bucket)
+    return _plan_of(name, tensors, world_size, buckets)
+
+
+def _plan_of(
+    name: str, tensors: Sequence[TensorSpec], world_size: int, parts: Iterable[Sequence[Part]]
+) -> BucketPlan:
+    """A plan with a bucket for each of `parts`, in the order in which forward reads them."""
+    # Sorting keeps the order of the parts of one tensor.
+    in_use_order = sorted(parts, key=lambda bucket: use_key(bucket[0][0]))
+    buckets = tuple(bucket_of(bucket, world_size) for bucket in in_use_order)
     return BucketPlan(name, world_size, buckets, reduce_order(buckets, tensors))
 
 
 def runs_of(
-    items: Iterable[T],
-    nbytes: Callable[[T], float],
-    least: float,
-    first_least: float | None = None,
+    items: Iterable[T], nbytes: Callable[[T], float], least: float, first_least: float | None = None
 ) -> list[list[T]]:
     """Consecutive items together, up to the one with which they have `least` bytes or more.
 
@@ -226,6 +191,7 @@ def _cuts(numel: int, first_cap: float, cap: float, unit: int) -> list[tuple[int
     """
     if numel <= max(first_cap, unit):
         return [(0, numel)]
+    # A cap below one unit still has to make progress.
     first = max(int(first_cap) // unit, 1) * unit
     num_parts = -(-(numel - first) // max(int(cap) // unit * unit, unit))
     size = aligned(-(-(numel - first) // num_parts), unit)

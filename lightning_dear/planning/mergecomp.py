@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 from typing_extensions import override
 
-from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
-from lightning_dear.planning.contest import Contest, distinct
-from lightning_dear.planning.cost import LinkCost
+from lightning_dear.planning.dynamic_programme import Grouping, best_groupings
 from lightning_dear.planning.early import choose_early
-from lightning_dear.planning.fusion import (
-    FusionPlanner,
-    NoFusion,
-    SingleFusion,
-    ThresholdFusion,
-    fuse_groups,
-)
-from lightning_dear.planning.group_cost import course_of
-from lightning_dear.planning.mergecomp_heuristic import MergeCompHeuristicFusion, best_cuts
-from lightning_dear.planning.pieces import Piece, families_of_pieces, indices_of
-from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec, same_buckets
-from lightning_dear.planning.predict import predict
-from lightning_dear.planning.programme import Grouping, best_groupings
-from lightning_dear.planning.search import PlanSearch, PredictingPlanner, described
-from lightning_dear.planning.times import ModelTimes
-from lightning_dear.planning.whole import with_whole_tensors
+from lightning_dear.planning.fusion import NoFusion, SingleFusion, ThresholdFusion, fuse_groups
+from lightning_dear.planning.gradient_order import members_of
+from lightning_dear.planning.heuristics import MergeCompHeuristicFusion, best_cuts
+from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, distinct, with_whole_tensors
+from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.search import Contest, PlanSearch, PredictingPlanner, described
+from lightning_dear.planning.step_recurrence import Course, courses_of
 
 _SHARES = (1, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
-"""Of all bytes: what a bucket may hold."""
+"""Shares of all bytes that a bucket may hold."""
 
 _MIN_GAIN = 2e-3
 """Share of the step that more buckets must gain: each costs the host work, which no link shows."""
@@ -42,13 +31,8 @@ and in which order forward really reads."""
 _NUM_NEAREST = 2
 """Measured plans that tell how far another one's prediction is off."""
 
-
-@dataclass(frozen=True)
-class _Groups:
-    """Tensors by bucket, and those of buckets that are left uncompressed."""
-
-    members: list[list[int]]
-    uncompressed: frozenset[int] = frozenset()
+_Group = tuple[list[int], bool]
+"""Tensors of a bucket, and whether it is left uncompressed."""
 
 
 class MergeCompFusion(PredictingPlanner):
@@ -84,109 +68,91 @@ class MergeCompFusion(PredictingPlanner):
         self.max_pieces = max_pieces
 
     @override
-    def search(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = NO_CODEC,
-    ) -> PlanSearch:
-        """See `SearchingPlanner`; with a codec, what is measured in the end decides."""
-        if codecs.are_none:
-            return super().search(tensors, world_size, times, link, codecs)
-        task = _Task(tensors, world_size, codecs.restricted(times), link, codecs)
-        best = self.best_plan(tensors, world_size, times, link, codecs)
-        best, *others = distinct([best, *task.simpler_plans()])
-        return MergeCompSearch(best, others, tensors, task.step_s, codecs.fitted_to)
+    def best_for(self, model: StepModel) -> BucketPlan:
+        """The plan that is predicted fastest, of all unbeaten groupings and of simpler plans.
 
-    @override
-    def best_plan(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = NO_CODEC,
-    ) -> BucketPlan:
-        """Of the unbeaten groupings, and of simpler plans, the one that `predict` finds fastest.
-
-        Of several as fast the one with the fewest buckets. Without a codec, early gathers are
+        Of several as fast that with the fewest buckets. Without a codec, early gathers are
         chosen for each, and a plan counts as fast that is nearly so.
 
         The programme knows nothing of early gathers, which small buckets suit better: so it is run
-        again with groups of at most 1/8 to 1/64 of all bytes. `times` are those without encoding.
+        again with groups of at most 1/8 to 1/64 of all bytes. The times are those without encoding.
         """
-        task = _Task(tensors, world_size, codecs.restricted(times), link, codecs)
-        return replace(task.best_plan(self.max_pieces), name=self.name)
+        return replace(_task_of(model).best_plan(self.max_pieces), name=self.name)
+
+    @override
+    def search_from(self, best: BucketPlan, model: StepModel) -> PlanSearch:
+        """The search when `best` is the best plan; with a codec, what is measured decides."""
+        if model.codecs.are_none:
+            return super().search_from(best, model)
+        task = _task_of(model)
+        best, *others = distinct([best, *task.simpler_plans()])
+        fitted_to = model.codecs.fitted_to
+        return MergeCompSearch(best, others, model.tensors, task.step_s, fitted_to)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What is to be planned, and with which costs."""
+def _task_of(model: StepModel) -> _Task:
+    times = model.times
+    if not model.codecs.are_none:
+        # No codec is there for early or all-reduced buckets, in training or in `predict`.
+        times = replace(times, allows_early=False, allows_all_reduce=False)
+    return _Task(model.tensors, model.world_size, times, model.link, model.codecs)
 
-    tensors: Sequence[TensorSpec]
-    world_size: int
-    times: ModelTimes
-    link: LinkCost
-    codecs: CodecCosts
+
+class _Task(StepModel):
+    """What is to be planned, and with which costs; its times allow what can be done."""
 
     def best_plan(self, max_pieces: int) -> BucketPlan:
-        families = families_of_pieces(self.tensors, self.times, max_pieces)
-        chosen = [_Groups([indices_of(pieces)]) for _, pieces in families]
-        for place, (itemsize, pieces) in enumerate(families):
-            plans: dict[BucketPlan, _Groups] = {}
-            before = chosen[place]
-            for grouping in self._groupings(pieces, itemsize):
-                chosen[place] = _groups_of(pieces, grouping)
-                plans.setdefault(self._plan_of(chosen), chosen[place])
+        courses = courses_of(self, max_pieces)
+        chosen: list[list[_Group]] = [
+            [(group, False) for group in members_of(course.pieces, [len(course.pieces)])]
+            for course in courses
+        ]
+        for family, course in enumerate(courses):
+            plans: dict[BucketPlan, list[_Group]] = {}
+            before = chosen[family]
+            for grouping in self._groupings(course):
+                members = members_of(course.pieces, grouping.cuts)
+                chosen[family] = list(zip(members, grouping.uncompressed, strict=True))
+                plans.setdefault(self._plan_of(chosen), chosen[family])
             # None, if what is kept of thousands of ways takes longer than the known step.
-            chosen[place] = plans[self._fastest(plans)] if plans else before
+            chosen[family] = plans[self._fastest(plans)] if plans else before
         return self._fastest([self._plan_of(chosen), *self._simple_plans()])
 
-    def _groupings(self, pieces: Sequence[Piece], itemsize: int) -> list[Grouping]:
-        course = course_of(pieces, itemsize, self.world_size, self.times, self.link, self.codecs)
+    def _groupings(self, course: Course) -> list[Grouping]:
         if not self.times.allows_early:
             known_s = _SLACK * course.step_s(best_cuts(course))
             return best_groupings(course, known_s=known_s)
         # Early gathers may make the best of what would take longer without them.
         most_bytes = [share * course.total[-1] for share in _SHARES]
-        return [one for most in most_bytes for one in best_groupings(course, most)]
+        return [grouping for most in most_bytes for grouping in best_groupings(course, most)]
 
-    def _plan_of(self, chosen: Sequence[_Groups]) -> BucketPlan:
-        groups = [group for family in chosen for group in family.members]
-        plan = fuse_groups("", self.tensors, self.world_size, groups)
-        left = frozenset[int]().union(*(family.uncompressed for family in chosen))
+    def _plan_of(self, chosen: Sequence[Sequence[_Group]]) -> BucketPlan:
+        groups = [group for family in chosen for group in family]
+        plan = fuse_groups("", self.tensors, self.world_size, [group for group, _ in groups])
+        # Buckets are in another order than groups; any of its tensors tells which one it is.
+        left = {index for group, is_left in groups if is_left for index in group}
         uncompressed = (
-            number for number, one in enumerate(plan.buckets) if one.slices[0].tensor in left
+            number for number, bucket in enumerate(plan.buckets) if bucket.slices[0].tensor in left
         )
         return self._with_early(replace(plan, uncompressed=tuple(uncompressed)))
 
-    def step_s(self, plan: BucketPlan) -> float:
-        """The predicted step, seconds."""
-        return predict(plan, self.tensors, self.times, self.link, self.codecs).step_s
-
     def simpler_plans(self) -> list[BucketPlan]:
         """What MergeComp's own search finds, one bucket for all, and what needs no compressor."""
-        plans = [self._heuristic_plan(), self._plan_by(SingleFusion())]
+        plans = [MergeCompHeuristicFusion().best_for(self), self._plan_by(SingleFusion())]
         if self.codecs.may_mix:
             threshold = _uncompressed(self._plan_by(ThresholdFusion()))
             plans.append(replace(threshold, name="threshold_uncompressed"))
         return [self._with_early(plan) for plan in plans]
-
-    def _heuristic_plan(self) -> BucketPlan:
-        costs = self.times, self.link, self.codecs
-        return MergeCompHeuristicFusion().best_plan(self.tensors, self.world_size, *costs)
 
     def _simple_plans(self) -> list[BucketPlan]:
         """What fixed rules make, compressed and not, and what MergeComp's own search finds."""
         plans = [self._plan_by(rule) for rule in (SingleFusion(), NoFusion(), ThresholdFusion())]
         if self.codecs.may_mix:
             plans += [_uncompressed(plan) for plan in plans]
-        plans.append(self._heuristic_plan())
+        plans.append(MergeCompHeuristicFusion().best_for(self))
         return [self._with_early(plan) for plan in plans if len(plan.buckets) <= MAX_BUCKETS]
 
-    def _plan_by(self, rule: FusionPlanner) -> BucketPlan:
+    def _plan_by(self, rule: NoFusion | SingleFusion | ThresholdFusion) -> BucketPlan:
         plan = rule.plan(self.tensors, self.world_size)
         return plan if self.times.allows_cuts else with_whole_tensors(plan, self.tensors)
 
@@ -207,43 +173,15 @@ def _uncompressed(plan: BucketPlan) -> BucketPlan:
     return replace(plan, uncompressed=tuple(range(len(plan.buckets))))
 
 
-def _groups_of(pieces: Sequence[Piece], grouping: Grouping) -> _Groups:
-    begins = (0, *grouping.cuts)
-    members = [
-        indices_of(pieces[begin:end]) for begin, end in zip(begins, grouping.cuts, strict=False)
-    ]
-    left = [
-        index
-        for group, is_left in zip(members, grouping.uncompressed, strict=True)
-        if is_left
-        for index in group
-    ]
-    return _Groups(members, frozenset(left))
-
-
+@dataclass(eq=False)
 class MergeCompSearch(Contest):
-    """See `PlanSearch`: the programme's plan against simpler ones.
+    """See `PlanSearch`: the programme's plan, which is the incumbent, against simpler ones.
 
-    Args:
-        programme: The programme's.
-        simpler: The others; distinct, and none of them the programme's.
-        tensors: What the plans are made of.
-        step_s: Predicts a plan's step, seconds.
+    Attributes:
         fitted_to: A plan that takes what `step_s` says, if one was measured before.
     """
 
-    def __init__(
-        self,
-        programme: BucketPlan,
-        simpler: Sequence[BucketPlan],
-        tensors: Sequence[TensorSpec],
-        step_s: Callable[[BucketPlan], float],
-        fitted_to: BucketPlan | None = None,
-    ) -> None:
-        super().__init__(programme, simpler)
-        self._tensors = tensors
-        self._step_s = step_s
-        self._fitted_to = fitted_to
+    fitted_to: BucketPlan | None = None
 
     def expected_s(self, plan: BucketPlan) -> float:
         """The step of `plan`, seconds, as far as others tell: its own measurements have no say.
@@ -251,17 +189,17 @@ class MergeCompSearch(Contest):
         Its prediction, and what the two other measured plans with the nearest predictions took
         beyond theirs, on average: several buckets take more beyond theirs than a single one.
         """
-        predicted_s = self._step_s(plan)
-        measured = [one for one in self.plans if self.count(one)]
+        predicted_s = self.step_s(plan)
+        measured = [other for other in self.plans if self.count(other)]
         known = [
-            (self._step_s(one), self.mean_s(one) - self._step_s(one))
-            for one in measured
-            if one is not plan
+            (self.step_s(other), self.mean_s(other) - self.step_s(other))
+            for other in measured
+            if other is not plan
         ]
-        start = self._fitted_to
-        if start is not None and not any(same_buckets(start, one) for one in (plan, *measured)):
-            known.append((self._step_s(start), 0.0))
-        nearest = sorted(known, key=lambda one: abs(one[0] - predicted_s))[:_NUM_NEAREST]
+        start = self.fitted_to
+        if start is not None and not any(map(start.has_buckets_of, (plan, *measured))):
+            known.append((self.step_s(start), 0.0))
+        nearest = sorted(known, key=lambda pair: abs(pair[0] - predicted_s))[:_NUM_NEAREST]
         return predicted_s + (fmean(beyond_s for _, beyond_s in nearest) if nearest else 0.0)
 
     @property
@@ -271,8 +209,8 @@ class MergeCompSearch(Contest):
         best = self.best
         which = "" if best is self.incumbent else f" of {best.name}"
         predicted = f"predicted {1e3 * self.expected_s(best):.3g} ms/step"
-        what = f"mergecomp: {described(best, self._tensors)}{which}, {predicted}"
-        others = sorted((one for one in self.plans if one is not best), key=self.mean_s)
+        what = f"mergecomp: {described(best, self.tensors)}{which}, {predicted}"
+        others = sorted((plan for plan in self.plans if plan is not best), key=self.mean_s)
         measured = [
             f"{1e3 * self.mean_s(plan):.4g} of {plan.name}" for plan in others if self.count(plan)
         ]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 FORMAT_VERSION = 1
-"""Of `BucketPlan.to_dict`."""
+"""What `BucketPlan.to_dict` writes and `from_dict` reads."""
 
 _FIELDS = {"name", "world_size", "tensors", "buckets", "reduce_order", "early"}
+_ORDERS = ("reduce_order", "early", "all_reduced", "uncompressed")
 
 MAX_BUCKETS = 1 << 12
-"""Of one optimizer; keeps the numbers of several optimizers' buckets apart."""
+"""Most buckets of an optimizer; keeps the numbers of several optimizers' buckets apart."""
 
 ALIGNMENT = 64
 """Tensors start, and shards are cut, at multiples of this many elements: torch's fused CPU kernels
@@ -53,6 +56,11 @@ class TensorSpec:
         """Whether the recorded step produced a gradient for it."""
         return self.ready is not None
 
+    @property
+    def nbytes(self) -> int:
+        """Size, bytes."""
+        return self.numel * self.itemsize
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -87,6 +95,30 @@ class BucketSpec:
     def numel(self) -> int:
         """Elements that belong to tensors."""
         return sum(piece.numel for piece in self.slices)
+
+
+Part = tuple[TensorSpec, int, int]
+"""A tensor, and the elements [start, stop) of it that lie in a bucket."""
+
+
+def bucket_of(parts: Sequence[Part], world_size: int) -> BucketSpec:
+    """A bucket that holds `parts`, one after the other, in this order.
+
+    Raises:
+        ValueError: If they are of several families.
+    """
+    families = {tensor.family for tensor, _, _ in parts}
+    if len(families) != 1:
+        names = ", ".join(tensor.name for tensor, _, _ in parts[:2])
+        raise ValueError(
+            f"The plan puts {names} in one bucket; here they differ in type or compressor."
+        )
+    slices, filled = [], 0
+    for tensor, start, stop in parts:
+        slices.append(Slice(tensor.index, start, stop, filled))
+        filled += aligned(stop - start)
+    # Every rank's shard begins at a multiple of ALIGNMENT, too.
+    return BucketSpec(families.pop(), tuple(slices), aligned(filled, ALIGNMENT * world_size))
 
 
 @dataclass(frozen=True)
@@ -139,21 +171,22 @@ class BucketPlan:
         numel = sum(self.buckets[number].numel for number in self.all_reduced)
         return numel / max(sum(bucket.numel for bucket in self.buckets), 1)
 
+    def has_buckets_of(self, other: BucketPlan) -> bool:
+        """Whether both plans differ in their names alone."""
+        return self == replace(other, name=self.name)
+
     def to_dict(self, tensors: Sequence[TensorSpec]) -> dict[str, Any]:
         """The plan as JSON can hold it, with the names and sizes of the `tensors` it is over."""
         return {
             "version": FORMAT_VERSION,
             "name": self.name,
             "world_size": self.world_size,
-            "tensors": [[one.index, one.name, one.numel, one.itemsize] for one in tensors],
+            "tensors": [[t.index, t.name, t.numel, t.itemsize] for t in tensors],
             "buckets": [
                 [[piece.tensor, piece.start, piece.stop] for piece in bucket.slices]
                 for bucket in self.buckets
             ],
-            "reduce_order": list(self.reduce_order),
-            "early": list(self.early),
-            "all_reduced": list(self.all_reduced),
-            "uncompressed": list(self.uncompressed),
+            **{order: list(getattr(self, order)) for order in _ORDERS},
         }
 
     @classmethod
@@ -175,17 +208,17 @@ class BucketPlan:
                 f"The plan was made for {data['world_size']} ranks, not for {world_size};"
                 " make it again."
             )
-        found = _matched(data["tensors"], tensors)
-        if unknown := {piece[0] for pieces in data["buckets"] for piece in pieces} - found.keys():
+        matched = _matched(data["tensors"], tensors)
+        if unknown := {part[0] for parts in data["buckets"] for part in parts} - matched.keys():
             raise ValueError(f"The plan does not say which tensor number {min(unknown)} is.")
+        # Numbers may have changed since the plan was made; names have not.
         buckets = tuple(
-            _bucket_of([(found[index], *span) for index, *span in pieces], world_size)
-            for pieces in data["buckets"]
+            bucket_of([(matched[index], *span) for index, *span in parts], world_size)
+            for parts in data["buckets"]
         )
-        orders = tuple(data["reduce_order"]), tuple(data["early"])
-        # Plans of before there were such buckets have none.
-        kinds = (tuple(data.get(kind, ())) for kind in ("all_reduced", "uncompressed"))
-        plan = cls(data["name"], world_size, buckets, *orders, *kinds)
+        # Plans of before there were all-reduced and uncompressed buckets have none.
+        orders = (tuple(data.get(order, ())) for order in _ORDERS)
+        plan = cls(data["name"], world_size, buckets, *orders)
         check_plan(plan, tensors)
         return plan
 
@@ -204,8 +237,8 @@ def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
     for bucket in plan.buckets:
         if {families[piece.tensor] for piece in bucket.slices} != {bucket.family}:
             raise ValueError("The plan puts tensors that differ in type or compressor together.")
-        for place, piece in enumerate(bucket.slices):
-            continues = place == 0 and filled_by.get(bucket.family) == piece.tensor
+        for number, piece in enumerate(bucket.slices):
+            continues = number == 0 and filled_by.get(bucket.family) == piece.tensor
             is_next = piece.start == reached[piece.tensor] < piece.stop
             if not is_next or (piece.start > 0 and not continues):
                 raise ValueError(
@@ -213,6 +246,7 @@ def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
                 )
             reached[piece.tensor] = piece.stop
         last = bucket.slices[-1]
+        # Padding would come between the two parts of a tensor that is cut here.
         is_full = last.offset + last.numel == bucket.padded_numel
         filled_by[bucket.family] = last.tensor if is_full else None
     for tensor in tensors:
@@ -234,7 +268,7 @@ def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
 def _matched(saved: Sequence[Any], tensors: Sequence[TensorSpec]) -> dict[int, TensorSpec]:
     """Saved index -> the tensor of that name."""
     names = {tensor.name: tensor for tensor in tensors}
-    found = {}
+    matched = {}
     for index, name, numel, itemsize in saved:
         if name not in names:
             raise ValueError(f"The plan is for another model: {name} is not in this one.")
@@ -244,24 +278,10 @@ def _matched(saved: Sequence[Any], tensors: Sequence[TensorSpec]) -> dict[int, T
                 f"The plan is for another model: there {name} has {numel} elements of {itemsize}"
                 f" bytes, here {tensor.numel} of {tensor.itemsize}."
             )
-        found[index] = tensor
+        matched[index] = tensor
     if names:
         raise ValueError(f"The plan is for another model: it does not know {next(iter(names))}.")
-    return found
-
-
-def _bucket_of(pieces: Sequence[tuple[TensorSpec, int, int]], world_size: int) -> BucketSpec:
-    families = {tensor.family for tensor, _, _ in pieces}
-    if len(families) != 1:
-        names = ", ".join(tensor.name for tensor, _, _ in pieces[:2])
-        raise ValueError(
-            f"The plan puts {names} in one bucket; here they differ in type or compressor."
-        )
-    slices, filled = [], 0
-    for tensor, start, stop in pieces:
-        slices.append(Slice(tensor.index, start, stop, filled))
-        filled += aligned(stop - start)
-    return BucketSpec(families.pop(), tuple(slices), aligned(filled, ALIGNMENT * world_size))
+    return matched
 
 
 def reduce_order(buckets: Sequence[BucketSpec], tensors: Sequence[TensorSpec]) -> tuple[int, ...]:
@@ -275,9 +295,49 @@ def reduce_order(buckets: Sequence[BucketSpec], tensors: Sequence[TensorSpec]) -
     return tuple(sorted(range(len(buckets)), key=last_gradient))
 
 
-def same_buckets(one: BucketPlan, other: BucketPlan) -> bool:
-    """Whether two plans differ in their names alone."""
-    return one == replace(other, name=one.name)
+def distinct(plans: Iterable[BucketPlan]) -> list[BucketPlan]:
+    """The plans without those that differ from an earlier one in their names alone."""
+    kept: list[BucketPlan] = []
+    for plan in plans:
+        if not any(plan.has_buckets_of(other) for other in kept):
+            kept.append(plan)
+    return kept
+
+
+def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> BucketPlan:
+    """`plan`, but every tensor that it cuts has a bucket to itself. Pure.
+
+    For optimizers that need to see tensors whole. What else was in its buckets stays together,
+    before it or after it; no bucket is early, or all-reduced. A bucket is uncompressed if that
+    bucket was in which all it holds began.
+
+    Args:
+        plan: Over `tensors`.
+        tensors: For their sizes and the order of their gradients.
+    """
+    num_parts = Counter(piece.tensor for bucket in plan.buckets for piece in bucket.slices)
+    if max(num_parts.values(), default=1) == 1:
+        return replace(plan, early=(), all_reduced=())
+    by_index = {tensor.index: tensor for tensor in tensors}
+
+    def cut_tensor(piece: Slice) -> int | None:
+        return piece.tensor if num_parts[piece.tensor] > 1 else None
+
+    buckets: list[BucketSpec] = []
+    uncompressed: list[int] = []
+    for number, bucket in enumerate(plan.buckets):
+        # A run of tensors that lie in this bucket alone, or a part of one that is cut.
+        for _, run in groupby(bucket.slices, cut_tensor):
+            # Where a cut tensor begins, all of it goes; its later parts leave nothing behind.
+            members = [by_index[piece.tensor] for piece in run if piece.start == 0]
+            if members and number in plan.uncompressed:
+                uncompressed.append(len(buckets))
+            if members:
+                parts = [(tensor, 0, tensor.numel) for tensor in members]
+                buckets.append(bucket_of(parts, plan.world_size))
+    name, order = f"{plan.name}, no tensor cut", reduce_order(buckets, tensors)
+    whole = BucketPlan(name, plan.world_size, tuple(buckets), order)
+    return replace(whole, uncompressed=tuple(uncompressed))
 
 
 def save_plan(path: str | Path, plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
@@ -303,12 +363,10 @@ class FixedPlan:
             ValueError: If the plan is for another model or another number of ranks.
             OSError: If the file cannot be read.
         """
-        if isinstance(self.path_or_plan, BucketPlan):
-            data = self.path_or_plan.to_dict(tensors)
-            return BucketPlan.from_dict(data, tensors, world_size)
-        path = Path(self.path_or_plan)
+        plan = self.path_or_plan
+        if isinstance(plan, BucketPlan):
+            return BucketPlan.from_dict(plan.to_dict(tensors), tensors, world_size)
         try:
-            data = json.loads(path.read_text())
-            return BucketPlan.from_dict(data, tensors, world_size)
+            return BucketPlan.from_dict(json.loads(Path(plan).read_text()), tensors, world_size)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{Path(plan)}: {error}") from None

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from lightning_dear.planning.codec_cost import NO_CODEC, BucketCost, CodecCosts
-from lightning_dear.planning.cost import LinkCost
+from lightning_dear.planning.measured import NO_CODEC, BucketCost, CodecCosts, LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.times import ModelTimes
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,12 @@ class Prediction:
 
 
 @dataclass
-class Link:
-    """The link's timeline while it is being filled.
+class LinkTimeline:
+    """What is on the link, and when, while the step is gone through.
 
     Attributes:
         free_s: When the last exchange ends.
+        spans: All exchanges, in the order of the link.
         ends: (lane, bucket) -> when it ends.
     """
 
@@ -62,13 +62,135 @@ class Link:
     spans: list[PredictedSpan] = field(default_factory=list)
     ends: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def send(self, lane: str, bucket: int, earliest_s: float, duration_s: float) -> float:
-        """Puts an exchange after all others, not before `earliest_s`; returns its end."""
+    def send(self, lane: str, bucket: int, earliest_s: float, duration_s: float) -> None:
+        """Puts an exchange after all others, not before `earliest_s`."""
         begin_s = max(self.free_s, earliest_s)
-        self.free_s = begin_s + duration_s
+        self.free_s = self.ends[lane, bucket] = begin_s + duration_s
         self.spans.append(PredictedSpan(lane, bucket, begin_s, self.free_s))
-        self.ends[lane, bucket] = self.free_s
-        return self.free_s
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """What is known of a training's steps. It tells what they take with a plan; pure.
+
+    Attributes:
+        tensors: What plans are made of.
+        world_size: Number of ranks.
+        times: Of a step without communication, nor a codec.
+        link: What exchanges cost.
+        codecs: What encoding costs.
+    """
+
+    tensors: Sequence[TensorSpec]
+    world_size: int
+    times: ModelTimes
+    link: LinkCost
+    codecs: CodecCosts = NO_CODEC
+
+    def step_s(self, plan: BucketPlan) -> float:
+        """The predicted step, seconds."""
+        return self.predict(plan).step_s
+
+    def predict(self, plan: BucketPlan) -> Prediction:
+        """See the function `predict`."""
+        times, codecs = self.times, self.codecs
+        nbytes = stepped_bytes(plan, self.tensors)
+        costs = bucket_costs(plan, self.tensors, codecs)
+        timeline = self.reduced(plan)
+        encode_s = sum(costs[number].encode_s for number in plan.reduce_order)
+        reduced_s = times.backward_s + encode_s
+        for number in plan.reduce_order:
+            arrived_s = timeline.ends["reduce_scatter", number]
+            reduced_s = max(reduced_s, arrived_s) + costs[number].sum_s
+        stepped_s = reduced_s
+        per_byte_s, late_per_byte_s = (
+            seconds / max(sum(nbytes), 1) for seconds in (times.step_s, times.late_step_s)
+        )
+        for number, cost in enumerate(costs):
+            if number in plan.all_reduced:
+                continue
+            stepped_s += per_byte_s * nbytes[number] + cost.publish_s
+            if ("all_gather", number) not in timeline.ends:
+                gather_s = self.link.all_gather_s(cost.gather_bytes, plan.world_size)
+                timeline.send("all_gather", number, stepped_s, gather_s)
+        # Every rank steps all of these. They come last, as no other rank waits for them.
+        whole_bytes = sum(nbytes[number] for number in plan.all_reduced)
+        stepped_s += per_byte_s * whole_bytes * plan.world_size
+        # What a bucket's first read in forward takes, even if its bytes have long been there.
+        used_s = [
+            cost.decode_s + late_per_byte_s * size for cost, size in zip(costs, nbytes, strict=True)
+        ]
+        delay_s = self._delay_in_forward(plan, timeline, stepped_s, used_s)
+        sum_s, publish_s, decode_s = (
+            sum(map(attrgetter(kind), costs)) for kind in ("sum_s", "publish_s", "decode_s")
+        )
+        return Prediction(
+            stepped_s + times.forward_s + delay_s + codecs.unseen_s,
+            reduced_s - times.backward_s - encode_s - sum_s,
+            delay_s - sum(used_s),
+            encode_s + sum_s + publish_s + decode_s,
+            *self._bounds_s(plan),
+            tuple(timeline.spans),
+        )
+
+    def reduced(self, plan: BucketPlan) -> LinkTimeline:
+        """The link until the last reduce-scatter has ended, with the early gathers among them.
+
+        All-reduces are among the reduce-scatters, whose turn they take.
+        """
+        nbytes, itemsize = bucket_bytes(plan, self.tensors), _itemsizes(plan, self.tensors)
+        costs = bucket_costs(plan, self.tensors, self.codecs)
+        timeline, waiting = LinkTimeline(), list(plan.early)
+        ready_s = encoded_s = gathered_s = 0.0
+        for number in plan.reduce_order:
+            ready_s = max(ready_s, self.times.ready_of(plan.buckets[number]))
+            # Whoever computes also encodes: all later gradients wait for it.
+            encoded_s += costs[number].encode_s
+            launched_s = ready_s + encoded_s
+            while waiting and ("reduce_scatter", waiting[0]) in timeline.ends:
+                gathered_s = max(gathered_s, timeline.ends["reduce_scatter", waiting[0]])
+                if gathered_s >= launched_s:
+                    break
+                duration_s = self.link.all_gather_s(nbytes[waiting[0]], plan.world_size)
+                timeline.send("all_gather", waiting.pop(0), gathered_s, duration_s)
+            duration_s = self.link.reduce_scatter_s(costs[number].reduce_bytes, plan.world_size)
+            if number in plan.all_reduced:
+                # 16-bit gradients are all-reduced in fp32.
+                widening = max(4 / itemsize[number], 1)
+                duration_s = self.link.all_reduce_s(widening * nbytes[number], plan.world_size)
+            timeline.send("reduce_scatter", number, launched_s, duration_s)
+        return timeline
+
+    def _delay_in_forward(
+        self, plan: BucketPlan, timeline: LinkTimeline, begin_s: float, used_s: Sequence[float]
+    ) -> float:
+        """How much longer forward takes: for what it waits for, and what it decodes and steps."""
+        needs = sorted(
+            (self.times.first_use_of(bucket), number)
+            for number, bucket in enumerate(plan.buckets)
+            if number not in plan.all_reduced
+        )
+        delay_s = 0.0
+        for first_use_s, number in needs:
+            late_s = timeline.ends["all_gather", number] - (begin_s + first_use_s)
+            # Delays do not add up: a wait for one bucket is time for the next one to come.
+            delay_s = max(delay_s, late_s) + used_s[number]
+        return delay_s
+
+    def _bounds_s(self, plan: BucketPlan) -> tuple[float, float]:
+        """See `LinkCost`: both bounds, of what travels, encoding and decoding left out."""
+        # Padding is no part of the problem, so the bounds leave it out.
+        sizes = zip(plan.buckets, _itemsizes(plan, self.tensors), strict=True)
+        least = [
+            self.codecs.of(plan, number).of(bucket.numel, itemsize, plan.world_size)
+            for number, (bucket, itemsize) in enumerate(sizes)
+        ]
+        halves = sum(cost.reduce_bytes for cost in least), sum(cost.gather_bytes for cost in least)
+        known = plan.world_size, self.times.forward_s, self.times.backward_s
+        return (
+            self.link.bound_s(sum(halves) / 2, *known),
+            self.link.dear_bound_s(halves[0], *known, gather_bytes=halves[1]),
+        )
 
 
 def predict(
@@ -94,43 +216,13 @@ def predict(
     for plans with early or all-reduced buckets. What a codec's costs do not show is added to the
     step.
     """
-    nbytes = stepped_bytes(plan, tensors)
-    costs = bucket_costs(plan, tensors, codecs)
-    timeline = reduced_timeline(plan, tensors, times, link, codecs)
-    encode_s = sum(costs[number].encode_s for number in plan.reduce_order)
-    reduced_s = times.backward_s + encode_s
-    for number in plan.reduce_order:
-        arrived_s = timeline.ends["reduce_scatter", number]
-        reduced_s = max(reduced_s, arrived_s) + costs[number].sum_s
-    stepped_s = reduced_s
-    per_byte_s = times.step_s / max(sum(nbytes), 1)
-    for number, size in enumerate(nbytes):
-        if number in plan.all_reduced:
-            continue
-        stepped_s += per_byte_s * size + costs[number].publish_s
-        if ("all_gather", number) not in timeline.ends:
-            gather_s = link.all_gather_s(costs[number].gather_bytes, plan.world_size)
-            timeline.send("all_gather", number, stepped_s, gather_s)
-    whole_bytes = sum(nbytes[number] for number in plan.all_reduced)
-    stepped_s += per_byte_s * whole_bytes * plan.world_size
-    late_per_byte_s = times.late_step_s / max(sum(nbytes), 1)
-    used_s = [
-        cost.decode_s + late_per_byte_s * size for cost, size in zip(costs, nbytes, strict=True)
-    ]
-    delay_s = _delay_in_forward(plan, times, timeline, stepped_s, used_s)
-    sum_s, publish_s, decode_s = (
-        sum(getattr(one, kind) for one in costs) for kind in ("sum_s", "publish_s", "decode_s")
-    )
-    bound_s, dear_bound_s = _bounds_s(plan, tensors, times, link, codecs)
-    return Prediction(
-        step_s=stepped_s + times.forward_s + delay_s + codecs.unseen_s,
-        exposed_reduce_scatter_s=reduced_s - times.backward_s - encode_s - sum_s,
-        exposed_all_gather_s=delay_s - sum(used_s),
-        coding_s=encode_s + sum_s + publish_s + decode_s,
-        bound_s=bound_s,
-        dear_bound_s=dear_bound_s,
-        spans=tuple(timeline.spans),
-    )
+    return StepModel(tensors, plan.world_size, times, link, codecs).predict(plan)
+
+
+def bucket_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
+    """Size of each bucket, padding included."""
+    itemsize = _itemsizes(plan, tensors)
+    return [bucket.padded_numel * size for bucket, size in zip(plan.buckets, itemsize, strict=True)]
 
 
 def bucket_costs(
@@ -156,84 +248,3 @@ def stepped_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
 def _itemsizes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
     itemsize = {tensor.index: tensor.itemsize for tensor in tensors}
     return [itemsize[bucket.slices[0].tensor] for bucket in plan.buckets]
-
-
-def _bounds_s(
-    plan: BucketPlan,
-    tensors: Sequence[TensorSpec],
-    times: ModelTimes,
-    link: LinkCost,
-    codecs: CodecCosts,
-) -> tuple[float, float]:
-    """See `LinkCost`: both bounds, of what travels, encoding and decoding left out."""
-    itemsize = _itemsizes(plan, tensors)
-    least = [
-        codecs.of(plan, number).of(bucket.numel, itemsize[number], plan.world_size)
-        for number, bucket in enumerate(plan.buckets)
-    ]
-    halves = sum(one.reduce_bytes for one in least), sum(one.gather_bytes for one in least)
-    lengths = times.forward_s, times.backward_s
-    return (
-        link.bound_s(sum(halves) / 2, plan.world_size, *lengths),
-        link.dear_bound_s(halves[0], plan.world_size, *lengths, gather_bytes=halves[1]),
-    )
-
-
-def bucket_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
-    """Size of each bucket, padding included."""
-    itemsize = _itemsizes(plan, tensors)
-    return [bucket.padded_numel * size for bucket, size in zip(plan.buckets, itemsize, strict=True)]
-
-
-def reduced_timeline(
-    plan: BucketPlan,
-    tensors: Sequence[TensorSpec],
-    times: ModelTimes,
-    link: LinkCost,
-    codecs: CodecCosts = NO_CODEC,
-) -> Link:
-    """The link until the last reduce-scatter has ended, with the early gathers among them.
-
-    All-reduces are among the reduce-scatters, whose place they take.
-    """
-    nbytes, itemsize = bucket_bytes(plan, tensors), _itemsizes(plan, tensors)
-    costs = bucket_costs(plan, tensors, codecs)
-    timeline, waiting = Link(), list(plan.early)
-    ready_s = encoded_s = gathered_s = 0.0
-    for number in plan.reduce_order:
-        ready_s = max(ready_s, times.ready_of(plan.buckets[number]))
-        encoded_s += costs[number].encode_s
-        launched_s = ready_s + encoded_s
-        while waiting and ("reduce_scatter", waiting[0]) in timeline.ends:
-            gathered_s = max(gathered_s, timeline.ends["reduce_scatter", waiting[0]])
-            if gathered_s >= launched_s:
-                break
-            duration_s = link.all_gather_s(nbytes[waiting[0]], plan.world_size)
-            timeline.send("all_gather", waiting.pop(0), gathered_s, duration_s)
-        duration_s = link.reduce_scatter_s(costs[number].reduce_bytes, plan.world_size)
-        if number in plan.all_reduced:
-            # 16-bit gradients are all-reduced in fp32.
-            widening = max(4 / itemsize[number], 1)
-            duration_s = link.all_reduce_s(widening * nbytes[number], plan.world_size)
-        timeline.send("reduce_scatter", number, launched_s, duration_s)
-    return timeline
-
-
-def _delay_in_forward(
-    plan: BucketPlan,
-    times: ModelTimes,
-    timeline: Link,
-    begin_s: float,
-    used_s: Sequence[float],
-) -> float:
-    """How much longer forward takes: for what it waits for, and what it decodes and steps."""
-    needs = sorted(
-        (times.first_use_of(bucket), number)
-        for number, bucket in enumerate(plan.buckets)
-        if number not in plan.all_reduced
-    )
-    delay_s = 0.0
-    for first_use_s, number in needs:
-        late_s = timeline.ends["all_gather", number] - (begin_s + first_use_s)
-        delay_s = max(delay_s, late_s) + used_s[number]
-    return delay_s

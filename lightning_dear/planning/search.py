@@ -1,17 +1,16 @@
-"""What a planner offers that wants times, or measurements of its candidates, before it decides."""
+"""Searches for a plan that want times, or measurements of candidates on real steps, to decide."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
-from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
-from lightning_dear.planning.cost import LinkCost
-from lightning_dear.planning.fusion import FusionPlanner, ThresholdFusion
+from lightning_dear.planning.fusion import MIB, FusionPlanner, ThresholdFusion
+from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.predict import predict
-from lightning_dear.planning.times import ModelTimes
+from lightning_dear.planning.predict import StepModel, stepped_bytes
 
 NUM_PROFILED_STEPS = 3
 """Steps whose times are measured before a search begins."""
@@ -25,6 +24,9 @@ NUM_MEASURED_STEPS = 5
 STEPS_PER_TRIAL = NUM_DROPPED_STEPS + NUM_MEASURED_STEPS
 STEPS_BEFORE_SEARCH = 1 + NUM_PROFILED_STEPS
 """The recorded step, and those that are profiled."""
+
+NUM_REPEATED = 3
+"""Plans measured twice: the incumbent and the two best others."""
 
 
 class PlanSearch(Protocol):
@@ -62,29 +64,9 @@ class SearchingPlanner(FusionPlanner, Protocol):
     """
 
     def search(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
+        self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
     ) -> PlanSearch:
         """Begins a search with what was measured."""
-
-
-class CodecPlanner(SearchingPlanner, Protocol):
-    """One that may be used with a compressor."""
-
-    plans_for_codecs: bool
-
-    def search(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = ...,
-    ) -> PlanSearch:
-        """Begins a search with what was measured, the costs of encoding among it."""
 
 
 class NoContest:
@@ -102,9 +84,73 @@ class NoContest:
         """See `PlanSearch`; there is nothing to learn."""
 
 
-def starting_plan(tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
-    """What searching planners train with until they know times: `ThresholdFusion`'s defaults."""
-    return ThresholdFusion().plan(tensors, world_size)
+@dataclass(eq=False)
+class Contest(ABC):
+    """See `PlanSearch`: every plan once, then the incumbent and the two best others once more.
+
+    Twice and apart in time, so that a passing disturbance does not decide.
+
+    Attributes:
+        incumbent: What stays unless another plan's mean is lower.
+        others: What may beat it; distinct, and none of them the incumbent.
+        tensors: What the plans are made of.
+        step_s: Predicts a plan's step, seconds.
+        plans: All of them, the incumbent first.
+    """
+
+    incumbent: BucketPlan
+    others: Sequence[BucketPlan]
+    tensors: Sequence[TensorSpec]
+    step_s: Callable[[BucketPlan], float]
+    plans: list[BucketPlan] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plans = [self.incumbent, *self.others]
+        self._queue = list(self.plans)
+        self._measured: dict[int, list[float]] = {}
+        self._is_repeating = False
+
+    @property
+    def num_measured(self) -> int:
+        """How many plans have been measured so far."""
+        return len(self._measured)
+
+    def next(self) -> BucketPlan | None:
+        """See `PlanSearch`."""
+        if not self._queue and not self._is_repeating:
+            self._is_repeating = True
+            others = sorted(self.plans[1:], key=self.mean_s)[: NUM_REPEATED - 1]
+            # The incumbent between both, so that it is as far from either in time.
+            self._queue = [*others[:1], self.incumbent, *others[1:]] if others else []
+        return self._queue[0] if self._queue else None
+
+    def tell(self, plan: BucketPlan, step_s: float) -> None:
+        """See `PlanSearch`."""
+        self._measured.setdefault(self.plans.index(plan), []).append(step_s)
+        # Only what was asked for leaves the queue; other measurements count all the same.
+        if self._queue and self._queue[0] == plan:
+            self._queue.pop(0)
+
+    def mean_s(self, plan: BucketPlan) -> float:
+        """Mean of the steps measured with a plan, seconds; infinite if there are none."""
+        steps_s = self._measured.get(self.plans.index(plan), [])
+        return sum(steps_s) / len(steps_s) if steps_s else float("inf")
+
+    def count(self, plan: BucketPlan) -> int:
+        """How often a plan has been measured."""
+        return len(self._measured.get(self.plans.index(plan), ()))
+
+    @property
+    def best(self) -> BucketPlan:
+        """See `PlanSearch`; the incumbent until another was measured twice and has won."""
+        twice = [plan for plan in self.plans if self.count(plan) > 1]
+        # Ties go to the incumbent, which stands first.
+        return min(twice, key=self.mean_s, default=self.incumbent)
+
+    @property
+    @abstractmethod
+    def reason(self) -> str:
+        """See `PlanSearch`."""
 
 
 class PredictingPlanner(ABC):
@@ -120,7 +166,7 @@ class PredictingPlanner(ABC):
 
     def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
         """See `FusionPlanner`: what to start with."""
-        return starting_plan(tensors, world_size)
+        return ThresholdFusion().plan(tensors, world_size)
 
     def search(
         self,
@@ -131,12 +177,9 @@ class PredictingPlanner(ABC):
         codecs: CodecCosts = NO_CODEC,
     ) -> PlanSearch:
         """See `SearchingPlanner`."""
-        plan = self.best_plan(tensors, world_size, times, link, codecs)
-        step_s = predict(plan, tensors, times, link, codecs).step_s
-        what = described(plan, tensors)
-        return NoContest(plan, f"{self.name}: {what}, predicted {1e3 * step_s:.3g} ms/step")
+        best = self.best_plan(tensors, world_size, times, link, codecs)
+        return self.search_from(best, StepModel(tensors, world_size, times, link, codecs))
 
-    @abstractmethod
     def best_plan(
         self,
         tensors: Sequence[TensorSpec],
@@ -146,14 +189,21 @@ class PredictingPlanner(ABC):
         codecs: CodecCosts = NO_CODEC,
     ) -> BucketPlan:
         """The plan that the planner makes of what was measured; pure."""
+        return self.best_for(StepModel(tensors, world_size, times, link, codecs))
+
+    @abstractmethod
+    def best_for(self, model: StepModel) -> BucketPlan:
+        """See `best_plan`."""
+
+    def search_from(self, best: BucketPlan, model: StepModel) -> PlanSearch:
+        """The search when `best` is the best plan: here it is over."""
+        predicted = f"predicted {1e3 * model.step_s(best):.3g} ms/step"
+        return NoContest(best, f"{self.name}: {described(best, model.tensors)}, {predicted}")
 
 
 def described(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> str:
     """`6 buckets of 2-8 MiB`, for people."""
-    itemsize = {tensor.index: tensor.itemsize for tensor in tensors}
-    sizes_mb = [
-        bucket.numel * itemsize[bucket.slices[0].tensor] / (1 << 20) for bucket in plan.buckets
-    ]
+    sizes_mb = [nbytes / MIB for nbytes in stepped_bytes(plan, tensors)]
     sizes = f"{min(sizes_mb):.2g}-{max(sizes_mb):.2g} MiB"
     rest = ""
     for named, what in (plan.all_reduced, "all-reduced"), (plan.uncompressed, "uncompressed"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_dear.planning import BucketPlan
-from lightning_dear.planning.codec_cost import BucketCost
+from lightning_dear.planning.measured import BucketCost
 from lightning_dear.planning.predict import bucket_bytes, bucket_costs, stepped_bytes
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.program import (

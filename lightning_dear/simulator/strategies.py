@@ -22,7 +22,7 @@ from lightning_dear.planning import (
 )
 from lightning_dear.planning.all_reduce import everything_all_reduced
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.mgwfbp import backward_order
+from lightning_dear.planning.gradient_order import backward_order
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.partitioned import partitioned_program
 from lightning_dear.simulator.program import BACKWARD, FORWARD, STEP, Compute, Program

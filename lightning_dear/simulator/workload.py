@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from lightning_dear.planning import CodecCosts, ModelTimes, TensorSpec
-from lightning_dear.planning.codec_cost import NO_CODEC
+from lightning_dear.planning.measured import NO_CODEC
 
 BLOCKS: Final = "blocks"
 

@@ -27,7 +27,7 @@ from lightning_dear.compression import (
     resolve_compressor,
 )
 from lightning_dear.planning import CodecCost, CodecCosts, Linear
-from lightning_dear.planning.codec_cost import NO_CODEC
+from lightning_dear.planning.measured import NO_CODEC
 
 _META = torch.device("meta")
 _PASSES = {"topk": 5, "sort": 16}

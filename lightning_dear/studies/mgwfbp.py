@@ -18,7 +18,7 @@ from lightning_dear.planning import (
     PlanSearch,
     TensorSpec,
 )
-from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
+from lightning_dear.planning.measured import NO_CODEC, CodecCosts
 from lightning_dear.planning.search import NoContest, described
 
 _BYTES_PER_ELEMENT = 4

@@ -29,7 +29,7 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange import new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, NoFusion, TensorSpec
-from lightning_dear.planning.codec_cost import NO_CODEC
+from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.planning.plan import ALIGNMENT, aligned
 from lightning_dear.telemetry.clock import Clock, clock_of
 

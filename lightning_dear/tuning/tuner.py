@@ -21,13 +21,13 @@ from lightning_dear.planning import (
     TensorSpec,
     predict,
 )
+from lightning_dear.planning.measured import ModelTimes, median_times, slowest_times
 from lightning_dear.planning.search import (
     NUM_DROPPED_STEPS,
     NUM_MEASURED_STEPS,
     NUM_PROFILED_STEPS,
     PredictingPlanner,
 )
-from lightning_dear.planning.times import ModelTimes, median_times, slowest_times
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.codec_cost import measure_codecs
 from lightning_dear.tuning.link_cost import measure_link

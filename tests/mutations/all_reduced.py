@@ -54,9 +54,9 @@ ALL_REDUCED = [
     ),
     Mutation(
         "planning for steps of whole buckets",
-        "predict",
-        "    stepped_s += per_byte_s * whole_bytes * plan.world_size\n",
-        "    stepped_s += per_byte_s * whole_bytes\n",
+        "StepModel.predict",
+        "        stepped_s += per_byte_s * whole_bytes * plan.world_size\n",
+        "        stepped_s += per_byte_s * whole_bytes\n",
         (f"{PLANNING}::test_a_step_by_hand",),
     ),
     Mutation(

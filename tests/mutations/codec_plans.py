@@ -31,16 +31,16 @@ CODEC_PLANS = [
     ),
     Mutation(
         "encodings that delay later gradients",
-        "reduced_timeline",
-        "        encoded_s += costs[number].encode_s\n",
-        "        encoded_s = costs[number].encode_s\n",
+        "StepModel.reduced",
+        "            encoded_s += costs[number].encode_s\n",
+        "            encoded_s = costs[number].encode_s\n",
         (BY_HAND,),
     ),
     Mutation(
         "decoding that delays what forward reads later",
-        "_delay_in_forward",
-        "        delay_s = max(delay_s, late_s) + used_s[number]\n",
-        "        delay_s = max(delay_s, late_s + used_s[number])\n",
+        "StepModel._delay_in_forward",
+        "            delay_s = max(delay_s, late_s) + used_s[number]\n",
+        "            delay_s = max(delay_s, late_s + used_s[number])\n",
         (BY_HAND,),
     ),
     Mutation(
@@ -53,15 +53,15 @@ CODEC_PLANS = [
     Mutation(
         "counting what fills a bucket up",
         "Course._cost_s",
-        "        padded = aligned(self._aligned[end] - self._aligned[begin], self._unit_bytes)\n",
+        "        padded = aligned(self._aligned[end] - self._aligned[begin], self.unit_bytes)\n",
         "        padded = self._aligned[end] - self._aligned[begin]\n",
         (PADDING,),
     ),
     Mutation(
         "stepping no padding",
-        "predict",
-        "    nbytes = stepped_bytes(plan, tensors)\n",
-        "    nbytes = bucket_bytes(plan, tensors)\n",
+        "StepModel.predict",
+        "        nbytes = stepped_bytes(plan, self.tensors)\n",
+        "        nbytes = bucket_bytes(plan, self.tensors)\n",
         (PADDING,),
     ),
     Mutation(
@@ -119,15 +119,15 @@ CODEC_PLANS = [
     ),
     Mutation(
         "adding what no cost shows",
-        "predict",
-        "        step_s=stepped_s + times.forward_s + delay_s + codecs.unseen_s,\n",
-        "        step_s=stepped_s + times.forward_s + delay_s,\n",
+        "StepModel.predict",
+        "            stepped_s + times.forward_s + delay_s + codecs.unseen_s,\n",
+        "            stepped_s + times.forward_s + delay_s,\n",
         (f"{TUNING}::test_what_no_cost_shows_is_learnt_from_the_starting_plan",),
     ),
     Mutation(
         "letting other plans say what a step takes",
         "MergeCompSearch.expected_s",
-        "            if one is not plan\n",
+        "            if other is not plan\n",
         "",
         (
             "tests/planning/test_mergecomp_search.py"
@@ -137,8 +137,7 @@ CODEC_PLANS = [
     Mutation(
         "leaving out a start that has the buckets of a measured plan",
         "MergeCompSearch.expected_s",
-        "        if start is not None and not any(same_buckets(start, one)"
-        " for one in (plan, *measured)):\n",
+        "        if start is not None and not any(map(start.has_buckets_of, (plan, *measured))):\n",
         "        if start is not None:\n",
         (
             "tests/planning/test_mergecomp_search.py"
@@ -157,9 +156,9 @@ CODEC_PLANS = [
     ),
     Mutation(
         "counting what the costs are fitted to among the plans that tell",
-        "MergeCompFusion.search",
-        "        return MergeCompSearch(best, others, tensors, task.step_s, codecs.fitted_to)\n",
-        "        return MergeCompSearch(best, others, tensors, task.step_s)\n",
+        "MergeCompFusion.search_from",
+        "        return MergeCompSearch(best, others, model.tensors, task.step_s, fitted_to)\n",
+        "        return MergeCompSearch(best, others, model.tensors, task.step_s)\n",
         (
             "tests/planning/test_mergecomp_search.py::test_the_starting_plan_counts_among_those_that_tell",
         ),
@@ -173,7 +172,7 @@ CODEC_PLANS = [
     ),
     Mutation(
         "measuring simpler plans against the programme's",
-        "MergeCompFusion.search",
+        "MergeCompFusion.search_from",
         "        best, *others = distinct([best, *task.simpler_plans()])\n",
         "        best, *others = [best]\n",
         (f"{TUNING}::test_with_a_codec_the_programmes_plan_stays_unless_a_simpler_one_is_faster",),
@@ -205,8 +204,8 @@ CODEC_PLANS = [
     Mutation(
         "renumbering uncompressed buckets with tensors that are not cut",
         "with_whole_tensors",
-        "                    uncompressed.append(len(buckets))\n",
-        "                    uncompressed.append(number)\n",
+        "                uncompressed.append(len(buckets))\n",
+        "                uncompressed.append(number)\n",
         ("tests/planning/test_whole.py::test_what_was_uncompressed_stays_so",),
     ),
 ]

@@ -23,7 +23,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     "compression": ("compression",),
     "planning": ("planning",),
-    "registry": ("planning.registry",),
+    "registry": ("planning", "planning.registry"),
     "replay": ("workloads.replay", "replay"),
     "planned": ("workloads.replay.planned", "replay.planned", "simulator.planned"),
     "digits": ("workloads.digits", "workloads.vision.digits"),

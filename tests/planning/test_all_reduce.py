@@ -19,9 +19,9 @@ from lightning_dear.planning import (
     predict,
 )
 from lightning_dear.planning.all_reduce import everything_all_reduced
+from lightning_dear.planning.measured import slowest_times
 from lightning_dear.planning.plan import check_plan
 from lightning_dear.planning.search import described
-from lightning_dear.planning.times import slowest_times
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, links
 from tests.planning.test_predict import LINK, planned
 

@@ -48,7 +48,7 @@ FIXED = ThresholdFusion().plan(TENSORS, WORLD_SIZE)
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from([0.9, 0.99, 1.0, 1.01, 1.2]), min_size=8, max_size=8))
 def test_what_is_kept_never_measured_worse_than_the_fixed_plan(seconds: list[float]) -> None:
-    search = AutoSearch(FIXED, CANDIDATES, TENSORS)
+    search = AutoSearch(FIXED, CANDIDATES, TENSORS, lambda _: 1.0)
     tried = _tried(search, seconds)
 
     def mean_s(plan: BucketPlan) -> float:
@@ -135,7 +135,7 @@ BETWEEN = LinkCost(1e-4, 0.3 / NBYTES)
 def test_what_should_be_faster_all_reduced_is_measured_beside_the_same_without() -> None:
     for share in (0.1, 0.3):
         search = _search(BETWEEN, LATE_TIMES, all_reduced_share=share)
-        reducing, without = next(iter(search._without.items()))
+        reducing, without = next(iter(search.without.items()))
         assert replace(without, all_reduced=reducing.all_reduced) == reducing
         assert [plan for plan in search.plans if plan.all_reduced] == [reducing]
         assert without in search.plans

@@ -19,10 +19,11 @@ from lightning_dear.planning import (
     predict,
 )
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.group_cost import Course, course_of
-from lightning_dear.planning.mergecomp_heuristic import best_cuts
-from lightning_dear.planning.pieces import families_of_pieces
+from lightning_dear.planning.gradient_order import families_of_pieces
+from lightning_dear.planning.heuristics import best_cuts
+from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.search import described
+from lightning_dear.planning.step_recurrence import Course, course_of
 from tests.planning.models import (
     ITEMSIZE,
     UNIT,
@@ -52,7 +53,7 @@ def _course(
 ) -> Course:
     tensors, times = model
     [(itemsize, pieces)] = families_of_pieces(tensors, times, len(tensors))
-    return course_of(pieces, itemsize, world_size, times, link, codecs)
+    return course_of(pieces, itemsize, StepModel((), world_size, times, link, codecs))
 
 
 @settings(max_examples=40)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -20,11 +19,12 @@ from lightning_dear.planning import (
     TensorSpec,
     predict,
 )
-from lightning_dear.planning.codec_cost import NO_CODEC
+from lightning_dear.planning.dynamic_programme import Grouping, best_groupings
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.group_cost import course_of
-from lightning_dear.planning.pieces import Piece, families_of_pieces, indices_of
-from lightning_dear.planning.programme import Grouping, best_groupings
+from lightning_dear.planning.gradient_order import Piece, families_of_pieces, members_of
+from lightning_dear.planning.measured import NO_CODEC
+from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.step_recurrence import course_of
 from tests.planning.models import ITEMSIZE, codecs, links, unaligned_chains, world_sizes
 
 Model = tuple[list[TensorSpec], ModelTimes]
@@ -33,7 +33,7 @@ Model = tuple[list[TensorSpec], ModelTimes]
 def _plan_of(
     grouping: Grouping, pieces: Sequence[Piece], tensors: Sequence[TensorSpec], world_size: int
 ) -> BucketPlan:
-    groups = [indices_of(pieces[begin:end]) for begin, end in pairwise((0, *grouping.cuts))]
+    groups = members_of(pieces, grouping.cuts)
     plan = fuse_groups("", tensors, world_size, groups)
     # Forward reads last what is reduced first.
     left = [number for number, is_left in enumerate(grouping.uncompressed[::-1]) if is_left]
@@ -53,7 +53,7 @@ def test_every_grouping_of_joined_neighbours_takes_what_is_predicted(
 ) -> None:
     tensors, times = model[0], replace(model[1], step_s=3.0, late_step_s=2.0)
     [(_, pieces)] = families_of_pieces(tensors, times, most)
-    course = course_of(pieces, ITEMSIZE, world_size, times, link, codecs)
+    course = course_of(pieces, ITEMSIZE, StepModel((), world_size, times, link, codecs))
     found = best_groupings(course)
     for grouping in found[:8]:
         plan = _plan_of(grouping, pieces, tensors, world_size)
@@ -87,7 +87,7 @@ def test_padding_is_encoded_and_sent_and_not_stepped_by_hand() -> None:
     steps_s = [predict(plan, tensors, times, link, codecs).step_s for plan in (apart, together)]
     assert steps_s == [197, 1 + 1 + 193 + 1]
     [(_, pieces)] = families_of_pieces(tensors, times, 2)
-    course = course_of(pieces, ITEMSIZE, 4, times, link, codecs)
+    course = course_of(pieces, ITEMSIZE, StepModel((), 4, times, link, codecs))
     assert [course.step_s([1, 2]), course.step_s([2])] == pytest.approx(steps_s)
     assert best_groupings(course)[0].cuts == (2,)
 
@@ -100,7 +100,7 @@ def test_a_bucket_that_is_full_costs_no_more_alone() -> None:
     times = ModelTimes(0.0, 0.0, dict.fromkeys(range(3), 0.0), dict.fromkeys(range(3), 0.0))
     [(_, pieces)] = families_of_pieces(tensors, times, 3)
     link = LinkCost(alpha_s=0.0, beta_s=1 / (64 * ITEMSIZE))
-    course = course_of(pieces, ITEMSIZE, 2, times, link, NO_CODEC)
+    course = course_of(pieces, ITEMSIZE, StepModel((), 2, times, link, NO_CODEC))
     # 128 and 128 elements, one after the other, or 256 at once: a second for 128 in each half.
     assert course.step_s([2, 3]) == course.step_s([3]) == 4
     assert course.step_s([1, 2, 3]) == 6

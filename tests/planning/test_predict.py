@@ -21,11 +21,9 @@ from lightning_dear.planning import (
     choose_early,
     predict,
 )
-from lightning_dear.planning.codec_cost import NO_CODEC
-from lightning_dear.planning.cost import Train, fitted
 from lightning_dear.planning.early import _fitting
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.times import median_times, slowest_times
+from lightning_dear.planning.measured import NO_CODEC, Train, fitted, median_times, slowest_times
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, chains, codecs, links
 
 Model = tuple[list[TensorSpec], ModelTimes]

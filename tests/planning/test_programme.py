@@ -26,12 +26,13 @@ from lightning_dear.planning import (
     mergecomp,
     predict,
 )
-from lightning_dear.planning import programme as programme_module
-from lightning_dear.planning.codec_cost import NO_CODEC, CodecCost, Linear
+from lightning_dear.planning import dynamic_programme as programme_module
+from lightning_dear.planning.dynamic_programme import best_groupings
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.group_cost import course_of
-from lightning_dear.planning.pieces import Piece, families_of_pieces, pre_merged
-from lightning_dear.planning.programme import best_groupings
+from lightning_dear.planning.gradient_order import Piece, families_of_pieces, pre_merged
+from lightning_dear.planning.measured import NO_CODEC, CodecCost, Linear
+from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.step_recurrence import course_of
 from tests.planning.models import (
     ITEMSIZE,
     UNIT,
@@ -92,7 +93,9 @@ def test_exact_with_a_codec(
         tensors, world_size, replace(times, allows_cuts=False), link, codecs
     )
     assert step_s(whole) == pytest.approx(best_s, rel=1e-9)
-    course = course_of(_pieces(tensors, times), ITEMSIZE, world_size, times, link, codecs)
+    course = course_of(
+        _pieces(tensors, times), ITEMSIZE, StepModel((), world_size, times, link, codecs)
+    )
     assert best_groupings(course)[0].step_s == pytest.approx(best_s, rel=1e-9)
     assert not plan.early
     assert codecs.may_mix or not plan.uncompressed
@@ -106,7 +109,7 @@ def test_exact_for_ten_tensors(
     model: Model, world_size: int, link: LinkCost, codecs: CodecCosts
 ) -> None:
     tensors, times = model
-    course = course_of(_pieces(*model), ITEMSIZE, world_size, times, link, codecs)
+    course = course_of(_pieces(*model), ITEMSIZE, StepModel((), world_size, times, link, codecs))
     found_s = best_groupings(course)[0].step_s
     best_s = min(
         predict(plan, tensors, times, link, codecs).step_s
@@ -121,7 +124,7 @@ def test_exact_for_both_halves_without_a_codec(
     model: Model, world_size: int, link: LinkCost
 ) -> None:
     tensors, times = model
-    course = course_of(_pieces(*model), ITEMSIZE, world_size, times, link, NO_CODEC)
+    course = course_of(_pieces(*model), ITEMSIZE, StepModel((), world_size, times, link, NO_CODEC))
     plans = _plans(tensors, world_size, may_mix=False)
     best_s = min(predict(plan, tensors, times, link).step_s for plan in plans)
     assert best_groupings(course)[0].step_s == pytest.approx(best_s)
@@ -218,7 +221,9 @@ def test_of_too_many_ways_the_promising_are_kept(monkeypatch: pytest.MonkeyPatch
     link = LinkCost(alpha_s=0.5, beta_s=1 / (UNIT * ITEMSIZE))
     int8 = CodecCost(Linear(0.3, 0.2 / UNIT), *[Linear(0.1, 0.1 / UNIT)] * 3, *[Linear(0, 1)] * 2)
     costs = CodecCosts(int8, CodecCost(encode=Linear(0.1)), may_mix=True)
-    course = course_of(_pieces(tensors, times), ITEMSIZE, WORLD_SIZE, times, link, costs)
+    course = course_of(
+        _pieces(tensors, times), ITEMSIZE, StepModel((), WORLD_SIZE, times, link, costs)
+    )
     best_s = best_groupings(course)[0].step_s
     assert best_groupings(course, known_s=best_s)[0].step_s == best_s
     monkeypatch.setattr(programme_module, "MAX_WAYS", 4)
@@ -233,7 +238,9 @@ def test_where_no_way_is_short_enough_simple_plans_remain(monkeypatch: pytest.Mo
     link = LinkCost(alpha_s=0.5, beta_s=1 / (UNIT * ITEMSIZE))
     int8 = CodecCost(Linear(0.3, 0.2 / UNIT), *[Linear(0.1, 0.1 / UNIT)] * 3, *[Linear(0, 1)] * 2)
     costs = CodecCosts(int8, CodecCost(encode=Linear(0.1)), may_mix=True)
-    course = course_of(_pieces(tensors, times), ITEMSIZE, WORLD_SIZE, times, link, costs)
+    course = course_of(
+        _pieces(tensors, times), ITEMSIZE, StepModel((), WORLD_SIZE, times, link, costs)
+    )
     assert best_groupings(course, known_s=0.0) == []
     monkeypatch.setattr(mergecomp, "_SLACK", 0.0)
     plan = MergeCompFusion().best_plan(tensors, WORLD_SIZE, times, link, costs)
@@ -266,7 +273,7 @@ def test_families_stay_apart_and_tensors_without_gradient_are_left_out() -> None
 def test_groups_over_a_size_hold_one_piece() -> None:
     tensors, times = chain([1, 1, 5, 1, 1], [0] * 5, [0] * 5)
     course = course_of(
-        _pieces(tensors, times), ITEMSIZE, WORLD_SIZE, times, LinkCost(1.0, 0.0), NO_CODEC
+        _pieces(tensors, times), ITEMSIZE, StepModel((), WORLD_SIZE, times, LinkCost(1.0, 0.0))
     )
     found = best_groupings(course, max_bytes=2 * UNIT * ITEMSIZE)
     assert min(len(one.cuts) for one in found) == 3

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dear.planning import NoFusion, TensorSpec, ThresholdFusion
-from lightning_dear.planning.plan import ALIGNMENT, BucketPlan
-from lightning_dear.planning.whole import with_whole_tensors
+from lightning_dear.planning.plan import ALIGNMENT, BucketPlan, with_whole_tensors
 
 
 def _tensors(sizes: list[int]) -> list[TensorSpec]:

@@ -17,8 +17,8 @@ from lightning_dear.planning import (
     choose_early,
     predict,
 )
-from lightning_dear.planning.codec_cost import NO_CODEC
 from lightning_dear.planning.fusion import fuse_groups
+from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.simulator import Link, Network, Schedule, Workload, simulate
 from lightning_dear.simulator.program import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from tests.planning.models import WORLD_SIZE, chains, codecs, links

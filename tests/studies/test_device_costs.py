@@ -6,7 +6,7 @@ import pytest
 
 from lightning_dear.compression import CODECS, Int8, OkTopk, TopkA, resolve_compressor
 from lightning_dear.planning import Linear
-from lightning_dear.planning.codec_cost import NO_CODEC
+from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.studies.device_costs import Device, halves_costs, total, whole_costs
 
 GPU = Device(kernel_s=1e-5, bytes_per_s=1e11)

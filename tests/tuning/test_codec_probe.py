@@ -17,7 +17,7 @@ from lightning_dear.compression import DGC, Codec, Fp32, Int8, PowerSGD, SignSGD
 from lightning_dear.exchange.low_rank_bucket import LowRankBucket
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import Linear, NoFusion
-from lightning_dear.planning.codec_cost import NO_CODEC
+from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.telemetry.device_work import device_work_s
 from lightning_dear.tuning import codec_cost
 from lightning_dear.tuning.codec_cost import fitted_line, launch_seconds, measure_codecs

@@ -28,7 +28,7 @@ from lightning_dear.planning import (
     predict,
 )
 from lightning_dear.planning.all_reduce import everything_all_reduced
-from lightning_dear.planning.codec_cost import CodecCost, CodecCosts, Linear
+from lightning_dear.planning.measured import CodecCost, CodecCosts, Linear
 from lightning_dear.planning.search import (
     NUM_DROPPED_STEPS,
     NUM_MEASURED_STEPS,

@@ -29,7 +29,7 @@ from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec, ThresholdFusion
-from lightning_dear.planning.codec_cost import NO_CODEC, CodecCosts
+from lightning_dear.planning.measured import NO_CODEC, CodecCosts
 from lightning_dear.planning.search import NoContest
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.curve import Curve, rising

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_dear.planning import CodecCost, Linear, NoFusion
+from lightning_dear.planning.dynamic_programme import best_groupings
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.group_cost import Course, GroupCost
-from lightning_dear.planning.mergecomp_heuristic import best_cuts
-from lightning_dear.planning.pieces import families_of_pieces, indices_of
+from lightning_dear.planning.gradient_order import families_of_pieces, members_of
+from lightning_dear.planning.heuristics import best_cuts
 from lightning_dear.planning.plan import ALIGNMENT
-from lightning_dear.planning.programme import best_groupings
+from lightning_dear.planning.step_recurrence import Course, GroupCost
 from lightning_dear.simulator import Network, Program, Workload
 from lightning_dear.simulator.strategies import (
     OURS,
@@ -55,10 +55,7 @@ def grouped(
             cost = _group_cost(workload.codecs.compressed, itemsize, network)
             unit_bytes = ALIGNMENT * network.world_size * itemsize
             cuts = search(Course(pieces, [cost], workload.times, unit_bytes))
-            begins = (0, *cuts)
-            groups += [
-                indices_of(pieces[begin:end]) for begin, end in zip(begins, cuts, strict=False)
-            ]
+            groups += members_of(pieces, cuts)
         plan = fuse_groups("groups", workload.tensors, network.world_size, groups)
         return OURS.program(whole(plan), workload, network)
 
@@ -71,15 +68,9 @@ def _group_cost(cost: CodecCost, itemsize: int, network: Network) -> GroupCost:
     def line(linear: Linear) -> Linear:
         return Linear(linear.alpha, linear.beta / itemsize)
 
+    on_link = line(_on_link(cost, itemsize, network))
     return GroupCost(
-        encode=line(cost.encode),
-        reduce=line(_on_link(cost, itemsize, network)),
-        sum=line(cost.decode_sum),
-        publish=Linear(),
-        gather=Linear(),
-        decode=Linear(),
-        step_s=0.0,
-        late_step_s=0.0,
+        (line(cost.encode), on_link, line(cost.decode_sum), Linear(), Linear(), Linear())
     )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives, uncounted
 from lightning_dear.planning import LinkCost, ModelTimes, TensorSpec
-from lightning_dear.planning.cost import sent_bytes
+from lightning_dear.planning.measured import sent_bytes
 from lightning_dear.tuning.link_cost import Spread, slowest
 
 _NUM_REPEATS = 5

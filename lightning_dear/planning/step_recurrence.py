@@ -1,6 +1,6 @@
 """A step as a function of its groups: one group after the other, in the order of gradients.
 
-Group y holds what lies between two places of that order. Its gradients are complete at ready_y,
+Group y holds what lies between two cuts of that order. Its gradients are complete at ready_y,
 and forward first reads one of them at use_y. Encoding it takes e, its reduce-scatter r, decoding
 and summing it s, stepping it and encoding the shard p, its all-gather g, decoding it (and stepping
 it, where it is stepped whole) d. Then
@@ -28,16 +28,15 @@ is left. Only the optimizer's steps are for tensors alone: it does not step padd
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 
-from lightning_dear.planning.codec_cost import CodecCost, CodecCosts, Linear
-from lightning_dear.planning.cost import LinkCost, sent_bytes
-from lightning_dear.planning.pieces import Piece
+from lightning_dear.planning.gradient_order import Piece, families_of_pieces
+from lightning_dear.planning.measured import CodecCost, Linear, ModelTimes, sent_bytes
 from lightning_dear.planning.plan import ALIGNMENT, aligned
-from lightning_dear.planning.times import ModelTimes
+from lightning_dear.planning.predict import StepModel
 
 Rows = np.ndarray
 """[number of ways, 8] seconds; the columns are `FREE` to `DECODED`."""
@@ -51,44 +50,21 @@ class GroupCost:
     """Seconds that a group takes, by its bytes: e, r, s, p, g and d of the module's words.
 
     Attributes:
-        encode: Of all bytes, padding included, as are all but the last two.
-        step_s: For each byte that is no padding, on top of `publish`.
-        late_step_s: The same on top of `decode`, where it is stepped whole.
+        lines: All six, by the group's bytes, padding included.
+        step_s: For each byte that is no padding, on top of p.
+        late_step_s: The same on top of d, where the group is stepped whole.
     """
 
-    encode: Linear
-    reduce: Linear
-    sum: Linear
-    publish: Linear
-    gather: Linear
-    decode: Linear
-    step_s: float
-    late_step_s: float
-
-    def of(self, padded_bytes: int, nbytes: int) -> tuple[float, ...]:
-        """e, r, s, p, g and d of a group of `padded_bytes`, of which `nbytes` are no padding."""
-        return (
-            self.encode.of(padded_bytes),
-            self.reduce.of(padded_bytes),
-            self.sum.of(padded_bytes),
-            self.publish.of(padded_bytes) + self.step_s * nbytes,
-            self.gather.of(padded_bytes),
-            self.decode.of(padded_bytes) + self.late_step_s * nbytes,
-        )
+    lines: tuple[Linear, ...]
+    step_s: float = 0.0
+    late_step_s: float = 0.0
 
 
-def group_cost(
-    codec: CodecCost,
-    itemsize: int,
-    world_size: int,
-    link: LinkCost,
-    step_s: float,
-    late_step_s: float,
+def _group_cost(
+    codec: CodecCost, itemsize: int, model: StepModel, step_s: float, late_step_s: float
 ) -> GroupCost:
-    """What `codec` and `link` cost, as lines over a group's bytes, and the optimizer's steps.
-
-    The steps in seconds for a byte: of shards, and of whole buckets in forward.
-    """
+    """What `codec` and the link cost, and the optimizer's steps in seconds for a byte."""
+    link, world_size = model.link, model.world_size
 
     def line(linear: Linear, num_shards: int = 1) -> Linear:
         return Linear(linear.alpha, linear.beta / (num_shards * itemsize))
@@ -100,73 +76,55 @@ def group_cost(
         alpha_s = link.reduce_scatter_s(size.alpha, world_size)
         return Linear(alpha_s, link.beta_s * sent_bytes(size.beta, world_size) / itemsize)
 
-    return GroupCost(
-        encode=line(codec.encode),
-        reduce=sent(codec.reduce_bytes),
-        sum=line(codec.decode_sum),
-        publish=line(codec.encode_shard, world_size),
-        gather=sent(codec.gather_bytes),
-        decode=line(codec.decode),
-        step_s=step_s,
-        late_step_s=late_step_s,
-    )
+    reduced = line(codec.encode), sent(codec.reduce_bytes), line(codec.decode_sum)
+    gathered = line(codec.encode_shard, world_size), sent(codec.gather_bytes), line(codec.decode)
+    return GroupCost((*reduced, *gathered), step_s, late_step_s)
 
 
-def least_cost(costs: Sequence[GroupCost]) -> GroupCost:
+def _least_cost(costs: Sequence[GroupCost]) -> GroupCost:
     """What no group can be cheaper than, however it is encoded; steps do not depend on that."""
-
-    def least(kind: str) -> Linear:
-        lines: list[Linear] = [getattr(cost, kind) for cost in costs]
-        return Linear(min(one.alpha for one in lines), min(one.beta for one in lines))
-
-    return GroupCost(
-        encode=least("encode"),
-        reduce=least("reduce"),
-        sum=least("sum"),
-        publish=least("publish"),
-        gather=least("gather"),
-        decode=least("decode"),
-        step_s=costs[0].step_s,
-        late_step_s=costs[0].late_step_s,
+    lines = tuple(
+        Linear(min(line.alpha for line in ways), min(line.beta for line in ways))
+        for ways in zip(*(cost.lines for cost in costs), strict=True)
     )
+    return replace(costs[0], lines=lines)
 
 
+@dataclass(eq=False)
 class Course:
     """The step of `pieces`, group by group.
 
-    Args:
-        pieces: In the order of their gradients.
-        costs: Of a group, for each way to encode it: the codec's, then, if there may be any, that
-            of uncompressed ones.
-        times: For the lengths of forward and backward.
-        unit_bytes: Of which a bucket's size is a multiple.
-
     Attributes:
+        pieces: In the order of their gradients.
+        costs: What a group costs, for each way to encode it: the codec's, then, if there may be
+            any, that of uncompressed ones.
+        times: For the lengths of forward and backward.
+        unit_bytes: A bucket's size is a multiple of this.
         total: Bytes of the first so many pieces, without padding.
+        start: `Rows` of the one way to group no pieces.
     """
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        costs: Sequence[GroupCost],
-        times: ModelTimes,
-        unit_bytes: int,
-    ) -> None:
-        self.pieces = pieces
-        self.costs = costs
-        self._least = least_cost(costs)
-        self._lengths_s = times.forward_s, times.backward_s
-        self.total = [0, *accumulate(piece.nbytes for piece in pieces)]
-        self._aligned = [0, *accumulate(piece.aligned_bytes for piece in pieces)]
-        self._unit_bytes = unit_bytes
-        self._ready_s = list(accumulate((piece.ready_s for piece in pieces), max))
+    pieces: Sequence[Piece]
+    costs: Sequence[GroupCost]
+    times: ModelTimes
+    unit_bytes: int
+
+    def __post_init__(self) -> None:
+        self._least = _least_cost(self.costs)
+        self.total = [0, *accumulate(piece.nbytes for piece in self.pieces)]
+        self._aligned = [0, *accumulate(piece.aligned_bytes for piece in self.pieces)]
+        self._ready_s = list(accumulate((piece.ready_s for piece in self.pieces), max))
+        # Nothing is late before the first group, not even by nothing: forward may be early.
         self.start = np.zeros((1, 8))
         self.start[0, [LATE, CLOCK]] = -np.inf
 
     def _cost_s(self, cost: GroupCost, begin: int, end: int) -> tuple[float, ...]:
-        """Of a group of the pieces from `begin` to `end`, in the bucket that they would make."""
-        padded = aligned(self._aligned[end] - self._aligned[begin], self._unit_bytes)
-        return cost.of(padded, self.total[end] - self.total[begin])
+        """e, r, s, p, g and d of the bucket that the pieces from `begin` to `end` would make."""
+        padded = aligned(self._aligned[end] - self._aligned[begin], self.unit_bytes)
+        nbytes = self.total[end] - self.total[begin]
+        e, r, s, p, g, d = [line.of(padded) for line in cost.lines]
+        # Padding is encoded and sent, but not stepped.
+        return e, r, s, p + cost.step_s * nbytes, g, d + cost.late_step_s * nbytes
 
     def extended(self, rows: Rows, begin: int, end: int, first_use_s: float, kind: int) -> Rows:
         """Ways up to piece `begin`, with a group of the pieces up to `end`, encoded by `kind`.
@@ -176,11 +134,12 @@ class Course:
             begin: Number of pieces before the group.
             end: Number of pieces with it.
             first_use_s: When forward first reads one of the group.
-            kind: Place among `costs`.
+            kind: Number of the way among `costs`.
         """
         encode_s, reduce_s, sum_s, publish_s, gather_s, decode_s = self._cost_s(
             self.costs[kind], begin, end
         )
+        # The four sums; the others are maxima, each made of what stands in the lines above it.
         after = rows + (0, 0, 0, 0, encode_s + sum_s, encode_s, publish_s + decode_s, decode_s)
         launched_s = self._ready_s[end - 1] + after[:, ENCODED]
         after[:, FREE] = np.maximum(rows[:, FREE], launched_s) + reduce_s
@@ -194,30 +153,28 @@ class Course:
         """Takes from `rows`, in place, what is no advantage: the next group waits in any case."""
         if end == len(self.pieces):
             return
-        backward_s = self._lengths_s[1]
         for column, least_s in (
             (FREE, self._ready_s[end] + rows[:, ENCODED]),
             (LATE, rows[:, DECODED] - self.pieces[end].first_use_s),
-            (SUMMED, backward_s + rows[:, BEHIND]),
+            (SUMMED, self.times.backward_s + rows[:, BEHIND]),
             (CLOCK, rows[:, PASSED]),
         ):
             np.maximum(rows[:, column], least_s, out=rows[:, column])
 
     def least_s(self, rows: Rows, end: int) -> Rows:
         """The shortest step that each way could still lead to; the step's length at the end."""
-        forward_s, backward_s = self._lengths_s
         size = len(self.pieces)
         left = self._cost_s(self._least, end, size) if end < size else (0.0,) * 6
         encode_s, reduce_s, sum_s, publish_s, gather_s, decode_s = left
         reduced_s = np.maximum(
-            backward_s + rows[:, BEHIND] + (encode_s + sum_s),
+            self.times.backward_s + rows[:, BEHIND] + (encode_s + sum_s),
             np.maximum(rows[:, SUMMED] + sum_s, rows[:, FREE] + reduce_s),
         )
         passed_s = np.maximum(
             rows[:, PASSED] + (publish_s + decode_s),
             np.maximum(rows[:, CLOCK] + publish_s, rows[:, LATE] + gather_s),
         )
-        return reduced_s + passed_s + forward_s
+        return reduced_s + passed_s + self.times.forward_s
 
     def step_s(self, cuts: Sequence[int]) -> float:
         """The step's length with groups that end after so many pieces each; all compressed."""
@@ -228,17 +185,17 @@ class Course:
         return float(self.least_s(rows, begin)[0])
 
 
-def course_of(
-    pieces: Sequence[Piece],
-    itemsize: int,
-    world_size: int,
-    times: ModelTimes,
-    link: LinkCost,
-    codecs: CodecCosts,
-) -> Course:
+def course_of(pieces: Sequence[Piece], itemsize: int, model: StepModel) -> Course:
     """The `Course` of one family, which has the link and the step to itself."""
     nbytes = max(sum(piece.nbytes for piece in pieces), 1)
-    steps_s = times.step_s / nbytes, times.late_step_s / nbytes
+    steps_s = model.times.step_s / nbytes, model.times.late_step_s / nbytes
+    codecs = model.codecs
     kinds = (codecs.compressed, codecs.uncompressed) if codecs.may_mix else (codecs.compressed,)
-    costs = [group_cost(kind, itemsize, world_size, link, *steps_s) for kind in kinds]
-    return Course(pieces, costs, times, ALIGNMENT * world_size * itemsize)
+    costs = [_group_cost(kind, itemsize, model, *steps_s) for kind in kinds]
+    return Course(pieces, costs, model.times, ALIGNMENT * model.world_size * itemsize)
+
+
+def courses_of(model: StepModel, max_pieces: int) -> list[Course]:
+    """A `Course` for each family of the tensors, of at most `max_pieces` each; largest first."""
+    families = families_of_pieces(model.tensors, model.times, max_pieces)
+    return [course_of(pieces, itemsize, model) for itemsize, pieces in families]
