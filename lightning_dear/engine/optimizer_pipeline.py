@@ -153,7 +153,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
             self._check_may_add_to_means()
         before, self._synchronize = self._synchronize, synchronize
         if synchronize:
-            self._begin_sending()
+            self._is_sending = True
         self._is_reduced = self._is_exposed = False
         if synchronize and self._active is not None:
             self._active.reducer.expect()
@@ -175,7 +175,7 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
             self._active.reducer.check_was_complete(index)
         if not self._synchronize:
             return
-        self._begin_sending()
+        self._is_sending = True
         if self._times_recorder is not None:
             self._times_recorder.note_gradient(index)
         if self._active is None:
@@ -217,7 +217,6 @@ class OptimizerPipeline(MeanGradients, PlanChanges, SavedState):
             warn_of_leftovers(self.optimizer)
         self.complete_parameters("step")
         active = self._active or self._start()
-        self._residuals.follow_rates(self.complete_parameters)
         self.sharded.set_gradients(active.reducer.reduce(self._on_reduce))
         # Without buckets the shards' gradients are views of `.grad`, and nobody tells of new ones.
         self._is_reduced = self._uses_buckets

@@ -28,7 +28,7 @@ from lightning_dear.engine.reducer import on_each_gradient
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.exchange.tally import figures_of
+from lightning_dear.exchange.sparse.figures import figures_of
 from lightning_dear.optimizers.masters import MASTER_KEY, LeftWeights
 from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
@@ -134,12 +134,6 @@ class PlanChanges:
         coded, seed = self._active.exchange.coded, self._recording.seed
         self._residuals.attach(coded, self.parameters, seed)
         return self._active
-
-    def _begin_sending(self) -> None:
-        """Told before gradients are sent; the learning rates are those of their step now."""
-        if self._active is not None and not self._is_sending:
-            self._residuals.follow_rates(self.complete_parameters)
-        self._is_sending = True
 
     def _without_refused(self, plan: BucketPlan) -> BucketPlan:
         """`plan` without what is not done here, of which people are told."""

@@ -94,7 +94,5 @@ class SavedState:
             )
         self.sharded.restore()
         self.complete_parameters(reason)
-        # A state dict has the present learning rates, and residuals that are right for them.
-        self._residuals.follow_rates(lambda: None)
         self._left.follow()
         self._take_over()

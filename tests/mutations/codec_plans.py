@@ -196,8 +196,8 @@ CODEC_PLANS = [
     Mutation(
         "keeping votes compressed",
         "tuning/codec_cost.py",
-        '    may_mix = codec.kind != "vote" and not isinstance(codec, Fp32)\n',
-        "    may_mix = not isinstance(codec, Fp32)\n",
+        "    may_mix = not codec.votes and not codec.is_identity\n",
+        "    may_mix = not codec.is_identity\n",
         (f"{PROBE}::test_ranks_agree_and_training_is_not_touched",),
     ),
     Mutation(

@@ -138,8 +138,8 @@ CODED = [
     Mutation(
         "the mean of a vote",
         "exchange/coded.py",
-        "                mean.mul_(1 / self._collectives.world_size)\n",
-        "",
+        "            mean.mul_(1 / self.collectives.world_size)\n",
+        "            pass\n",
         (f"{ENGINE}::test_a_vote_is_that_of_the_majority",),
     ),
     Mutation(
@@ -299,7 +299,7 @@ CODED = [
     Mutation(
         "warning of clipped votes",
         "engine/mean_gradients.py",
-        '        if codec is None or codec.kind != "vote" or self._collectives.rank:\n',
+        "        if codec is None or not codec.votes or self._collectives.rank:\n",
         "        if True:\n",
         (f"{VOTES}::test_clipping_votes_is_warned_of",),
     ),

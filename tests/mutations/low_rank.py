@@ -22,8 +22,8 @@ LOW_RANK = [
     Mutation(
         "no second message in backward",
         "exchange/low_rank.py",
-        "        return Work(partial(self._arrive, low), ",
-        "        self._unsent.pop()()\n        return Work(partial(self._arrive, low), ",
+        "        return Work(partial(self._arrive, low))\n",
+        "        self._unsent.pop()()\n        return Work(partial(self._arrive, low))\n",
         (f"{LOW_RANK_TESTS}::test_only_factors_and_vectors_travel",),
     ),
     Mutation(

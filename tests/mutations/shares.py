@@ -8,7 +8,7 @@ from tests.mutations.sparse_sums import BUCKET, FIGURES, REFERENCE
 SHARES = [
     Mutation(
         "shares of k by what has reached the threshold",
-        "exchange/regions.py",
+        "exchange/sparse/regions.py",
         "        weights = [one.num_reached for one in reports]\n",
         "        weights = [1 for one in reports]\n",
         REFERENCE,

@@ -9,51 +9,51 @@ PARTS = "tests/engine/test_sparse_parts.py"
 STEPS = "tests/engine/test_oktopk_steps.py"
 SUMS = "tests/engine/test_sparse_all_reduces.py"
 FIGURES = "tests/engine/test_sparse_figures.py"
-BUCKET = "exchange/region_bucket.py"
-OWNED = "exchange/owned_bucket.py"
-STATIC = "exchange/static_bucket.py"
-SELECTION = "exchange/global_selection.py"
+BUCKET = "exchange/sparse/region_bucket.py"
+SENT = "exchange/sparse/sent.py"
+WHOLE = "exchange/sparse/bucket.py"
+STATIC = "exchange/sparse/static_bucket.py"
+SELECTION = "exchange/sparse/largest.py"
 
 TO_THE_BIT = (f"{TESTS}::test_every_number_arrives_or_is_left_to_the_bit",)
-RESCALED = ("tests/engine/test_lr_rescale.py::test_what_is_left_weighs_what_it_weighed",)
 REFERENCE = (f"{TESTS}::test_bits_are_those_of_the_reference",)
 
 SPARSE_SUMS = [
     Mutation(
         "knowing what has arrived without a search among places in the order of their numbers",
         BUCKET,
-        "        is_written = self.bucket.gradients.index_select(0, sent.places) != 0\n",
-        "        sizes = self.bucket.gradients[selected].abs()\n"
-        "        by_size = selected[sizes.argsort(descending=True)]\n"
-        "        at = torch.searchsorted(by_size, sent.places).clamp_(max=len(by_size) - 1)\n"
-        "        is_written = by_size[at] == sent.places\n",
+        "            is_written = self.bucket.gradients.index_select(0, one.places) != 0\n",
+        "            sizes = self.bucket.gradients[selected].abs()\n"
+        "            by_size = selected[sizes.argsort(descending=True)]\n"
+        "            at = torch.searchsorted(by_size, one.places).clamp_(max=len(by_size) - 1)\n"
+        "            is_written = by_size[at] == one.places\n",
         TO_THE_BIT,
     ),
     Mutation(
         "putting back what was sent in vain",
-        OWNED,
-        "            self.worker.put_back(one.places, one.numbers.masked_fill(has_arrived, 0.0))\n",
+        SENT,
+        "            worker.put_back(one.places, one.numbers.masked_fill(arrived, 0.0))\n",
         "            pass\n",
         TO_THE_BIT,
     ),
     Mutation(
         "clearing what has arrived",
-        OWNED,
-        "            self.worker.clear(one.places.index_select(0, true_places(has_arrived)))\n",
+        SENT,
+        "            worker.clear(one.places.index_select(0, true_places(arrived)))\n",
         "            pass\n",
         TO_THE_BIT,
     ),
     Mutation(
         "clearing what an earlier round of the step has sent",
-        OWNED,
-        "            self.worker.clear(one.places)\n",
+        SENT,
+        "            worker.clear(one.places)\n",
         "            pass\n",
         (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
     ),
     Mutation(
         "clearing what has arrived, where sums travel as they are",
-        OWNED,
-        "            self.worker.clear(one.places.index_select(0, was_sent))\n",
+        SENT,
+        "            worker.clear(one.places.index_select(0, was_sent))\n",
         "            pass\n",
         (f"{SUMS}::test_every_number_arrives_or_is_left_to_the_bit",),
     ),
@@ -79,13 +79,6 @@ SPARSE_SUMS = [
         (f"{SUMS}::test_nothing_is_added_to_what_was_changed",),
     ),
     Mutation(
-        "measuring xi of whole steps only",
-        "exchange/sparse.py",
-        "            self._seen = dict.fromkeys(self._seen)\n",
-        "            self._seen = {}\n",
-        (f"{STEPS}::test_xi_is_never_that_of_a_part_of_the_gradients",),
-    ),
-    Mutation(
         "regions of the step under way, whatever is loaded meanwhile",
         BUCKET,
         "        regions = self._shards if step is None else step.regions\n",
@@ -101,7 +94,7 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "summing in the order of the ranks",
-        "exchange/sparse_bucket.py",
+        WHOLE,
         "        for row in self.incoming:\n",
         "        for row in self.incoming.flip(0):\n",
         REFERENCE,
@@ -109,15 +102,15 @@ SPARSE_SUMS = [
     Mutation(
         "a cap on messages",
         BUCKET,
-        "        sent = [part.largest(self.most_sent) for part in selected.cut(self.regions)]\n",
-        "        sent = selected.cut(self.regions)\n",
+        "[part.largest(self.selection.most_sent) for part in selected.cut(self.regions)]\n",
+        "selected.cut(self.regions)\n",
         REFERENCE,
     ),
     Mutation(
         "a cap on what one owner keeps",
-        SELECTION,
-        "        found = [one.sums().largest(one.most_owned) for one in buckets]\n",
-        "        found = [one.sums() for one in buckets]\n",
+        BUCKET,
+        "        return self.sums().largest(self.selection.most_owned)\n",
+        "        return self.sums()\n",
         REFERENCE,
     ),
     Mutation(
@@ -136,7 +129,7 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "a threshold for the next step",
-        "exchange/sparse_bucket.py",
+        WHOLE,
         "        self.threshold.commit()\n",
         "",
         REFERENCE,
@@ -150,23 +143,23 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "asking once more for what an earlier round has rejected",
-        "exchange/sparse.py",
-        "        self.coded[bucket.number].restore_rejected()\n",
+        "exchange/sparse/exchange.py",
+        "        self.coded[bucket.number].restore()\n",
         "",
         (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
     ),
     Mutation(
         "setting aside what nobody uses",
-        OWNED,
+        WHOLE,
         "                own.zero_()\n",
         "",
         (f"{SUMS}::test_what_nobody_used_at_first_is_not_lost",),
     ),
     Mutation(
         "keeping what nobody steps, where sums travel as they are",
-        OWNED,
-        "        self.worker.keep(self._unused)\n",
-        "",
+        WHOLE,
+        "            self.worker.keep(self._unused)\n",
+        "            pass\n",
         (
             f"{SUMS}::test_what_nobody_uses_is_not_lost_where_sums_travel_as_they_are",
             f"{TESTS}::test_momentum_of_what_nobody_uses_waits",
@@ -174,14 +167,14 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "not putting back what was kept",
-        OWNED,
+        SENT,
         "                one.numbers.masked_fill_(is_unused, 0.0)\n",
         "                pass\n",
         (f"{TESTS}::test_momentum_of_what_nobody_uses_waits",),
     ),
     Mutation(
         "each bucket's own count of sparse steps in checkpoints",
-        "exchange/sparse_bucket.py",
+        WHOLE,
         '        self.counts["reduce"] = int(count)\n',
         "",
         (
@@ -198,10 +191,9 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "keeping what a round without gradients has sent",
-        "exchange/sparse.py",
-        "        self.coded[bucket.number].restore_rejected()\n",
-        "        if earlier is not None:\n"
-        "            self.coded[bucket.number].restore_rejected()\n",
+        "exchange/sparse/exchange.py",
+        "        self.coded[bucket.number].restore()\n",
+        "        if earlier is not None:\n            self.coded[bucket.number].restore()\n",
         (f"{SUMS}::test_what_a_round_without_gradients_sends_is_not_lost",),
     ),
     Mutation(
@@ -220,9 +212,9 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "looking for inf in what is selected",
-        "exchange/sparse.py",
-        "            self._look_for_inf(not_empty(selected))\n",
-        "            pass\n",
+        "exchange/sparse/exchange.py",
+        "        self._look_for_inf(not_empty(selected))\n",
+        "",
         (f"{STEPS}::test_gradients_that_are_not_finite_are_refused_and_leave_no_trace",),
     ),
     Mutation(
@@ -234,38 +226,10 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "clearing momentum where it has arrived",
-        OWNED,
-        "        self.worker.note_arrived(sent.places, has_arrived)\n",
-        "",
+        "compression/unsent.py",
+        "momentum.index_add_(0, places, (-momentum[places]).masked_fill_(~has_arrived, 0.0))\n",
+        "pass\n",
         (f"{TESTS}::test_momentum_is_kept_until_it_arrives",),
-    ),
-    Mutation(
-        "rescaling what is left before gradients are added to it",
-        "engine/plan_lifecycle.py",
-        "            self._residuals.follow_rates(self.complete_parameters)\n",
-        "            pass\n",
-        RESCALED,
-    ),
-    Mutation(
-        "rescaling what is left before it is saved beside other learning rates",
-        "engine/state_dicts.py",
-        "        self._residuals.follow_rates(lambda: None)\n",
-        "",
-        RESCALED,
-    ),
-    Mutation(
-        "rescaling what is held of frozen parameters",
-        "checkpoint/residual_keeper.py",
-        "            residual.mul_(changes.get(parameter, 1.0))\n",
-        "            pass\n",
-        RESCALED,
-    ),
-    Mutation(
-        "forgetting the learning rates of what was there before loading",
-        "checkpoint/residual_keeper.py",
-        '        self._follower.start_anew(state_dict["param_groups"])\n',
-        "",
-        RESCALED,
     ),
     Mutation(
         "leaving what a static message has no room for",
@@ -276,9 +240,9 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "telling a place from one where nothing was sent",
-        OWNED,
-        "        return is_selected & (sent.numbers != 0)\n",
-        "        return is_selected\n",
+        SENT,
+        "    return is_among(sent.places, selected, end) & (sent.numbers != 0)\n",
+        "    return is_among(sent.places, selected, end)\n",
         (f"{PARTS}::test_what_was_not_sent_has_not_arrived",),
     ),
     Mutation(
@@ -299,22 +263,15 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "leaving out a step whose nan a hook has spread",
-        "exchange/sparse.py",
+        "exchange/sparse/exchange.py",
         "        if flags[1] and not flags[0]:\n",
         "        if flags[1]:\n",
         ("tests/engine/test_oktopk_static.py",),
     ),
     Mutation(
-        "the learning rate of a step in whose backward nothing was sent",
-        "engine/optimizer_pipeline.py",
-        "        self._residuals.follow_rates(self.complete_parameters)\n",
-        "",
-        RESCALED,
-    ),
-    Mutation(
         "another round of what a static selection has left out",
         STATIC,
-        "        self._rejected = mean.index_fill(0, self.chosen, 0.0)\n",
+        "        self._left_out.append((slice(None), mean.index_fill(0, self.chosen, 0.0)))\n",
         "",
         (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
     ),
