@@ -23,10 +23,10 @@ class DearMonitor(Callback):
     padding), each of the step *before* the one it is logged with, so that on a GPU the host need
     not wait for the present one; with a compressor, at the steps that Lightning logs,
     `dear/compression_ratio`, `dear/residual_norm`, `dear/lag` and, with sparse all-reduces, what
-    `exchange.tally.figures_of` says (see `OptimizerPipeline.encoding_figures`; not under manual
-    optimisation, where Lightning does not say when gradients are zeroed); the plan's name goes to
-    the logger's hyper-parameters. Under other strategies only the step time is summarised. Without
-    this callback nothing is logged.
+    `exchange.sparse.figures.figures_of` says (see `OptimizerPipeline.encoding_figures`; not under
+    manual optimisation, where Lightning does not say when gradients are zeroed); the plan's name
+    goes to the logger's hyper-parameters. Under other strategies only the step time is summarised.
+    Without this callback nothing is logged.
 
     A step lasts from the beginning of its first batch to that of the next step's, whatever is
     waited for in between; the last before a validation or the end of an epoch is left out.

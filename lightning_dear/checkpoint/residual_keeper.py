@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_dear.checkpoint import residuals
 from lightning_dear.checkpoint.by_parameter import Residuals
 from lightning_dear.checkpoint.residuals import KEY
 from lightning_dear.checkpoint.sharded_state import ShardedState
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.compression.unsent import Unsent
 from lightning_dear.exchange import CompressedBucket
 
 
@@ -38,7 +37,6 @@ class ResidualKeeper:
         self._parameters: Sequence[Parameter] = ()
         self._held: Residuals | None = None
         self._seed: int | None = None
-        self._follower = RateFollower(optimizer)
         self._is_detached = False
         self._hook = optimizer.register_load_state_dict_pre_hook(self._on_loading)
 
@@ -54,45 +52,10 @@ class ResidualKeeper:
         """
         self._coded, self._parameters = coded, parameters
         self._seed = seed if self._seed is None else self._seed
-        self._check_rescaling()
         for one in coded:
             one.start_anew(self._seed)
         if self._held is not None:
             self._put_in(self._held)
-
-    def _check_rescaling(self) -> None:
-        asks = any(getattr(one.configured, "lr_rescale", False) for one in self._coded)
-        if asks and not isinstance(self._optimizer, SGD) and self._collectives.rank == 0:
-            warnings.warn(
-                "lr_rescale=True multiplies what was left to be sent by learning rates, as SGD's"
-                f" steps ask for; those of {type(self._optimizer).__name__} may not follow how"
-                " large gradients are. Leave it out, or use SGD.",
-                stacklevel=2,
-            )
-
-    def follow_rates(self, complete: Callable[[], object]) -> None:
-        """Multiplies residuals by the last learning rate over the present one, if that is asked.
-
-        Local; between steps. Gradients that are on their way already leave it to the next step.
-
-        Args:
-            complete: Called before anything is changed: what has arrived is cleared by it.
-        """
-        asking = [one for one in self._coded if getattr(one.configured, "lr_rescale", False)]
-        if not asking or any(one.worker.has_pending for one in asking):
-            return
-        changes = self._follower.changes()
-        if not changes:
-            return
-        complete()
-        for one in asking:
-            assert isinstance(one.worker, Unsent)
-            for piece in one.spec.slices:
-                factor = changes.get(self._parameters[piece.tensor], 1.0)
-                one.worker.multiply(slice(piece.offset, piece.offset + piece.numel), factor)
-        held = {} if self._held is None else self._held.worker.get("residual", {})
-        for parameter, residual in held.items():
-            residual.mul_(changes.get(parameter, 1.0))
 
     def release(self) -> None:
         """Takes over what the buckets have; their plan ends. Collective, blocks."""
@@ -165,7 +128,6 @@ class ResidualKeeper:
         if saved_sizes != own_sizes:
             # torch refuses that, and says so: nothing is loaded.
             return
-        self._follower.start_anew(state_dict["param_groups"])
         held = Residuals()
         if KEY in state_dict:
             saved = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -177,42 +139,3 @@ class ResidualKeeper:
             self._put_in(held)
         else:
             self._held = held if KEY in state_dict else None
-
-
-class RateFollower:
-    """Remembers the learning rates for which residuals, which are of gradients, are right.
-
-    Args:
-        optimizer: Its parameter groups are read.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._rates: dict[int, float] = {}
-
-    def start_anew(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Residuals are right for the learning rates of `saved`, the parameter groups of a state.
-
-        Where these are 0 or missing, for whatever is read next.
-        """
-        rates = (float(group.get("lr", 0.0)) for group in saved)
-        self._rates = {number: rate for number, rate in enumerate(rates) if rate}
-
-    def changes(self) -> dict[Tensor, float]:
-        """Parameter -> its last learning rate over its present one, where these differ.
-
-        Waits for the device where learning rates are tensors there.
-
-        From now on residuals count as right for the present ones; but for rates of 0, with which
-        nothing that is sent has an effect.
-        """
-        factors: dict[Tensor, float] = {}
-        for number, group in enumerate(self._optimizer.param_groups):
-            rate = float(group.get("lr", 0.0))
-            if not rate:
-                continue
-            factor = self._rates.setdefault(number, rate) / rate
-            self._rates[number] = rate
-            if factor != 1:
-                factors.update(dict.fromkeys(group["params"], factor))
-        return factors

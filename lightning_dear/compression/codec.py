@@ -92,6 +92,7 @@ class Codec(Compressor):
 
     @override
     def check_with(self, setting: Setting) -> None:
+        # Bytes of most codecs do not add up, so that no all-reduce can sum them.
         if not setting.decouple:
             raise ValueError(
                 f"decouple=False all-reduces gradients, and {self.name} encodes each part for its"
@@ -123,6 +124,7 @@ class Codec(Compressor):
             "set gather='gradients', or halves='reduce' in the compressor, which gathers parameters"
             f" as they are{' (both without allow_lag)' if self.allow_lag else ''}"
         )
+        # What replicas are behind by is what ranks compute a wrong gradient for.
         if self.lag == "unbounded":
             raise ValueError(
                 f"gather='parameters' sends differences of parameters, and with {self.name} as it"

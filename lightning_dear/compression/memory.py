@@ -44,11 +44,6 @@ class Memory:
         self._has_pending = False
         self.rate = 1.0
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether something has been encoded in a step that is not made yet."""
-        return self._has_pending
-
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
         """Turns gradients into what is to be encoded, in place.
 

@@ -11,12 +11,13 @@ from lightning_dear.compression.sparse_all_reduce import ByThreshold
 from lightning_dear.compression.thresholds import MOST
 
 MODES = ("exact", "static")
-BOUNDARIES = ("histogram", "mean")
-"""Names of how numbers are sent, and of how ranks agree where regions end: see `OkTopk`."""
+"""Names of how numbers are sent: see `OkTopk`."""
+
+NUM_FIRST_STEPS = 64
+"""Steps at the beginning in each of which regions are made anew: residuals still grow."""
 
 _OF_EXACT_MODE = {
     "tau_prime": "thresholds are exact in every step",
-    "boundaries": "regions are quantiles of a histogram",
     "owner_cap": "an owner keeps k / P numbers",
 }
 """Option that mode "static" does not have -> why."""
@@ -59,8 +60,6 @@ class OkTopk(ByThreshold):
         mode: "exact": messages are as long as what is in them (gloo only). "static": see above.
         tau: Steps between new regions, at least 1.
         tau_prime: Steps between exact thresholds, at least 1. Not with mode="static".
-        boundaries: "histogram": quantiles of where all ranks' selections lie. "mean": means of each
-            rank's own quantiles, as in the paper; not with mode="static".
         message_cap: Most numbers of one rank in one region, over k / P; at least 1; at most 1.5
             keeps the bound, and with mode="static" at most 2. inf: no limit; with mode="static"
             there is always room for k then.
@@ -68,13 +67,6 @@ class OkTopk(ByThreshold):
             least 1; at most 1.25 keeps the bound. inf: no limit but k. Not with mode="static".
         momentum: m, in [0, 1). Above 0 what is added to the residual is u = m u + gradient / P, and
             u, too, is cleared where it has arrived, as in DGC; the optimizer must have none then.
-        xi_every: Steps between measurements of how far u is from the k largest numbers of the sum
-            of all ranks' acc (`figures_of` has it as xi), each of which sends three times what a
-            dense step does; 0: never.
-        lr_rescale: Whether what was left is multiplied by the last learning rate over the present
-            one where a schedule changes it, so that with SGD it moves weights as far as it would
-            have in its own step; other optimizers are warned of. With a rate of 0 it stays as it is
-            until another one comes.
         error_feedback: See `Compressor`.
         allow_biased: See `Compressor`.
 
@@ -83,41 +75,31 @@ class OkTopk(ByThreshold):
     """
 
     name: ClassVar[str] = "oktopk"
+    is_regional: ClassVar[bool] = True
 
     mode: str = "exact"
     tau: int = 64
-    boundaries: str = "histogram"
     message_cap: float = 1.5
     owner_cap: float = 1.25
     momentum: float = 0.0
-    xi_every: int = 0
-    lr_rescale: bool = False
 
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_period("tau")
-        self._check_period("xi_every", least=0)
-        for name, names in ("mode", MODES), ("boundaries", BOUNDARIES):
-            if getattr(self, name) not in names:
-                raise ValueError(
-                    f"Unknown {name} {getattr(self, name)!r} of oktopk; valid names:"
-                    f" {', '.join(names)}."
-                )
+        if self.mode not in MODES:
+            raise ValueError(
+                f"Unknown mode {self.mode!r} of oktopk; valid names: {', '.join(MODES)}."
+            )
         if self.is_static:
             self._check_static()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum of oktopk must be in [0, 1), got {self.momentum}.")
-        if not isinstance(self.lr_rescale, bool):
+        if self.momentum and not self.has_feedback:
             raise ValueError(
-                f"lr_rescale of oktopk must be true or false, got {self.lr_rescale!r}."
+                "oktopk keeps momentum of what it has not sent, and error_feedback=False forgets"
+                " that. Leave out one of them."
             )
-        for what, is_asked in ("keeps momentum of", self.momentum), ("rescales", self.lr_rescale):
-            if is_asked and not self.has_feedback:
-                raise ValueError(
-                    f"oktopk {what} what it has not sent, and error_feedback=False forgets that."
-                    " Leave out one of them."
-                )
         for name in ("message_cap", "owner_cap"):
             cap = getattr(self, name)
             if not cap >= 1:
@@ -137,10 +119,23 @@ class OkTopk(ByThreshold):
         """Whether always as many numbers travel."""
         return self.mode == "static"
 
-    def capacities(self, numel: int, world_size: int) -> tuple[int, int]:
-        """In mode "static": numbers from a rank to an owner, and from an owner to all."""
-        k = self.entries(numel)
-        return int(min(k, self.message_cap * k / world_size)), k // world_size
+    @override
+    def most_sent(self, k: int, world_size: int) -> int:
+        """Most numbers of one rank in one region; in mode "static" always as many."""
+        # Beyond the cap numbers wait in the residual.
+        most = k if self.is_static else self.most_selected(k)
+        return int(min(most, self.message_cap * k / world_size))
+
+    @override
+    def most_owned(self, k: int, world_size: int) -> int:
+        if self.is_static:
+            return k // world_size
+        return int(min(k, self.owner_cap * k / world_size))
+
+    @override
+    def are_regions_due(self, step: int) -> bool:
+        # Early on residuals still grow, and what is large moves.
+        return step < NUM_FIRST_STEPS or step % self.tau == 0
 
     @property
     @override
@@ -158,5 +153,7 @@ class OkTopk(ByThreshold):
     @override
     def usual_words(self, numel: int, world_size: int) -> float:
         if self.is_static:
-            return 2 * sum(self.capacities(numel, world_size)) * (world_size - 1)
+            k = self.entries(numel)
+            room = self.most_sent(k, world_size) + self.most_owned(k, world_size)
+            return 2 * room * (world_size - 1)
         return 4 * self.entries(numel) * (world_size - 1) / world_size

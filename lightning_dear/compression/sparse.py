@@ -34,6 +34,7 @@ class Sparse(FewOfMany, Codec):
     def _or_denser(self) -> str:
         if self.lag != "unbounded" or self.halves == "reduce":
             return ""
+        # RandomK stays behind at any density.
         if self.at_density(1.0).lag == "unbounded":
             return ""
         least = f"{SMALLEST_LAGGING_DENSITY}{'' if self.allow_lag else ' and allow_lag=True'}"

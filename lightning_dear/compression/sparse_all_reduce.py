@@ -1,7 +1,7 @@
 """Sparse all-reduces: of each rank a few numbers are summed, wherever they stand in a bucket.
 
 No codecs of rows: how many numbers travel to whom depends on the numbers. Their exchange is
-`exchange/sparse.py`.
+in `exchange/sparse/`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class SparseAllReduce(FewOfMany):
 
     is_tree: ClassVar[bool] = False
     """Whether sums go from rank to rank up a tree, and back down it."""
+
+    is_regional: ClassVar[bool] = False
+    """Whether owners keep about k of the sums, of regions that follow ranks' selections; otherwise
+    those of equal regions keep all."""
 
     @property
     @override
@@ -98,6 +102,22 @@ class SparseAllReduce(FewOfMany):
         """Most numbers that a rank sends; of more the largest."""
         return k
 
+    def most_sent(self, k: int, world_size: int) -> int:
+        """Most numbers of one rank in one message."""
+        return self.most_selected(k)
+
+    def most_owned(self, k: int, world_size: int) -> int | None:
+        """Most numbers that one owner keeps; None: all of its region."""
+        return None
+
+    def is_exact(self, step: int) -> bool:
+        """Whether thresholds are set anew in sparse step 0, 1, ..."""
+        return True
+
+    def are_regions_due(self, step: int) -> bool:
+        """Whether regions of the step after `step` follow the selections of that one."""
+        return False
+
     @abstractmethod
     def most_words(self, numel: int, world_size: int) -> float:
         """Most words of 4 bytes, values and places, that a rank sends, or receives, in a step."""
@@ -123,19 +143,21 @@ class ByThreshold(SparseAllReduce):
         super().__post_init__()
         self._check_period("tau_prime")
 
-    def _check_period(self, name: str, least: int = 1) -> None:
+    def _check_period(self, name: str) -> None:
         period = getattr(self, name)
         # True is an int.
-        if not isinstance(period, int) or isinstance(period, bool) or period < least:
-            raise ValueError(
-                f"{name} of {self.name} must be an integer >= {least}, got {period!r}."
-            )
+        if not isinstance(period, int) or isinstance(period, bool) or period < 1:
+            raise ValueError(f"{name} of {self.name} must be an integer >= 1, got {period!r}.")
+
+    @override
+    def is_exact(self, step: int) -> bool:
+        return step % self.tau_prime == 0
 
     @override
     def find(
         self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int
     ) -> tuple[Tensor, Tensor]:
-        return threshold.find(waiting, k, is_exact=step % self.tau_prime == 0)
+        return threshold.find(waiting, k, is_exact=self.is_exact(step))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,10 +67,6 @@ class Unsent(Memory):
         As `put_back`; places of which it has not may stand there several times.
         """
 
-    def multiply(self, part: slice, factor: float) -> None:
-        """Multiplies what is to be sent of `part`, between steps."""
-        self._kept["residual"][part].mul_(factor)
-
     def _newest(self, name: str) -> Tensor:
         return (self._pending if self._has_pending else self._kept)[name]
 

@@ -21,7 +21,7 @@ from lightning_dear.engine.reducer import GradientReducer
 from lightning_dear.engine.trained_parameters import TrainedParameters, tensor_specs
 from lightning_dear.exchange import Exchange, LossScale, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.exchange.tally import figures_of
+from lightning_dear.exchange.sparse.figures import figures_of
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
 

@@ -234,7 +234,7 @@ class OptimizerPipeline:
             self._check_may_add_to_means()
         before, self._backward = self._backward, _Backward.LAST if synchronize else _Backward.LOCAL
         if synchronize:
-            self._begin_sending()
+            self._enter(StepState.SENDING)
         elif self.state not in _ARE_ON_THEIR_WAY:
             self._enter(StepState.ACCUMULATING)
         active, recorder = self.plans.active, self._times_recorder if synchronize else None
@@ -251,12 +251,6 @@ class OptimizerPipeline:
             # As from the next step on: what `.grad` holds would not be the mean.
             self.reduce()
 
-    def _begin_sending(self) -> None:
-        """Gradients are about to be sent; the learning rates are those of their step now."""
-        if self.plans.active is not None and self.state not in _ARE_ON_THEIR_WAY:
-            self.plans.follow_rates()
-        self._enter(StepState.SENDING)
-
     def _on_gradient(self, index: int) -> None:
         active = self.plans.active
         if active is not None:
@@ -265,10 +259,9 @@ class OptimizerPipeline:
             return
         if self._backward is _Backward.NONE and self.state in _MEANS_ARE_THERE:
             # Perhaps on this rank only: `reduce` asks the others.
-            self.plans.follow_rates()
             self._enter(StepState.REOPENED)
         elif self.state not in _ARE_ON_THEIR_WAY:
-            self._begin_sending()
+            self._enter(StepState.SENDING)
         if self._times_recorder is not None:
             self._times_recorder.note_gradient(index)
         if active is None:
@@ -313,7 +306,6 @@ class OptimizerPipeline:
             )
         self.complete_parameters("step")
         active = self.plans.active or self.plans.start()
-        self.plans.follow_rates()
         self.stepper.set_gradients(active.reducer.reduce(self._on_reduce))
         self._enter(StepState.REDUCED)
 
@@ -672,8 +664,6 @@ class OptimizerPipeline:
             )
         self.stepper.restore()
         self.complete_parameters(reason)
-        # A state dict has the present learning rates, and residuals that are right for them.
-        self.plans.residuals.follow_rates(lambda: None)
         self.plans.left_weights.follow()
         self.plans.take_over()
 

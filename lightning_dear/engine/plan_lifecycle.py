@@ -237,10 +237,6 @@ class PlanLifecycle:
             for bucket in self.active.flat.buckets:
                 self.active.exchange.sync(bucket).wait()
 
-    def follow_rates(self) -> None:
-        """Residuals that are rescaled follow the learning rates of the step to come."""
-        self.residuals.follow_rates(self.complete)
-
     def complete(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step; local and idempotent."""
         if self.active is not None:

@@ -14,8 +14,8 @@ from lightning_dear.exchange.compressed_bucket import NO_SEED, CompressedBucket
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.low_rank import LowRankExchange
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.exchange.sparse import SparseExchange, StaticSparseExchange
-from lightning_dear.exchange.sparse_whole import WholeSparseExchange
+from lightning_dear.exchange.sparse.baselines import WholeSparseExchange
+from lightning_dear.exchange.sparse.exchange import SparseExchange
 
 
 def new_exchange(
@@ -43,7 +43,7 @@ def new_exchange(
         sparse = dense, codec, uncompressed, flat.buckets, loss_scale
         if codec.all_reduces:
             return WholeSparseExchange(*sparse)
-        return StaticSparseExchange(*sparse) if codec.is_static else SparseExchange(*sparse)
+        return SparseExchange(*sparse)
     assert isinstance(codec, PowerSGD)
     return LowRankExchange(dense, codec, uncompressed, flat, loss_scale)
 

@@ -24,7 +24,7 @@ from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.work import Work, sum_in_source_order
 from lightning_dear.compression import Codec
 from lightning_dear.exchange.coded_bucket import CodedBucket, Encoded
-from lightning_dear.exchange.compressed import CompressedExchange, LossScale
+from lightning_dear.exchange.compressed import CompressedExchange, LossScale, Sending
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.reduction import Reduction
@@ -83,34 +83,30 @@ class CodedExchange(CompressedExchange):
             reduction.expect(self.first_number + bucket.number)
 
     @override
-    def launch_reduce(self, bucket: Bucket) -> Work:
-        """Encodes the bucket's gradients and starts sending each rank its part."""
+    def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
+        """Encodes the bucket's gradients, each rank's part for itself."""
         coded = self.coded[bucket.number]
         reduction = coded.reduction
         if reduction is None:
-            with device_work():
-                self._look_for_inf(coded.clear_padding())
-            return self._dense.launch_reduce(bucket)
-        scale = self._loss_scale()
-        with device_work():
-            rows = coded.compensated(scale)
-            self._look_for_inf(rows, math.inf if scale is None else coded.codec.largest)
-            encoded = coded.encode_reduce(rows, scale)
-        work = reduction.launch(self.first_number + bucket.number)
-        return Work(work.wait, partial(self._sum, coded, reduction, encoded, scale))
+            self._look_for_inf(coded.clear_padding())
+            return Sending(partial(self._dense.launch_reduce, bucket))
+        rows = coded.compensated(scale)
+        self._look_for_inf(rows, math.inf if scale is None else coded.codec.largest)
+        encoded = coded.encode_reduce(rows, scale)
+        launch = partial(reduction.launch, self.first_number + bucket.number)
+        return Sending(launch, partial(self._sum, coded, reduction, encoded, scale))
 
     def _sum(
         self, coded: CodedBucket, reduction: Reduction, encoded: Encoded, scale: Tensor | None
     ) -> None:
         rows, mean = coded.rows(reduction.rows), coded.bucket.mean
-        with device_work():
-            coded.decode(reduction.wires, rows, encoded)
-            sum_in_source_order(list(rows), mean)
-            if encoded.codec.votes:
-                # Signs have neither the mean's 1/P nor the loss scale.
-                mean.mul_(1 / self.collectives.world_size)
-                if scale is not None:
-                    mean.mul_(scale)
+        coded.decode(reduction.wires, rows, encoded)
+        sum_in_source_order(list(rows), mean)
+        if encoded.codec.votes:
+            # Signs have neither the mean's 1/P nor the loss scale.
+            mean.mul_(1 / self.collectives.world_size)
+            if scale is not None:
+                mean.mul_(scale)
 
     @override
     def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
@@ -175,13 +171,13 @@ class CodedExchange(CompressedExchange):
     ) -> Work:
         number = self.first_number + coded.number
         work = self.collectives.launch_all_gather(wire.view(-1), number)
-        return Work(work.wait, partial(self._decode, coded, wire, encoded, is_nan))
+        return self._decoded(work, partial(self._write, coded, wire, encoded, is_nan))
 
-    def _decode(
+    def _write(
         self, coded: CodedBucket, wire: Tensor, encoded: Encoded, is_nan: Tensor | None
     ) -> None:
         # In whatever context somebody reads a parameter.
-        with device_work(), plain_mode(coded.bucket.parameters.device.type):
+        with plain_mode(coded.bucket.parameters.device.type):
             rows = coded.rows(slice(None))
             coded.decode(wire, rows, encoded)
             if is_nan is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from lightning_dear.compression import Compressor
 from lightning_dear.exchange.base import Exchange
 from lightning_dear.exchange.compressed_bucket import CompressedBucket, zero_or_nan
 from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.telemetry.device_work import device_work
 
 LossScale = Callable[[], "Tensor | None"]
 """What gradients are multiplied by at present, as a tensor of one element; None: by nothing."""
@@ -22,6 +25,19 @@ LossScale = Callable[[], "Tensor | None"]
 
 class GradientsNotFinite(RuntimeError):
     """A rank's gradients have nan or inf in them; all ranks raise it before weights change."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What is to be done once a bucket is encoded.
+
+    Attributes:
+        launch: Starts sending it. Does not block.
+        decode: What an accelerator does of what has arrived; None: nothing.
+    """
+
+    launch: Callable[[], Work]
+    decode: Callable[[], None] | None = None
 
 
 class CompressedExchange(Exchange):
@@ -43,6 +59,29 @@ class CompressedExchange(Exchange):
         self._refusal: RuntimeError | None = None
         self._is_nan: Tensor | None = None
         self._next: Compressor | None = None
+
+    # --- the reduce half --------------------------------------------------------------------------
+
+    @override
+    def launch_reduce(self, bucket: Bucket) -> Work:
+        """Encodes the bucket's gradients and starts sending that. Does not block."""
+        with device_work():
+            sending = self._encode(bucket, self._loss_scale())
+        work = sending.launch()
+        return work if sending.decode is None else self._decoded(work, sending.decode)
+
+    @abstractmethod
+    def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
+        """Encodes the bucket's gradients, which come multiplied by `scale`."""
+
+    def _decoded(self, work: Work, decode: Callable[[], None]) -> Work:
+        """`work`, after which whoever waits for it decodes."""
+
+        def finish() -> None:
+            with device_work():
+                decode()
+
+        return Work(work.wait, finish)
 
     # --- what is not encoded ----------------------------------------------------------------------
 

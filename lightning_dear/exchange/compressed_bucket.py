@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_dear.bucket import Bucket
 from lightning_dear.compression import Compressor
 from lightning_dear.compression.memory import Memory
-from lightning_dear.exchange.tally import Tally
+from lightning_dear.exchange.sparse.figures import Tally
 
 NO_SEED = -1
 """In the place of a seed, which is never negative: where training began without one."""
@@ -58,6 +58,7 @@ class CompressedBucket(ABC):
         self.worker, self.owner = worker, owner
         self.counts = {"reduce": 0, "gather": 0}
         self.seed = NO_SEED
+        # Who owns what nobody uses gives it back to those that have sent it, each its share.
         self._num_owners = world_size if bucket.is_all_reduced else 1
         self._unused: tuple[slice, ...] = ()
         self._own_unused: tuple[slice, ...] = ()
@@ -78,6 +79,7 @@ class CompressedBucket(ABC):
     def use(self, codec: Compressor) -> None:
         """Encodes with `codec` from the next reduction on. What is on its way keeps its bytes."""
         if codec != self.codec:
+            # New buffers: bytes on their way are still decoded from the old ones.
             self.codec = codec
             self._make_room()
 
@@ -164,6 +166,7 @@ class CompressedBucket(ABC):
                 continue
             own_unused.append(slice(begin - own.start, end - own.start))
             if keeps:
+                # Its residual gets it back, without the loss scale.
                 mean = self.bucket.mean[own_unused[-1]]
                 share = mean / self._num_owners
                 self.worker.add(slice(begin, end), share if scale is None else share / scale)

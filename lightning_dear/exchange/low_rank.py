@@ -29,7 +29,7 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket, FlatBuffers, storage_shape
 from lightning_dear.collectives.work import Work
 from lightning_dear.compression import Fp32, PowerSGD
-from lightning_dear.exchange.compressed import CompressedExchange, LossScale
+from lightning_dear.exchange.compressed import CompressedExchange, LossScale, Sending
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.low_rank_bucket import LowRankBucket, Messages
 from lightning_dear.telemetry.device_work import device_work
@@ -82,19 +82,24 @@ class LowRankExchange(CompressedExchange):
         """An all-reduce has receives of its own."""
 
     @override
-    def launch_reduce(self, bucket: Bucket) -> Work:
-        """Starts summing the bucket's first message. Does not block.
+    def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
+        """Encodes the bucket's first message.
 
         To be called for all buckets, in plan order, before the first of them is waited for: that
         wait sends the second messages of all.
         """
-        low, scale = self.coded[bucket.number], self._loss_scale()
-        with device_work():
-            self._look_for_inf(low.compensated(scale))
-            messages = low.encode_first()
-        first = self._all_reduce(bucket, messages.first)
+        low = self.coded[bucket.number]
+        # Factors of what is not finite may look finite.
+        self._look_for_inf(low.compensated(scale))
+        messages = low.encode_first()
+        launch = partial(self._launch_first, low, messages, scale)
+        return Sending(launch, partial(low.decode, messages))
+
+    def _launch_first(self, low: LowRankBucket, messages: Messages, scale: Tensor | None) -> Work:
+        first = self._all_reduce(low.bucket, messages.first)
+        # Not in backward, where nothing may wait for another rank: see above.
         self._unsent.append(partial(self._launch_second, first, low, messages, scale))
-        return Work(partial(self._arrive, low), partial(self._decode, low, messages))
+        return Work(partial(self._arrive, low))
 
     def _launch_second(
         self, first: Work, low: LowRankBucket, messages: Messages, scale: Tensor | None
@@ -103,10 +108,6 @@ class LowRankExchange(CompressedExchange):
         with device_work():
             low.encode_second(messages, scale)
         self._seconds[low.number] = self._all_reduce(low.bucket, messages.second)
-
-    def _decode(self, low: LowRankBucket, messages: Messages) -> None:
-        with device_work():
-            low.decode(messages)
 
     def _arrive(self, low: LowRankBucket) -> None:
         while self._unsent:
@@ -118,6 +119,7 @@ class LowRankExchange(CompressedExchange):
 
     def _all_reduce(self, bucket: Bucket, message: Tensor) -> Work:
         if not message.numel():
+            # No matrix in this bucket, on any rank.
             return Work.done()
         return self.collectives.launch_all_reduce(message, self.first_number + bucket.number)
 

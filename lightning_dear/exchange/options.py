@@ -110,12 +110,14 @@ class ExchangeOptions:
                 " depends on the gradients, which with NCCL the host would have to wait for. Use"
                 " process_group_backend='gloo' on CPUs, or OkTopk(mode='static')."
             )
+        # Two optimizers' backwards fill their buckets in an order of each rank's own.
         if self.all_reduces and num_optimizers > 1:
             what = "decouple=False" if self.codec is None else f"compressor={self.codec.name!r}"
             raise ValueError(
                 f"{what} works with one optimizer, and there are {num_optimizers}: two optimizers'"
                 " all-reduces could start in another order on other ranks. Leave it out."
             )
+        # A delayed message stands for a slow link; an all-reduce has messages of its own.
         holds_all = not (self.all_reduces or self.is_scattered)
         if not holds_all and message_delay_s() and collectives.rank == 0:
             which = "all that is sent here" if self.all_reduces else "how ranks agree on thresholds"

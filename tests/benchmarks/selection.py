@@ -31,7 +31,7 @@ import torch
 from lightning_dear.compression import OkTopk
 from lightning_dear.compression.thresholds import FEWEST, MOST, LocalThreshold
 from lightning_dear.compression.unsent import Unsent
-from lightning_dear.exchange.entries import Entries
+from lightning_dear.exchange.sparse.entries import Entries
 from tests.compression.inputs import KINDS
 
 Result = TypeVar("Result")

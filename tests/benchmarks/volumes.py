@@ -21,7 +21,7 @@ from lightning_dear.compression import Compressor, resolve_compressor
 from lightning_dear.compression.density import FewOfMany
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.exchange.regions import NUM_BINS
+from lightning_dear.exchange.sparse.regions import NUM_BINS
 from lightning_dear.planning import SingleFusion
 from tests.benchmarks.given_gradients import training_of
 

@@ -247,7 +247,7 @@ PROPERTIES: dict[str, Properties] = {
         formula="sum of acc = u + sum of residuals",
         instances=(
             OkTopk(density=0.1),
-            OkTopk(density=0.5, boundaries="mean", tau_prime=2),
+            OkTopk(density=0.5, tau_prime=2),
             OkTopk(density=0.02, message_cap=1.0, owner_cap=1.0, tau_prime=1),
             OkTopk(density=1.0, message_cap=math.inf),
         ),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dear.compression import OkTopk
-from lightning_dear.exchange.regions import equal_regions
+from lightning_dear.exchange.sparse.regions import equal_regions
 
 
 class Reference:

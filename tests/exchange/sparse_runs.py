@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dear.compression import OkTopk
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.exchange.sparse_bucket import SparseBucket
+from lightning_dear.exchange.sparse.bucket import SparseBucket
 from lightning_dear.planning import SingleFusion
 from tests.training.linear import Run
 

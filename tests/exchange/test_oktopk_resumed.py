@@ -72,7 +72,7 @@ def test_a_run_resumed_with_another_density_keeps_k() -> None:
             resumed.step()
             check_all_alike(resumed)
             (one,) = buckets_of(resumed)
-            assert one.k / 2 <= one.tally.num_kept <= one.k, (changes, step)
+            assert one.selection.k / 2 <= one.tally.num_kept <= one.selection.k, (changes, step)
         assert resumed.error() <= 1e-5
 
 

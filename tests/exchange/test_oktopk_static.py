@@ -28,15 +28,15 @@ def test_static_messages_are_always_as_long() -> None:
         run.optimizer.zero_grad()
         run.pipeline.complete_parameters()
         (one,) = buckets_of(run)
-        room, kept = STATIC.capacities(one.numel, 3)
-        assert (room, kept) == (int(1.5 * one.k / 3), one.k // 3)
+        room, kept = one.selection.most_sent, one.selection.most_owned
+        assert (room, kept) == (int(1.5 * one.selection.k / 3), one.selection.k // 3)
         assert ledger.reduce_scatter_bytes - before.reduce_scatter_bytes == 2 * 4 * 2 * room
         assert ledger.all_gather_bytes - before.all_gather_bytes == 2 * 4 * 2 * kept
         # Of each a histogram.
         assert ledger.metadata_bytes - before.metadata_bytes <= 2 * 4 * 256
         figures = run.part.encoding_figures()
         assert figures["share_of_bound"] == pytest.approx(5 / 6, rel=0.01)
-        assert 0 < figures["num_kept"] <= one.k
+        assert 0 < figures["num_kept"] <= one.selection.k
 
 
 @distributed(world_sizes=(2,))

@@ -21,8 +21,8 @@ from lightning_dear.compression import (
     TopkDSA,
 )
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.exchange.sparse_bucket import check_buckets
-from lightning_dear.exchange.tally import Tally, figures_of
+from lightning_dear.exchange.sparse.figures import Tally, figures_of
+from lightning_dear.exchange.sparse.selection import check_buckets
 from lightning_dear.planning.plan import BucketSpec, Slice
 from tests.distributed.harness import distributed
 from tests.exchange.sparse_runs import run_of
@@ -79,7 +79,7 @@ def test_never_more_than_k_come_back_whatever_the_density_was() -> None:
             run.pipeline.complete_parameters()
             (one,) = run.part.plans.active.exchange.coded
             # Regions follow, too.
-            assert one.k / 2 <= one.tally.num_kept <= one.k, density
+            assert one.selection.k / 2 <= one.tally.num_kept <= one.selection.k, density
         run.step()
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -15,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dear.compression.unsent import Unsent, UnsentVelocity
-from lightning_dear.exchange.entries import Entries, is_among, joined, unpacked
-from lightning_dear.exchange.global_selection import kth_largest
-from lightning_dear.exchange.owned_bucket import OwnedBucket, Sent
-from lightning_dear.exchange.regions import (
+from lightning_dear.exchange.sparse.entries import Entries, is_among, joined, unpacked
+from lightning_dear.exchange.sparse.largest import kth_largest
+from lightning_dear.exchange.sparse.regions import (
     Report,
     Shares,
     added_up,
@@ -30,6 +26,7 @@ from lightning_dear.exchange.regions import (
     summary_of,
     words_of_slice,
 )
+from lightning_dear.exchange.sparse.sent import Sent, is_selected
 from tests.distributed.harness import distributed
 
 SIZES = st.floats(2.0**-149, 2.0**127, width=32)
@@ -63,23 +60,22 @@ def _places(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
     return numel, draw(st.lists(of_rank, min_size=1, max_size=8))
 
 
-@pytest.mark.parametrize("kind", ["histogram", "mean"])
 @given(data=st.data())
 @settings(deadline=None)
-def test_regions_cover_a_bucket(kind: str, data: st.DataObject) -> None:
+def test_regions_cover_a_bucket(data: st.DataObject) -> None:
     numel, of_ranks = _places(data.draw)
-    regions = _regions(kind, [torch.tensor(own, dtype=torch.int64) for own in of_ranks], numel)
+    regions = _regions([torch.tensor(own, dtype=torch.int64) for own in of_ranks], numel)
     assert len(regions) == len(of_ranks) + 1
     assert regions[0] == 0
     assert regions[-1] == numel
     assert all(begin <= end for begin, end in pairwise(regions))
 
 
-def _regions(kind: str, of_ranks: list[Tensor], numel: int) -> list[int]:
+def _regions(of_ranks: list[Tensor], numel: int) -> list[int]:
     num_ranks = len(of_ranks)
-    total = sum(summary_of(kind, own, numel, num_ranks) for own in of_ranks)
+    total = sum(summary_of(own, numel) for own in of_ranks)
     assert isinstance(total, Tensor)
-    return regions_of(kind, total, numel, num_ranks).tolist()  # type: ignore[no-any-return]
+    return regions_of(total, numel, num_ranks).tolist()  # type: ignore[no-any-return]
 
 
 def test_regions_hold_as_many_numbers_each() -> None:
@@ -88,7 +84,7 @@ def test_regions_hold_as_many_numbers_each() -> None:
     for power in (1, 4, 12):
         own = (torch.rand(20_000, generator=torch.Generator().manual_seed(2)) ** power) * numel
         places = own.long().unique()
-        regions = _regions("histogram", [places] * num_ranks, numel)
+        regions = _regions([places] * num_ranks, numel)
         shares = [
             int(((places >= begin) & (places < end)).sum()) / len(places)
             for begin, end in pairwise(regions)
@@ -96,48 +92,21 @@ def test_regions_hold_as_many_numbers_each() -> None:
         assert max(shares) <= (1.3 if power < 12 else 2.5) / num_ranks
 
 
-def test_means_of_quantiles_are_worse_where_ranks_differ() -> None:
-    """Half of the ranks select at the beginning, half at the end: why histograms are the rule."""
-    numel = 100_000
-    of_ranks = [torch.arange(1000) + (0 if rank % 2 else numel - 1000) for rank in range(4)]
-    union = torch.cat(of_ranks)
-    worst = {}
-    for kind in ("histogram", "mean"):
-        pairs = pairwise(_regions(kind, of_ranks, numel))
-        counts = [int(((union >= begin) & (union < end)).sum()) for begin, end in pairs]
-        worst[kind] = max(counts) / len(union) * 4
-    assert worst["histogram"] < 1.2
-    assert worst["mean"] > 1.9
-
-
 def test_regions_of_nothing_are_equal() -> None:
     empty = torch.empty(0, dtype=torch.int64)
-    for kind in ("histogram", "mean"):
-        assert _regions(kind, [empty] * 3, 100) == equal_regions(100, 3) == [0, 33, 66, 100]
+    assert _regions([empty] * 3, 100) == equal_regions(100, 3) == [0, 33, 66, 100]
 
 
-@given(
-    st.sampled_from(["histogram", "mean"]),
-    st.lists(st.lists(st.integers(0, 999), unique=True), min_size=2, max_size=5),
-)
-def test_summaries_come_back_from_their_slices(kind: str, of_ranks: list[list[int]]) -> None:
+@given(st.lists(st.lists(st.integers(0, 999), unique=True), min_size=2, max_size=5))
+def test_summaries_come_back_from_their_slices(of_ranks: list[list[int]]) -> None:
     """Each rank adds up a slice of all ranks' summaries, and everybody puts the sums together."""
     num_ranks, numel = len(of_ranks), 1000
-    summaries = [
-        summary_of(kind, torch.tensor(sorted(own)).long(), numel, num_ranks) for own in of_ranks
-    ]
-    cut = [sliced(kind, own, num_ranks) for own in summaries]
-    sums = [added_up(kind, torch.stack([own[rank] for own in cut])) for rank in range(num_ranks)]
-    assert {len(one) for one in sums} == {words_of_slice(kind, num_ranks)}
-    total = put_together(kind, torch.stack(sums), num_ranks)
+    summaries = [summary_of(torch.tensor(sorted(own)).long(), numel) for own in of_ranks]
+    cut = [sliced(own, num_ranks) for own in summaries]
+    sums = [added_up(torch.stack([own[rank] for own in cut])) for rank in range(num_ranks)]
+    assert {len(one) for one in sums} == {words_of_slice(num_ranks)}
+    total = put_together(torch.stack(sums))
     assert torch.equal(total, torch.stack(summaries).sum(0))
-
-
-def test_positions_of_many_ranks_add_up() -> None:
-    """Beyond 32 bits."""
-    numel = 2**31 - 1
-    total = torch.tensor([200 * end for end in equal_regions(numel, 200)[1:]])
-    assert regions_of("mean", total, numel, 200).tolist() == equal_regions(numel, 200)
 
 
 # --- shares ---------------------------------------------------------------------------------------
@@ -221,12 +190,9 @@ def test_what_was_not_sent_has_not_arrived() -> None:
     worker = UnsentVelocity(4, torch.device("cpu"), 0.9)
     worker.accumulate(torch.tensor([1.0, 2.0, 3.0, 4.0]), None)
     worker.commit()
-    bucket = SimpleNamespace(worker=worker, spec=SimpleNamespace(padded_numel=4))
-    bucket._has_arrived = partial(OwnedBucket._has_arrived, bucket)
-    bucket._note_arrived = partial(OwnedBucket._note_arrived, bucket)
     worker.clear(torch.tensor([0, 2]))
-    sent = torch.tensor([1.0, 3.0, 0.0, 0.0])
-    entries = Entries(torch.tensor([0, 2, 0, 0]), sent)
-    OwnedBucket.settle(bucket, Sent([], [entries]), torch.tensor([0, 3]))  # type: ignore[arg-type]
+    numbers = torch.tensor([1.0, 3.0, 0.0, 0.0])
+    sent = Sent([], [Entries(torch.tensor([0, 2, 0, 0]), numbers)])
+    sent.settle(worker, lambda one: is_selected(one, torch.tensor([0, 3]), 4))
     assert worker.kept["momentum"].tolist() == [0.0, 2.0, 3.0, 4.0]
     assert worker.kept["residual"].tolist() == [0.0, 2.0, 3.0, 4.0]

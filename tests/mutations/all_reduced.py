@@ -34,8 +34,9 @@ ALL_REDUCED = [
     Mutation(
         "gathering nothing of an all-reduced bucket",
         "DenseExchange._gather",
-        "        if bucket.is_all_reduced:\n",
-        "        if False:\n",
+        "-> Work:\n        if bucket.is_all_reduced:\n            return Work.done()\n"
+        "        number = self.first_number + bucket.number\n",
+        "-> Work:\n        number = self.first_number + bucket.number\n",
         (f"{ENGINE}::test_nothing_of_them_is_gathered_or_scattered",),
     ),
     Mutation(

@@ -138,8 +138,8 @@ CODED = [
     Mutation(
         "the mean of a vote",
         "CodedExchange._sum",
-        "                mean.mul_(1 / self.collectives.world_size)\n",
-        "",
+        "            mean.mul_(1 / self.collectives.world_size)\n",
+        "            pass\n",
         (f"{ENGINE}::test_a_vote_is_that_of_the_majority",),
     ),
     Mutation(

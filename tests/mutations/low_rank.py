@@ -14,16 +14,16 @@ BETWEEN = f"{LOW_RANK_TESTS}::test_the_same_whatever_happens_in_between"
 LOW_RANK = [
     Mutation(
         "no wait for another rank in backward",
-        "LowRankExchange.launch_reduce",
+        "LowRankExchange._launch_first",
         "        self._unsent.append(partial(",
         "        first.wait()\n        self._unsent.append(partial(",
         (f"{BACKWARD}::test_one_rank_uses_a_layer_less_often_in_front_of_a_collective",),
     ),
     Mutation(
         "no second message in backward",
-        "LowRankExchange.launch_reduce",
-        "        return Work(partial(self._arrive, low), ",
-        "        self._unsent.pop()()\n        return Work(partial(self._arrive, low), ",
+        "LowRankExchange._launch_first",
+        "        return Work(partial(self._arrive, low))\n",
+        "        self._unsent.pop()()\n        return Work(partial(self._arrive, low))\n",
         (f"{LOW_RANK_TESTS}::test_only_factors_and_vectors_travel",),
     ),
     Mutation(

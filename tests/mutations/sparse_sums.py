@@ -9,47 +9,51 @@ PARTS = "tests/exchange/test_sparse_parts.py"
 STEPS = "tests/exchange/test_oktopk_steps.py"
 SUMS = "tests/exchange/test_sparse_all_reduces.py"
 FIGURES = "tests/exchange/test_sparse_figures.py"
+BUCKET = "exchange/sparse/region_bucket.py"
+SENT = "exchange/sparse/sent.py"
+WHOLE = "exchange/sparse/bucket.py"
+STATIC = "exchange/sparse/static_bucket.py"
+SELECTION = "exchange/sparse/largest.py"
 
 TO_THE_BIT = (f"{TESTS}::test_every_number_arrives_or_is_left_to_the_bit",)
-RESCALED = ("tests/exchange/test_lr_rescale.py::test_what_is_left_weighs_what_it_weighed",)
 REFERENCE = (f"{TESTS}::test_bits_are_those_of_the_reference",)
 
 SPARSE_SUMS = [
     Mutation(
         "knowing what has arrived without a search among places in the order of their numbers",
-        "RegionBucket._has_arrived",
-        "        is_written = self.bucket.gradients.index_select(0, sent.places) != 0\n",
-        "        sizes = self.bucket.gradients[selected].abs()\n"
-        "        by_size = selected[sizes.argsort(descending=True)]\n"
-        "        at = torch.searchsorted(by_size, sent.places).clamp_(max=len(by_size) - 1)\n"
-        "        is_written = by_size[at] == sent.places\n",
+        "RegionBucket.settle",
+        "            is_written = self.bucket.gradients.index_select(0, one.places) != 0\n",
+        "            sizes = self.bucket.gradients[selected].abs()\n"
+        "            by_size = selected[sizes.argsort(descending=True)]\n"
+        "            at = torch.searchsorted(by_size, one.places).clamp_(max=len(by_size) - 1)\n"
+        "            is_written = by_size[at] == one.places\n",
         TO_THE_BIT,
     ),
     Mutation(
         "putting back what was sent in vain",
-        "OwnedBucket.settle",
-        "            self.worker.put_back(one.places, one.numbers.masked_fill(has_arrived, 0.0))\n",
+        "Sent.settle",
+        "            worker.put_back(one.places, one.numbers.masked_fill(arrived, 0.0))\n",
         "            pass\n",
         TO_THE_BIT,
     ),
     Mutation(
         "clearing what has arrived",
-        "OwnedBucket.settle",
-        "            self.worker.clear(one.places.index_select(0, true_places(has_arrived)))\n",
+        "Sent.settle",
+        "            worker.clear(one.places.index_select(0, true_places(arrived)))\n",
         "            pass\n",
         TO_THE_BIT,
     ),
     Mutation(
         "clearing what an earlier round of the step has sent",
-        "OwnedBucket.accumulated",
-        "            self.worker.clear(one.places)\n",
+        "Sent.clear",
+        "            worker.clear(one.places)\n",
         "            pass\n",
         (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
     ),
     Mutation(
         "clearing what has arrived, where sums travel as they are",
-        "OwnedBucket.settle_all",
-        "            self.worker.clear(one.places.index_select(0, was_sent))\n",
+        "Sent.settle_all",
+        "            worker.clear(one.places.index_select(0, was_sent))\n",
         "            pass\n",
         (f"{SUMS}::test_every_number_arrives_or_is_left_to_the_bit",),
     ),
@@ -75,13 +79,6 @@ SPARSE_SUMS = [
         (f"{SUMS}::test_nothing_is_added_to_what_was_changed",),
     ),
     Mutation(
-        "measuring xi of whole steps only",
-        "SparseExchange.note_used",
-        "            self._seen = dict.fromkeys(self._seen)\n",
-        "            self._seen = {}\n",
-        (f"{STEPS}::test_xi_is_never_that_of_a_part_of_the_gradients",),
-    ),
-    Mutation(
         "regions of the step under way, whatever is loaded meanwhile",
         "RegionBucket.region",
         "        regions = self._shards if step is None else step.regions\n",
@@ -104,28 +101,28 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "a cap on messages",
-        "RegionBucket.messages",
-        "        sent = [part.largest(self.most_sent) for part in selected.cut(self.regions)]\n",
-        "        sent = selected.cut(self.regions)\n",
+        "RegionBucket.pack",
+        "[part.largest(self.selection.most_sent) for part in selected.cut(self.regions)]\n",
+        "selected.cut(self.regions)\n",
         REFERENCE,
     ),
     Mutation(
         "a cap on what one owner keeps",
-        "keep_largest",
-        "        found = [one.sums().largest(one.most_owned) for one in buckets]\n",
-        "        found = [one.sums() for one in buckets]\n",
+        "RegionBucket.choose",
+        "        return self.sums().largest(self.selection.most_owned)\n",
+        "        return self.sums()\n",
         REFERENCE,
     ),
     Mutation(
         "a cap on what all owners keep",
-        "RegionBucket.keep_share",
+        "RegionBucket._keep_share",
         "        self.keep(found.largest(quota), scale, num_reached)\n",
         "        self.keep(found, scale, num_reached)\n",
         REFERENCE,
     ),
     Mutation(
         "the first of equal numbers",
-        "keep_largest",
+        "largest_of_all",
         "        room -= sum(num_equal for _, num_equal in counts[:rank])\n",
         "",
         TO_THE_BIT,
@@ -147,22 +144,22 @@ SPARSE_SUMS = [
     Mutation(
         "asking once more for what an earlier round has rejected",
         "SparseExchange.add_earlier",
-        "        self.coded[bucket.number].restore_rejected()\n",
+        "        self.coded[bucket.number].restore()\n",
         "",
         (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
     ),
     Mutation(
         "setting aside what nobody uses",
-        "OwnedBucket.note_used",
+        "SparseBucket.note_used",
         "                own.zero_()\n",
         "",
         (f"{SUMS}::test_what_nobody_used_at_first_is_not_lost",),
     ),
     Mutation(
         "keeping what nobody steps, where sums travel as they are",
-        "OwnedBucket.commit",
-        "        self.worker.keep(self._unused)\n",
-        "",
+        "SparseBucket.commit",
+        "            self.worker.keep(self._unused)\n",
+        "            pass\n",
         (
             f"{SUMS}::test_what_nobody_uses_is_not_lost_where_sums_travel_as_they_are",
             f"{TESTS}::test_momentum_of_what_nobody_uses_waits",
@@ -170,7 +167,7 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "not putting back what was kept",
-        "OwnedBucket.take_sent",
+        "Sent.leave_out",
         "                one.numbers.masked_fill_(is_unused, 0.0)\n",
         "                pass\n",
         (f"{TESTS}::test_momentum_of_what_nobody_uses_waits",),
@@ -195,9 +192,8 @@ SPARSE_SUMS = [
     Mutation(
         "keeping what a round without gradients has sent",
         "SparseExchange.add_earlier",
-        "        self.coded[bucket.number].restore_rejected()\n",
-        "        if earlier is not None:\n"
-        "            self.coded[bucket.number].restore_rejected()\n",
+        "        self.coded[bucket.number].restore()\n",
+        "        if earlier is not None:\n            self.coded[bucket.number].restore()\n",
         (f"{SUMS}::test_what_a_round_without_gradients_sends_is_not_lost",),
     ),
     Mutation(
@@ -216,9 +212,9 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "looking for inf in what is selected",
-        "SparseExchange.launch_reduce",
-        "            self._look_for_inf(not_empty(selected))\n",
-        "            pass\n",
+        "SparseExchange._encode",
+        "        self._look_for_inf(not_empty(selected))\n",
+        "",
         (f"{STEPS}::test_gradients_that_are_not_finite_are_refused_and_leave_no_trace",),
     ),
     Mutation(
@@ -230,51 +226,23 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "clearing momentum where it has arrived",
-        "OwnedBucket._note_arrived",
-        "        self.worker.note_arrived(sent.places, has_arrived)\n",
-        "",
+        "UnsentVelocity.note_arrived",
+        "momentum.index_add_(0, places, (-momentum[places]).masked_fill_(~has_arrived, 0.0))\n",
+        "pass\n",
         (f"{TESTS}::test_momentum_is_kept_until_it_arrives",),
     ),
     Mutation(
-        "rescaling what is left before gradients are added to it",
-        "OptimizerPipeline._begin_sending",
-        "            self.plans.follow_rates()\n",
-        "            pass\n",
-        RESCALED,
-    ),
-    Mutation(
-        "rescaling what is left before it is saved beside other learning rates",
-        "OptimizerPipeline.prepare_state",
-        "        self.plans.residuals.follow_rates(lambda: None)\n",
-        "",
-        RESCALED,
-    ),
-    Mutation(
-        "rescaling what is held of frozen parameters",
-        "ResidualKeeper.follow_rates",
-        "            residual.mul_(changes.get(parameter, 1.0))\n",
-        "            pass\n",
-        RESCALED,
-    ),
-    Mutation(
-        "forgetting the learning rates of what was there before loading",
-        "ResidualKeeper._on_loading",
-        '        self._follower.start_anew(state_dict["param_groups"])\n',
-        "",
-        RESCALED,
-    ),
-    Mutation(
         "leaving what a static message has no room for",
-        "StaticBucket.messages",
+        "StaticBucket.pack",
         "        is_sent = (order < room) & (numbers != 0)\n",
         "        is_sent = numbers != 0\n        order = order.clamp(max=room - 1)\n",
         TO_THE_BIT,
     ),
     Mutation(
         "telling a place from one where nothing was sent",
-        "OwnedBucket._has_arrived",
-        "        return is_selected & (sent.numbers != 0)\n",
-        "        return is_selected\n",
+        "is_selected",
+        "    return is_among(sent.places, selected, end) & (sent.numbers != 0)\n",
+        "    return is_among(sent.places, selected, end)\n",
         (f"{PARTS}::test_what_was_not_sent_has_not_arrived",),
     ),
     Mutation(
@@ -301,16 +269,9 @@ SPARSE_SUMS = [
         ("tests/exchange/test_oktopk_static.py",),
     ),
     Mutation(
-        "the learning rate of a step in whose backward nothing was sent",
-        "OptimizerPipeline.reduce",
-        "        self.plans.follow_rates()\n",
-        "",
-        RESCALED,
-    ),
-    Mutation(
         "another round of what a static selection has left out",
         "StaticBucket.keep_largest",
-        "        self._rejected = mean.index_fill(0, self.chosen, 0.0)\n",
+        "        self._left_out.append((slice(None), mean.index_fill(0, self.chosen, 0.0)))\n",
         "",
         (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
     ),

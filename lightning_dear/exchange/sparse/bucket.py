@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -11,19 +10,26 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, shard_slice
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor, Fp32, SparseAllReduce
 from lightning_dear.compression.memory import Memory
-from lightning_dear.compression.sparse_all_reduce import FEWEST_PER_RANK
 from lightning_dear.compression.thresholds import LocalThreshold
 from lightning_dear.compression.unsent import Unsent, new_unsent
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
-from lightning_dear.exchange.entries import Entries, unpacked
-from lightning_dear.exchange.tally import Tally
+from lightning_dear.exchange.sparse.entries import Entries, unpacked
+from lightning_dear.exchange.sparse.figures import Tally
+from lightning_dear.exchange.sparse.selection import selection_of
+from lightning_dear.exchange.sparse.sent import Sent
+
+Launch = Callable[[int], Work]
+"""Starts sending a message: the bucket's number among all that travel at once -> the work."""
 
 
 class SparseBucket(CompressedBucket):
     """What a rank sends of one bucket, and what it leaves.
+
+    Where ranks own regions of it, its mean is 0 but for what is in this rank's own, until gradients
+    are shown or have arrived.
 
     Args:
         bucket: Its gradients and its mean, which is as long, are read and written.
@@ -32,15 +38,19 @@ class SparseBucket(CompressedBucket):
         is_encoded: Whether it is sparse at all, if that saves anything.
 
     Attributes:
+        selection: How many numbers travel, under the present codec.
         incoming: [world_size, n] int32, what each rank sends here.
+        gathered: [world_size, n] int32, what each owner sends to all.
         received: Scratch to sum it as it is.
         threshold: Of this rank's selection.
         tally: Of the last sparse step, or the one under way.
+        is_filled: Whether sums are so many that all of them travel, without places.
     """
 
     worker: Unsent
     tally: Tally
     codec: Compressor
+    configured: SparseAllReduce
     _tells_length: ClassVar[bool] = True
     """Whether a message begins with how many numbers are in it."""
 
@@ -56,32 +66,50 @@ class SparseBucket(CompressedBucket):
         codec = configured if is_encoded else Fp32()
         worker, owner = new_unsent(configured, numel, device), Memory(0, device)
         super().__init__(bucket, codec, worker, owner, collectives.world_size)
+        self.sparse = configured
+        self._collectives = collectives
         self._rank, self._world_size = collectives.rank, collectives.world_size
-        self._scratch_numel = collectives.scratch_numel(numel)
         self.numel = sum(piece.numel for piece in self.spec.slices)
         self.tally = Tally()
+        self.is_filled = False
+        self._sent = Sent()
+        # Added back if another round of the step comes: sums of parameters that no rank had a
+        # gradient for, and sums that this owner has not chosen.
+        self._left_out: list[tuple[slice, Tensor]] = []
         self.start_anew(None)
         self._make_room()
 
     @override
     def _make_room(self) -> None:
-        like = self.bucket.gradients
-        self.received = like.new_empty(0 if self.is_sparse else self._scratch_numel)
-        self.incoming = self._rows(self.most_sent if self.is_sparse else 0, self._most_notes)
+        # Once for each codec, not for each step: nothing else changes what follows from it.
+        padded_numel = self.spec.padded_numel
+        self.selection = selection_of(self.codec, self.numel, padded_numel, self._world_size)
+        if isinstance(self.codec, SparseAllReduce):
+            self.sparse = self.codec
+        scratch = 0 if self.is_sparse else self._collectives.scratch_numel(padded_numel)
+        self.received = self.bucket.gradients.new_empty(scratch)
+        self.incoming = self._rows(self.selection.most_sent)
+        self.gathered = self._rows(self.selection.most_owned)
 
     @property
     def _most_notes(self) -> int:
         """Most words of notes in a message."""
         return 0
 
-    def _rows(self, most: int, num_notes: int = 0) -> Tensor:
+    def _rows(self, most: int) -> Tensor:
         """Room for a message of at most so many numbers, and notes, from each rank."""
-        shape = self._world_size, self._tells_length + num_notes + 2 * most
+        most = most if self.is_sparse else 0
+        shape = self._world_size, self._tells_length + self._most_notes + 2 * most
         return self.bucket.gradients.new_empty(shape, dtype=torch.int32)
 
     def notes_in(self, lane: str) -> int:
         """Words of notes in each message of the last step, between its length and places."""
         return 0
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it travels sparsely at present."""
+        return self.selection.is_sparse
 
     # --- across plans and checkpoints -------------------------------------------------------------
 
@@ -101,68 +129,50 @@ class SparseBucket(CompressedBucket):
         self.counts["reduce"] = int(count)
         self.threshold = LocalThreshold(threshold)
 
-    # --- how many --------------------------------------------------------------------------------
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether it travels sparsely at present."""
-        codec = self.codec
-        return isinstance(codec, SparseAllReduce) and codec.saves(self.numel, self._world_size)
-
-    @property
-    def sparse(self) -> SparseAllReduce:
-        """The codec, where it is sparse."""
-        assert isinstance(self.codec, SparseAllReduce)
-        return self.codec
-
-    @property
-    def k(self) -> int:
-        """How many numbers are wanted."""
-        return self.sparse.entries(self.numel)
-
-    @property
-    def most_sent(self) -> int:
-        """Most numbers in one message."""
-        return self.sparse.most_selected(self.k)
-
-    def is_due(self, period: int) -> bool:
-        """Whether something that is done every `period` sparse steps is to be done in this one."""
-        return (self.counts["reduce"] - 1) % period == 0
-
     # --- the reduce half: sparse -----------------------------------------------------------------
+
+    @property
+    def _step(self) -> int:
+        """The number, from 0, of the sparse step under way."""
+        return self.counts["reduce"] - 1
 
     def accumulated(self, scale: Tensor | None) -> Tensor:
         """This rank's gradients with what it has not sent of earlier ones, without the scale."""
+        self._sent.clear(self.worker)
         gradients = self.bucket.gradients.index_fill_(0, self._padding, 0.0)
         return self.worker.accumulate(gradients.float(), scale)
 
     def select(self, waiting: Tensor) -> Entries:
         """What of `waiting` is large."""
         self._count_step()
-        step, k = self.counts["reduce"] - 1, self.k
-        found = Entries(*self.sparse.find(waiting, k, self.threshold, step))
-        selected = found.largest(self.sparse.most_selected(k))
+        found = Entries(*self.sparse.find(waiting, self.selection.k, self.threshold, self._step))
+        selected = found.largest(self.selection.most_selected)
         self._start_tally(len(found.places), len(selected.places))
         return selected
 
     def _count_step(self) -> None:
-        if not self._is_counted:
-            # Gradients may come in several rounds of one step.
-            self.counts["reduce"] += 1
-            self._is_counted = True
+        # Gradients may come in several rounds of one step.
+        self.counts["reduce"] += not self._is_counted
+        self._is_counted = True
 
     def _start_tally(self, num_selected: int | Tensor, num_sent: int | Tensor) -> None:
-        most_words = self.sparse.most_words(self.numel, self._world_size)
-        measured = self.tally.off_squared, self.tally.gradient_squared
-        self.tally = Tally(self.k, num_selected, num_sent, 0, 0, 0, 0, most_words, *measured)
+        self.tally = Tally(
+            self.selection.k, num_selected, num_sent, most_words=self.selection.most_words
+        )
 
-    def note_sent(self, messages: Mapping[int, Tensor], lane: str, room: Tensor) -> None:
-        """Counts in the tally what leaves this rank, and puts its own message into its `room`."""
-        own = messages[self._rank]
+    def expect(self, lane: str, number: int) -> None:
+        """Lets others' messages arrive from now on."""
+        room = self.incoming if lane == "reduce_scatter" else self.gathered
+        self._collectives.expect_messages(lane, room, number)
+
+    def launch(self, lane: str, messages: Mapping[int, Tensor], room: Tensor, number: int) -> Work:
+        """Starts sending messages, by rank, and receiving everybody's into `room`."""
+        own, num_notes = messages[self._rank], self.notes_in(lane)
         room[self._rank, : len(own)] = own
         num_words = sum(len(one) for one in messages.values()) - len(own)
-        others = len(messages) - 1
-        self.tally.words_sent += num_words - others * (1 + self.notes_in(lane))
+        self.tally.words_sent += num_words - (len(messages) - 1) * (1 + num_notes)
+        place = range(self._world_size), room, number
+        return self._collectives.launch_messages(lane, messages, *place, 1 + num_notes)
 
     def note_received(self, heads: Tensor) -> list[int]:
         """Counts in the tally what has come: [world_size, 1 or more] int32, messages' beginnings.
@@ -196,13 +206,45 @@ class SparseBucket(CompressedBucket):
         """Where this rank's part of what travels as it is lies."""
         return shard_slice(self.spec.padded_numel, self._rank, self._world_size)
 
+    def restore(self) -> None:
+        """Adds to the mean what an earlier selection of the same step has left out.
+
+        Or what nobody used then; perhaps somebody has meanwhile.
+        """
+        for part, numbers in self._left_out:
+            self.bucket.mean[part].add_(numbers)
+        self._left_out = []
+
+    # --- what has arrived -------------------------------------------------------------------------
+
+    def take_sent(self) -> Sent:
+        """What this rank has sent for the step under way, but 0 for parameters nobody has used."""
+        taken, self._sent = self._sent, Sent()
+        taken.leave_out(self._unused)
+        return taken
+
     # --- around a step ----------------------------------------------------------------------------
 
     @override
+    def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
+        """See `CompressedBucket`; but what owners have of them stays with who has sent it."""
+        sets_aside = self.is_sparse and self.configured.is_scattered
+        super().note_used(used, scale, keeps=keeps and not sets_aside)
+        if keeps and sets_aside:
+            for part in self._unused:
+                own = self.bucket.mean[part]
+                self._left_out.append((part, own.clone()))
+                own.zero_()
+
+    @override
     def commit(self) -> None:
+        if self.configured.is_scattered:
+            # As if nothing had been sent of them, and no momentum had gone on.
+            self.worker.keep(self._unused)
         super().commit()
         self.threshold.commit()
         self._is_counted = False
+        self._left_out = []
 
     @override
     def discard(self) -> None:
@@ -211,37 +253,21 @@ class SparseBucket(CompressedBucket):
         # What was due in that step is due in the next one.
         self.counts["reduce"] -= self._is_counted
         self._is_counted = False
+        self._sent, self._left_out = Sent(), []
 
     @override
     def detach(self) -> None:
         super().detach()
-        del self.incoming, self.received
+        del self.incoming, self.gathered, self.received
 
 
-def check_buckets(
-    codec: SparseAllReduce,
-    uncompressed: Collection[int],
-    collectives: Collectives,
-    buckets: Sequence[Bucket],
-) -> None:
-    """Refuses buckets whose places do not fit, and warns (rank 0) if none is long enough.
+def compression_ratio(buckets: Sequence[SparseBucket], world_size: int) -> float:
+    """Words of dense all-reduces over those that usually travel."""
+    dense = sum(2 * one.numel * (world_size - 1) / world_size for one in buckets)
+    sent = sum(one.selection.usual_words for one in buckets)
+    return dense / sent if world_size > 1 else 1.0
 
-    Raises:
-        ValueError: If a bucket has more elements than places, of 32 bits, can number.
-    """
-    meant = [one for one in buckets if one.number not in uncompressed]
-    longest = max((one.spec.padded_numel for one in meant), default=0)
-    if longest > torch.iinfo(torch.int32).max:
-        raise ValueError(
-            f"compressor={codec.name!r} numbers elements with 32 bits, and a bucket has"
-            f" {longest:,}. Fuse less: fusion='threshold' with a smaller bucket_cap_mb."
-        )
-    num_ranks = collectives.world_size
-    is_sparse = any(codec.saves(one.spec.numel, num_ranks) for one in meant)
-    if meant and num_ranks > 1 and not is_sparse and collectives.rank == 0:
-        warnings.warn(
-            f"compressor={codec.name!r} compresses nothing: no bucket has {FEWEST_PER_RANK} numbers"
-            f" to send for each of {num_ranks} ranks (density={codec.density:g} of at most"
-            f" {longest:,}). Raise density or bucket_cap_mb, or leave it out.",
-            stacklevel=2,
-        )
+
+def not_empty(entries: Entries) -> Tensor:
+    """Its numbers, or a zero."""
+    return entries.numbers if len(entries.numbers) else entries.numbers.new_zeros(1)

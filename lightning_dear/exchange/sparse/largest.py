@@ -10,28 +10,32 @@ import torch
 from torch import Tensor
 
 from lightning_dear.collectives.work import SELECTION_NUMBERS, Collectives, as_metadata
-from lightning_dear.exchange.region_bucket import RegionBucket
-from lightning_dear.telemetry.device_work import device_work
+from lightning_dear.exchange.sparse.entries import Entries
 
 FILLED = 2
 """Where one number in so many is not 0, all of them travel in no more words than those alone, as
 each of these has a place besides. (SparCML's own rule is a third.)"""
 
 
-def keep_all(buckets: Sequence[RegionBucket], collectives: Collectives, first_number: int) -> None:
-    """Keeps all sums of all owners, and tells ranks how many there are. All ranks call; blocks."""
-    with device_work():
-        found = [one.sums() for one in buckets]
+def are_filled(
+    sums: Sequence[Entries], numels: Sequence[int], collectives: Collectives, first_number: int
+) -> list[bool]:
+    """Whether all owners' sums are so many that they travel as they are. All call; blocks.
+
+    Args:
+        sums: Of each bucket, this owner's.
+        numels: Elements of each bucket.
+        collectives: What moves counts.
+        first_number: See `Exchange`.
+    """
     with as_metadata(collectives):
-        own = [(len(entries.places), 0) for entries in found]
-        told = tell(own, collectives, SELECTION_NUMBERS + first_number)
-    for one, entries, counts in zip(buckets, found, told, strict=True):
-        with device_work():
-            one.keep(entries, 1.0)
-        one.is_filled = FILLED * sum(count for count, _ in counts) >= one.numel
+        own = [(len(entries.places), 0) for entries in sums]
+        told = _tell(own, collectives, SELECTION_NUMBERS + first_number)
+    counts = (sum(count for count, _ in counts) for counts in told)
+    return [FILLED * count >= numel for count, numel in zip(counts, numels, strict=True)]
 
 
-def tell(
+def _tell(
     own: Sequence[tuple[int, int]], collectives: Collectives, number: int
 ) -> list[list[tuple[int, int]]]:
     """For each bucket all ranks' pairs of counts, in rank order. All ranks call; blocks."""
@@ -44,43 +48,45 @@ def tell(
     return [[(a, b) for a, b in of_bucket] for of_bucket in counts.transpose(0, 1).tolist()]
 
 
-def keep_largest(
-    buckets: Sequence[RegionBucket], collectives: Collectives, first_number: int, scale: float
-) -> None:
-    """Keeps the k largest sums of each bucket, of equal ones the first. All ranks call; blocks.
+def largest_of_all(
+    sums: Sequence[Entries], ks: Sequence[int], collectives: Collectives, first_number: int
+) -> list[Tensor]:
+    """Finds the k largest sums of each bucket, of equal ones the first. All ranks call; blocks.
 
-    In all buckets of a step at once, so that ranks wait for each other but seven times. What owners
-    may keep at most comes first. Equal sums stand in the order of the ranks, as regions do.
+    In all buckets of a step at once, so that ranks wait for each other but seven times. Equal sums
+    stand in the order of the ranks, as regions do.
 
     Args:
-        buckets: Sparse ones, summed.
+        sums: Of each bucket, what this owner may keep at most.
+        ks: How many of each bucket are wanted.
         collectives: What moves counts and histograms.
-        first_number: See `DenseExchange`.
-        scale: What sums are multiplied by.
+        first_number: See `Exchange`.
+
+    Returns:
+        For each bucket [n] int64, ascending: which of this owner's are among them.
     """
-    if not buckets:
-        return
+    if not sums:
+        return []
     number, rank = SELECTION_NUMBERS + first_number, collectives.rank
-    with device_work():
-        found = [one.sums().largest(one.most_owned) for one in buckets]
-    sizes = [own.numbers.abs() for own in found]
+    sizes = [own.numbers.abs() for own in sums]
     with as_metadata(collectives):
         # Caps may leave fewer than k: then the smallest, as a threshold of 0 would say nothing.
         thresholds = kth_largest(
             sizes,
-            [one.k for one in buckets],
+            ks,
             lambda sums: collectives.launch_all_reduce(sums.view(-1), number).wait(),
         )
         equal = [(own == at).nonzero().view(-1) for own, at in zip(sizes, thresholds, strict=True)]
         above = [(own > at).nonzero().view(-1) for own, at in zip(sizes, thresholds, strict=True)]
         own = [(len(a), len(e)) for a, e in zip(above, equal, strict=True)]
-        told = tell(own, collectives, number)
-    for at, (one, counts) in enumerate(zip(buckets, told, strict=True)):
-        room = one.k - sum(num_above for num_above, _ in counts)
+        told = _tell(own, collectives, number)
+    kept = []
+    for at, (k, counts) in enumerate(zip(ks, told, strict=True)):
+        # The first ranks' equal sums come before this one's.
+        room = k - sum(num_above for num_above, _ in counts)
         room -= sum(num_equal for _, num_equal in counts[:rank])
-        kept = torch.cat([above[at], equal[at][: max(0, room)]]).sort().values
-        with device_work():
-            one.keep(found[at].at(kept), scale)
+        kept.append(torch.cat([above[at], equal[at][: max(0, room)]]).sort().values)
+    return kept
 
 
 DIGITS = (6, 5, 5, 5, 5, 5)
@@ -101,6 +107,7 @@ def kth_largest(
         The k-th largest of each set, its smallest where it has fewer than k, 0 where it has none.
         Equal on all ranks.
     """
+    # Bits of numbers above 0, read as integers, are in the order of the numbers.
     bits = [one.view(torch.int32) for one in sizes]
     prefixes, wanted, shift = [0] * len(ks), list(ks), sum(DIGITS)
     for width in DIGITS:
@@ -110,6 +117,7 @@ def kth_largest(
             known = own[own >> (shift + width) == prefix]
             digits = (known >> shift) & ((1 << width) - 1)
             histograms[number] = torch.bincount(digits, minlength=1 << width)
+        # All buckets in one message: ranks wait for each other once a digit.
         add_up(histograms)
         for number, histogram in enumerate(histograms.tolist()):
             digit, wanted[number] = _digit(histogram, wanted[number])

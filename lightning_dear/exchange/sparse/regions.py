@@ -12,74 +12,57 @@ from torch import Tensor
 NUM_BINS = 256
 """Of a histogram of places: a KiB, which for 10,000 numbers is little beside them."""
 
-_DTYPES = {"histogram": torch.int32, "mean": torch.int64}
-"""How summaries travel: sums of places of many ranks are more than 32 bits hold."""
-
 
 def equal_regions(numel: int, num_regions: int) -> list[int]:
     """Where each region begins, and the end: all as long, but for rounding."""
     return [numel * region // num_regions for region in range(num_regions + 1)]
 
 
-def summary_of(
-    kind: str, places: Tensor, numel: int, num_regions: int, weights: Tensor | None = None
-) -> Tensor:
-    """What is to be added up over ranks, for `regions_of`.
+def summary_of(places: Tensor, numel: int, weights: Tensor | None = None) -> Tensor:
+    """A histogram of places, to be added up over ranks, for `regions_of`.
 
     Args:
-        kind: "histogram" or "mean": see `OkTopk.boundaries`.
-        places: [n] int64, ascending for "mean": what this rank has selected.
+        places: [n] int64: what this rank has selected.
         numel: Of the bucket.
-        num_regions: One for each rank.
-        weights: [n] int64, for "histogram", so that no device is waited for; None: 1 each.
+        weights: [n] int64, so that no device is waited for; None: 1 each.
 
     Returns:
-        [NUM_BINS or num_regions] int64.
+        [NUM_BINS] int64.
     """
-    if kind == "histogram":
-        bins = places * NUM_BINS // numel
-        if weights is None:
-            return torch.bincount(bins, minlength=NUM_BINS)
-        return weights.new_zeros(NUM_BINS).index_add_(0, bins, weights)
-    if not len(places):
-        return torch.tensor(equal_regions(numel, num_regions)[1:])
-    ends = [len(places) * region // num_regions for region in range(1, num_regions)]
-    return torch.cat([places[ends], torch.tensor([numel])])
+    bins = places * NUM_BINS // numel
+    if weights is None:
+        return torch.bincount(bins, minlength=NUM_BINS)
+    return weights.new_zeros(NUM_BINS).index_add_(0, bins, weights)
 
 
-def words_of_slice(kind: str, num_regions: int) -> int:
+def words_of_slice(num_regions: int) -> int:
     """Words of 4 bytes of each part into which `sliced` cuts a summary."""
-    numel = NUM_BINS if kind == "histogram" else num_regions
-    return -(-numel // num_regions) * _DTYPES[kind].itemsize // 4
+    return -(-NUM_BINS // num_regions)
 
 
-def sliced(kind: str, summary: Tensor, num_regions: int) -> Tensor:
+def sliced(summary: Tensor, num_regions: int) -> Tensor:
     """[num_regions, words] int32: a summary in as many parts, each for a rank that adds it up."""
-    width = -(-len(summary) // num_regions)
-    filled = summary.new_zeros(num_regions * width, dtype=_DTYPES[kind])
-    filled[: len(summary)] = summary
-    return filled.view(num_regions, width).view(torch.int32)
+    width = words_of_slice(num_regions)
+    filled = summary.new_zeros(num_regions * width, dtype=torch.int32)
+    filled[:NUM_BINS] = summary
+    return filled.view(num_regions, width)
 
 
-def added_up(kind: str, slices: Tensor) -> Tensor:
+def added_up(slices: Tensor) -> Tensor:
     """[words] int32: the same part of all ranks' summaries, [num_regions, words], added up."""
-    # In memory of its own, which starts where wider numbers may.
-    own = slices.contiguous().view(_DTYPES[kind])
-    return own.sum(0, dtype=_DTYPES[kind]).view(torch.int32)
+    return slices.sum(0, dtype=torch.int32)
 
 
-def put_together(kind: str, slices: Tensor, num_regions: int) -> Tensor:
-    """[NUM_BINS or num_regions] int64: the total, of [num_regions, words] int32 parts."""
-    total = slices.contiguous().view(_DTYPES[kind]).flatten().long()
-    return total[: NUM_BINS if kind == "histogram" else num_regions]
+def put_together(slices: Tensor) -> Tensor:
+    """[NUM_BINS] int64: the total, of [num_regions, words] int32 parts."""
+    return slices.flatten().long()[:NUM_BINS]
 
 
-def regions_of(kind: str, total: Tensor, numel: int, num_regions: int) -> Tensor:
+def regions_of(total: Tensor, numel: int, num_regions: int) -> Tensor:
     """Where each region begins, and the end, from all ranks' summaries; integers only.
 
     Args:
-        kind: As for the summaries.
-        total: [NUM_BINS or num_regions] int64, their sum.
+        total: [NUM_BINS] int64, their sum.
         numel: Of the bucket.
         num_regions: One for each rank.
 
@@ -87,8 +70,6 @@ def regions_of(kind: str, total: Tensor, numel: int, num_regions: int) -> Tensor
         [num_regions + 1] int64, on the device of `total`, which is not waited for.
     """
     equal = numel * torch.arange(num_regions + 1, device=total.device) // num_regions
-    if kind == "mean":
-        return torch.cat([equal[:1], total[:-1] // num_regions, equal[-1:]])
     # Both sides times num_regions, so that nothing is rounded before the end.
     reached = total.cumsum(0)
     wanted = reached[-1:] * torch.arange(1, num_regions, device=total.device)
@@ -97,6 +78,7 @@ def regions_of(kind: str, total: Tensor, numel: int, num_regions: int) -> Tensor
     begin, end = (-(-numel * edge // NUM_BINS) for edge in (number, number + 1))
     part = wanted - (reached[number] - inside) * num_regions
     inner = begin + (end - begin) * part // (inside * num_regions).clamp_(min=1)
+    # Where nobody has selected anything, quantiles say nothing.
     return torch.where(reached[-1:] > 0, torch.cat([equal[:1], inner, equal[-1:]]), equal)
 
 

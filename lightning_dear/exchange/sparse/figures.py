@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,8 +23,6 @@ class Tally:
         words_sent: Values and places, of 4 bytes, that left this rank.
         words_received: Those that came.
         most_words: What either is at most.
-        off_squared: |topk(sum of acc) - u|^2, where that was measured.
-        gradient_squared: |sum of g / P|^2, likewise; else 0.
         num_reached: Sums that have reached the last step's global threshold; 0 in an exact step.
         num_held_back: What of these owners have not kept, as their shares of k were fewer.
     """
@@ -38,8 +35,6 @@ class Tally:
     words_sent: int = 0
     words_received: int = 0
     most_words: float = 0.0
-    off_squared: float = 0.0
-    gradient_squared: float = 0.0
     num_reached: int = 0
     num_held_back: int = 0
 
@@ -54,14 +49,12 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     last global threshold that owners have kept there, as their shares of k were fewer. "imbalance":
     what the owner of most has kept, over the mean.
     "share_of_bound": words sent or received, the more of them, over `SparseAllReduce.most_words`.
-    "xi": |topk(sum of acc) - u| / |mean gradient|, of the last step in which `OkTopk.xi_every` had
-    it measured; Ok-Topk converges as dense SGD does where that is small beside the number of ranks
-    (assumption 1).
     """
     selected = sum(int(one.num_selected) for one in tallies)
     sent = sum(int(one.num_sent) for one in tallies)
     words = max(sum(one.words_sent for one in tallies), sum(one.words_received for one in tallies))
     counts = [(int(one.most_kept), int(one.num_kept)) for one in tallies]
+    # Baselines keep nothing in particular: what they send has arrived.
     kept = [(most, count) for most, count in counts if count]
     figures = {
         "num_wanted": float(sum(one.num_wanted for one in tallies)),
@@ -74,7 +67,4 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
         figures["imbalance"] = max(most * world_size / count for most, count in kept)
         held_back = sum(one.num_held_back for one in tallies)
         figures["owners_held_back"] = held_back / (sum(one.num_reached for one in tallies) or 1)
-    gradient_squared = sum(one.gradient_squared for one in tallies)
-    if gradient_squared:
-        figures["xi"] = math.sqrt(sum(one.off_squared for one in tallies) / gradient_squared)
     return figures

@@ -1,4 +1,4 @@
-"""Sparse exchanges that give every rank the whole mean in backward, and gather nothing.
+"""Ok-Topk's baselines that give every rank the whole mean in backward, and gather nothing.
 
 gradients / P + residual -> selection -> to all ranks -> sum, on every rank          (TopkA)
 gradients / P + residual -> selection -> up a tree, k of the sums -> back down it    (gTopk)
@@ -15,11 +15,11 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.work import Work
 from lightning_dear.compression import SparseAllReduce
-from lightning_dear.exchange.compressed import CompressedExchange, LossScale
+from lightning_dear.exchange.compressed import CompressedExchange, LossScale, Sending
 from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.exchange.entries import Entries, added, is_among, unpacked
-from lightning_dear.exchange.sparse import compression_ratio, not_empty, sum_up
-from lightning_dear.exchange.sparse_bucket import SparseBucket, check_buckets
+from lightning_dear.exchange.sparse.bucket import SparseBucket, compression_ratio, not_empty
+from lightning_dear.exchange.sparse.entries import Entries, added, is_among, unpacked
+from lightning_dear.exchange.sparse.selection import check_buckets
 from lightning_dear.telemetry.device_work import device_work
 
 
@@ -55,34 +55,31 @@ class WholeSparseExchange(CompressedExchange):
 
     @override
     def expect_reduce(self, bucket: Bucket) -> None:
-        one, number = self.coded[bucket.number], self.first_number + bucket.number
+        one = self.coded[bucket.number]
         if not one.is_sparse:
             self._dense.expect_reduce(bucket)
         elif not self._is_tree:
-            self.collectives.expect_messages("reduce_scatter", one.incoming, number)
+            one.expect("reduce_scatter", self.first_number + bucket.number)
 
     @override
-    def launch_reduce(self, bucket: Bucket) -> Work:
-        """Selects of the bucket's gradients, and starts sending that. Does not block."""
-        one, scale = self.coded[bucket.number], self._loss_scale()
+    def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
+        """Selects of the bucket's gradients; what is large goes to all ranks, or up the tree."""
+        one, number = self.coded[bucket.number], self.first_number + bucket.number
         if not one.is_sparse:
-            with device_work():
-                self._look_for_inf(one.flushed(scale))
-            return self._dense.launch_reduce(bucket)
-        with device_work():
-            waiting = one.accumulated(scale)
-            selected = one.select(waiting)
-            self._look_for_inf(not_empty(selected))
-            waiting.index_fill_(0, selected.places, 0.0)
-            own = selected.times(scale)
+            self._look_for_inf(one.flushed(scale))
+            return Sending(partial(self._dense.launch_reduce, bucket))
+        waiting = one.accumulated(scale)
+        selected = one.select(waiting)
+        self._look_for_inf(not_empty(selected))
+        # All of it arrives, whatever others have selected.
+        waiting.index_fill_(0, selected.places, 0.0)
+        own = selected.times(scale)
         if self._is_tree:
-            return Work(partial(self._through_tree, one, own, scale))
-        everybody = range(self.collectives.world_size)
-        messages = dict.fromkeys(everybody, own.packed())
-        one.note_sent(messages, "reduce_scatter", one.incoming)
-        place = everybody, one.incoming, self.first_number + one.number
-        work = self.collectives.launch_messages("reduce_scatter", messages, *place)
-        return Work(work.wait, partial(sum_up, one))
+            # Its rounds come after backward, when somebody waits.
+            return Sending(lambda: Work(partial(self._through_tree, one, own, scale)))
+        messages = dict.fromkeys(range(self.collectives.world_size), own.packed())
+        launch = partial(one.launch, "reduce_scatter", messages, one.incoming, number)
+        return Sending(launch, one.sum_up)
 
     # --- gTopk ------------------------------------------------------------------------------------
 
@@ -104,7 +101,7 @@ class WholeSparseExchange(CompressedExchange):
             received = self._receive(one, child)
             with device_work():
                 total = added(own, received)
-                own = total.largest(one.k)
+                own = total.largest(one.selection.k)
                 is_left = ~is_among(total.places.long(), own.places.long(), one.spec.padded_numel)
                 left = total.numbers[is_left] if scale is None else total.numbers[is_left] / scale
                 one.worker.put_back(total.places[is_left].long(), left)

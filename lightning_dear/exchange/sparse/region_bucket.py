@@ -1,10 +1,12 @@
-"""An owned bucket whose messages are as long as what is in them: Ok-Topk's, and TopkDSA's."""
+"""A bucket that is cut into regions, in messages that are as long as what is in them.
+
+Ok-Topk's, and TopkDSA's.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,12 +14,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.collectives.work import SELECTION_NUMBERS, Collectives, uncounted
-from lightning_dear.compression import Compressor, OkTopk, SparseAllReduce
+from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.compression import Compressor, SparseAllReduce
 from lightning_dear.compression.selectors import all_reaching
-from lightning_dear.exchange.entries import Entries, joined, unpacked
-from lightning_dear.exchange.owned_bucket import OwnedBucket
-from lightning_dear.exchange.regions import (
+from lightning_dear.exchange.sparse.bucket import Launch, SparseBucket
+from lightning_dear.exchange.sparse.entries import Entries, joined, unpacked
+from lightning_dear.exchange.sparse.regions import (
     Report,
     Shares,
     added_up,
@@ -28,6 +30,8 @@ from lightning_dear.exchange.regions import (
     summary_of,
     words_of_slice,
 )
+from lightning_dear.exchange.sparse.selection import Selection
+from lightning_dear.exchange.sparse.sent import Sent, is_selected
 
 LOOKED_AT_FIRST = 0.95
 """Of the last threshold: most owners find their share among the sums of at least so much."""
@@ -40,23 +44,19 @@ class _Step(NamedTuple):
     """What is settled when a step's selection begins, and holds until all of it has arrived.
 
     Attributes:
-        codec: Another one may be in use when the last messages arrive.
-        k: How many numbers are wanted.
-        most_owned: Most that one owner keeps.
+        selection: Another one may be in use when the last messages arrive.
         regions: Where each rank's region begins, and the end.
         is_exact: Whether owners find the k largest of all sums.
         num_summed: Words of a slice of the summaries that are added up; 0: none.
     """
 
-    codec: Compressor
-    k: int
-    most_owned: int
+    selection: Selection
     regions: Sequence[int]
     is_exact: bool
     num_summed: int
 
 
-class RegionBucket(OwnedBucket):
+class RegionBucket(SparseBucket):
     """For gloo: how many numbers travel is looked up, and said.
 
     What all ranks have to know for the next step travels as notes in the messages of this one: in
@@ -65,7 +65,9 @@ class RegionBucket(OwnedBucket):
 
     Attributes:
         regions: Where each rank's region begins in the next step, and the end.
+        has_regions: Whether regions follow anybody's selections.
         shares: How many numbers each owner keeps in it.
+        chosen: [n] int64: what this rank's region keeps.
     """
 
     def __init__(
@@ -76,8 +78,9 @@ class RegionBucket(OwnedBucket):
         *,
         is_encoded: bool,
     ) -> None:
-        # Of what is under way, whatever is loaded meanwhile.
-        self._step: _Step | None = None
+        # Of what is under way, whatever is loaded meanwhile; none of equal regions.
+        self._under_way: _Step | None = None
+        self.chosen = torch.empty(0, dtype=torch.int64, device=bucket.mean.device)
         # False from a change of codec to the next selection: on one rank messages of the old k
         # arrive before the change and on another one after it, so they must change no shares.
         self._follows_shares = True
@@ -107,7 +110,7 @@ class RegionBucket(OwnedBucket):
         # Of mode "static" the second number is no threshold.
         super().steer(steering[:2] if is_alike or not own else steering.new_tensor([count, 0.0]))
         # Another compressor has saved something else, and others need equal regions.
-        is_alike = is_alike and isinstance(self.configured, OkTopk)
+        is_alike = is_alike and self.configured.is_regional
         if not is_alike or own[-1] != self.spec.padded_numel:
             return
         num_owners = self._world_size
@@ -120,46 +123,28 @@ class RegionBucket(OwnedBucket):
     @property
     def _size(self) -> list[float]:
         """What shares are of."""
-        return [self.k, self.most_owned] if isinstance(self.codec, OkTopk) else [0, 0]
+        regional = self.selection.is_regional
+        return [self.selection.k, self.selection.most_owned] if regional else [0, 0]
 
     # --- how many --------------------------------------------------------------------------------
 
     @property
     @override
-    def most_sent(self) -> int:
-        """Most numbers of one rank in one region."""
-        cap = self.codec.message_cap if isinstance(self.codec, OkTopk) else math.inf
-        return super().most_sent if cap == math.inf else int(cap * self.k / self._world_size)
-
-    @property
-    @override
-    def most_owned(self) -> int:
-        if not isinstance(self.codec, OkTopk):
-            return self.spec.padded_numel // self._world_size
-        return int(min(self.k, self.codec.owner_cap * self.k / self._world_size))
-
-    @property
-    @override
     def _most_notes(self) -> int:
-        if not isinstance(self.codec, OkTopk):
+        if not self.selection.is_regional:
             return 0
-        return NUM_REPORTED + words_of_slice(self.codec.boundaries, self._world_size)
+        return NUM_REPORTED + words_of_slice(self._world_size)
 
     @override
     def notes_in(self, lane: str) -> int:
-        if self._step is None:
+        if self._under_way is None:
             return 0
-        return self._step.num_summed + (NUM_REPORTED if lane == "all_gather" else 0)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether owners are to find the k largest of all sums in the step under way."""
-        return self._step is not None and self._step.is_exact
+        return self._under_way.num_summed + (NUM_REPORTED if lane == "all_gather" else 0)
 
     @property
     def region(self) -> slice:
         """Where this rank's region lies in the bucket."""
-        step = self._step if self.is_sparse else None
+        step = self._under_way if self.is_sparse else None
         regions = self._shards if step is None else step.regions
         return slice(regions[self._rank], regions[self._rank + 1])
 
@@ -181,50 +166,46 @@ class RegionBucket(OwnedBucket):
     def select(self, waiting: Tensor) -> Entries:
         selected = super().select(waiting)
         self._follows_shares = True
-        if isinstance(self.codec, OkTopk):
-            is_exact = self.shares.threshold <= 0 or self.is_due(self.codec.tau_prime)
-            num_words = words_of_slice(self.codec.boundaries, self._world_size)
-            num_summed = num_words if self.are_regions_due else 0
-            size = self.k, self.most_owned
-            self._step = _Step(self.codec, *size, self.regions, is_exact, num_summed)
-        else:
-            self._step = None
+        self._under_way = None
+        if self.selection.is_regional:
+            is_exact = self.shares.threshold <= 0 or self.sparse.is_exact(self._step)
+            is_due = self.sparse.are_regions_due(self._step) or not self.has_regions
+            num_summed = words_of_slice(self._world_size) if is_due else 0
+            self._under_way = _Step(self.selection, self.regions, is_exact, num_summed)
         return selected
 
-    @override
-    def messages(
-        self, waiting: Tensor, selected: Entries, scale: Tensor | None
-    ) -> dict[int, Tensor]:
-        sent = [part.largest(self.most_sent) for part in selected.cut(self.regions)]
+    def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> Launch:
+        """Cuts `selected`, which is of `waiting`, into each owner's, and notes what is sent."""
+        sent = [part.largest(self.selection.most_sent) for part in selected.cut(self.regions)]
         num_sent = sum(len(part.places) for part in sent)
         # Where no cap binds, all of it is sent.
-        self._standing.append(selected if num_sent == len(selected.places) else joined(sent))
+        is_all = num_sent == len(selected.places)
+        self._sent.standing.append(selected if is_all else joined(sent))
         notes = self._notes_to_owners(selected.places, len(waiting))
         messages = {rank: part.times(scale).packed(notes[rank]) for rank, part in enumerate(sent)}
         self.tally.num_sent = num_sent
-        return messages
+        return partial(self.launch, "reduce_scatter", messages, self.incoming)
 
     def _notes_to_owners(self, places: Tensor, numel: int) -> Tensor:
         """[world_size, words] int32: a slice of the summary for each, where regions are due."""
         if not self.notes_in("reduce_scatter"):
             return torch.empty((self._world_size, 0), dtype=torch.int32)
-        kind, shape = self.ok.boundaries, (numel, self._world_size)
-        return sliced(kind, summary_of(kind, places, *shape), self._world_size)
+        return sliced(summary_of(places, numel), self._world_size)
 
     @override
     def sum_up(self) -> None:
         super().sum_up()
         if num_notes := self.notes_in("reduce_scatter"):
             slices = self.incoming[:, 1 : 1 + num_notes]
-            self._total_slice = added_up(self.ok.boundaries, slices)
+            self._total_slice = added_up(slices)
 
-    @override
     def clear_others(self) -> None:
+        """Makes the mean 0 outside this rank's region."""
         self.bucket.mean[: self.region.start].zero_()
         self.bucket.mean[self.region.stop :].zero_()
 
-    @override
     def take_back(self) -> Tensor:
+        """Leaves of the mean what was chosen; a bool: whether there was more in this region."""
         own = self._selected_from
         kept = own[self.chosen - self.region.start]
         own[self.chosen - self.region.start] = 0.0
@@ -241,13 +222,22 @@ class RegionBucket(OwnedBucket):
         places = all_reaching(own, floor)
         return Entries(places + self.region.start, own.index_select(0, places).float())
 
-    def keep_share(self, scale: float) -> None:
-        """Keeps this owner's share of k, the largest of its sums.
+    def choose(self, scale: float) -> Entries | None:
+        """Keeps this owner's share of k, the largest of its sums; or all, if nothing is selected.
 
         Args:
             scale: What sums are multiplied by.
+
+        Returns:
+            Those of which all ranks have to agree what is kept, in `keep`; None: it is kept.
         """
-        quota = min(self.shares.quotas[self._rank], self.most_owned)
+        if self._under_way is not None and not self._under_way.is_exact:
+            self._keep_share(scale)
+            return None
+        return self.sums().largest(self.selection.most_owned)
+
+    def _keep_share(self, scale: float) -> None:
+        quota = min(self.shares.quotas[self._rank], self.selection.most_owned)
         threshold = self.shares.threshold * scale
         found = self.sums(LOOKED_AT_FIRST * threshold)
         if len(found.places) < quota:
@@ -264,30 +254,39 @@ class RegionBucket(OwnedBucket):
             num_reached: How many sums have reached the threshold; None: those that are chosen.
         """
         own, places = self._selected_from, chosen.places - self.region.start
-        self._rejected = own.index_fill(0, places, 0.0)
+        self._left_out.append((self.region, own.index_fill(0, places, 0.0)))
         own.zero_().index_copy_(0, places, chosen.numbers.to(own.dtype))
         self.chosen, count = chosen.places, len(places)
         smallest = float(chosen.numbers.abs().min()) / scale if count else 0.0
         self._report = Report(count, count if num_reached is None else num_reached, smallest)
 
     @property
-    @override
     def _selected_from(self) -> Tensor:
+        """A view of the mean: where this rank selects."""
         return self.bucket.mean[self.region]
 
     # --- the gather half --------------------------------------------------------------------------
 
-    @override
     def message(self) -> Tensor:
+        """[n] int32: what all ranks are to get of this rank's region; see `gathered`."""
         entries = Entries(self.chosen, self.bucket.mean.index_select(0, self.chosen).float())
-        if self._step is None:
+        if self._under_way is None:
             return entries.packed()
         reached = torch.tensor([self._report.num_reached], dtype=torch.int32)
         smallest = torch.tensor([self._report.smallest], dtype=torch.float32).view(torch.int32)
-        return entries.packed(reached, smallest, self._total_slice[: self._step.num_summed])
+        return entries.packed(reached, smallest, self._total_slice[: self._under_way.num_summed])
 
-    @override
+    def spread(self, message: Tensor, gathered: Tensor, number: int) -> Work:
+        """Starts sending `message` to all ranks, and everybody's into `gathered`."""
+        messages = dict.fromkeys(range(self._world_size), message)
+        return self.launch("all_gather", messages, gathered, number)
+
     def write(self, gathered: Tensor) -> Tensor:
+        """Makes what owners have sent the bucket's gradients.
+
+        Returns:
+            [n] int64: its places.
+        """
         num_notes = self.notes_in("all_gather")
         whole = joined([unpacked(row, num_notes) for row in gathered])
         # Also the mean: 0 everywhere but where this rank's own part is written once more.
@@ -297,21 +296,32 @@ class RegionBucket(OwnedBucket):
         self._has_zeros = bool((numbers == 0).any())
         return places
 
-    @override
-    def _has_arrived(self, sent: Entries, selected: Tensor) -> Tensor:
-        if self._has_zeros:
-            return super()._has_arrived(sent, selected)
-        # Nothing else is in the bucket's gradients now.
-        is_written = self.bucket.gradients.index_select(0, sent.places) != 0
-        return is_written & (sent.numbers != 0) if self._unused else is_written
+    def settle(self, sent: Sent, selected: Tensor) -> None:
+        """Notes what of `sent` has arrived, once `write` has written it and told its places."""
 
-    @override
+        def has_arrived(one: Entries) -> Tensor:
+            if self._has_zeros:
+                return is_selected(one, selected, self.spec.padded_numel)
+            # Nothing else is in the bucket's gradients now.
+            is_written = self.bucket.gradients.index_select(0, one.places) != 0
+            return is_written & (one.numbers != 0) if self._unused else is_written
+
+        sent.settle(self.worker, has_arrived)
+
+    def settle_all(self, sent: Sent) -> None:
+        """The same where all sums travel, without places, so that all that was sent arrives."""
+        sent.settle_all(self.worker)
+        others = self.spec.padded_numel // self._world_size * (self._world_size - 1)
+        self.tally.words_sent += others
+        self.tally.words_received += others
+
     def note_gathered(self, gathered: Tensor) -> None:
+        """Counts what owners have sent in the tally, and hears what they report."""
         heads = gathered[:, : 1 + self.notes_in("all_gather")]
         counts = self.note_received(heads)
         self.tally.num_kept, self.tally.most_kept = sum(counts), max(counts)
-        if self._step is not None:
-            self._hear(self._step, counts, heads[:, 1:])
+        if self._under_way is not None:
+            self._hear(self._under_way, counts, heads[:, 1:])
 
     def _hear(self, step: _Step, counts: Sequence[int], notes: Tensor) -> None:
         """What owners have told all ranks says how the next step is made.
@@ -325,52 +335,15 @@ class RegionBucket(OwnedBucket):
         told = zip(counts, notes[:, 0].tolist(), smallest, strict=True)
         reports = [Report(*one) for one in told]
         if self._follows_shares:
-            cap, is_exact = step.most_owned, step.is_exact
-            self.shares = self.shares.after(reports, step.k, cap, is_exact=is_exact)
+            k, cap = step.selection.k, step.selection.most_owned
+            self.shares = self.shares.after(reports, k, cap, is_exact=step.is_exact)
         if not step.is_exact:
             self.tally.num_reached = sum(one.num_reached for one in reports)
             beyond = [one.num_reached - one.num_kept for one in reports]
             self.tally.num_held_back = sum(max(0, count) for count in beyond)
         if step.num_summed:
-            assert isinstance(step.codec, OkTopk)
-            kind, shape = step.codec.boundaries, (self.spec.padded_numel, self._world_size)
-            total = put_together(kind, notes[:, NUM_REPORTED:], self._world_size)
-            regions = regions_of(kind, total, *shape).tolist()
+            total = put_together(notes[:, NUM_REPORTED:])
+            numel, num_regions = self.spec.padded_numel, self._world_size
+            regions = regions_of(total, numel, num_regions).tolist()
             self.has_regions |= regions != self.regions
             self.regions = regions
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a rank had of a bucket before it selected.
-
-    Attributes:
-        waiting: acc, without a loss scale.
-        gradients: g / P, likewise.
-    """
-
-    waiting: Tensor
-    gradients: Tensor
-
-
-def measure(
-    seen: Sequence[tuple[OwnedBucket, Seen]],
-    collectives: Collectives,
-    first_number: int,
-    scale: Tensor | None,
-) -> None:
-    """Writes |topk(sum of acc) - u|^2 and |sum of g / P|^2 into the tallies of these buckets.
-
-    All ranks call, once owners have chosen; blocks. Sends three times as much as a dense step.
-    """
-    number = SELECTION_NUMBERS + first_number
-    with uncounted(collectives):
-        for one, own in seen:
-            u = one.bucket.mean.float()
-            u = u.clone() if scale is None else u / scale
-            for numbers in (own.waiting, own.gradients, u):
-                collectives.launch_all_reduce(numbers, number).wait()
-            off, places = u, own.waiting.abs().topk(one.k, sorted=False).indices
-            off[places] -= own.waiting[places]
-            squares = (torch.linalg.vector_norm(each) ** 2 for each in (off, own.gradients))
-            one.tally.off_squared, one.tally.gradient_squared = map(float, squares)
