@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -96,6 +97,9 @@ ROOMS = {
     "torch_modes": Room(),
 }
 """The one table of who may import whom, top-down like the package itself."""
+
+# Private names of torch and Lightning that classes of ours have, too.
+THEIRS = {"_launcher", "_optimizer", "_parameters", "_strategy"}
 
 DO_NOT_TRAIN = ("apps", "studies", "simulator", "workloads", "emulation")
 
@@ -306,6 +310,47 @@ def forbidden_in(file: Path) -> list[str]:
     }
     found = [name for name in sorted(names) if any(belongs_to(name, one) for one in forbidden)]
     return [f"{path_of(file)} imports {name}" for name in found]
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """What classes call their own: attributes that are set on `self`, and methods."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, Function):
+            yield node.name
+
+
+def private_reads(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Attributes with one underscore in front, of anything but `self`, `cls` and `super()`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            owner = ast.unparse(node.value)
+            if not node.attr.startswith("__") and owner not in ("self", "cls", "super()"):
+                yield node
+
+
+def test_no_private_attribute_of_another_object_is_read() -> None:
+    trained = [file for file in FILES if room_in(file) not in DO_NOT_TRAIN]
+    ours = {name for file in FILES for name in private_names(tree_of(file))} - THEIRS
+    found = [
+        f"{path_of(file)}:{node.lineno} {ast.unparse(node)}"
+        for file in trained
+        for node in private_reads(tree_of(file))
+        if node.attr in ours
+    ]
+    assert found == []
+
+
+def test_the_strategy_loads_no_library_that_few_need() -> None:
+    few = {"hydra", "omegaconf", "sklearn", "torch.distributed.checkpoint"}
+    code = (
+        f"import sys, lightning_dear; lightning_dear.DearStrategy;print(*{few} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
 
 
 def test_the_table_has_no_circles() -> None:

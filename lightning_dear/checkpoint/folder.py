@@ -18,14 +18,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_dear.checkpoint.format import check, stamp
+from lightning_dear.checkpoint.format import METADATA_FILE, check, stamp
 from lightning_dear.checkpoint.sharded_state import Chunk
-from lightning_dear.checkpoint.storage import METADATA_FILE, Stored, read_tensors, write_tensors
 from lightning_dear.checkpoint.tree import TakenApart, put_together, take_apart
+
+if TYPE_CHECKING:
+    from lightning_dear.checkpoint.storage import Stored
 
 SKELETON_FILE = "checkpoint.pt"
 """What is no large tensor; written by rank 0."""
@@ -47,6 +49,9 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
         ValueError: If `path` is no local path.
         CheckpointException: On all ranks, if writing failed on any.
     """
+    # Here, because torch.distributed.checkpoint takes long to import and few write folders.
+    from lightning_dear.checkpoint.storage import write_tensors
+
     target = _local(path)
     taken = take_apart(checkpoint)
     folder = _beside(target, "saving")
@@ -68,6 +73,8 @@ def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any
         FileNotFoundError: If there is no such folder.
         ValueError: If it is incomplete, damaged, or of an unknown format.
     """
+    from lightning_dear.checkpoint.storage import read_tensors
+
     folder = _existing(path)
     for name in (METADATA_FILE, SKELETON_FILE):
         if not (folder / name).exists():
@@ -116,6 +123,8 @@ def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None =
 
 
 def _stored(taken: TakenApart) -> dict[str, Stored]:
+    from lightning_dear.checkpoint.storage import Stored
+
     whole = {
         name: Stored(taken.stand_ins[name], [Chunk(0, tensor)], name not in taken.replicated)
         for name, tensor in taken.whole.items()

@@ -1,4 +1,4 @@
-"""The format number that every checkpoint of ours carries, so that a later one can be refused."""
+"""What marks a checkpoint as ours: its format number, so that a later one can be refused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ KEY = "lightning_dear"
 
 FORMAT = 1
 """Of what is written now. Grows when what older versions would read wrongly is written."""
+
+METADATA_FILE = ".metadata"
+"""torch.distributed.checkpoint's own; a folder without it is not a complete checkpoint."""
 
 READABLE = (1,)
 """Format numbers that can be read."""

@@ -37,10 +37,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_collectiv
 from typing_extensions import override
 
 from lightning_dear.bucket import as_flat, storage_strides
+from lightning_dear.checkpoint.format import METADATA_FILE
 from lightning_dear.checkpoint.sharded_state import Chunk
-
-METADATA_FILE = ".metadata"
-"""torch.distributed.checkpoint's own; a folder without it is not a complete checkpoint."""
 
 MAX_CHUNK_NUMEL = 1 << 22
 """Longer chunks are cut: one at a time is copied to the CPU, written or read."""

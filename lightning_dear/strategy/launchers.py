@@ -5,6 +5,8 @@ the whole sweep, so that each child runs all of it in a folder of its own. Here 
 the overrides of the one job that is running, and that job's folder.
 """
 
+from __future__ import annotations
+
 import atexit
 import logging
 import os
@@ -16,11 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydra.conf import HydraConf
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies import Strategy
@@ -34,6 +33,9 @@ from typing_extensions import override
 from lightning_dear.strategy.failures.board import REPORT_WAIT_S, is_consequence
 from lightning_dear.strategy.failures.signals import call_if_unheard
 from lightning_dear.strategy.failures.watch import dump_stacks, first_failure
+
+if TYPE_CHECKING:
+    from hydra.conf import HydraConf
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +166,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
         self.procs = [self._start(local_rank) for local_rank in range(1, self.num_processes)]
 
-    def _start(self, local_rank: int) -> "subprocess.Popen[bytes]":
+    def _start(self, local_rank: int) -> subprocess.Popen[bytes]:
         command, cwd = child_command(local_rank)
         own = {"LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
         return subprocess.Popen(command, env={**os.environ, **own}, cwd=cwd)
@@ -244,9 +246,11 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
     Args:
         local_rank: The child's rank on this host; only the name of its log file depends on it.
     """
-    if not HydraConfig.initialized():
+    # Not imported: where no one has loaded Hydra, no job of its runs.
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    if hydra is None or not hydra.HydraConfig.initialized():
         return [*_program(Path.cwd()), *sys.argv[1:]], None
-    config = HydraConfig.get()
+    config = hydra.HydraConfig.get()
     cwd = config.runtime.cwd
     return [*_program(Path(cwd)), *job_arguments(config, local_rank)], cwd
 
@@ -272,12 +276,12 @@ def job_arguments(config: HydraConf, local_rank: int) -> list[str]:
         "hydra.output_subdir=null",
         f"hydra.job.name={_quoted(f'{config.job.name}_rank{local_rank}')}",
     ]
-    if config.mode == RunMode.MULTIRUN:
+    if config.mode is not None and config.mode.name == "MULTIRUN":
         arguments += [f"hydra.job.num={config.job.num}", f"hydra.job.id={_quoted(config.job.id)}"]
     return arguments
 
 
-def end_processes(processes: Sequence["subprocess.Popen[bytes]"], grace_s: float) -> list[int]:
+def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> list[int]:
     """Wait for the processes, kill those that outlive ``grace_s`` seconds, return exit codes.
 
     Args:
