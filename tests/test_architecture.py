@@ -111,6 +111,7 @@ OTHER_TESTS = {
     "lightning",
     "conf",
     "gpu",
+    "net",
     "netns",
     "benchmarks",
     "mutations",
