@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor
-from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
+from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline, StepState
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.trained_parameters import check_layout
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
@@ -290,8 +290,10 @@ class Pipeline:
 
         The optimizers' state stays here, sharded, for `optimizer_state_dict`. After an exception
         (see `abandon`) a gather that fails is warned about instead of raised, so that it does not
-        hide what happened first.
+        hide what happened first. Idempotent.
         """
+        if all(part.state is StepState.ENDED for part in self.parts):
+            return
         if not self._is_abandoned:
             for part in self.parts:
                 part.drop_gradients()

@@ -147,8 +147,9 @@ class Steps(RuleBasedStateMachine):
     def detach(self) -> None:
         if self.expected is StepState.ENDED:
             return
-        self.pipeline.detach()
-        self._check(StepState.ENDED)
+        for _ in range(2):
+            self.pipeline.detach()
+            self._check(StepState.ENDED)
 
     @precondition(lambda self: self.expected is StepState.ENDED)
     @rule()
