@@ -15,9 +15,9 @@ from torch.nn import Module, Parameter
 from lightning_dear.bucket import FlatBuffers, allocate
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
-from lightning_dear.engine.gatherer import LimitedGathers, ParameterGatherer
+from lightning_dear.engine.gradient_reducer import GradientReducer
+from lightning_dear.engine.parameter_gatherer import LimitedGathers, ParameterGatherer
 from lightning_dear.engine.read_order import ForwardRecorder, ReadMode
-from lightning_dear.engine.reducer import GradientReducer
 from lightning_dear.engine.trained_parameters import TrainedParameters, tensor_specs
 from lightning_dear.exchange import Exchange, LossScale, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions

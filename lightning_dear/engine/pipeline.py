@@ -4,12 +4,12 @@
        |______ during backward ______|      |__ once a step __|     |_ during the next forward _|
 
 1. backward: every gradient is copied into its bucket; a full bucket's reduce-scatter is launched,
-   in plan order (`reducer.py`).
+   in plan order (`gradient_reducer.py`).
 2. step: when the last reduce-scatter is in, the user's optimizer steps this rank's shards bucket by
    bucket, in the order in which forward needs them, and each bucket's all-gather is launched as
    soon as it is stepped (`optimizers/sharded.py`).
 3. next forward: a module that reads a parameter waits for its bucket, not for the others
-   (`gatherer.py`, `gate.py`).
+   (`parameter_gatherer.py`, `gate.py`).
 
 A plan may name two kinds of exceptions: *early* buckets are stepped and gathered while backward
 still runs (`early_steps.py`); *all-reduced* ones are summed whole in backward, stepped whole by
@@ -20,7 +20,7 @@ compressor makes of them (`compression/`). With `gather="gradients"` mean gradie
 and every rank steps whole tensors when they have arrived (`optimizers/replicated.py`).
 
 The first step is recorded instead (`read_order.py`): its order of reads and gradients makes the
-plan. Each optimizer has a plan and these phases of its own (`optimizer_pipeline.py`); here is what
+plan. Each optimizer has a plan and these phases of its own (`step.py`); here is what
 they share. This file and all below it know torch, not Lightning.
 """
 
@@ -38,8 +38,8 @@ from torch.optim import Optimizer
 
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor
-from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline, StepState
 from lightning_dear.engine.read_order import has_compiled_region
+from lightning_dear.engine.step import OptimizerPipeline, StepState
 from lightning_dear.engine.trained_parameters import check_layout
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import FusionPlanner

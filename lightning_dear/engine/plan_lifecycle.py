@@ -20,8 +20,8 @@ from lightning_dear.engine.active_plan import (
     agree_on_plan,
     agree_on_recording,
 )
+from lightning_dear.engine.gradient_reducer import on_each_gradient
 from lightning_dear.engine.read_order import ForwardRecorder
-from lightning_dear.engine.reducer import on_each_gradient
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale
 from lightning_dear.exchange.options import ExchangeOptions

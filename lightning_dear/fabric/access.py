@@ -11,8 +11,8 @@ from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.fabric.module import DearModule
 from lightning_dear.planning import BucketPlan
 from lightning_dear.telemetry.statistics import StepStatistics

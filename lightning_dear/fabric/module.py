@@ -17,8 +17,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.step import OptimizerPipeline
 
 _PART = "_lightning_dear_part"
 """Attribute of an optimizer that was set up."""

@@ -23,12 +23,12 @@ from lightning_dear.planning import (
 from lightning_dear.planning.all_reduce import everything_all_reduced
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.gradient_order import backward_order
+from lightning_dear.simulator.fsdp2_units import in_units
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.partitioned import partitioned_program
 from lightning_dear.simulator.program import BACKWARD, FORWARD, STEP, Compute, Program
 from lightning_dear.simulator.schedule import Schedule
 from lightning_dear.simulator.simulate import simulate
-from lightning_dear.simulator.units import in_units
 from lightning_dear.simulator.workload import Workload
 
 MIB = 1 << 20

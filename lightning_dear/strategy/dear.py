@@ -35,8 +35,8 @@ from lightning_dear.checkpoint.folder import is_folder, load, remove, save
 from lightning_dear.checkpoint.format import KEY, check, forget_masters, stamp
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
-from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
 from lightning_dear.planning import (
     BucketPlan,

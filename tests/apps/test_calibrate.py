@@ -15,8 +15,8 @@ from lightning_dear.apps.plan.config import bounds_of, measured_network, network
 from lightning_dear.apps.plan.measured_costs import Costs, cluster_of, summary
 from lightning_dear.planning import LinkCost
 from lightning_dear.simulator import Curve, Link
+from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import load_workload
-from lightning_dear.simulator.units import units_of
 from lightning_dear.tuning.link_cost import Spread
 from tests.apps.test_train import QUICK, run
 from tests.planning.models import chain

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dear.checkpoint.folder import load, save
-from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
+from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from tests.checkpoint.test_distributed_checkpoint import assert_equal as assert_same

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.collectives.work import Work
-from lightning_dear.engine.gatherer import _NUM_EXPECTED_AHEAD, ParameterGatherer
+from lightning_dear.engine.parameter_gatherer import _NUM_EXPECTED_AHEAD, ParameterGatherer
 
 
 class _Exchange:

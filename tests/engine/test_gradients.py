@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed

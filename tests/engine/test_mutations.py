@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dear.engine import gatherer, reducer
+from lightning_dear.engine import gradient_reducer, parameter_gatherer
 from lightning_dear.optimizers import sharded
 from tests.distributed.harness import run_ranks
 from tests.training.delays import Delays
@@ -30,19 +30,19 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     # What is removed: a model that shows it, and how it is removed.
-    "gate": ("functional", lambda: mock.patch.object(gatherer, "close_gate", _nothing)),
+    "gate": ("functional", lambda: mock.patch.object(parameter_gatherer, "close_gate", _nothing)),
     "pre-forward wait": (
         "held_list",
-        lambda: mock.patch.object(gatherer._WaitBeforeForward, "__call__", _nothing),
+        lambda: mock.patch.object(parameter_gatherer._WaitBeforeForward, "__call__", _nothing),
     ),
     "every wait": (
         "mlp",
-        lambda: mock.patch.object(gatherer.ParameterGatherer, "complete", _without_wait),
+        lambda: mock.patch.object(parameter_gatherer.ParameterGatherer, "complete", _without_wait),
     ),
     "counting of gradients": (
         "reentrant",
         lambda: mock.patch.object(
-            reducer.GradientReducer,
+            gradient_reducer.GradientReducer,
             "on_gradient",
             lambda self, index, *, launches: (self._collect(index), self._launch_ready()),
         ),

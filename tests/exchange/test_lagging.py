@@ -22,8 +22,8 @@ from lightning_dear.compression import (
     SignSGD,
     TopK,
 )
-from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
 from tests.distributed.harness import distributed

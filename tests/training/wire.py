@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_dear.collectives.work import Work
 from lightning_dear.compression import Codec
-from lightning_dear.engine.optimizer_pipeline import OptimizerPipeline
+from lightning_dear.engine.step import OptimizerPipeline
 from tests.training.linear import Run, summed
 
 

@@ -33,8 +33,8 @@ from lightning_dear.planning.measured import NO_CODEC, CodecCosts
 from lightning_dear.planning.search import NoContest
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.curve import Curve, rising
+from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import save_workload
-from lightning_dear.simulator.units import units_of
 from lightning_dear.simulator.workload import BLOCKS
 from lightning_dear.studies.probes.ddp import gradient_copies_s, module_buffers_s
 from lightning_dear.studies.probes.paced import due_of, with_paced_alpha

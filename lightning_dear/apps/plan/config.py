@@ -13,10 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.compression import Compressor
 from lightning_dear.simulator import Algorithm, Curve, Link, Network, Stragglers, Workload
+from lightning_dear.simulator.fsdp2_units import has_blocks
 from lightning_dear.simulator.ranking import Conditions, filling
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
-from lightning_dear.simulator.units import has_blocks
 from lightning_dear.simulator.workload import BLOCKS
 from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
 from lightning_dear.workloads.replay.planned import planned

@@ -39,11 +39,11 @@ from lightning_dear.checkpoint.sharded_state import sharded_state
 from lightning_dear.checkpoint.whole_state import consolidate
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor
-from lightning_dear.engine import mean_gradients
+from lightning_dear.engine import clipping
 from lightning_dear.engine.active_plan import ActivePlan, audit
 from lightning_dear.engine.early_steps import EarlySteps
+from lightning_dear.engine.gradient_reducer import warn_of_leftovers
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
-from lightning_dear.engine.reducer import warn_of_leftovers
 from lightning_dear.engine.step_times import TimesRecorder
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
@@ -312,7 +312,7 @@ class OptimizerPipeline:
     def _has_new_gradients(self, votes: bool) -> bool:
         has_new = self.state is StepState.REOPENED
         if votes and self._collectives.reads_flags_freely:
-            return mean_gradients.anyone(has_new, self._collectives)
+            return clipping.anyone(has_new, self._collectives)
         return has_new
 
     def _check_may_add_to_means(self) -> None:
@@ -375,27 +375,27 @@ class OptimizerPipeline:
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
-        mean_gradients.warn_of_votes(self._options, self._collectives.rank)
+        clipping.warn_of_votes(self._options, self._collectives.rank)
         with self._on_shards(mutates=True) as means:
             norm = self._global_norm(norm_type)
-            mean_gradients.scale_to_norm(means, norm, max_norm)
+            clipping.scale_to_norm(means, norm, max_norm)
             return norm
 
     def clip_by_value(self, clip_value: float) -> None:
         """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
-        mean_gradients.warn_of_votes(self._options, self._collectives.rank)
+        clipping.warn_of_votes(self._options, self._collectives.rank)
         with self._on_shards(mutates=True) as means:
-            mean_gradients.clip_to_value(means, clip_value)
+            clipping.clip_to_value(means, clip_value)
 
     def _global_norm(self, norm_type: float) -> Tensor:
-        counted = mean_gradients.counted_once(self.stepper.pieces, self._collectives)
-        return mean_gradients.global_norm(counted, norm_type, self._collectives, self._like)
+        counted = clipping.counted_once(self.stepper.pieces, self._collectives)
+        return clipping.global_norm(counted, norm_type, self._collectives, self._like)
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
         with self._on_shards(mutates=True) as means:
             like = self._like
-            overflow = mean_gradients.any_not_finite(means, self._collectives, like.device)
+            overflow = clipping.any_not_finite(means, self._collectives, like.device)
             # The scaler looks at gradients only, and at least at one: this one brings it the vote.
             vote = torch.zeros(1, dtype=like.dtype, device=like.device)
             vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_dear.simulator import Link, Network, Workload
+from lightning_dear.simulator.fsdp2_units import has_blocks, units_of
 from lightning_dear.simulator.strategies import STRATEGIES
-from lightning_dear.simulator.units import has_blocks, units_of
 from lightning_dear.workloads.replay import load_profile, sharding
 from lightning_dear.workloads.replay.planned import planned
 from tests.planning.models import ITEMSIZE, UNIT, chain
