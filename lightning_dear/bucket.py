@@ -402,9 +402,11 @@ def cut_state(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
     """A copy of what of an optimizer's state `value` for `parameter` belongs to `piece`."""
     if not isinstance(value, Tensor):
         return value
+    # By name, since a parameter without dimensions has the shape of its `step`.
     if key != "step" and value.shape == parameter.shape:
         flat = as_flat(value, parameter.stride())
         # Beside fp32 masters state is fp32, also what DDP has kept in 16 bits.
         dtype = piece.parameter.dtype if piece.has_master and flat.is_floating_point() else None
         return flat[piece.start : piece.stop].to(parameter.device, dtype, copy=True)
+    # Pieces are stepped one by one, and each counts its `step` in place.
     return value.clone()

@@ -71,6 +71,7 @@ class CompletionGuard(Callback):
 
     def _before(self, hook: str, trainer: Trainer, module: LightningModule) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # Looked for once only, but anew where a callback has been added in the midst of a fit.
         key = hook, tuple(id(callback) for callback in callbacks)
         if key not in self._reader_of:
             self._reader_of[key] = self._find_reader(hook, callbacks, module)
@@ -84,6 +85,7 @@ class CompletionGuard(Callback):
         readers: list[Any] = [
             callback
             for callback in callbacks
+            # By exact class: what a subclass of a known one reads is not known.
             if callback is not self and type(callback) not in _NON_READERS
         ]
         for reader in (*readers, module):

@@ -97,6 +97,7 @@ def is_folder(path: str | Path) -> bool:
 def remove(path: str | Path) -> None:
     """Removes a checkpoint folder, so that what a kill leaves of it does not look complete."""
     folder = Path(path)
+    # Of a link only the link goes: what it points to is another checkpoint.
     if not folder.is_symlink():
         (folder / METADATA_FILE).unlink(missing_ok=True)
     _delete(folder)
@@ -144,11 +145,13 @@ def _write(value: object, path: Path) -> None:
     with path.open("wb") as file:
         torch.save(value, file)
         file.flush()
+        # On the disk before anything is renamed, or a crash could leave a name without data.
         os.fsync(file.fileno())
 
 
 def _publish(folder: Path, target: Path) -> None:
     replaced = _beside(target, "replaced")
+    # Moved aside, not removed: a kill at any moment leaves the old one or the new one whole.
     if os.path.lexists(target):
         # If `target` is not there, a save was killed between the two renames and this is the last.
         _delete(replaced)

@@ -229,6 +229,7 @@ def unpacked(
     """
 
     def own(rows: Tensor) -> Tensor:
+        # Ranks' gradients are added up, so that a sum in equal shares is still sent in whole.
         return rows[rank].clone() if len(rows) == world_size else rows.sum(0) / world_size
 
     def by_parameter(

@@ -174,6 +174,7 @@ class _Writer(FileSystemWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        # A folder of each host's own looks complete there, but lacks the others' files.
         written = {one.storage_data.relative_path for result in results for one in result}
         missing = sorted(name for name in written if not (self._folder / name).exists())
         if missing:
@@ -182,6 +183,7 @@ class _Writer(FileSystemWriter):
                 " have written: save to a folder that all hosts share, or leave out"
                 " save_distributed_checkpoint=True."
             )
+        # Before torch's metadata: a folder without that is known to be incomplete.
         self._finish()
         super().finish(metadata, results)
         self._commit()

@@ -104,6 +104,7 @@ class _Walk:
             name = self._name(path, value)
             self._taken.sharded[name] = self._chunks[id(value)]
             return {_MARK: name}
+        # Subclasses, sparse and quantized tensors are more than flat numbers: they stay, pickled.
         if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
             return value
         if _place(value) not in self._seen:

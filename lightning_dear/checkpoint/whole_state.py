@@ -55,6 +55,7 @@ def consolidate(
 
 def pack(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
     """`optimizer.state_dict()` as if it had `state` too, ordered by parameter number."""
+    # torch numbers parameters inside `state_dict` alone, so that it is lent the state.
     own, optimizer.state = optimizer.state, defaultdict(dict, {**optimizer.state, **state})
     try:
         packed = optimizer.state_dict()
@@ -97,6 +98,7 @@ def _described(value: Any, piece: Piece) -> Any:
         return value
     if value.shape == (piece.numel,):
         return PerElement(value.dtype)
+    # It is pickled for other ranks, which may not have the device that it is on.
     return Scalar(value.cpu(), value.device.type == "cpu")
 
 

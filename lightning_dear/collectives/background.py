@@ -27,6 +27,7 @@ class Watched:
                 self._arrive()
             finally:
                 self._record()
+        # Whatever it is, whoever waits gets it; raised here it would end this thread, and be lost.
         except BaseException as error:
             self._failure = error
         self._ended.set()
@@ -61,6 +62,7 @@ class Watcher:
         """Waits for `arrive` in the thread; see `Watched`. Does not block."""
         watched = Watched(arrive, record)
         if self._thread is None:
+            # A daemon, since what it waits for may never come, and must not keep the process alive.
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         self._todo.put(watched)

@@ -42,6 +42,7 @@ class DelayedSends:
         self.delay_s = delay_s
         self._todo: SimpleQueue[_Item | None] = SimpleQueue()
         threading.Thread(target=_start_in_time, args=(self._todo,), daemon=True).start()
+        # The thread holds the queue and not `self`, so that `self` can go, which ends it.
         weakref.finalize(self, self._todo.put, None)
 
     def send(self, start: Callable[[], Any]) -> DelayedWork:

@@ -71,6 +71,7 @@ def _process_groups(timeout: timedelta | None) -> list[Any]:
     default_group, groups = reusable_groups.get(timeout, (None, []))
     can_reuse: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(can_reuse, default_group is dist.group.WORLD)
+    # All or none: making a group is collective, and who reused its own would not come.
     if not all(can_reuse):
         groups = [dist.new_group(timeout=timeout) for _ in range(2)]
         if dist.get_backend() != "gloo":

@@ -25,9 +25,8 @@ class PairwiseCollectives(GroupCollectives):
     """Point-to-point exchange for gloo, which has no reduce-scatter of its own.
 
     gloo's `reduce_scatter` runs a whole all-reduce; sending every shard straight to its owner moves
-    (P-1)/P of the buffer instead. Receives are posted before sends (a send without a posted receive
-    costs 1.7x), peers are rotated so that ranks do not all send to rank 0 first, and gloo's own
-    threads make the progress. With one rank there are no peers and every call is a no-op.
+    (P-1)/P of the buffer instead, and gloo's own threads make the progress. With one rank there are
+    no peers and every call is a no-op.
 
     Sending to one peer at a time, in step with the others, comes nearer to the rate for one bucket
     alone (`tests/benchmarks/exchanges.py`), and was slower in training with four ranks on 1 Gb/s: a
@@ -59,6 +58,7 @@ class PairwiseCollectives(GroupCollectives):
         self._expected: dict[tuple[str, int], tuple[int, list[Any]]] = {}
 
     def _peers(self) -> list[int]:
+        # Each rank begins with another peer, so that not all send to rank 0 first.
         return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
 
     def _sources(self) -> list[int]:
@@ -78,6 +78,7 @@ class PairwiseCollectives(GroupCollectives):
         receives = self._take_expected("reduce_scatter", received, bucket)
         waits = self._exchange(rows, outgoing, self.reduce_group, bucket, receives)
         self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
+        # In rank order, not that of arrival or of peers, so that all runs have the same bits.
         by_source = [row for _, row in sorted({**rows, self.rank: own}.items(), key=itemgetter(0))]
         return self.new_work(
             "reduce_scatter",
@@ -192,6 +193,7 @@ class PairwiseCollectives(GroupCollectives):
 
     def _take_expected(self, lane: str, buffer: Tensor, tag: int) -> list[Any] | None:
         data_ptr, receives = self._expected.pop((lane, tag), (0, None))
+        # A posted receive writes where it was told to, whatever this launch wants.
         if receives is not None and data_ptr != buffer.data_ptr():
             raise RuntimeError(f"bucket {tag} is expected in another buffer: {lane}")
         return receives
@@ -204,6 +206,7 @@ class PairwiseCollectives(GroupCollectives):
         tag: int,
         receives: list[Any] | None = None,
     ) -> list[Any]:
+        # Before the sends: a send that finds no receive posted costs 1.7x.
         if receives is None:
             receives = _receive(rows, group, tag)
         sends = [self._send(row, peer, group, tag) for peer, row in outgoing.items()]

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_dear.collectives.work import Collectives, Signal, T, WireLedger, Work, WorkObserver
 
+# Weak, since nobody is to be kept by this once its training is over.
 alive: WeakSet[GroupCollectives] = WeakSet()
 """All that may hold groups."""
 

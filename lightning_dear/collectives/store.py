@@ -16,6 +16,7 @@ def default_store() -> Any | None:
         return None
     c10d: Any = dist.distributed_c10d
     store = c10d._get_default_store()
+    # A client of its own, made below, has no prefixes, and both must find the same keys.
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return store

@@ -251,6 +251,7 @@ def sum_in_source_order(rows: Sequence[Tensor], out: Tensor) -> None:
             total.add_(row)
         out.copy_(total)
         return
+    # Only the last sum goes to `out`, which may be a row that is still to be added.
     for number, row in enumerate(rows[1:], start=2):
         torch.add(total, row, out=out if number == len(rows) else total)
     if len(rows) == 1 and total.data_ptr() != out.data_ptr():

@@ -195,6 +195,7 @@ def field(wire: Tensor, dtype: torch.dtype, begin: int, count: int) -> Tensor:
     Returns:
         [R, count] of `dtype`.
     """
+    # torch views no empty rows of bytes as wider numbers: their stride is 1.
     if not count:
         return wire.new_empty((len(wire), 0), dtype=dtype)
     return wire[:, begin : begin + count * dtype.itemsize].view(dtype)

@@ -100,6 +100,8 @@ class Compressor(ABC):
     def _check_numbers_and_names(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
+            # Not isinstance, by which a bool is a number. A string, as from a command line,
+            # would else fail in a comparison that names no option.
             if type(one.default) in (int, float) and not isinstance(value, (int, float)):
                 raise ValueError(f"{one.name} of {self.name} must be a number, got {value!r}.")
         for what, value, names in ("kind", self.kind, Kind), ("lag", self.lag, Lag):

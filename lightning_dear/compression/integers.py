@@ -96,6 +96,7 @@ class Int8(_BlockIntegers):
 
     @override
     def _pack(self, integers: Tensor, values: Tensor) -> None:
+        # No clamp: |x| / s is at most L but for an error of fp32, which rounding has removed.
         values.copy_(integers)
 
     @override
@@ -127,6 +128,7 @@ class Int4(_BlockIntegers):
         half = values.shape[2]
         low, high = integers[..., :half], integers[..., half:]
         low[..., : high.shape[2]].add_(high, alpha=16)
+        # At most 7 + 16 * 7 = 119 of either sign, which an int8 holds.
         values.copy_(low)
 
     @override

@@ -77,7 +77,9 @@ class PowerSGD(Compressor):
 
 def starting_factor(num_columns: int, rank: int, key: str) -> Tensor:
     """A random orthonormal Q [m, r], the same for the same key on all ranks."""
+    # Not `hash`, which Python salts anew in each process: ranks would begin with other factors.
     digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
+    # On the CPU, since other devices draw other numbers from the same seed.
     generator = Generator().manual_seed(int.from_bytes(digest, "big"))
     shape = num_columns, rank
     return orthonormal(torch.randn(shape, dtype=torch.float32, generator=generator))
@@ -85,5 +87,7 @@ def starting_factor(num_columns: int, rank: int, key: str) -> Tensor:
 
 def orthonormal(factor: Tensor) -> Tensor:
     """An orthonormal basis that spans the columns of `factor` [n, r], r <= n; finite for zeros."""
+    # Not Gram-Schmidt, as in the paper: that divides by norms, which may be 0.
     basis: Tensor = torch.linalg.qr(factor)[0]
+    # LAPACK stores columns, and checkpoints view factors as flat.
     return basis.contiguous()

@@ -39,6 +39,7 @@ class Memory:
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, numel: int, device: torch.device) -> None:
+        # Two of each, so that a step that is not made leaves what was kept before untouched.
         self._kept = {name: self._zeros(numel, device) for name in self.names}
         self._pending = {name: self._zeros(numel, device) for name in self.names}
         self._has_pending = False
@@ -81,6 +82,7 @@ class Memory:
     def commit(self) -> None:
         """Keeps what is pending: its step is made."""
         if self._has_pending:
+            # No copy: what was kept is overwritten by what is pending next.
             self._kept, self._pending = self._pending, self._kept
         self._has_pending = False
 
@@ -180,7 +182,9 @@ class Residual(Memory):
         generator: Generator | None,
         scale: Tensor | None,
     ) -> None:
+        # In a later round of a step both are the same memory, so that what was there is read first.
         before, after = self._decayed(rows), self._next("residual", rows)
+        # From the bytes, as receivers do: what counts as sent is what they get, to the bit.
         codec.decode(wire, after, generator)
         self._keep(torch.sub(rows, after, out=after), before, scale)
 

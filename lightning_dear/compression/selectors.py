@@ -44,6 +44,7 @@ def select(selector: str, rows: Tensor, k: int) -> Tensor:
     """
     find = SELECTORS[selector]
     if rows.is_cpu:
+        # Row by row: on a CPU it is looked up how many numbers are found, which differs by row.
         return torch.cat([find(row, k) for row in torch.split(rows, 1)])
     return find(rows, k)
 
@@ -101,6 +102,7 @@ def first_above(rows: Tensor, floor: Tensor, k: int) -> Tensor:
     Returns:
         [R, k] int64, ascending; numel in empty slots.
     """
+    # Nothing is below nan, so that zeros would be taken too.
     floor = floor.nan_to_num(nan=0.0)
     if rows.is_cpu:
         places = rows.new_full((1, k), rows.shape[1], dtype=torch.int64)
@@ -115,8 +117,10 @@ def first_above_static(rows: Tensor, floor: Tensor, k: int) -> Tensor:
 
     Slot j is found by bisection, as the first place up to which j + 1 entries were taken.
     """
+    # torch would count in int64, twice the memory; places travel in 32 bits anyway.
     taken = _is_above(rows, floor).cumsum(1, dtype=torch.int32)
     slots = torch.arange(1, k + 1, dtype=torch.int32, device=rows.device)
+    # torch warns of slots that are expanded, and copies them all the same.
     return torch.searchsorted(taken, slots.expand(len(rows), k).contiguous())
 
 
@@ -138,6 +142,7 @@ def sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:
     size = sample.shape[1]
     share = size * k / rows.shape[1]
     wanted = min(size, max(1, round(share + num_deviations * math.sqrt(share))))
+    # Below it, so that > takes the sampled number itself.
     return just_below(sample.topk(wanted, sorted=False).values.amin(1, keepdim=True))
 
 
@@ -148,6 +153,8 @@ def just_below(threshold: Tensor) -> Tensor:
 
 def _exact_in_blocks(row: Tensor, k: int) -> Tensor:
     """[1, k] of one row on a CPU: `topk` of the few entries that can be among the k largest."""
+    # Five standard deviations of a sample's count beyond k, so that too few are nearly never
+    # found. Then the whole row is searched.
     places = all_above(row[0], float(sampled_floor(row, k, num_deviations=5.0)))
     if len(places) < k:
         return row.abs().topk(k, sorted=False).indices

@@ -91,11 +91,13 @@ class TopK(Sparse):
         empty = places == numel
         places = places.masked_fill_(empty, 0)
         field(wire, torch.float32, 0, k).copy_(rows.gather(1, places).masked_fill_(empty, 0.0))
+        # torch's places are int64, which would double what travels for each.
         field(wire, torch.int32, 4 * k, k).copy_(places)
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         values, places = self._fields(wire)
+        # Added, not written: empty slots all name place 0, and must leave what was sent from there.
         rows.zero_().scatter_add_(1, places, values)
 
     def sent_mask(self, wire: Tensor, mask: Tensor) -> None:
@@ -218,6 +220,7 @@ class RandomK(Sparse):
         places, lengths = _draw(rows, k, generator)
         values = rows.index_select(1, places)
         if self.unbiased:
+            # Whoever encodes has looked for inf before, and would not see one that is made here.
             limit = torch.finfo(values.dtype).max
             values.mul_(lengths).clamp_(-limit, limit)
         field(wire, torch.float32, 0, k).copy_(values)
@@ -236,5 +239,6 @@ def _draw(rows: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Te
     bounds = torch.arange(k + 1, device=rows.device) * rows.shape[1] // max(1, k)
     lengths = bounds.diff()
     # Integers: a fp32 number in [0, 1) reaches only 2^24 of a long stratum's places.
+    # So many more than places that the remainder favours none of them noticeably.
     drawn = torch.randint(2**62, (k,), generator=generator, device=rows.device)
     return bounds[:-1] + drawn % lengths, lengths

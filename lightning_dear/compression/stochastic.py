@@ -49,6 +49,8 @@ class _BlockLevels(BlockCodec):
             self._scale(tile, steps, levels)
             torch.floor(levels, out=floor)
             draw.uniform_(generator=generator)
+            # Strictly less: a draw may be 0, and what is an integer already must stay one. In fp32
+            # at once, since it is added next, and a mask would need memory of its own.
             torch.lt(draw, levels.sub_(floor), out=draw)
             self._pack(floor.add_(draw), values)
 
@@ -100,6 +102,7 @@ class QSGD(_BlockLevels):
     @override
     def _scale(self, tile: Tensor, steps: Tensor, levels: Tensor) -> None:
         largest = _largest(tile)
+        # Squares of the numbers themselves could overflow.
         torch.div(tile, largest, out=levels)
         norm = torch.linalg.vector_norm(levels, dim=2, keepdim=True)
         # Rounded to nearest, LARGEST / s times s may be more than LARGEST.
@@ -202,6 +205,7 @@ class Natural(Codec):
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         generator = _given(generator, self.name)
+        # Padding travels too, and bytes are to depend on numbers alone, not on what memory held.
         wire[:, rows.shape[1] :].zero_()
         low, top = 2.0 ** (self.max_exponent - 126), 2.0**self.max_exponent
         scratch = Scratch(2)

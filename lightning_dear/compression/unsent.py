@@ -106,6 +106,7 @@ class UnsentVelocity(Unsent):
     @override
     def note_arrived(self, places: Tensor, has_arrived: Tensor) -> None:
         momentum = self._newest("momentum")
+        # Added, not written: where a place comes again as not arrived, that would undo the 0.
         momentum.index_add_(0, places, (-momentum[places]).masked_fill_(~has_arrived, 0.0))
 
 
@@ -116,6 +117,7 @@ class Forgotten(Unsent):
 
     @override
     def accumulate(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
+        # New memory: who gets it may change it, and gradients must stay as they are.
         return gradients.clone() if scale is None else gradients / scale
 
     @override

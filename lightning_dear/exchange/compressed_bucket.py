@@ -69,6 +69,7 @@ class CompressedBucket(ABC):
 
         Decoding, and marking what is not finite, leave numbers there that nothing overwrites.
         """
+        # On the CPU, since `nonzero` on a device makes the host wait.
         is_padding = torch.ones(self.spec.padded_numel, dtype=torch.bool)
         for part in self.spec.slices:
             is_padding[part.offset : part.offset + part.numel] = False
@@ -144,6 +145,7 @@ class CompressedBucket(ABC):
 
     def detach(self) -> None:
         """Lets go of the bucket's buffers; what is kept between steps stays."""
+        # Who reads residuals after training holds this object, but is not to hold flat buffers.
         del self.bucket, self._padding
 
     def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:

@@ -85,9 +85,11 @@ class LowRankBucket(CompressedBucket):
     ) -> None:
         device = bucket.mean.device
         worker = owner_memory(low_rank, bucket.mean.numel(), device)
+        # Every rank has the whole mean: no owner encodes it, or has anything to keep of that.
         super().__init__(bucket, codec, worker, Memory(0, device), world_size)
         self._shapes = shapes
         self._factors: dict[int, Tensor] = {}
+        # Apart until the step is made: one that a loss scale leaves out must not change factors.
         self._pending: dict[int, Tensor] = {}
         self._flat = bucket.mean
         for piece in self.spec.slices:
@@ -145,6 +147,7 @@ class LowRankBucket(CompressedBucket):
 
     def compensated(self, scale: Tensor | None) -> Tensor:
         """The bucket's gradients, flat, with what was not sent of earlier ones; kept for later."""
+        # Of 16-bit weights the mean is fp32 already. Of fp64 this copies: `decode` writes it back.
         self._flat = self.bucket.mean.float()
         self.worker.compensate(self._flat, scale)
         return self._flat.index_fill_(0, self._padding, 0.0)
@@ -154,6 +157,7 @@ class LowRankBucket(CompressedBucket):
         messages = self.messages
         self.counts["reduce"] += 1
         for number, matrix in messages.matrices.items():
+            # A later round of the same step goes on from the factor of the round before.
             factor = self._pending.get(number, self._factors[number])
             torch.mm(self._own(matrix), factor, out=messages.left(matrix))
         for where, place in messages.dense:

@@ -123,6 +123,7 @@ def _steps_alike_on_parts(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     _step(optimizer, group, [whole], [[gradient.view(shape)] for gradient in gradients])
     _step(optimizer, group, parts, [gradient.chunk(2) for gradient in gradients])
     agrees = torch.equal(whole.flatten(), torch.cat(parts))
+    # Of an optimizer that changed nothing, equal bits say nothing.
     return agrees and not torch.equal(whole.flatten(), start)
 
 
@@ -138,6 +139,7 @@ def _step(
     step = inner_step(twin)
     for of_tensors in gradients:
         for tensor, gradient in zip(tensors, of_tensors, strict=True):
+            # Optimizers may change gradients in place, and the other run needs these too.
             tensor.grad = gradient.clone()
             twin.param_groups[0]["params"] = [tensor]
             step(twin)
@@ -145,6 +147,7 @@ def _step(
 
 def twin_of(optimizer: Optimizer, group: dict[str, Any], tensors: Sequence[Tensor]) -> Optimizer:
     """The optimizer with one of its groups' options, over `tensors`, stepped never."""
+    # Not by its constructor, of whose arguments nothing is known here.
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     options = {**group, "params": list(tensors)}

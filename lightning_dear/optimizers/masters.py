@@ -51,6 +51,7 @@ class LeftWeights:
         only = set(self._before if wanted is None else wanted)
         for parameter in only & self._before.keys():
             own = self._optimizer.state[parameter]
+            # State dicts taken before hold the old one, which must not change.
             master = own[MASTER_KEY] = own[MASTER_KEY].clone()
             # The state and the weights may have been moved to another device since.
             follow_weights(master, self._before[parameter].to(master.device), parameter.detach())
@@ -85,6 +86,7 @@ def undo_casts(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         if parameter.dtype not in LOW_PRECISION:
             continue
         for name, value in state_dict["state"].get(key, {}).items():
+            # torch never casts `step` to 16 bits.
             if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
                 optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
 

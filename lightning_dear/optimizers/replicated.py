@@ -229,5 +229,6 @@ def _copied(group: dict[str, Any]) -> dict[str, Any]:
 
 def _copy_of(value: Any) -> Any:
     if isinstance(value, Tensor):
+        # A learning rate may be a tensor, which schedulers change in place.
         return value.detach().clone()
     return deepcopy(value) if isinstance(value, list | dict | set) else value

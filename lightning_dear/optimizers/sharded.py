@@ -22,6 +22,7 @@ from lightning_dear.bucket import FlatBuffers, Piece, as_flat, cut_state, shard_
 from lightning_dear.optimizers.elementwise import closure_skipped, inner_step
 from lightning_dear.optimizers.masters import MASTER_KEY, differs, undo_casts
 
+# A call of the optimizer costs as much as stepping some tens of thousands of elements.
 MAX_RUN_NUMEL = 1 << 16
 """Elements of shards that are stepped at once."""
 
@@ -87,6 +88,7 @@ class OptimizerShards:
         for piece in self.pieces:
             kept = state.get(piece.parameter)
             piece.gradient = None
+            # State is found by this tensor, which as a view would hold the whole flat buffer.
             if not piece.has_master:
                 piece.parameter = torch.empty(0)
             if kept:
@@ -126,6 +128,7 @@ class OptimizerShards:
         """World size 1: the piece's part of its parameter's gradient, in storage order; a view."""
         parameter = self._parameters[piece.tensor_index]
         assert parameter.grad is not None
+        # Once for all pieces, each of which `as_flat` would else copy the whole gradient for.
         if parameter.grad.stride() != parameter.stride():
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
         return as_flat(parameter.grad, parameter.stride())[piece.start : piece.stop]
@@ -343,8 +346,7 @@ class ShardedOptimizer(OptimizerShards):
 def step_runs(numbers: Sequence[int], pieces: Mapping[int, Sequence[Piece]]) -> list[list[int]]:
     """Cuts a list of buckets into runs that one call of the optimizer steps, small ones together.
 
-    A call costs as much as stepping some tens of thousands of elements, and the first gather of a
-    run waits for the whole run.
+    Small ones only: the first gather of a run waits for the whole run.
     """
     runs: list[list[int]] = []
     room = 0

@@ -206,6 +206,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         log.error("%s: ending all ranks.", reason)
         end_processes(self.procs, 0.0)
         print_first_failure()
+        # `sys.exit` does not end a process from a thread, or at exit; `os._exit` flushes nothing.
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)

@@ -44,6 +44,7 @@ def _unscale(pipeline: Pipeline, unscale: Any, optimizer: Optimizer) -> None:
 
 def loss_scale(scaler: Any, device: torch.device) -> Tensor:
     """What a GradScaler multiplies losses by at present, without waiting for a device."""
+    # Its `get_scale` waits for the device.
     scaled: Tensor = scaler.scale(torch.ones(1, dtype=torch.float32, device=device))
     return scaled
 

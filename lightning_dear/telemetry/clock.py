@@ -78,6 +78,8 @@ class StreamClock:
         self._device = device
         cuda: Any = torch.cuda
         self._beside: torch.cuda.Stream = cuda.Stream(device)
+        # Twice: nothing must stand before the mark, and it must be passed when the host looks at
+        # its own clock.
         torch.cuda.synchronize(device)
         self._origin = self.mark()
         torch.cuda.synchronize(device)

@@ -54,6 +54,7 @@ def _sleep(seconds: float) -> None:
         slept_s = time.perf_counter() - begin_s
         _of_thread.charged_s = device_work_charged_s() + slept_s
         owed_s -= slept_s
+    # What is owed when charging ends is forgotten, or what is charged later would pay it.
     _of_thread.owed_s = owed_s if _charge else 0.0
 
 

@@ -144,6 +144,7 @@ class _Probe:
         device, rank, world_size = like.device, collectives.rank, collectives.world_size
         self._clock: Clock = clock_of(device)
         generator = torch.Generator(device).manual_seed(rank)
+        # Not zeros, of which a sparse codec would find nothing to select.
         self._noise = torch.randn(numel, device=device, generator=generator).to(like.dtype)
         tensor = TensorSpec(0, "probe", numel, like.element_size(), "probe", 0, 0)
         flat = allocate(
@@ -180,6 +181,7 @@ class _Probe:
         marks.append(self._clock.mark())
         work.wait()
         marks.append(self._clock.mark())
+        # Stands for a step, so that differences of parameters, if these are sent, are not 0.
         bucket.shard.add_(bucket.mean, alpha=1e-3)
         marks.append(self._clock.mark())
         launch = exchange.prepare_gather(bucket)

@@ -86,6 +86,7 @@ class Tuning:
             # The training has other parameters than those planned for.
             self._search = None
             self._course = self._run()
+        # Each step of the course yields None; `self` stands for its end.
         self._has_ended = next(self._course, self) is self
 
     @property

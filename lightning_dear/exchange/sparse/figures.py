@@ -52,6 +52,7 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     """
     selected = sum(int(one.num_selected) for one in tallies)
     sent = sum(int(one.num_sent) for one in tallies)
+    # The bound is one of either direction, so that the busier one is held against it.
     words = max(sum(one.words_sent for one in tallies), sum(one.words_received for one in tallies))
     counts = [(int(one.most_kept), int(one.num_kept)) for one in tallies]
     # Baselines keep nothing in particular: what they send has arrived.

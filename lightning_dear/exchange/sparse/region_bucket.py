@@ -240,6 +240,7 @@ class RegionBucket(SparseBucket):
         quota = min(self.shares.quotas[self._rank], self.selection.most_owned)
         threshold = self.shares.threshold * scale
         found = self.sums(LOOKED_AT_FIRST * threshold)
+        # Rarely: the sums have become smaller since the threshold was found.
         if len(found.places) < quota:
             found = self.sums()
         num_reached = int((found.numbers.abs() >= threshold).count_nonzero())
@@ -273,6 +274,7 @@ class RegionBucket(SparseBucket):
         if self._under_way is None:
             return entries.packed()
         reached = torch.tensor([self._report.num_reached], dtype=torch.int32)
+        # A message is one tensor of int32, so that a float travels as its bits.
         smallest = torch.tensor([self._report.smallest], dtype=torch.float32).view(torch.int32)
         return entries.packed(reached, smallest, self._total_slice[: self._under_way.num_summed])
 

@@ -49,6 +49,7 @@ def selection_of(codec: Compressor, numel: int, padded_numel: int, world_size: i
         padded_numel: All of its elements.
         world_size: Number of ranks.
     """
+    # An all-reduce of two halves, the reduce-scatter and the all-gather, sends so much.
     dense_words = 2 * numel * (world_size - 1) / world_size
     if not isinstance(codec, SparseAllReduce):
         return Selection(False, 0, 0, 0, 0, False, dense_words, dense_words)

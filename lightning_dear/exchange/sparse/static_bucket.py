@@ -108,6 +108,8 @@ class StaticBucket(SparseBucket):
     @override
     def sum_up(self) -> None:
         mean = self.bucket.mean.zero_()
+        # Rank by rank: but for zeros no place comes twice from one rank, so that a device, too,
+        # adds up in the order of the ranks.
         for part in _parts(self.incoming):
             mean.index_add_(0, part.places, part.numbers.to(mean.dtype))
 

@@ -128,6 +128,7 @@ class FailureBoard:
                 store.compare_set(self._key("first"), "", f"{rank} {message}")
             self.read(store)
             store.set(self._key("failed", rank), message)
+            # Last: who sees this reads the others at once.
             store.set(self._key("noticed"), str(rank))
             return True
 
@@ -292,6 +293,7 @@ def _bounded(call: Callable[[], T], timeout_s: float) -> T | None:
         with suppress(Exception):
             results.append(call())
 
+    # A daemon: one that hangs in the store is left behind, and the process can still end.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(timeout_s)

@@ -39,6 +39,7 @@ def call_if_unheard(
         yield
         return
     read_end, write_end = os.pipe()
+    # `set_wakeup_fd` refuses a descriptor that blocks.
     os.set_blocking(write_end, False)
     before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     if before != -1:

@@ -71,6 +71,7 @@ class FailureWatch:
         return FailureWatch, (FailureBoard(), timedelta(seconds=self._timeout_s))
 
     def _run(self) -> None:
+        # A client has one lock, which the main thread may hold for as long as it waits for a key.
         client = new_store_client()
         if client is None:
             return
@@ -100,4 +101,5 @@ class FailureWatch:
             self.board.seen or "Other ranks have waited for it in vain.",
         )
         dump_stacks()
+        # An exception in this thread would not end the one that hangs.
         os._exit(1)
