@@ -108,5 +108,5 @@ def warn_of_votes(options: ExchangeOptions, rank: int) -> None:
     )
     warnings.warn(
         f"Gradients are clipped, and with compressor={codec.name!r} {effect}. Leave it out.",
-        stacklevel=4,
+        stacklevel=3,
     )

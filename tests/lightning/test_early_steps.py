@@ -32,14 +32,14 @@ class _Counts(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pipeline = trainer.strategy._pipeline
         if pipeline is not None:
-            sharded = pipeline.parts[0].stepper
-            begin = sharded._begin
+            part = pipeline.parts[0]
+            begin = part._begin_step
 
             def counting() -> None:
-                pl_module.num_early.append(len(sharded.stepped_early))
+                pl_module.num_early.append(len(part.stepper.stepped_early))
                 begin()
 
-            sharded._begin = counting
+            part._begin_step = counting
 
 
 def _count(net: _Slow, **options: Any) -> int:
