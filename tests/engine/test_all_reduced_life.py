@@ -98,7 +98,7 @@ class _FirstRead:
 
 @distributed(world_sizes=(2,))
 def test_forward_does_not_wait_for_gathers_before_an_all_reduced_bucket() -> None:
-    late_s = 0.1
+    late_s = 0.3
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
     pipeline = new_pipeline(
         net,
