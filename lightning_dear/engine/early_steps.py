@@ -7,7 +7,8 @@ The new values become the parameters' only after the step, since backward still 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,9 @@ class EarlySteps:
         active: The plan at work.
         sharded: Steps the buckets.
         adopt_state: Takes over state that was given since the last step.
-        launch_gather: Called with the number of each bucket that has been stepped.
+        launch_gathers: Called with the number of each bucket, once it is stepped, and with when
+            that began.
+        mark: The present moment, for the timeline.
     """
 
     def __init__(
@@ -33,12 +36,14 @@ class EarlySteps:
         active: ActivePlan,
         sharded: ShardedOptimizer,
         adopt_state: Callable[[], object],
-        launch_gather: Callable[[int], None],
+        launch_gathers: Callable[[Sequence[int], Any], None],
+        mark: Callable[[], Any],
     ) -> None:
         self._active = active
         self._sharded = sharded
         self._adopt_state = adopt_state
-        self._launch_gather = launch_gather
+        self._launch_gathers = launch_gathers
+        self._mark = mark
         self._todo = list(active.plan.early)
         self._may_step = not any(place.was_replaced() for place in active.flat.placements)
 
@@ -51,5 +56,6 @@ class EarlySteps:
                 self._adopt_state()
             self._active.flat.buckets[number].adopt_writes()
             self._active.reducer.finish_bucket(number)
+            began = self._mark()
             self._sharded.step_early(number)
-            self._launch_gather(number)
+            self._launch_gathers([number], began)

@@ -1,23 +1,25 @@
 """One optimizer's step: where its gradients are, from the first backward to the next forward.
 
-`StepState` says where the step is. What happens moves it, and what has no row here raises:
+`StepState` says where the step is, and what happens moves it:
 
     state                          event                                        next
     -----------------------------  -------------------------------------------  ------------------
-    any but ENDED                  backward(synchronize=True)                   SENDING
-    SENDING, REOPENED              backward(synchronize=False)                  as before
-    any other but ENDED            backward(synchronize=False)                  ACCUMULATING
-    EMPTY, STEPPED, ACCUMULATING   a gradient outside any backward              SENDING
+    any                            backward(synchronize=True)                   SENDING
+    SENDING, REOPENED              backward(synchronize=False)                  SENDING
+    REDUCED, CHANGED, EXPOSED      backward(synchronize=False)                  ACCUMULATING
+    EMPTY                          a gradient in backward(synchronize=False)    ACCUMULATING
+    EMPTY, ACCUMULATING            a gradient outside any backward              SENDING
     REDUCED, CHANGED, EXPOSED      a gradient outside any backward              REOPENED
-    any but ENDED                  reduce (by step, norm, clip, unscale)        REDUCED
+    EMPTY, ACCUMULATING, SENDING   reduce (by step, norm, clip, unscale)        REDUCED
+    REOPENED                       reduce                                       REDUCED or CHANGED
     EXPOSED                        reduce, if no rank has a new gradient        CHANGED
     REDUCED, CHANGED               clip, unscale                                CHANGED
     REDUCED, CHANGED               expose                                       EXPOSED
     REDUCED, CHANGED               step begins                                  STEPPING
-    STEPPING                       step ends                                    STEPPED
-    STEPPING                       step raises                                  as before the step
-    any but ENDED                  zero_grad                                    EMPTY
-    any                            detach                                       ENDED
+    STEPPING                       step ends                                    EMPTY
+    STEPPING                       step raises, and anything else follows       as before the step
+    any                            zero_grad                                    EMPTY
+    any                            detach                                       ENDED: all raise
 
 Gathering is no state of the step: it is each bucket's own, and overlaps the next forward.
 """
@@ -62,19 +64,19 @@ class StepState(Enum):
     nobody tells of a new one: there REDUCED, CHANGED and EXPOSED are never entered.
     """
 
-    EMPTY = "no gradient since the last zero_grad, or none at all"
-    STEPPED = "no gradient since the last step, and zero_grad was not called yet"
+    EMPTY = "no gradient since the last step or zero_grad"
     ACCUMULATING = "gradients add up in `.grad` or, of earlier rounds, in the shards"
     SENDING = "buckets are on their way, other ranks may wait for ours"
     REDUCED = "the shards hold the mean gradient, as it came"
     CHANGED = "the shards hold the mean gradient, clipped or otherwise changed"
     EXPOSED = "so does `.grad`, whole, and what is done to it counts"
-    REOPENED = "as one of the three before, and a gradient came outside any backward"
+    REOPENED = "as one of the three above, and a gradient came outside any backward"
     STEPPING = "the optimizer steps bucket by bucket; others' reads wait"
     ENDED = "the training is over"
 
 
 _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
+_WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
 _ARE_ON_THEIR_WAY = (StepState.SENDING, StepState.REOPENED)
 
 
@@ -129,6 +131,9 @@ class OptimizerPipeline:
     ) -> None:
         self.optimizer = optimizer
         self.state = StepState.EMPTY
+        # Where REOPENED and STEPPING may have to go back to.
+        self._interrupted = StepState.EMPTY
+        self._has_leftovers = False
         self.times: ModelTimes | None = None
         self.num_steps = 0
         self.may_step_early = False
@@ -230,18 +235,19 @@ class OptimizerPipeline:
     @contextmanager
     def backward(self, *, synchronize: bool) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
-        if self.state in (StepState.CHANGED, StepState.EXPOSED):
+        if self._means in _WERE_CHANGED:
             self._check_may_add_to_means()
-        before, self._backward = self._backward, _Backward.LAST if synchronize else _Backward.LOCAL
-        if synchronize:
+        if synchronize or self.state is StepState.REOPENED:
+            # Also REOPENED, in which only some ranks may be: all vote alike at the step.
             self._enter(StepState.SENDING)
-        elif self.state not in _ARE_ON_THEIR_WAY:
+        elif self.state in _MEANS_ARE_THERE:
             self._enter(StepState.ACCUMULATING)
         active, recorder = self.plans.active, self._times_recorder if synchronize else None
         if synchronize and active is not None:
             active.reducer.expect()
             if self.may_step_early and recorder is None and active.plan.early:
                 self._early_steps = self._begin_early_steps(active)
+        before, self._backward = self._backward, _Backward.LAST if synchronize else _Backward.LOCAL
         try:
             with nullcontext() if recorder is None else recorder.backward():
                 yield
@@ -256,9 +262,12 @@ class OptimizerPipeline:
         if active is not None:
             active.reducer.check_was_complete(index)
         if self._backward is _Backward.LOCAL:
+            if self.state is StepState.EMPTY:
+                self._enter(StepState.ACCUMULATING)
             return
         if self._backward is _Backward.NONE and self.state in _MEANS_ARE_THERE:
             # Perhaps on this rank only: `reduce` asks the others.
+            self._interrupted = self.state
             self._enter(StepState.REOPENED)
         elif self.state not in _ARE_ON_THEIR_WAY:
             self._enter(StepState.SENDING)
@@ -277,8 +286,7 @@ class OptimizerPipeline:
         active.reducer.steps_early = True
         active.gatherer.expect(early=True)
         adopt, launch = self.plans.adopt_state, self._launch_gathers
-        mark = self._instruments.mark
-        return EarlySteps(active, self.stepper, adopt, lambda n: launch([n], mark()))
+        return EarlySteps(active, self.stepper, adopt, launch, self._instruments.mark)
 
     # --- the mean gradient, between backward and step -------------------------------------------
 
@@ -304,10 +312,18 @@ class OptimizerPipeline:
                 "Parameters began to require gradients, or a parameter group was added, between a"
                 " forward and its optimizer step; do it before the forward."
             )
+        if self._has_leftovers and self._collectives.rank == 0:
+            warn_of_leftovers(self.optimizer)
         self.complete_parameters("step")
         active = self.plans.active or self.plans.start()
         self.stepper.set_gradients(active.reducer.reduce(self._on_reduce))
-        self._enter(StepState.REDUCED)
+        was_changed = were_reduced and self._means in _WERE_CHANGED
+        self._enter(StepState.CHANGED if was_changed else StepState.REDUCED)
+
+    @property
+    def _means(self) -> StepState:
+        """The state, without regard to gradients that came outside any backward since."""
+        return self._interrupted if self.state is StepState.REOPENED else self.state
 
     def _has_new_gradients(self, votes: bool) -> bool:
         has_new = self.state is StepState.REOPENED
@@ -339,7 +355,7 @@ class OptimizerPipeline:
         Costs an all-gather of the gradients. What is done to `.grad` counts: it is taken back
         before the step.
         """
-        if self.state is StepState.EXPOSED:
+        if self._means is StepState.EXPOSED:
             return
         self._refuse_changes()
         self.reduce()
@@ -352,7 +368,7 @@ class OptimizerPipeline:
         """Mean gradients of this rank's pieces; `.grad` is as exposed afterwards as before."""
         if mutates:
             self._refuse_changes()
-        was_exposed = self.state is StepState.EXPOSED
+        was_exposed = self._means is StepState.EXPOSED
         self.reduce()
         if mutates:
             self._enter(StepState.CHANGED)
@@ -412,6 +428,10 @@ class OptimizerPipeline:
     def _on_zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("set_to_none", args[0] if args else True):
             warn_of_zeros(self.optimizer)
+        if self.state is StepState.ENDED:
+            # Lightning's wrapper of the optimizer keeps this method after the fit.
+            self._zero_grad(*args, **kwargs)
+            return
         active = self.plans.active
         # No other thread completes parameters meanwhile, which might use `.grad`.
         with nullcontext() if active is None else active.gatherer.arriving:
@@ -437,6 +457,7 @@ class OptimizerPipeline:
             active.reducer.drop()
             self.stepper.clear_gradients()
         self.plans.recorder.gradients.clear()
+        self._has_leftovers = False
         self._enter(StepState.EMPTY)
 
     def _on_user_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -462,7 +483,7 @@ class OptimizerPipeline:
         self.stepper.restore()
         self._end_broken_step()
         active = self._prepare_step()
-        before, self.state = self.state, StepState.STEPPING
+        self._interrupted, self.state = self.state, StepState.STEPPING
         began = self._instruments.mark()
         try:
             for numbers in self.stepper.run(active.plan.gather_order):
@@ -470,12 +491,12 @@ class OptimizerPipeline:
                 began = self._instruments.mark()
         except BaseException:
             self.stepper.restore()
-            self.state = before
+            self.state = self._interrupted
             raise
         self._step_began = began
 
     def _prepare_step(self) -> ActivePlan:
-        """The last reduce-scatters, at the first step the plan, and what was written meanwhile."""
+        """Reduces, makes the plan at the first step, takes over what was written meanwhile."""
         check_momentum(self.optimizer, self._options)
         self.reduce(votes=True)
         active = self.plans.active
@@ -508,12 +529,12 @@ class OptimizerPipeline:
 
     def _end_step(self) -> None:
         """From here on reads of parameters wait for their gathers."""
-        active = self.plans.active
-        assert active is not None
+        assert (active := self.plans.active) is not None
         # First, since another thread may complete what is behind a gate at once.
         active.reducer.end_step()
         active.gatherer.close_gates()
-        self._enter(StepState.STEPPED if self._uses_buckets else StepState.EMPTY)
+        self._enter(StepState.EMPTY)
+        self._has_leftovers = self._uses_buckets
         self.num_steps += 1
         if self._times_recorder is not None:
             self._times_recorder.step_ends()
@@ -530,7 +551,7 @@ class OptimizerPipeline:
         if self.plans.active is not None:
             self.plans.active.gatherer.end_step()
         if self.state is StepState.STEPPING:
-            self._enter(StepState.REDUCED)
+            self.state = self._interrupted
 
     def _leaving_out_codecs(self) -> AbstractContextManager[None]:
         recorder = self._times_recorder
@@ -553,9 +574,6 @@ class OptimizerPipeline:
         self._check_is_on()
         if state in _MEANS_ARE_THERE and not self._uses_buckets:
             state = StepState.EMPTY
-        goes_on = state in (StepState.SENDING, StepState.ACCUMULATING)
-        if goes_on and self.state is StepState.STEPPED and self._collectives.rank == 0:
-            warn_of_leftovers(self.optimizer)
         self.state = state
 
     # --- plans and codecs -----------------------------------------------------------------------
@@ -578,17 +596,14 @@ class OptimizerPipeline:
     def replan(self, plan: BucketPlan) -> None:
         """Trains on with another plan; weights and optimizer state stay, bit for bit.
 
-        Collective, blocks. To be called between a step and the next forward.
-
-        Args:
-            plan: Over the tensors of `tensors`, the same on all ranks.
+        Collective, blocks. To be called between a step and the next forward, with a plan over the
+        tensors of `tensors` that is the same on all ranks.
 
         Raises:
             RuntimeError: Before the first step, or with gradients that no step has used yet.
             ValueError: If ranks have other plans, or the plan is for another model.
         """
-        is_between = self.state in (StepState.EMPTY, StepState.STEPPED)
-        if self.plans.active is None or not is_between:
+        if self.plans.active is None or self.state is not StepState.EMPTY:
             raise RuntimeError(
                 "replan() belongs between an optimizer step and the next forward, from the first"
                 " step on: there are gradients that no step has used yet, or there is no plan."
@@ -606,7 +621,7 @@ class OptimizerPipeline:
                 or that would have been refused instead of the configured one.
         """
         active = self.plans.active
-        is_idle = self.state in (StepState.EMPTY, StepState.STEPPED, StepState.ACCUMULATING)
+        is_idle = self.state in (StepState.EMPTY, StepState.ACCUMULATING)
         has_begun = active is not None and active.reducer.has_begun
         self.plans.use_codec(codec, is_idle=is_idle and not has_begun)
 
@@ -641,10 +656,7 @@ class OptimizerPipeline:
 
     @torch.no_grad()
     def sync_replicas(self) -> None:
-        """Gives all ranks the parameters that their owners step. Collective, blocks.
-
-        See `DearStrategy.sync_replicas`. Raises as `prepare_state`.
-        """
+        """See `DearStrategy.sync_replicas`. Collective, blocks; raises as `prepare_state`."""
         self.prepare_state("sync_replicas")
         self.plans.sync_replicas()
 

@@ -221,6 +221,6 @@ class CodedBucket(CompressedBucket):
             return None
         if encoded.codec.randomness == "private":
             key = f"{key} {self._rank}"
-        # Not `hash`, which Python salts anew in each process: ranks, and resumed runs, would differ.
+        # Not `hash`, which Python salts anew in each process: ranks and resumed runs would differ.
         digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
         return Generator(self.bucket.gradients.device).manual_seed(int.from_bytes(digest, "big"))

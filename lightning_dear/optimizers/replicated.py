@@ -71,6 +71,12 @@ class ReplicatedOptimizer(OptimizerShards):
                 groups[group_of[id(parameters[part.tensor])]].append(part.tensor)
             self._indices[bucket.number] = groups
 
+    @override
+    def detach(self) -> None:
+        super().detach()
+        # Placements hold the flat parameters and gradients, as large as the model each.
+        self._placements, self._indices = (), {}
+
     @property
     def _has_buffers(self) -> bool:
         """Whether gradients lie in buckets: not at world size 1, where they stay in `.grad`."""

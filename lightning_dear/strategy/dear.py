@@ -536,7 +536,7 @@ class DearStrategy(DDPStrategy):
         optimizer step and the next forward.
 
         Raises:
-            RuntimeError: See `SavedState.prepare_state`.
+            RuntimeError: See `OptimizerPipeline.prepare_state`.
         """
         for part in () if self._pipeline is None else self._pipeline.parts:
             part.sync_replicas()

@@ -17,6 +17,7 @@ from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
+from tests.engine.test_all_reduced import assert_same_on_all_ranks
 from tests.training.delays import Delays
 from tests.training.linear import SOMETIMES, Known, Run, gradients_of
 from tests.training.models import batch, build, loss_of, optimizer_for, weights
@@ -462,3 +463,58 @@ def test_zeroing_instead_of_clearing_is_warned_of() -> None:
             warnings.simplefilter("always")
             run.optimizer.zero_grad(**given)
         assert len(said) == count, given
+
+
+@distributed(world_sizes=(2,))
+def test_optimizers_that_step_in_turns_leave_nothing_over() -> None:
+    """As of a GAN: each clears its gradients before its own backward, not before the other's."""
+    model = build(MODEL)
+    optimizers = _two_optimizers(model)
+    pipeline = new_pipeline(model, optimizers[0], more=optimizers[1:])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for number in range(6):
+            optimizer = optimizers[number % 2]
+            with pipeline.forward():
+                loss = _loss(model, number, dist.get_rank())
+            optimizer.zero_grad()
+            with pipeline.backward(optimizers=[optimizer]):
+                loss.backward()
+            optimizer.step()
+    assert [one for one in seen if "zero_grad() was not called" in str(one.message)] == []
+    pipeline.detach()
+
+
+@distributed(world_sizes=(2,))
+def test_a_gradient_that_one_rank_has_before_another_backward_is_no_vote() -> None:
+    """It comes between a norm and a backward before the last one: all ranks send at the step."""
+    model = build(MODEL)
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer)
+    for number in range(3):
+        with pipeline.forward():
+            losses = [_loss(model, number, dist.get_rank()) for _ in range(3)]
+        optimizer.zero_grad()
+        with pipeline.backward():
+            losses[0].backward()
+        pipeline.parts[0].grad_norm()
+        if dist.get_rank() == 0:
+            losses[1].backward()
+        with pipeline.backward(synchronize=False):
+            losses[2].backward()
+        optimizer.step()
+    assert_same_on_all_ranks(weights(model))
+    pipeline.detach()
+
+
+@distributed(world_sizes=(2,))
+def test_whoever_kept_zero_grad_may_call_it_after_the_end() -> None:
+    model = build(MODEL)
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer)
+    kept = optimizer.zero_grad
+    pipeline.detach()
+    parameter = next(model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    kept()
+    assert parameter.grad is None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dear.engine import active_plan, plan_lifecycle
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import (
     BucketPlan,
     FusionPlanner,
@@ -142,10 +143,12 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_changes() -> None:
     pipeline.detach()
 
 
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
 @distributed(world_sizes=(2,))
-def test_the_old_buffers_are_gone_before_there_are_new_ones() -> None:
+def test_the_old_buffers_are_gone_before_there_are_new_ones(gather: str) -> None:
     model = build("mlp")
-    pipeline = new_pipeline(model, optimizer_for("sgd", model))
+    options = ExchangeOptions(gather)
+    pipeline = new_pipeline(model, optimizer_for("sgd", model), options=options)
     part = pipeline.parts[0]
     _step(pipeline, model, "mlp", 0)
     buffers = [

@@ -159,7 +159,7 @@ def test_a_step_that_was_interrupted_leaves_no_pieces_in_the_groups() -> None:
     pipeline = new_pipeline(model, optimizer)
     _step(pipeline, model, optimizer, 0)
     parameters = optimizer.param_groups[0]["params"]
-    pipeline.parts[0].stepper._begin()
+    pipeline.parts[0]._begin_step()
     assert optimizer.param_groups[0]["params"] is not parameters
     state = pipeline.parts[0].optimizer_state_dict()
     assert optimizer.param_groups[0]["params"] is parameters
@@ -234,7 +234,7 @@ def test_a_step_after_an_interrupted_one_finds_the_users_groups() -> None:
     pipeline = new_pipeline(model, optimizer)
     _step(pipeline, model, optimizer, 0)
     parameters = optimizer.param_groups[0]["params"]
-    pipeline.parts[0].stepper._begin()
+    pipeline.parts[0]._begin_step()
     pipeline.complete_parameters()
     optimizer.step()
     assert optimizer.param_groups[0]["params"] is parameters
