@@ -124,7 +124,7 @@ def test_import_before_or_after_lightning(namespace: str, is_first: bool, tmp_pa
         "print(type(__loader__).__name__, __spec__.loader is __loader__)",
     ]
     told = run_script(tmp_path, "\n".join(source)).splitlines()
-    assert told[-3:] == [f"{NAMESPACES[namespace]}.strategy", "False", "SourceFileLoader True"]
+    assert told[-3:] == [f"{NAMESPACES[namespace]}.strategy.dear", "False", "SourceFileLoader True"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_import_before_or_after_lightning(namespace: str, is_first: bool, tmp_pa
 def test_launchers_of_pytorch_lightning(name: str, tmp_path: Path) -> None:
     told = run_script(tmp_path, fit_script("pytorch_lightning", name, devices=2))
     ranks = sorted(line.split()[1:] for line in told.splitlines() if line.startswith("rank"))
-    module = "lightning_dear.pytorch_lightning.strategy"
+    module = "lightning_dear.pytorch_lightning.strategy.dear"
     assert [rank[:2] for rank in ranks] == [["0", module], ["1", module]]
     assert ranks[0][2] == ranks[1][2]
 
