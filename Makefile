@@ -27,7 +27,7 @@ bench: $(VENV)/.ready-to-run ## compare strategies side by side: make bench ARGS
 
 SMOKE := tests/test_architecture.py tests/test_smoke.py tests/conf/test_groups.py::test_every_choice_composes_and_resolves
 smoke: $(VENV)/.ready-to-test ## in a minute: the architecture's rules, every config, every exchange on two ranks
-	$(BIN)/python -m pytest $(SMOKE) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(SMOKE) $(ARGS)
 
 test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (about 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
