@@ -7,8 +7,9 @@ contiguous 1/world_size of a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,28 +60,28 @@ class Bucket:
     is_all_reduced: bool = False
     published: Tensor = torch.empty(0)
 
-    @property
+    @cached_property
     def lags(self) -> bool:
         """Whether `replica` stays behind `shard` by what encoded differences have not brought."""
         return self.published.numel() > 0
 
-    @property
+    @cached_property
     def own(self) -> slice:
         """Where what this rank steps lies in the bucket: its shard, or all of it."""
         begin = self.replica.storage_offset() - self.parameters.storage_offset()
         return slice(begin, begin + self.replica.numel())
 
-    @property
+    @cached_property
     def has_master(self) -> bool:
         """Whether the optimizer steps a copy that parameters follow: more precise, or ahead."""
         return self.shard.dtype != self.parameters.dtype or self.lags
 
-    @property
+    @cached_property
     def is_staged(self) -> bool:
         """Whether new values wait in `landing` until `land`."""
         return self.landing is not self.parameters
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether this rank steps all of it: the only rank, or an all-reduced bucket."""
         return self.replica.numel() == self.parameters.numel()
@@ -210,6 +211,20 @@ class FlatBuffers:
 
     buckets: list[Bucket]
     placements: list[Placement]
+
+    @torch.no_grad()
+    def adopt_writes(self, but: Collection[int] = ()) -> None:
+        """Takes over what was written from outside: to a parameter, or in place of its data.
+
+        Args:
+            but: Buckets that have been stepped since; nobody may have written to them.
+        """
+        for placement in self.placements:
+            if placement.was_replaced():
+                placement.adopt_replacement()
+        for bucket in self.buckets:
+            if bucket.number not in but:
+                bucket.adopt_writes()
 
 
 def allocate(
@@ -346,7 +361,6 @@ class Piece:
         has_master: See `Bucket.has_master`.
         is_plain: Whether it is a whole, contiguous parameter, whose gradient needs no rearranging.
         was_stepped: Whether a step has changed `parameter`.
-        group: Number of the parameter's group in its optimizer.
         is_all_reduced: Whether every rank has this piece.
     """
 
@@ -360,7 +374,6 @@ class Piece:
     has_master: bool = False
     is_plain: bool = False
     was_stepped: bool = False
-    group: int = 0
     is_all_reduced: bool = False
 
     @property

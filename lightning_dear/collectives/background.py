@@ -1,51 +1,24 @@
-"""A thread that waits for collectives, so that others can ask whether one has arrived."""
+"""A thread that runs calls one after the other, so that others can ask whether one has ended."""
 
 from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from lightning_dear.collectives.work import T
+
+_Todo = queue.SimpleQueue[Callable[[], None] | None]
 
 
-class Watched:
-    """Something that a watcher waits for, and how it ended.
+class Background:
+    """Runs what it is given in order, in a thread that starts with the first and ends with this.
 
-    Args:
-        arrive: Blocks until it is there.
-        record: Called, in the watcher's thread, as soon as it is there or has failed.
-    """
-
-    def __init__(self, arrive: Callable[[], None], record: Callable[[], None]) -> None:
-        self._arrive, self._record = arrive, record
-        self._ended = threading.Event()
-        self._failure: BaseException | None = None
-
-    def watch(self) -> None:
-        """Waits; for the watcher's thread."""
-        try:
-            try:
-                self._arrive()
-            finally:
-                self._record()
-        # Whatever it is, whoever waits gets it; raised here it would end this thread, and be lost.
-        except BaseException as error:
-            self._failure = error
-        self._ended.set()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._ended.is_set()
-
-    def wait(self) -> None:
-        """Blocks until it is there; raises what waiting for it raised."""
-        self._ended.wait()
-        if self._failure is not None:
-            raise self._failure
-
-
-class Watcher:
-    """Waits for what it is given, one after the other, in a thread that starts with the first.
+    torch's works cannot be asked whether their data has arrived; a thread that waits for one can.
 
     Args:
         name: Of the thread.
@@ -53,24 +26,26 @@ class Watcher:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._todo: queue.SimpleQueue[Watched | None] = queue.SimpleQueue()
+        self._todo: _Todo = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def watch(
-        self, arrive: Callable[[], None], record: Callable[[], None] = lambda: None
-    ) -> Watched:
-        """Waits for `arrive` in the thread; see `Watched`. Does not block."""
-        watched = Watched(arrive, record)
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Runs `call` in the thread, when it has run what was given before. Does not block.
+
+        Returns:
+            Has `call`'s result, or raises what it has raised.
+        """
+        future: Future[Any] = Future()
         if self._thread is None:
             # A daemon, since what it waits for may never come, and must not keep the process alive.
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = threading.Thread(
+                target=_run, args=(self._todo,), name=self._name, daemon=True
+            )
             self._thread.start()
-        self._todo.put(watched)
-        return watched
-
-    def _run(self) -> None:
-        while (watched := self._todo.get()) is not None:
-            watched.watch()
+            # The thread holds the queue and not `self`, so that `self` can go, which ends it.
+            weakref.finalize(self, self._todo.put, None)
+        self._todo.put(partial(_run_one, call, future))
+        return future
 
     def finish(self) -> None:
         """Blocks until all has ended, and ends the thread."""
@@ -78,3 +53,23 @@ class Watcher:
             self._todo.put(None)
             self._thread.join()
             self._thread = None
+
+
+def _run(todo: _Todo) -> None:
+    # No local name outlives a turn: it would keep process groups, and their threads, alive.
+    while _run_next(todo.get()):
+        pass
+
+
+def _run_next(run: Callable[[], None] | None) -> bool:
+    if run is not None:
+        run()
+    return run is not None
+
+
+def _run_one(call: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(call())
+    # Whatever it is, whoever waits gets it; raised here it would end this thread, and be lost.
+    except BaseException as error:
+        future.set_exception(error)

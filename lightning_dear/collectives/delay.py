@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
+
+import torch.distributed as dist
+
+from lightning_dear.collectives.background import Background
 
 MESSAGE_DELAY_VARIABLE = "LIGHTNING_DEAR_MESSAGE_DELAY_S"
 """Seconds by which strategy="dear" holds back each message it sends through gloo."""
-
-_Item = tuple[float, Callable[[], Any], "Future[Any]"]
 
 
 class DelayedSends:
@@ -31,25 +31,31 @@ class DelayedSends:
 
     Args:
         delay_s: Seconds, positive.
+        calls: What sends and receives; see `GroupCollectives`, for which this stands in for it.
 
     Raises:
         ValueError: `delay_s` is not a positive, finite number.
     """
 
-    def __init__(self, delay_s: float) -> None:
+    def __init__(self, delay_s: float, calls: Any = dist) -> None:
         if not 0 < delay_s < math.inf:
             raise ValueError(f"a message's delay must be a positive number of s, not {delay_s}")
         self.delay_s = delay_s
-        self._todo: SimpleQueue[_Item | None] = SimpleQueue()
-        threading.Thread(target=_start_in_time, args=(self._todo,), daemon=True).start()
-        # The thread holds the queue and not `self`, so that `self` can go, which ends it.
-        weakref.finalize(self, self._todo.put, None)
+        self._calls = calls
+        self._thread = Background("dear-late-sends")
+
+    def __getattr__(self, name: str) -> Any:
+        # All but sends: late messages make whoever receives them late.
+        return getattr(self._calls, name)
+
+    def isend(self, *args: Any, **kwargs: Any) -> DelayedWork:
+        """Send in `delay_s`; return at once."""
+        return self.send(partial(self._calls.isend, *args, **kwargs))
 
     def send(self, start: Callable[[], Any]) -> DelayedWork:
         """Call `start`, which sends and returns a work, in `delay_s`; return at once."""
-        started: Future[Any] = Future()
-        self._todo.put((time.monotonic() + self.delay_s, start, started))
-        return DelayedWork(started)
+        due_s = time.monotonic() + self.delay_s
+        return DelayedWork(self._thread.submit(partial(_start_at, due_s, start)))
 
 
 class DelayedWork:
@@ -63,22 +69,9 @@ class DelayedWork:
         self._started.result().wait()
 
 
-def _start_in_time(todo: SimpleQueue[_Item | None]) -> None:
-    # No local name outlives a turn: it would keep the process group, and its threads, alive.
-    while _start_next(todo.get()):
-        pass
-
-
-def _start_next(item: _Item | None) -> bool:
-    if item is None:
-        return False
-    due_s, start, started = item
+def _start_at(due_s: float, start: Callable[[], Any]) -> Any:
     time.sleep(max(0.0, due_s - time.monotonic()))
-    try:
-        started.set_result(start())
-    except BaseException as error:  # whoever waits gets it
-        started.set_exception(error)
-    return True
+    return start()
 
 
 def message_delay_s() -> float:

@@ -18,7 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, message_delay_s
+from lightning_dear.collectives.delay import (
+    MESSAGE_DELAY_VARIABLE,
+    DelayedSends,
+    message_delay_s,
+)
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.process_groups import alive, reusable_groups
@@ -49,7 +53,8 @@ def new_collectives(device: torch.device, timeout: timedelta | None = None) -> C
     place = (*_process_groups(timeout), dist.get_rank(), dist.get_world_size())
     collectives: Collectives
     if backend == "gloo":
-        collectives = PairwiseCollectives(*place, message_delay_s=_delay_s())
+        delay_s = _delay_s()
+        collectives = PairwiseCollectives(*place, DelayedSends(delay_s) if delay_s else dist)
     else:
         collectives = NativeCollectives(*place)
     _connect(collectives, device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.delay import DelayedSends
 from lightning_dear.collectives.process_groups import GroupCollectives
 from lightning_dear.collectives.work import Work, nbytes_of, shard_of, sum_in_source_order
 
@@ -37,8 +35,7 @@ class PairwiseCollectives(GroupCollectives):
         gather_group: Process group of the all-gathers, and of objects.
         rank: This rank in both groups.
         world_size: Number of ranks in both.
-        message_delay_s: Seconds by which every message comes late, for measurements: see
-            `DelayedSends` for what that emulates and what it does not. 0 costs nothing.
+        calls: See `GroupCollectives`.
     """
 
     reads_flags_freely = True
@@ -49,12 +46,10 @@ class PairwiseCollectives(GroupCollectives):
         gather_group: Any,
         rank: int,
         world_size: int,
-        *,
-        message_delay_s: float = 0.0,
+        calls: Any = dist,
     ) -> None:
         # Objects: all else in the gather group is matched by tags.
-        super().__init__(reduce_group, gather_group, gather_group, rank, world_size)
-        self._late = DelayedSends(message_delay_s) if message_delay_s else None
+        super().__init__(reduce_group, gather_group, gather_group, rank, world_size, calls)
         self._expected: dict[tuple[str, int], tuple[int, list[Any]]] = {}
 
     def _peers(self) -> list[int]:
@@ -189,7 +184,7 @@ class PairwiseCollectives(GroupCollectives):
         self, lane: str, buffer: Tensor, rows: dict[int, Tensor], group: Any, tag: int
     ) -> None:
         if (lane, tag) not in self._expected:
-            self._expected[lane, tag] = buffer.data_ptr(), _receive(rows, group, tag)
+            self._expected[lane, tag] = buffer.data_ptr(), self._receive(rows, group, tag)
 
     def _take_expected(self, lane: str, buffer: Tensor, tag: int) -> list[Any] | None:
         data_ptr, receives = self._expected.pop((lane, tag), (0, None))
@@ -208,15 +203,11 @@ class PairwiseCollectives(GroupCollectives):
     ) -> list[Any]:
         # Before the sends: a send that finds no receive posted costs 1.7x.
         if receives is None:
-            receives = _receive(rows, group, tag)
-        sends = [self._send(row, peer, group, tag) for peer, row in outgoing.items()]
+            receives = self._receive(rows, group, tag)
+        place = {"group": group, "tag": tag}
+        sends = [self.calls.isend(row, dst=peer, **place) for peer, row in outgoing.items()]
         return [*receives, *sends]
 
-    def _send(self, row: Tensor, peer: int, group: Any, tag: int) -> Any:
-        if self._late is None:
-            return dist.isend(row, group=group, dst=peer, tag=tag)
-        return self._late.send(partial(dist.isend, row, group=group, dst=peer, tag=tag))
-
-
-def _receive(rows: dict[int, Tensor], group: Any, tag: int) -> list[Any]:
-    return [dist.irecv(row, group=group, src=source, tag=tag) for source, row in rows.items()]
+    def _receive(self, rows: dict[int, Tensor], group: Any, tag: int) -> list[Any]:
+        place = {"group": group, "tag": tag}
+        return [self.calls.irecv(row, src=source, **place) for source, row in rows.items()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +10,11 @@ from typing_extensions import override
 
 from lightning_dear.collectives.process_groups import GroupCollectives
 from lightning_dear.collectives.work import Work, assign, shard_of
+
+# torch 2.13 renamed both; the old names warn there and are the only ones before it.
+_IS_RENAMED = hasattr(dist, "reduce_scatter_single")
+REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_tensor"
+ALL_GATHER = "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor"
 
 
 class NativeCollectives(GroupCollectives):
@@ -33,39 +37,36 @@ class NativeCollectives(GroupCollectives):
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        work = reduce_scatter_into(own, buffer, group=self.reduce_group, async_op=True)
+        reduce_scatter = getattr(self.calls, REDUCE_SCATTER)
+        work = reduce_scatter(own, buffer, group=self.reduce_group, async_op=True)
         self.ledger.reduce_scatter_bytes += self.ring_bytes(buffer)
         finish = None if out.dtype == own.dtype else partial(assign, out, own)
         return self.new_work("reduce_scatter", f"bucket {bucket}", [work], finish)
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
-        work = dist.all_to_all_single(incoming, rows, group=self.reduce_group, async_op=True)
+        place = {"group": self.reduce_group, "async_op": True}
+        work = self.calls.all_to_all_single(incoming, rows, **place)
         self.ledger.reduce_scatter_bytes += self.ring_bytes(rows)
         return self.new_work("reduce_scatter", f"bucket {bucket}", [work])
 
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        work = all_gather_into(buffer, own, group=self.gather_group, async_op=True)
+        all_gather = getattr(self.calls, ALL_GATHER)
+        work = all_gather(buffer, own, group=self.gather_group, async_op=True)
         self.ledger.all_gather_bytes += self.ring_bytes(buffer)
         return self.new_work("all_gather", f"bucket {bucket}", [work])
 
     @override
     def launch_any(self, flags: Tensor) -> Work:
-        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.reduce_group, async_op=True)
+        place = {"group": self.reduce_group, "async_op": True}
+        work = self.calls.all_reduce(flags, dist.ReduceOp.MAX, **place)
         self.ledger.other_bytes += 2 * self.ring_bytes(flags)
         return self.new_work("other", "used parameters", [work])
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        work = dist.broadcast(buffer, src=0, group=self.gather_group, async_op=True)
+        work = self.calls.broadcast(buffer, src=0, group=self.gather_group, async_op=True)
         self.ledger.other_bytes += buffer.nbytes
         return self.new_work("other", "module buffers", [work])
-
-
-# torch 2.13 renamed both; the old names warn there and are the only ones before it.
-reduce_scatter_into: Any = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
-all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -31,11 +31,20 @@ class GroupCollectives(Collectives):
             matched by its order: a rank that broke off its backward has launched less than others.
         rank: This rank in all groups.
         world_size: Number of ranks in all.
+        calls: What is called to send and receive: torch.distributed, or what stands in for it,
+            where messages are late on purpose or a device is simulated.
     """
 
     def __init__(
-        self, reduce_group: Any, gather_group: Any, object_group: Any, rank: int, world_size: int
+        self,
+        reduce_group: Any,
+        gather_group: Any,
+        object_group: Any,
+        rank: int,
+        world_size: int,
+        calls: Any = dist,
     ) -> None:
+        self.calls = calls
         self.reduce_group = reduce_group
         self.gather_group = gather_group
         self.object_group = object_group
@@ -44,6 +53,7 @@ class GroupCollectives(Collectives):
         self.ledger = WireLedger()
         self.observer: WorkObserver | None = None
         self.signal = Signal()
+        self.was_discarded = False
         alive.add(self)
 
     @override
@@ -51,14 +61,14 @@ class GroupCollectives(Collectives):
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.object_group)
+        self.calls.all_gather_object(values, value, group=self.object_group)
         return values
 
     @override
     def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
         if self.world_size == 1:
             return Work.done()
-        work = dist.all_reduce(buffer, group=self.reduce_group, async_op=True)
+        work = self.calls.all_reduce(buffer, group=self.reduce_group, async_op=True)
         self.ledger.all_reduce_bytes += 2 * self.ring_bytes(buffer)
         # In this lane since it takes the reduce-scatters' place in backward.
         return self.new_work("reduce_scatter", f"bucket {bucket}", [work])
@@ -97,6 +107,7 @@ class GroupCollectives(Collectives):
 
     @override
     def discard(self) -> None:
+        self.was_discarded = True
         reusable_groups.clear()
 
     def new_work(

@@ -78,7 +78,8 @@ class Signal:
     """
 
     def __init__(self) -> None:
-        self.ask: Callable[[], bool] = lambda: False
+        # `bool()` is False: rank 0 says nothing.
+        self.ask: Callable[[], bool] = bool
         self.heard: bool | None = None
 
 
@@ -130,6 +131,8 @@ class Collectives(Protocol):
     ledger: WireLedger
     observer: WorkObserver | None
     signal: Signal
+    was_discarded: bool
+    """Whether `discard` has been called."""
     reads_flags_freely: bool
     """Whether reading flags on the host costs no wait beyond those there are in any case."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +17,15 @@ from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
 from lightning_dear.engine.gradient_reducer import GradientReducer
 from lightning_dear.engine.parameter_gatherer import LimitedGathers, ParameterGatherer
-from lightning_dear.engine.read_order import ForwardRecorder, ReadMode
+from lightning_dear.engine.read_order import ReadMode
 from lightning_dear.engine.trained_parameters import TrainedParameters, tensor_specs
 from lightning_dear.exchange import Exchange, LossScale, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.figures import figures_of
+from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
+from lightning_dear.telemetry.statistics import Instruments
 
 Waiting = Callable[[str, str], AbstractContextManager[None]]
 """(lane, reason) -> context in which the engine waits for communication."""
@@ -46,20 +48,6 @@ class ActivePlan:
     reducer: GradientReducer
     gatherer: ParameterGatherer
     exchange: Exchange
-
-    @torch.no_grad()
-    def adopt_writes(self, but: Collection[int] = ()) -> None:
-        """Takes over what was written from outside: to a parameter, or in place of its data.
-
-        Args:
-            but: Buckets that have been stepped since; nobody may have written to them.
-        """
-        for placement in self.flat.placements:
-            if placement.was_replaced():
-                placement.adopt_replacement()
-        for bucket in self.flat.buckets:
-            if bucket.number not in but:
-                bucket.adopt_writes()
 
     def encoding_figures(self, world_size: int) -> dict[str, Tensor | float]:
         """What encoding saves and what it leaves over; empty without a codec.
@@ -106,6 +94,55 @@ class ActivePlan:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
 
+class EarlySteps:
+    """Steps the plan's early buckets in one backward, each as soon as its gradient has arrived.
+
+    Past the paper: DeAR leaves the link idle when backward takes longer than its reduce-scatters. A
+    bucket of the last layers is reduced early; stepped at once, into a second buffer, its
+    all-gather fills that idle time. The new values become the parameters' only after the step,
+    since backward still needs the old ones.
+
+    When that is differs from rank to rank, and so may whether it is in backward at all: results do
+    not depend on it.
+
+    Args:
+        active: The plan at work.
+        sharded: Steps the buckets.
+        adopt_state: Takes over state that was given since the last step.
+        instruments: Told when a bucket begins to be stepped.
+        launch_gathers: Called with the number of each bucket, once it is stepped.
+    """
+
+    def __init__(
+        self,
+        active: ActivePlan,
+        sharded: ShardedOptimizer,
+        adopt_state: Callable[[], object],
+        instruments: Instruments,
+        launch_gathers: Callable[[Sequence[int]], None],
+    ) -> None:
+        self._active = active
+        self._sharded = sharded
+        self._adopt_state = adopt_state
+        self._launch_gathers = launch_gathers
+        self._instruments = instruments
+        self._todo = list(active.plan.early)
+        self._may_step = not any(place.was_replaced() for place in active.flat.placements)
+
+    @torch.no_grad()
+    def poll(self) -> None:
+        """Steps what has arrived, and launches its gathers. Does not block."""
+        while self._may_step and self._todo and self._active.reducer.has_arrived(self._todo[0]):
+            number = self._todo.pop(0)
+            if not self._sharded.stepped_early:
+                self._adopt_state()
+            self._active.flat.buckets[number].adopt_writes()
+            self._active.reducer.finish_bucket(number)
+            self._instruments.begin_step()
+            self._sharded.step_early(number)
+            self._launch_gathers([number])
+
+
 @dataclass(frozen=True)
 class Recording:
     """What rank 0 saw in the recorded step, the same on every rank, and what this rank saw.
@@ -126,16 +163,13 @@ class Recording:
 
 
 def agree_on_recording(
-    names: Sequence[str],
-    parameters: Sequence[Parameter],
-    recorder: ForwardRecorder,
-    collectives: Collectives,
-    options: ExchangeOptions,
+    trained: TrainedParameters, collectives: Collectives, options: ExchangeOptions
 ) -> Recording:
     """Takes rank 0's order of reads and gradients, and its seed, for everybody's.
 
     Collective, blocks.
     """
+    names, parameters, recorder = trained.names, trained.parameters, trained.recorder
     own = recorder.first_use, recorder.gradients, torch.initial_seed()
     first_use, gradients, seed = collectives.all_gather_object(own)[0]
     codecs = [
@@ -200,7 +234,7 @@ def activate(
     waiting: Waiting,
     first_number: int,
     options: ExchangeOptions,
-    on_arrival: Callable[[int], None],
+    on_arrival: Callable[[int], None] | None,
     loss_scale: LossScale,
 ) -> ActivePlan:
     """Makes all that `plan` needs. Local.

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_dear.bucket import Piece
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.sharded import OptimizerShards
 
 _NORM_TAG = 1 << 19
 
 
 @torch.no_grad()
 def global_norm(
-    gradients: Sequence[Tensor], norm_type: float, collectives: Collectives, like: Tensor
+    pieces: Sequence[Piece], norm_type: float, collectives: Collectives, like: Tensor
 ) -> Tensor:
     """Norm of the whole gradient, from every rank's shard: one number from each. Collective.
 
@@ -26,7 +28,7 @@ def global_norm(
     `torch.nn.utils.clip_grad_norm_`'s in the order of the summation alone.
 
     Args:
-        gradients: This rank's pieces; of those that several ranks have, one rank gives each.
+        pieces: This rank's; of those that several ranks have, one rank counts each.
         norm_type: p of the p-norm; `inf` for the largest absolute value.
         collectives: Over the ranks that have the other pieces.
         like: Has the dtype and device that the result shall have.
@@ -34,6 +36,7 @@ def global_norm(
     Returns:
         A scalar; 0 if there is no gradient anywhere.
     """
+    gradients = _counted_once(pieces, collectives)
     parts = torch.zeros(collectives.world_size, dtype=torch.float64, device=like.device)
     if gradients:
         norms = _norms(gradients, norm_type)
@@ -60,8 +63,30 @@ def clip_to_value(gradients: Sequence[Tensor], clip_value: float) -> None:
         torch._foreach_clamp_max_(list(gradients), clip_value)
 
 
+def unscale_shards(
+    unscale: Callable[[Optimizer], None],
+    shards: OptimizerShards,
+    collectives: Collectives,
+    like: Tensor,
+) -> None:
+    """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Collective.
+
+    Args:
+        unscale: Divides the optimizer's gradients and looks for inf and NaN in them.
+        shards: Their gradients are mutated.
+        collectives: Over the ranks that have the other pieces.
+        like: Has the dtype and the device of the gradients.
+    """
+    overflow = _any_not_finite(shards.gradients, collectives, like.device)
+    # The scaler looks at gradients only, and at least at one: this one brings it the vote.
+    vote = torch.zeros(1, dtype=like.dtype, device=like.device)
+    vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
+    with shards.on_shards(vote):
+        unscale(shards.optimizer)
+
+
 @torch.no_grad()
-def any_not_finite(
+def _any_not_finite(
     gradients: Sequence[Tensor], collectives: Collectives, device: torch.device
 ) -> Tensor:
     """Whether a gradient on any rank is inf or NaN: a uint8 of one element. See `global_norm`."""
@@ -84,7 +109,7 @@ def anyone(says: bool, collectives: Collectives) -> bool:
     return bool(flag)
 
 
-def counted_once(pieces: Sequence[Piece], collectives: Collectives) -> list[Tensor]:
+def _counted_once(pieces: Sequence[Piece], collectives: Collectives) -> list[Tensor]:
     """Mean gradients whose norms this rank adds up; what all ranks have, one of them counts."""
     num_ranks, rank = collectives.world_size, collectives.rank
     return [

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import FlatBuffers
-from lightning_dear.collectives.background import Watched, Watcher
+from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.exchange import Exchange
 from lightning_dear.planning.plan import BucketPlan
@@ -30,14 +27,14 @@ class _Round:
         collected: Whether each parameter's gradient lies in its buckets.
         missing: How many tensors each bucket still lacks.
         works: Bucket number -> its reduce-scatter, in the order of their launches.
-        arrivals: Bucket number -> whoever sees an early bucket's arrival.
+        arrivals: Bucket number -> an early bucket's arrival.
     """
 
     num_calls: list[int]
     collected: list[bool]
     missing: list[int]
     works: dict[int, Work] = field(default_factory=dict)
-    arrivals: dict[int, Watched] = field(default_factory=dict)
+    arrivals: dict[int, Future[None]] = field(default_factory=dict)
 
 
 class GradientReducer:
@@ -86,7 +83,7 @@ class GradientReducer:
         # Scaled before the sum, as DistributedDataParallel does: at two ranks the bits are its own.
         self._scale = 1.0 / collectives.world_size
         self._early = frozenset(plan.early)
-        self._watcher = Watcher("dear-early-steps")
+        self._waiter = Background("dear-early-steps")
         self.reset()
 
     def end_step(self) -> None:
@@ -176,19 +173,17 @@ class GradientReducer:
                 f"'{self._names[index]}' has a sparse gradient, which strategy='dear' does not"
                 " reduce; use sparse=False in its embedding."
             )
+        is_first = not self._round.collected[index]
         if home is not None:
-            self._take(index, gradient, home)
+            if is_first:
+                torch.mul(gradient, self._scale, out=home)
+            else:
+                home.add_(gradient, alpha=self._scale)
             placement.parameter.grad = None
-        if not self._round.collected[index]:
+        if is_first:
             self._round.collected[index] = True
             for number in placement.buckets:
                 self._round.missing[number] -= 1
-
-    def _take(self, index: int, gradient: Tensor, home: Tensor) -> None:
-        if self._round.collected[index]:
-            home.add_(gradient, alpha=self._scale)
-        else:
-            torch.mul(gradient, self._scale, out=home)
 
     def _launch_ready(self) -> None:
         while len(self._round.works) < len(self._order):
@@ -197,12 +192,12 @@ class GradientReducer:
                 return
             work = self._round.works[number] = self._exchange.launch_reduce(self._buckets[number])
             if self.steps_early and number in self._early:
-                self._round.arrivals[number] = self._watcher.watch(work.arrive)
-                work.arrive = self._round.arrivals[number].wait
+                self._round.arrivals[number] = self._waiter.submit(work.arrive)
+                work.arrive = self._round.arrivals[number].result
 
     def has_arrived(self, number: int) -> bool:
         """Whether bucket `number`, one of the plan's early ones, can be reduced without a wait."""
-        return number in self._round.arrivals and self._round.arrivals[number].has_ended
+        return number in self._round.arrivals and self._round.arrivals[number].done()
 
     def finish_bucket(self, number: int) -> None:
         """Blocks until bucket `number`, which was launched, is reduced; others may not be yet."""
@@ -235,7 +230,8 @@ class GradientReducer:
         self._launch_ready()
         on_launched()
         said_by_any = self._wait(says)
-        self._check_none_came_after_its_step(said_by_any)
+        if self.steps_early:
+            self._check_none_came_after_its_step(said_by_any)
         for bucket, earlier in zip(self._buckets, sums, strict=False):
             self._exchange.add_earlier(bucket, earlier, is_empty=not any(said_by_any))
         self._used = [
@@ -249,8 +245,6 @@ class GradientReducer:
 
     def _check_none_came_after_its_step(self, said_by_any: Sequence[int]) -> None:
         """On all ranks alike, wherever the bucket was stepped."""
-        if not self.steps_early:
-            return
         for name, said, placement in zip(self._names, said_by_any, self._placements, strict=True):
             if said == LATE and not self._early.isdisjoint(placement.buckets):
                 raise RuntimeError(
@@ -290,7 +284,7 @@ class GradientReducer:
 
     def release(self) -> None:
         """Ends the thread, if there is one. Nothing may be under way."""
-        self._watcher.finish()
+        self._waiter.finish()
 
     # --- whole gradients ------------------------------------------------------------------------
 
@@ -342,20 +336,6 @@ class GradientReducer:
         self._exchange.look_again()
         self._exchange.note_used(self._used, keeps=False)
         return list(self._used)
-
-
-def on_each_gradient(
-    parameters: Sequence[Parameter], hook: Callable[[int], None]
-) -> list[RemovableHandle]:
-    """Calls `hook` with a parameter's number whenever its `.grad` has been accumulated."""
-
-    def watch(parameter: Any, number: int) -> RemovableHandle:
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(
-            lambda _: hook(number)
-        )
-        return handle
-
-    return [watch(parameter, number) for number, parameter in enumerate(parameters)]
 
 
 def warn_of_leftovers(optimizer: Optimizer) -> None:

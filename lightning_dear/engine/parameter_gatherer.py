@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -16,6 +18,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import Bucket, FlatBuffers
+from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Work
 from lightning_dear.engine.gate import close_gate, remove_gate
 from lightning_dear.exchange import Exchange
@@ -54,10 +57,12 @@ class ParameterGatherer:
         ungated: Parameter index -> module in front of whose forward to wait, since it reads the
             parameter behind the gate's back (see `ForwardRecorder.ungated`).
         waiting: Entered around every wait.
-        on_arrival: Called with a bucket's number when it has arrived, by whoever waits for it.
+        on_arrival: Called with a bucket's number when it has arrived, by whoever waits for it;
+            None: nobody is.
         is_gated: False where nothing ever travels: no hook or gate is put anywhere.
 
     Attributes:
+        entry: Numbers of the buckets that a forward reads before any module of it runs.
         arriving: Held by whoever completes buckets; nothing arrives while another thread holds it.
     """
 
@@ -68,7 +73,7 @@ class ParameterGatherer:
         exchange: GathersBuckets,
         ungated: Mapping[int, Module | None],
         waiting: Waiting,
-        on_arrival: Callable[[int], None],
+        on_arrival: Callable[[int], None] | None,
         *,
         is_gated: bool = True,
     ) -> None:
@@ -91,7 +96,7 @@ class ParameterGatherer:
         for owner, numbers in self._owners.items():
             for number in numbers:
                 self._modules_of[number].append(owner)
-        self._entry = self._buckets_of(i for i, user in ungated.items() if user is None)
+        self.entry = self._buckets_of(i for i, user in ungated.items() if user is None)
         self._hooks = self._register_hooks(ungated)
 
     def _buckets_of(self, indices: Iterable[int]) -> tuple[int, ...]:
@@ -135,13 +140,11 @@ class ParameterGatherer:
 
         All: those that forward needs first at once, the others one by one with each `launch`.
         """
-        self._unexpected = {
-            bucket.number: bucket
-            for bucket in self._buffers.buckets
-            if bucket.number not in self._staged
-            and not bucket.is_all_reduced
-            and (bucket.is_staged or not early)
-        }
+        self._unexpected.clear()
+        for bucket in self._buffers.buckets:
+            is_meant = (bucket.is_staged or not early) and not bucket.is_all_reduced
+            if is_meant and bucket.number not in self._staged:
+                self._unexpected[bucket.number] = bucket
         self._expect_next(len(self._unexpected) if early else _NUM_EXPECTED_AHEAD)
 
     def _expect_next(self, count: int) -> None:
@@ -168,10 +171,6 @@ class ParameterGatherer:
                     close_gate(module, self, partial(self.complete, numbers, type(module).__name__))
             self.end_step()
 
-    def complete_entry(self) -> None:
-        """Completes what a forward reads before any module of it runs; may block."""
-        self.complete(self._entry, "training_step")
-
     def complete(self, numbers: Iterable[int] | None = None, reason: str = "read") -> None:
         """Blocks until buckets (all by default) hold the new parameters; idempotent, thread-safe.
 
@@ -187,29 +186,28 @@ class ParameterGatherer:
                 stepped has ended within its step.
         """
         with self._step_ended:
-            self._wait_for_end_of_step()
+            while self._stepping_thread not in (None, threading.current_thread()):
+                self._wait_for_end_of_step()
             for number in tuple(self._pending) if numbers is None else numbers:
                 work = self._pending.get(number)
                 if work is not None:
                     self._wait(number, work, reason)
 
     def _wait_for_end_of_step(self) -> None:
-        may_go_on = (None, threading.current_thread())
-        while not self._step_ended.wait_for(
-            lambda: self._stepping_thread in may_go_on, _SECONDS_BETWEEN_LOOKS
-        ):
-            thread = self._stepping_thread
-            if thread is not None and not thread.is_alive():
-                raise RuntimeError(
-                    f"Parameters were read in thread {threading.current_thread().name}, but thread"
-                    f" {thread.name} ended within optimizer.step(), whose exception says why: some"
-                    " parameters have taken that step and others have not. Load a checkpoint."
-                )
+        has_ended = self._step_ended.wait(_SECONDS_BETWEEN_LOOKS)
+        thread = self._stepping_thread
+        if not has_ended and thread is not None and not thread.is_alive():
+            raise RuntimeError(
+                f"Parameters were read in thread {threading.current_thread().name}, but thread"
+                f" {thread.name} ended within optimizer.step(), whose exception says why: some"
+                " parameters have taken that step and others have not. Load a checkpoint."
+            )
 
     def _wait(self, number: int, work: Work, reason: str) -> None:
         with self._waiting(reason):
             work.wait()
-        self._on_arrival(number)
+        if self._on_arrival is not None:
+            self._on_arrival(number)
         self._bump_versions(number)
         del self._pending[number]
         for module in self._modules_of[number]:
@@ -270,8 +268,7 @@ class LimitedGathers:
     """Launches gathers in the order given, at most `depth` at a time.
 
     What does not fit is launched by a thread as earlier ones arrive, never by whoever waits: ranks
-    wait at other times, and if a launch came with a wait, two ranks could wait for each other. The
-    thread ends when everything has arrived.
+    wait at other times, and if a launch came with a wait, two ranks could wait for each other.
 
     Args:
         exchange: Prepares gathers, called by the caller of `launch_gather`, and starts them, called
@@ -284,8 +281,8 @@ class LimitedGathers:
         self._depth = depth
         self._lock = threading.Lock()
         self._queued: deque[_Ticket] = deque()
-        self._in_flight: deque[_Ticket] = deque()
-        self._is_running = False
+        self._num_in_flight = 0
+        self._waiter = Background("dear-gathers")
 
     def expect_gather(self, bucket: Bucket) -> None:
         """Lets other ranks' shards arrive from now on, which takes nothing of this rank's link."""
@@ -300,58 +297,51 @@ class LimitedGathers:
         with self._lock:
             self._queued.append(ticket)
             self._start_queued()
-            if self._in_flight and not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._drive, name="dear gathers", daemon=True).start()
         if ticket.work is not None and ticket.work.is_done:
             return ticket.work
         return Work(ticket.wait)
 
     def _start_queued(self) -> None:
         """Starts what may be in flight; under the lock."""
-        while self._queued and len(self._in_flight) < self._depth:
+        while self._queued and self._num_in_flight < self._depth:
             ticket = self._queued.popleft()
             try:
                 ticket.work = ticket.launch()
             except BaseException as error:
-                ticket.end(error)
+                ticket.ended.set_exception(error)
                 continue
             if ticket.work.is_done:
-                ticket.end()
+                ticket.ended.set_result(None)
             else:
-                self._in_flight.append(ticket)
+                self._num_in_flight += 1
+                self._waiter.submit(partial(self._wait_for, ticket, ticket.work))
 
-    def _drive(self) -> None:
-        while True:
-            with self._lock:
-                if not self._in_flight:
-                    self._is_running = False
-                    return
-                ticket = self._in_flight[0]
-            failure = _failure_of(ticket)
-            with self._lock:
-                self._in_flight.popleft()
-                self._start_queued()
-            ticket.end(failure)
+    def _wait_for(self, ticket: _Ticket, work: Work) -> None:
+        failure: BaseException | None = None
+        try:
+            work.arrive()
+        except BaseException as error:
+            failure = error
+        with self._lock:
+            self._num_in_flight -= 1
+            self._start_queued()
+        if failure is None:
+            ticket.ended.set_result(None)
+        else:
+            ticket.ended.set_exception(failure)
 
 
+@dataclass
 class _Ticket:
     """A gather that was or will be launched, and how it ended."""
 
-    def __init__(self, launch: Callable[[], Work]) -> None:
-        self.launch = launch
-        self.work: Work | None = None
-        self._failure: BaseException | None = None
-        self._has_ended = threading.Event()
-
-    def end(self, failure: BaseException | None = None) -> None:
-        self._failure = failure
-        self._has_ended.set()
+    launch: Callable[[], Work]
+    work: Work | None = None
+    ended: Future[None] = field(default_factory=Future)
 
     def wait(self) -> None:
-        self._has_ended.wait()
-        if self._failure is not None:
-            raise RuntimeError(f"An all-gather failed: {self._failure}") from self._failure
+        if (failure := self.ended.exception()) is not None:
+            raise RuntimeError(f"An all-gather failed: {failure}") from failure
         assert self.work is not None
         # What the data is for (a backward may still need the old values) is the reader's to do.
         self.work.arrive = _has_arrived
@@ -359,13 +349,4 @@ class _Ticket:
 
 
 def _has_arrived() -> None:
-    return None
-
-
-def _failure_of(ticket: _Ticket) -> BaseException | None:
-    assert ticket.work is not None
-    try:
-        ticket.work.arrive()
-    except BaseException as error:
-        return error
     return None

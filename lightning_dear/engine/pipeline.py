@@ -12,7 +12,7 @@
    (`parameter_gatherer.py`, `gate.py`).
 
 A plan may name two kinds of exceptions: *early* buckets are stepped and gathered while backward
-still runs (`early_steps.py`); *all-reduced* ones are summed whole in backward, stepped whole by
+still runs (`active_plan.py`); *all-reduced* ones are summed whole in backward, stepped whole by
 every rank, and not gathered.
 
 A bucket's exchange says what its messages hold (`exchange/`): numbers as they are, or what a
@@ -29,6 +29,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -39,11 +40,12 @@ from torch.optim import Optimizer
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor
 from lightning_dear.engine.read_order import has_compiled_region
-from lightning_dear.engine.step import OptimizerPipeline, StepState
+from lightning_dear.engine.step import OptimizerPipeline, Sending, StepState
 from lightning_dear.engine.trained_parameters import check_layout
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import FusionPlanner
-from lightning_dear.telemetry.statistics import Instruments, StepStatistics
+from lightning_dear.telemetry.clock import Clock, clock_of
+from lightning_dear.telemetry.statistics import Instruments, StepStatistics, Waiting
 from lightning_dear.telemetry.timeline import Timeline
 
 
@@ -65,12 +67,11 @@ class Pipeline:
         first_number: What its first optimizer is numbered, where several pipelines share process
             groups; each optimizer takes a number.
         options: What travels, and how; None: gradients there and parameters back, as they are.
+        clock: Tells when the device is where; None: that of the parameters' device.
 
     Attributes:
         collectives: What moves the bytes.
         options: What travels, and how.
-        early_refusal: Why no bucket is gathered before backward has ended, whatever the plan says;
-            None if it is.
         all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says; None if it is.
         parts: What each optimizer has of its own.
 
@@ -90,21 +91,21 @@ class Pipeline:
         audit: bool = False,
         first_number: int = 0,
         options: ExchangeOptions | None = None,
+        clock: Clock | None = None,
     ) -> None:
         options = options or ExchangeOptions()
         options.check(collectives, len(optimizers))
         check_layout(module, optimizers, collectives, options)
         self.collectives = collectives
         self.options = options
-        self._instruments = Instruments(next(module.parameters()).device, collectives)
+        clock = clock or clock_of(next(module.parameters()).device)
+        self._instruments = Instruments(clock, collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
         self._has_compiled_region = has_compiled_region(module)
         if self._has_compiled_region:
             self._warn_of_compiling()
         self._audit = audit
         self._is_in_forward = False
-        self._buffers_are_due = True
-        self._is_abandoned = False
         self.parts = [
             OptimizerPipeline(
                 module,
@@ -135,7 +136,7 @@ class Pipeline:
         """
         if not self.collectives.reads_flags_freely:
             for part in self.parts:
-                part.launches_in_backward = False
+                part.sending = Sending.BEFORE_STEP
 
     def _first_refusal(self, options: ExchangeOptions) -> str | None:
         if options.is_of_gradients:
@@ -203,8 +204,11 @@ class Pipeline:
             for part in self.parts:
                 part.complete_entry(completes_all=self._has_compiled_region)
                 stack.enter_context(part.watching(audits=self._audit))
-            stack.enter_context(self._instruments.span("forward", "forward"))
-            self._is_in_forward = self._buffers_are_due = True
+            if (timeline := self._instruments.timeline) is not None:
+                stack.enter_context(timeline.span("forward", "forward"))
+            self._is_in_forward = True
+            if self._buffers is not None:
+                self._buffers.state = BuffersState.DUE
             try:
                 yield
             finally:
@@ -225,7 +229,8 @@ class Pipeline:
             for part in self.parts:
                 is_meant = optimizers is None or part.optimizer in optimizers
                 stack.enter_context(part.backward(synchronize=synchronize and is_meant))
-            stack.enter_context(self._instruments.span("backward", "backward"))
+            if (timeline := self._instruments.timeline) is not None:
+                stack.enter_context(timeline.span("backward", "backward"))
             yield
 
     def refuse_early(self, reason: str | None) -> None:
@@ -233,8 +238,12 @@ class Pipeline:
         reasons = self.collectives.all_gather_object(self.early_refusal or reason)
         self._refuse_early(next((one for one in reasons if one is not None), None))
 
+    @property
+    def early_refusal(self) -> str | None:
+        """Why no bucket is gathered before backward has ended, whatever the plan says, or None."""
+        return self.parts[0].plans.early_refusal
+
     def _refuse_early(self, reason: str | None) -> None:
-        self.early_refusal = reason
         for part in self.parts:
             part.plans.early_refusal = reason
 
@@ -246,13 +255,16 @@ class Pipeline:
         `zero_grad`, and where nothing but the step uses the gradients: no clipping, no loss scale,
         no hook that reads or changes them.
         """
+        if self.early_refusal is not None:
+            yield
+            return
         for part in self.parts:
-            part.may_step_early = self.early_refusal is None
+            part.sending = Sending.EARLY
         try:
             yield
         finally:
             for part in self.parts:
-                part.may_step_early = False
+                part.sending = Sending.IN_BACKWARD
 
     def _on_reduce(self) -> None:
         """Launches module buffers, once a forward, behind the last reduce-scatters.
@@ -261,9 +273,8 @@ class Pipeline:
         and launch theirs only now. The buffers travel in the other group, and NCCL wants one order
         over both on all ranks.
         """
-        if self._buffers is not None and self._buffers_are_due:
+        if self._buffers is not None and self._buffers.state is BuffersState.DUE:
             self._buffers.launch()
-        self._buffers_are_due = False
 
     def _on_step(self) -> None:
         self._finish_buffers()
@@ -274,8 +285,8 @@ class Pipeline:
                 part.complete_entry(completes_all=self._has_compiled_region)
 
     def _finish_buffers(self) -> None:
-        if self._buffers is not None and self._buffers.is_under_way:
-            with self._instruments.waiting("all_gather", "module buffers"):
+        if self._buffers is not None and self._buffers.state is BuffersState.UNDER_WAY:
+            with Waiting(self._instruments, "all_gather", "module buffers"):
                 self._buffers.wait()
 
     # --- for whoever looks in from outside ------------------------------------------------------
@@ -294,14 +305,14 @@ class Pipeline:
         """
         if all(part.state is StepState.ENDED for part in self.parts):
             return
-        if not self._is_abandoned:
+        if not self.collectives.was_discarded:
             for part in self.parts:
                 part.drop_gradients()
         try:
             self.complete_parameters("teardown")
             self._finish_buffers()
         except RuntimeError as error:
-            if not self._is_abandoned:
+            if not self.collectives.was_discarded:
                 raise
             warnings.warn(
                 f"The last step's parameters did not all arrive ({error}); the module's weights are"
@@ -313,7 +324,6 @@ class Pipeline:
 
     def abandon(self) -> None:
         """After an exception: puts the optimizers' groups right; waits for nothing."""
-        self._is_abandoned = True
         self.collectives.discard()
         for part in self.parts:
             part.abandon()
@@ -330,7 +340,15 @@ class Pipeline:
 
     @timeline.setter
     def timeline(self, timeline: Timeline | None) -> None:
-        self._instruments.timeline = timeline
+        self._instruments.record_in(timeline)
+
+
+class BuffersState(Enum):
+    """Where the module's buffers are."""
+
+    DUE = "a forward may have changed them, on each rank in its own way"
+    UNDER_WAY = "rank 0's are being sent"
+    SENT = "they are rank 0's, until the next forward"
 
 
 class BufferBroadcast:
@@ -342,9 +360,13 @@ class BufferBroadcast:
     Args:
         module: Whose buffers; ranks other than 0 have theirs overwritten.
         collectives: What moves them.
+
+    Attributes:
+        state: Where they are; to be assigned to when a forward begins.
     """
 
     def __init__(self, module: Module, collectives: Collectives) -> None:
+        self.state = BuffersState.DUE
         self._module = module
         self._collectives = collectives
         self._launched: list[tuple[Work, Tensor, Sequence[Tensor]]] = []
@@ -352,20 +374,14 @@ class BufferBroadcast:
     @torch.no_grad()
     def launch(self) -> None:
         """Starts the broadcast of the buffers' present values. Does not block."""
-        if self._collectives.world_size == 1:
-            return
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self._module.buffers():
+        for buffer in self._module.buffers() if self._collectives.world_size > 1 else ():
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for number, buffers in enumerate(by_dtype.values()):
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             work = self._collectives.launch_broadcast(flat, number)
             self._launched.append((work, flat, buffers))
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a broadcast has been launched and not been waited for."""
-        return bool(self._launched)
+        self.state = BuffersState.UNDER_WAY if self._launched else BuffersState.SENT
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -377,3 +393,4 @@ class BufferBroadcast:
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view_as(buffer))
         self._launched.clear()
+        self.state = BuffersState.SENT

@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
+from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.checkpoint.whole_state import whole_state
@@ -20,8 +21,6 @@ from lightning_dear.engine.active_plan import (
     agree_on_plan,
     agree_on_recording,
 )
-from lightning_dear.engine.gradient_reducer import on_each_gradient
-from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale
 from lightning_dear.exchange.options import ExchangeOptions
@@ -30,7 +29,7 @@ from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
-from lightning_dear.telemetry.statistics import Instruments
+from lightning_dear.telemetry.statistics import Instruments, Waiting
 
 
 def _no_scale() -> None:
@@ -48,15 +47,15 @@ class PlanLifecycle:
         fusion: Makes the plan from the recorded first step.
         options: What travels, and how.
         instruments: Told of every wait.
-        on_gradient: Called with a parameter's number whenever its `.grad` has been accumulated.
-        on_arrival: Called with a bucket's number when its gather has arrived.
+        on_gradient: Called with a parameter's number, and the parameter, whenever its `.grad` has
+            been accumulated.
+        on_arrival: Called with a bucket's number when its gather has arrived; None: nobody is.
 
     Attributes:
         plan: None until the first step has been recorded; stays readable after `release`.
         active: The plan at work; None while the first step is recorded.
         recording: What was seen in the recorded step; None before its end.
         trained: What the optimizer trains.
-        recorder: Records the first step.
         number: Position of the optimizer among the pipeline's.
         fusion: Makes the first plan.
         codec: What encodes in place of the configured codec; None for that one.
@@ -78,8 +77,8 @@ class PlanLifecycle:
         fusion: FusionPlanner,
         options: ExchangeOptions,
         instruments: Instruments,
-        on_gradient: Callable[[int], None],
-        on_arrival: Callable[[int], None],
+        on_gradient: Callable[[int, Tensor], None],
+        on_arrival: Callable[[int], None] | None,
     ) -> None:
         self.plan: BucketPlan | None = None
         self.active: ActivePlan | None = None
@@ -112,15 +111,12 @@ class PlanLifecycle:
 
     def _start_recording(self) -> None:
         self.trained = TrainedParameters(self._module, self._stepper.optimizer)
-        self.recorder = ForwardRecorder(self._module, self.parameters)
-        watched = self.parameters if self._uses_buckets else []
-        self._hooks: list[RemovableHandle] = on_each_gradient(watched, self._on_gradient)
+        if self._uses_buckets:
+            self.trained.watch(self._on_gradient)
 
     def start(self) -> ActivePlan:
         """Makes the plan that the recorded step asks for, and puts it to work. Collective."""
-        self.recording = agree_on_recording(
-            self.trained.names, self.parameters, self.recorder, self._collectives, self._options
-        )
+        self.recording = agree_on_recording(self.trained, self._collectives, self._options)
         tensors, world_size = self.recording.tensors, self._collectives.world_size
         found = None if self.find_plan is None else self.find_plan(tensors)
         plan = self.fusion.plan(tensors, world_size) if found is None else found
@@ -139,7 +135,7 @@ class PlanLifecycle:
             self._module,
             self.parameters,
             self._collectives,
-            self._instruments.waiting,
+            partial(Waiting, self._instruments),
             self.number * MAX_BUCKETS,
             self._options,
             self._on_arrival,
@@ -210,12 +206,13 @@ class PlanLifecycle:
         Args:
             but: Numbers of buckets whose parameters are left alone.
         """
-        self.left_weights.follow(self.parameters)
+        if self.left_weights.noted:
+            self.left_weights.follow(self.parameters)
         if self.active is None:
             return
-        self.active.adopt_writes(but)
+        self.active.flat.adopt_writes(but)
         if self.adopt_state():
-            self.active.adopt_writes(but)
+            self.active.flat.adopt_writes(but)
         if self._options.encodes_differences:
             # What has its master there still is in no plan.
             self.left_weights.note(list(self._stepper.optimizer.state))
@@ -236,11 +233,6 @@ class PlanLifecycle:
         if self.active is not None:
             for bucket in self.active.flat.buckets:
                 self.active.exchange.sync(bucket).wait()
-
-    def complete(self, reason: str = "read") -> None:
-        """Blocks until all parameters have the values of the last step; local and idempotent."""
-        if self.active is not None:
-            self.active.gatherer.complete(reason=reason)
 
     # --- from one plan to the next --------------------------------------------------------------
 
@@ -270,7 +262,8 @@ class PlanLifecycle:
     def _put_state_together(self) -> None:
         """Completes parameters and makes `optimizer.state` whole again. Collective, blocks."""
         assert self.plan is not None
-        self.complete("re-plan")
+        assert self.active is not None
+        self.active.gatherer.complete(reason="re-plan")
         self.take_over()
         with self._instruments.not_counting():
             state = whole_state(self._stepper, self.plan, self.parameters, self._collectives)
@@ -280,8 +273,7 @@ class PlanLifecycle:
 
     def release(self) -> None:
         """Removes hooks and gates; parameters have storage of their own again."""
-        for hook in self._hooks:
-            hook.remove()
+        self.trained.release()
         if self.active is not None:
             self.active.release()
         self.active = None

@@ -26,7 +26,6 @@ Gathering is no state of the step: it is each bucket's own, and overlaps the nex
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -42,8 +41,7 @@ from lightning_dear.checkpoint.whole_state import consolidate
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
-from lightning_dear.engine.active_plan import ActivePlan, audit
-from lightning_dear.engine.early_steps import EarlySteps
+from lightning_dear.engine.active_plan import ActivePlan, EarlySteps, audit
 from lightning_dear.engine.gradient_reducer import warn_of_leftovers
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_times import TimesRecorder
@@ -88,6 +86,14 @@ class _Backward(Enum):
     LAST = "a backward whose gradients are sent while it runs"
 
 
+class Sending(Enum):
+    """When the buckets of a step are sent."""
+
+    BEFORE_STEP = "all of them in front of the step"
+    IN_BACKWARD = "each in backward, once it is full"
+    EARLY = "so, and what the plan calls early is stepped and gathered in backward, too"
+
+
 class OptimizerPipeline:
     """Reduces, steps and gathers the parameters of one optimizer.
 
@@ -112,9 +118,7 @@ class OptimizerPipeline:
         stepper: The optimizer's state and pieces on this rank.
         times: Of the step that `measure_next_step` asked for, on this rank; None until its end.
         num_steps: Optimizer steps so far, without those that a GradScaler left out.
-        may_step_early: Whether backwards at present run inside `optimizer.step(closure)` and
-            nothing but the step uses their gradients, so that buckets may be stepped in them.
-        launches_in_backward: Whether full buckets are sent then, rather than before the step.
+        sending: When buckets are sent; to be assigned to.
     """
 
     def __init__(
@@ -136,8 +140,7 @@ class OptimizerPipeline:
         self._has_leftovers = False
         self.times: ModelTimes | None = None
         self.num_steps = 0
-        self.may_step_early = False
-        self.launches_in_backward = True
+        self.sending = Sending.IN_BACKWARD
         self._module = module
         self._collectives = collectives
         self._options = options
@@ -148,8 +151,9 @@ class OptimizerPipeline:
         self._backward = _Backward.NONE
         self._times_recorder: TimesRecorder | None = None
         self._early_steps: EarlySteps | None = None
-        self._step_began: Any = None
         self._hooks = self._hook_into(optimizer)
+        self._zero_grad = optimizer.zero_grad
+        optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
         self.stepper: ShardedOptimizer | ReplicatedOptimizer = (
             ReplicatedOptimizer(optimizer, decouple=not options.all_reduces)
             if options.is_of_gradients
@@ -164,7 +168,7 @@ class OptimizerPipeline:
             options,
             instruments,
             self._on_gradient,
-            self._on_arrival,
+            self._on_arrival if options.is_of_gradients else None,
         )
 
     def _hook_into(self, optimizer: Optimizer) -> list[Any]:
@@ -177,8 +181,6 @@ class OptimizerPipeline:
             # State is read and replaced where it lives: what is pending would still change it.
             hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))
             hooks.append(optimizer.register_load_state_dict_pre_hook(self._complete_state))
-        self._zero_grad = optimizer.zero_grad
-        optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
         return hooks
 
     def _complete_state(self, *_: Any) -> None:
@@ -209,7 +211,7 @@ class OptimizerPipeline:
             return self._times_recorder.forward()
         if self._uses_buckets:
             if active is None:
-                return self.plans.recorder.recording()
+                return self.plans.trained.recorder.recording()
             if audits:
                 return audit(self.plans.trained, active)
         return nullcontext()
@@ -230,7 +232,7 @@ class OptimizerPipeline:
         if active is not None and completes_all:
             active.gatherer.complete(reason="compiled region")
         elif active is not None:
-            active.gatherer.complete_entry()
+            active.gatherer.complete(active.gatherer.entry, "training_step")
 
     @contextmanager
     def backward(self, *, synchronize: bool) -> Iterator[None]:
@@ -245,7 +247,7 @@ class OptimizerPipeline:
         active, recorder = self.plans.active, self._times_recorder if synchronize else None
         if synchronize and active is not None:
             active.reducer.expect()
-            if self.may_step_early and recorder is None and active.plan.early:
+            if self.sending is Sending.EARLY and recorder is None and active.plan.early:
                 self._early_steps = self._begin_early_steps(active)
         before, self._backward = self._backward, _Backward.LAST if synchronize else _Backward.LOCAL
         try:
@@ -257,7 +259,7 @@ class OptimizerPipeline:
             # As from the next step on: what `.grad` holds would not be the mean.
             self.reduce()
 
-    def _on_gradient(self, index: int) -> None:
+    def _on_gradient(self, index: int, _: Any = None) -> None:
         active = self.plans.active
         if active is not None:
             active.reducer.check_was_complete(index)
@@ -274,10 +276,11 @@ class OptimizerPipeline:
         if self._times_recorder is not None:
             self._times_recorder.note_gradient(index)
         if active is None:
-            self.plans.recorder.note_gradient(index)
+            self.plans.trained.recorder.note_gradient(index)
         else:
             with self._leaving_out_codecs():
-                active.reducer.on_gradient(index, launches=self.launches_in_backward)
+                launches = self.sending is not Sending.BEFORE_STEP
+                active.reducer.on_gradient(index, launches=launches)
         if self._early_steps is not None:
             self._early_steps.poll()
 
@@ -286,7 +289,7 @@ class OptimizerPipeline:
         active.reducer.steps_early = True
         active.gatherer.expect(early=True)
         adopt, launch = self.plans.adopt_state, self._launch_gathers
-        return EarlySteps(active, self.stepper, adopt, launch, self._instruments.mark)
+        return EarlySteps(active, self.stepper, adopt, self._instruments, launch)
 
     # --- the mean gradient, between backward and step -------------------------------------------
 
@@ -404,19 +407,12 @@ class OptimizerPipeline:
             clipping.clip_to_value(means, clip_value)
 
     def _global_norm(self, norm_type: float) -> Tensor:
-        counted = clipping.counted_once(self.stepper.pieces, self._collectives)
-        return clipping.global_norm(counted, norm_type, self._collectives, self._like)
+        return clipping.global_norm(self.stepper.pieces, norm_type, self._collectives, self._like)
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
-        with self._on_shards(mutates=True) as means:
-            like = self._like
-            overflow = clipping.any_not_finite(means, self._collectives, like.device)
-            # The scaler looks at gradients only, and at least at one: this one brings it the vote.
-            vote = torch.zeros(1, dtype=like.dtype, device=like.device)
-            vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
-            with self.stepper.on_shards(vote):
-                unscale(self.optimizer)
+        with self._on_shards(mutates=True):
+            clipping.unscale_shards(unscale, self.stepper, self._collectives, self._like)
 
     @property
     def _like(self) -> Tensor:
@@ -456,7 +452,7 @@ class OptimizerPipeline:
                 active.reducer.reduce()
             active.reducer.drop()
             self.stepper.clear_gradients()
-        self.plans.recorder.gradients.clear()
+        self.plans.trained.recorder.gradients.clear()
         self._has_leftovers = False
         self._enter(StepState.EMPTY)
 
@@ -484,16 +480,14 @@ class OptimizerPipeline:
         self._end_broken_step()
         active = self._prepare_step()
         self._interrupted, self.state = self.state, StepState.STEPPING
-        began = self._instruments.mark()
+        self._instruments.begin_step()
         try:
             for numbers in self.stepper.run(active.plan.gather_order):
-                self._launch_gathers(numbers, began)
-                began = self._instruments.mark()
+                self._launch_gathers(numbers)
         except BaseException:
             self.stepper.restore()
             self.state = self._interrupted
             raise
-        self._step_began = began
 
     def _prepare_step(self) -> ActivePlan:
         """Reduces, makes the plan at the first step, takes over what was written meanwhile."""
@@ -510,18 +504,18 @@ class OptimizerPipeline:
             self._times_recorder.step_begins()
         return active
 
-    def _launch_gathers(self, numbers: Sequence[int], began: Any) -> None:
+    def _launch_gathers(self, numbers: Sequence[int]) -> None:
         assert self.plans.active is not None
         for number in numbers:
             if not self._options.is_of_gradients:
-                self._instruments.record_step(f"bucket {number}", began)
+                self._instruments.record_step(number)
             with self._leaving_out_codecs():
                 self.plans.active.gatherer.launch(number)
-            began = self._instruments.mark()
+            self._instruments.begin_step()
 
     def _on_inner_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Post-hook of `step`: the call under way has just stepped the last run of buckets."""
-        self._launch_gathers(self.stepper.finish(), self._step_began)
+        self._launch_gathers(self.stepper.finish())
         self.stepper.restore()
         self.stepper.stepped_early.clear()
         self.stepper.clear_gradients()
@@ -559,11 +553,12 @@ class OptimizerPipeline:
 
     def _on_arrival(self, number: int) -> None:
         """With gathered gradients, steps bucket `number`, whose mean is there; in forward."""
-        if isinstance(self.stepper, ReplicatedOptimizer):
-            began, recorder = self._instruments.mark(), self._times_recorder
-            with nullcontext() if recorder is None else recorder.late_step():
-                self.stepper.step_bucket(number)
-            self._instruments.record_step(f"bucket {number}", began)
+        assert isinstance(self.stepper, ReplicatedOptimizer)
+        self._instruments.begin_step()
+        recorder = self._times_recorder
+        with nullcontext() if recorder is None else recorder.late_step():
+            self.stepper.step_bucket(number)
+        self._instruments.record_step(number)
 
     def _check_is_on(self) -> None:
         if self.state is StepState.ENDED:
@@ -683,7 +678,8 @@ class OptimizerPipeline:
 
     def complete_parameters(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step; local and idempotent."""
-        self.plans.complete(reason)
+        if self.plans.active is not None:
+            self.plans.active.gatherer.complete(reason=reason)
 
     def abandon(self) -> None:
         """After an exception, perhaps in a step: puts the optimizer's groups right; never waits."""

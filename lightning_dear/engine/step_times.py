@@ -45,16 +45,15 @@ class TimesRecorder:
         self._clock = clock
         self._first_uses: dict[int, Any] = {}
         self._gradients: dict[int, Any] = {}
-        self._forward: tuple[Any, Any] | None = None
-        self._backward: tuple[Any, Any] | None = None
-        self._step: tuple[Any, Any] = None, None
+        # "forward", "backward", "step" -> the marks of its beginning and its end.
+        self._spans: dict[str, tuple[Any, Any]] = {}
         self._late_steps: list[tuple[Any, Any]] = []
         self._left_out: list[tuple[Any, Any]] = []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a training forward whose parameters are complete. The first one counts."""
-        if self._forward is not None:
+        if "forward" in self._spans:
             yield
             return
         with ExitStack() as stack:
@@ -62,7 +61,7 @@ class TimesRecorder:
                 stack.enter_context(self._watched(part, indices))
             start = self._clock.mark()
             yield
-            self._forward = start, self._clock.mark()
+            self._spans["forward"] = start, self._clock.mark()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -70,15 +69,15 @@ class TimesRecorder:
         start = self._clock.mark()
         self._gradients.clear()
         yield
-        self._backward = start, self._clock.mark()
+        self._spans["backward"] = start, self._clock.mark()
 
     def step_begins(self) -> None:
         """All gradients are reduced."""
-        self._step = self._clock.mark(), None
+        self._spans["step"] = self._clock.mark(), None
 
     def step_ends(self) -> None:
         """All buckets are stepped."""
-        self._step = self._step[0], self._clock.mark()
+        self._spans["step"] = self._spans["step"][0], self._clock.mark()
 
     @contextmanager
     def late_step(self) -> Iterator[None]:
@@ -133,10 +132,12 @@ class TimesRecorder:
     @property
     def times(self) -> ModelTimes | None:
         """What was measured; None before a step's end. May block for a device."""
-        if self._forward is None or self._backward is None or self._step[1] is None:
+        if len(self._spans) < 3 or self._spans["step"][1] is None:
             return None
         seconds = self._standing_clock()
-        (forward, forward_end), (backward, backward_end) = self._forward, self._backward
+        forward, forward_end = self._spans["forward"]
+        backward, backward_end = self._spans["backward"]
+        step, step_end = self._spans["step"]
         at_entry = {index: 0.0 for index, user in self._ungated.items() if user is None}
         return ModelTimes(
             forward_s=seconds(forward_end) - seconds(forward),
@@ -145,7 +146,7 @@ class TimesRecorder:
                 **{i: seconds(mark) - seconds(forward) for i, mark in self._first_uses.items()},
                 **at_entry,
             },
-            step_s=seconds(self._step[1]) - seconds(self._step[0]),
+            step_s=seconds(step_end) - seconds(step),
             late_step_s=sum(seconds(end) - seconds(begin) for begin, end in self._late_steps),
             ready_s={i: seconds(mark) - seconds(backward) for i, mark in self._gradients.items()},
         )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import storage_strides
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
 from lightning_dear.compression.groups import unused_group
 from lightning_dear.engine.gate import plain_parameters
+from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.tensorwise import check_steppable
 from lightning_dear.planning import TensorSpec
@@ -31,6 +35,7 @@ class TrainedParameters:
     Attributes:
         names: Qualified names, in registration order.
         parameters: In the same order; a shared one stands once.
+        recorder: Records the first step with them.
     """
 
     def __init__(self, module: Module, optimizer: Optimizer) -> None:
@@ -38,24 +43,62 @@ class TrainedParameters:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._optimizer = optimizer
-        self._group_sizes = self._present_group_sizes()
+        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         known = {id(parameter) for parameter in self.parameters}
         groups = optimizer.param_groups
         self._untrained = [p for group in groups for p in group["params"] if id(p) not in known]
         self._homes = parameter_homes(module, self.parameters)
+        self.recorder = ForwardRecorder(module, self.parameters)
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self, on_gradient: Callable[[int, Tensor], None]) -> None:
+        """Calls `on_gradient` with a parameter's number, and with the parameter itself.
+
+        Whenever its `.grad` has been accumulated, until `release`.
+        """
+        self._hooks += [
+            parameter.register_post_accumulate_grad_hook(partial(on_gradient, number))
+            for number, parameter in enumerate(self.parameters)
+        ]
+
+    def release(self) -> None:
+        """Removes the hooks. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
 
     def have_grown(self) -> bool:
         """Whether parameters were added to the optimizer, or began to require gradients."""
-        return self._present_group_sizes() != self._group_sizes or any(
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        return sizes != self._group_sizes or any(
             parameter.requires_grad and parameter.numel() for parameter in self._untrained
         )
 
-    def _present_group_sizes(self) -> list[int]:
-        return [len(group["params"]) for group in self._optimizer.param_groups]
-
     def restore_replaced(self) -> None:
-        """See `restore_replaced`."""
-        restore_replaced(self._homes)
+        """Puts the optimizer's parameters back where others stand, with the others' values.
+
+        `load_state_dict(assign=True)` leaves new parameters in the module, which no optimizer
+        knows.
+
+        Raises:
+            ValueError: If the new parameter has another shape.
+        """
+        homes = self._homes
+        for parameters, name, parameter in homes:
+            other = parameters.get(name)
+            if (
+                other is parameter
+                or other is None
+                or any(other is home.parameter for home in homes)
+            ):
+                continue
+            if other.shape != parameter.shape:
+                raise ValueError(
+                    f"A '{name}' was replaced by a parameter of shape {tuple(other.shape)}; the"
+                    f" optimizer trains one of shape {tuple(parameter.shape)}. Make a new optimizer"
+                    " for it."
+                )
+            parameter.data = other.data.to(parameter.dtype)
+            parameters[name] = parameter
 
 
 def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
@@ -88,28 +131,6 @@ def parameter_homes(module: Module, parameters: Sequence[Parameter]) -> list[Hom
         for name, parameter in plain_parameters(part).items()
         if id(parameter) in known
     ]
-
-
-def restore_replaced(homes: Sequence[Home]) -> None:
-    """Puts the optimizer's parameters back where others stand, with the others' values.
-
-    `load_state_dict(assign=True)` leaves new parameters in the module, which no optimizer knows.
-
-    Raises:
-        ValueError: If the new parameter has another shape.
-    """
-    for parameters, name, parameter in homes:
-        other = parameters.get(name)
-        if other is parameter or other is None or any(other is home.parameter for home in homes):
-            continue
-        if other.shape != parameter.shape:
-            raise ValueError(
-                f"A '{name}' was replaced by a parameter of shape {tuple(other.shape)}; the"
-                f" optimizer trains one of shape {tuple(parameter.shape)}. Make a new optimizer for"
-                " it."
-            )
-        parameter.data = other.data.to(parameter.dtype)
-        parameters[name] = parameter
 
 
 def tensor_specs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.collectives.work import Collectives
@@ -63,12 +64,12 @@ class ExchangeOptions:
                 " gathered; leave it out."
             )
 
-    @property
+    @cached_property
     def all_reduces(self) -> bool:
         """Whether every rank gets whole means during backward, and nothing is gathered."""
         return not self.decouple or (self.codec is not None and self.codec.all_reduces)
 
-    @property
+    @cached_property
     def is_of_gradients(self) -> bool:
         """Whether each rank steps whole tensors, with a state of its own for all of them."""
         return self.gather == "gradients"
@@ -77,7 +78,7 @@ class ExchangeOptions:
         """Whether the "reduce" or the "gather" half is encoded."""
         return self.codec is not None and self.codec.halves in ("both", half)
 
-    @property
+    @cached_property
     def encodes_differences(self) -> bool:
         """Whether what is gathered is how far replicas are behind their owners, encoded."""
         return not self.is_of_gradients and self.encodes("gather")
@@ -127,7 +128,7 @@ class ExchangeOptions:
                 stacklevel=2,
             )
 
-    @property
+    @cached_property
     def is_scattered(self) -> bool:
         """Whether of a whole mean gradient each rank has what lies in its region."""
         return self.codec is not None and self.codec.is_scattered

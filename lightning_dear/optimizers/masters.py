@@ -23,20 +23,23 @@ class LeftWeights:
 
     Args:
         optimizer: Mutated: masters in its state, and a hook.
+
+    Attributes:
+        noted: Parameter -> what it was when it was last noted.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._before: dict[Tensor, Tensor] = {}
+        self.noted: dict[Tensor, Tensor] = {}
         # Masters that are loaded belong to the weights that are loaded with them.
-        self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._before.clear())
+        self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self.noted.clear())
 
     @torch.no_grad()
     def note(self, parameters: Iterable[Tensor]) -> None:
         """What `parameters` are now: a copy of those that have a master and were not noted yet."""
         for parameter in parameters:
-            if self._has_master(parameter) and parameter not in self._before:
-                self._before[parameter] = parameter.detach().clone()
+            if self._has_master(parameter) and parameter not in self.noted:
+                self.noted[parameter] = parameter.detach().clone()
 
     @torch.no_grad()
     def follow(self, wanted: Collection[Tensor] | None = None) -> None:
@@ -45,17 +48,17 @@ class LeftWeights:
         Args:
             wanted: Of these parameters; None: of all.
         """
-        self._before = {one: own for one, own in self._before.items() if self._has_master(one)}
-        if not self._before:
+        self.noted = {one: own for one, own in self.noted.items() if self._has_master(one)}
+        if not self.noted:
             return
-        only = set(self._before if wanted is None else wanted)
-        for parameter in only & self._before.keys():
+        only = set(self.noted if wanted is None else wanted)
+        for parameter in only & self.noted.keys():
             own = self._optimizer.state[parameter]
             # State dicts taken before hold the old one, which must not change.
             master = own[MASTER_KEY] = own[MASTER_KEY].clone()
             # The state and the weights may have been moved to another device since.
-            follow_weights(master, self._before[parameter].to(master.device), parameter.detach())
-            self._before[parameter] = parameter.detach().clone()
+            follow_weights(master, self.noted[parameter].to(master.device), parameter.detach())
+            self.noted[parameter] = parameter.detach().clone()
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -63,9 +66,9 @@ class LeftWeights:
 
         After `follow`, or what was written to them is lost.
         """
-        for parameter in self._before:
+        for parameter in self.noted:
             parameter.copy_(self._optimizer.state[parameter][MASTER_KEY])
-            self._before[parameter].copy_(parameter)
+            self.noted[parameter].copy_(parameter)
 
     def detach(self) -> None:
         """Removes the hook. Idempotent."""

@@ -9,11 +9,9 @@ from enum import Enum
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.bucket import FlatBuffers, Placement
 from lightning_dear.optimizers.elementwise import closure_skipped, inner_step
 from lightning_dear.optimizers.masters import MASTER_KEY, differs
 from lightning_dear.optimizers.sharded import AdoptedState, OptimizerShards
@@ -46,41 +44,9 @@ class ReplicatedOptimizer(OptimizerShards):
     def __init__(self, optimizer: Optimizer, *, decouple: bool) -> None:
         super().__init__(optimizer)
         self._decouple = decouple
-        self._placements: Sequence[Placement] = ()
-        self._indices: dict[int, list[list[int]]] = {}
         self._used: Sequence[bool] = ()
         self._deferred: DeferredStep | None = None
-        self._outside: list[list[Parameter]] | None = None
         self._phase = _Phase.OUTSIDE
-
-    @override
-    def attach(
-        self, buffers: FlatBuffers, parameters: Sequence[Parameter], rank: int, world_size: int
-    ) -> None:
-        super().attach(buffers, parameters, rank, world_size)
-        self._placements = buffers.placements
-        group_of = {
-            id(parameter): number
-            for number, group in enumerate(self.optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        self._indices = {}
-        for bucket in buffers.buckets:
-            groups: list[list[int]] = [[] for _ in self.optimizer.param_groups]
-            for part in bucket.spec.slices:
-                groups[group_of[id(parameters[part.tensor])]].append(part.tensor)
-            self._indices[bucket.number] = groups
-
-    @override
-    def detach(self) -> None:
-        super().detach()
-        # Placements hold the flat parameters and gradients, as large as the model each.
-        self._placements, self._indices = (), {}
-
-    @property
-    def _has_buffers(self) -> bool:
-        """Whether gradients lie in buckets: not at world size 1, where they stay in `.grad`."""
-        return any(placement.gradient is not None for placement in self._placements)
 
     @override
     def set_gradients(self, used: Sequence[bool]) -> None:
@@ -109,14 +75,16 @@ class ReplicatedOptimizer(OptimizerShards):
         iterates calls `restore` if anything raises.
         """
         self._phase = _Phase.BEGUN
-        if not self._has_buffers:
+        buffers = self.shards.buffers
+        if all(placement.gradient is None for placement in buffers.placements):
+            # World size 1: gradients are where autograd left them.
             return
         if not self._decouple:
             self._show_gradients()
             return
         self._deferred = DeferredStep(self.optimizer)
-        for number in self._indices:
-            yield [number]
+        for bucket in buffers.buckets:
+            yield [bucket.number]
         self._leave_only_managed()
 
     def finish(self) -> Sequence[int]:
@@ -135,28 +103,22 @@ class ReplicatedOptimizer(OptimizerShards):
 
         Whoever is managed has had its gradient taken by its bucket.
         """
-        managed = {id(parameter) for parameter in self._parameters}
-        groups = self.optimizer.param_groups
-        self._outside = [group["params"] for group in groups]
-        for group in groups:
+        managed = {id(parameter) for parameter in self.shards.parameters}
+        self._set_params_aside()
+        for group in self.optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in managed]
 
     @override
     def restore(self) -> None:
-        """Puts the user's parameters back, also after a step that raised half-way."""
-        if self._outside is not None:
-            for group, parameters in zip(self.optimizer.param_groups, self._outside, strict=True):
-                group["params"] = parameters
-            self._outside = None
         if self._phase is _Phase.SHOWING:
-            for placement in self._placements:
+            for placement in self.shards.buffers.placements:
                 placement.parameter.grad = None
         self._phase = _Phase.OUTSIDE
         super().restore()
 
     def _show_gradients(self) -> None:
         self._phase = _Phase.SHOWING
-        for used, placement in zip(self._used, self._placements, strict=True):
+        for used, placement in zip(self._used, self.shards.buffers.placements, strict=True):
             placement.parameter.grad = placement.gradient if used else None
 
     # --- afterwards ---------------------------------------------------------------------------
@@ -175,7 +137,8 @@ class ReplicatedOptimizer(OptimizerShards):
                 f"A step of {type(self.optimizer).__name__} was broken off half-way (see the first"
                 " error): the weights are a mixture of two steps. Load the last checkpoint."
             )
-        with plain_mode(self.device.type), self._with_gradients(number) as parameters:
+        device = self.shards.parameters[0].device
+        with plain_mode(device.type), self._with_gradients(number) as parameters:
             deferred.run(parameters)
         # Not there after an error: whoever completes another bucket is told above.
         self._deferred = deferred
@@ -183,13 +146,17 @@ class ReplicatedOptimizer(OptimizerShards):
     @contextmanager
     def _with_gradients(self, number: int) -> Iterator[list[list[Tensor]]]:
         """The bucket's used parameters by group, with the mean in `.grad` meanwhile."""
-        groups = [[i for i in group if self._used[i]] for group in self._indices[number]]
-        places = [self._placements[index] for group in groups for index in group]
+        groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
+        buffers, group_of = self.shards.buffers, self.shards.group_of
+        tensors = [piece.tensor for piece in buffers.buckets[number].spec.slices]
+        used = [index for index in tensors if self._used[index]]
+        places = [buffers.placements[index] for index in used]
         before = [place.parameter.grad for place in places]
         try:
-            for place in places:
+            for index, place in zip(used, places, strict=True):
+                groups[group_of[index]].append(place.parameter)
                 place.parameter.grad = place.gradient
-            yield [[self._placements[index].parameter for index in group] for group in groups]
+            yield groups
         finally:
             for place, gradient in zip(places, before, strict=True):
                 place.parameter.grad = gradient

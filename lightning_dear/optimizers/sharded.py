@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_dear.bucket import FlatBuffers, Piece, as_flat, cut_state, shard_pieces
 from lightning_dear.optimizers.elementwise import closure_skipped, inner_step
@@ -39,6 +39,42 @@ class AdoptedState(NamedTuple):
     loses_masters: bool
 
 
+@dataclass(frozen=True)
+class Shards:
+    """What of an optimizer's parameters is this rank's under one plan.
+
+    Attributes:
+        buffers: The plan's; of no buckets before the first plan and after the last.
+        parameters: All that the optimizer trains, in the order of their numbers.
+        group_of: Number of a parameter -> that of its parameter group.
+        in_bucket: Number of a bucket -> this rank's pieces of it.
+        pieces: All of them, bucket by bucket.
+        state: The optimizer's, by piece.
+    """
+
+    buffers: FlatBuffers
+    parameters: Sequence[Parameter]
+    group_of: Sequence[int]
+    in_bucket: Mapping[int, Sequence[Piece]]
+    pieces: Sequence[Piece]
+    state: defaultdict[Tensor, Any]
+
+
+@dataclass
+class SetAside:
+    """What a step has taken out of the optimizer, to be put back.
+
+    Attributes:
+        params: Of each group.
+        state: The user's, where another one stands in its place.
+        last_run: Numbers of the buckets that the call under way steps.
+    """
+
+    params: list[list[Parameter]]
+    state: defaultdict[Tensor, Any] | None = None
+    last_run: Sequence[int] = ()
+
+
 class OptimizerShards:
     """This rank's pieces of an optimizer's parameters, with their mean gradients.
 
@@ -49,50 +85,44 @@ class OptimizerShards:
 
     Attributes:
         optimizer: The user's.
-        pieces: This rank's, bucket by bucket.
-        device: Where the parameters are.
+        shards: What is this rank's at present.
         stepped_early: Numbers of the buckets that this step's closure has stepped already.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.pieces: list[Piece] = []
-        self.device = torch.device("cpu")
+        self.shards = Shards(FlatBuffers([], []), (), (), {}, (), defaultdict(dict))
         self.stepped_early: set[int] = set()
-        self._in_bucket: dict[int, list[Piece]] = {}
-        self._parameters: Sequence[Parameter] = ()
-        self._state: defaultdict[Tensor, Any] = defaultdict(dict)
-        self._swapped: list[list[Parameter]] | None = None
+        self._set_aside: SetAside | None = None
 
     def attach(
         self, buffers: FlatBuffers, parameters: Sequence[Parameter], rank: int, world_size: int
     ) -> None:
         """Takes over this rank's pieces of the optimizer's parameters."""
-        self._parameters = parameters
-        self.device = parameters[0].device
-        self._in_bucket = {
+        in_bucket = {
             bucket.number: shard_pieces(bucket, rank, world_size) for bucket in buffers.buckets
         }
-        self.pieces = list(chain(*self._in_bucket.values()))
-        self._state = defaultdict(dict)
+        pieces = list(chain(*in_bucket.values()))
         groups = enumerate(self.optimizer.param_groups)
-        group_of = {id(one): number for number, group in groups for one in group["params"]}
-        for piece in self.pieces:
+        numbers = {id(one): number for number, group in groups for one in group["params"]}
+        group_of = [numbers[id(parameter)] for parameter in parameters]
+        for piece in pieces:
             parameter = parameters[piece.tensor_index]
             piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
-            piece.group = group_of[id(parameter)]
+        self.shards = Shards(buffers, parameters, group_of, in_bucket, pieces, defaultdict(dict))
 
     def detach(self) -> None:
         """Lets go of the flat buffers; state stays readable through `state_of`."""
-        state, self._state = self._state, defaultdict(dict)
-        for piece in self.pieces:
-            kept = state.get(piece.parameter)
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for piece in self.shards.pieces:
+            kept = self.shards.state.get(piece.parameter)
             piece.gradient = None
             # State is found by this tensor, which as a view would hold the whole flat buffer.
             if not piece.has_master:
                 piece.parameter = torch.empty(0)
             if kept:
-                self._state[piece.parameter] = kept
+                state[piece.parameter] = kept
+        self.shards = replace(self.shards, buffers=FlatBuffers([], []), state=state)
 
     def state_of(self, piece: Piece) -> Mapping[str, Any]:
         """The optimizer's state for `piece`; empty if it has not been stepped.
@@ -100,33 +130,34 @@ class OptimizerShards:
         With the fp32 master under MASTER_KEY, once it may differ from the parameter. (torch's
         optimizers take a parameter that has any state for one that they have stepped.)
         """
-        state: Mapping[str, Any] = self._state.get(piece.parameter, {})
+        state: Mapping[str, Any] = self.shards.state.get(piece.parameter, {})
         if piece.has_master and (state or piece.was_stepped):
             return {**state, MASTER_KEY: piece.parameter}
         return state
 
-    def pieces_in(self, number: int) -> list[Piece]:
-        """This rank's pieces of bucket `number`."""
-        return self._in_bucket[number]
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """This rank's, bucket by bucket."""
+        return self.shards.pieces
 
     # --- mean gradients -------------------------------------------------------------------------
 
     def set_gradients(self, used: Sequence[bool]) -> None:
         """Gives each piece its part of the mean gradient, and none where nobody had one."""
-        for piece in self.pieces:
+        for piece in self.shards.pieces:
             if not used[piece.tensor_index]:
                 piece.parameter.grad = None
             elif piece.gradient is not None:
                 piece.parameter.grad = piece.gradient
             else:
-                gradient = self._parameters[piece.tensor_index].grad
+                gradient = self.shards.parameters[piece.tensor_index].grad
                 assert gradient is not None
                 is_plain = gradient.is_contiguous() and piece.is_plain
                 piece.parameter.grad = gradient.view(-1) if is_plain else self._own_gradient(piece)
 
     def _own_gradient(self, piece: Piece) -> Tensor:
         """World size 1: the piece's part of its parameter's gradient, in storage order; a view."""
-        parameter = self._parameters[piece.tensor_index]
+        parameter = self.shards.parameters[piece.tensor_index]
         assert parameter.grad is not None
         # Once for all pieces, each of which `as_flat` would else copy the whole gradient for.
         if parameter.grad.stride() != parameter.stride():
@@ -135,20 +166,21 @@ class OptimizerShards:
 
     def clear_gradients(self) -> None:
         """Lets go of the pieces' gradients, which would stand beside those of the next backward."""
-        for piece in self.pieces:
+        for piece in self.shards.pieces:
             piece.parameter.grad = None
 
     @property
     def gradients(self) -> list[Tensor]:
         """The pieces' gradients, where there are any."""
-        return [piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None]
+        gradients = (piece.parameter.grad for piece in self.pieces)
+        return [gradient for gradient in gradients if gradient is not None]
 
     @contextmanager
     def on_shards(self, *extra: Tensor) -> Iterator[None]:
         """Puts all pieces, and `extra` in front of them, into the optimizer's groups meanwhile."""
         self._swap()
         try:
-            self._put(self._in_bucket)
+            self._put(self.shards.in_bucket)
             self.optimizer.param_groups[0]["params"][:0] = extra
             yield
         finally:
@@ -157,23 +189,33 @@ class OptimizerShards:
     def _put(self, numbers: Iterable[int]) -> None:
         groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
         for number in numbers:
-            for piece in self._in_bucket[number]:
-                groups[piece.group].append(piece.parameter)
+            for piece in self.shards.in_bucket[number]:
+                groups[self.shards.group_of[piece.tensor_index]].append(piece.parameter)
         for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
 
-    def _swap(self) -> None:
-        self._swapped = [group["params"] for group in self.optimizer.param_groups]
-        self._state, self.optimizer.state = self.optimizer.state, self._state
+    def _set_params_aside(self) -> SetAside:
+        params = [group["params"] for group in self.optimizer.param_groups]
+        self._set_aside = SetAside(params)
+        return self._set_aside
+
+    def _swap(self) -> SetAside:
+        aside = self._set_params_aside()
+        aside.state, self.optimizer.state = self.optimizer.state, self.shards.state
+        return aside
 
     def restore(self) -> None:
-        """Puts the user's parameters back, also after a step that raised half-way."""
-        if self._swapped is None:
+        """Puts the user's parameters and state back, also after a step that raised half-way."""
+        if self._set_aside is None:
             return
-        for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
+        aside = self._set_aside
+        for group, parameters in zip(self.optimizer.param_groups, aside.params, strict=True):
             group["params"] = parameters
-        self._state, self.optimizer.state = self.optimizer.state, self._state
-        self._swapped = None
+        if aside.state is not None:
+            # Perhaps another object: an optimizer may make its state anew.
+            self.shards = replace(self.shards, state=self.optimizer.state)
+            self.optimizer.state = aside.state
+        self._set_aside = None
 
 
 class ShardedOptimizer(OptimizerShards):
@@ -193,22 +235,13 @@ class ShardedOptimizer(OptimizerShards):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
-        self._last_run: Sequence[int] = ()
+        self._inner_step = inner_step(optimizer)
         self._was_loaded = False
         self._loading: dict[str, Any] | None = None
         self._hooks = (
             optimizer.register_load_state_dict_pre_hook(self._on_loading),
             optimizer.register_load_state_dict_post_hook(self._on_loaded),
         )
-
-    @override
-    def attach(
-        self, buffers: FlatBuffers, parameters: Sequence[Parameter], rank: int, world_size: int
-    ) -> None:
-        super().attach(buffers, parameters, rank, world_size)
-        self._whole = frozenset(bucket.number for bucket in buffers.buckets if bucket.is_whole)
-        homes = [buffers.buckets[placement.buckets[0]] for placement in buffers.placements]
-        self._have_master = [(home.has_master, home.lags) for home in homes]
 
     def remove_hooks(self) -> None:
         """Gives `optimizer.load_state_dict` back its ordinary meaning."""
@@ -223,18 +256,17 @@ class ShardedOptimizer(OptimizerShards):
         Leaves the last run to the call of `optimizer.step` that is under way. Whoever iterates
         calls `restore` if anything raises.
         """
-        wanted = dict.fromkeys((*order, *self._in_bucket))
+        wanted = dict.fromkeys((*order, *self.shards.in_bucket))
         late = [number for number in wanted if number not in self.stepped_early]
-        step = inner_step(self.optimizer)
-        *head, last = step_runs(late, self._in_bucket)
-        self._swap()
+        *head, last = step_runs(late, self.shards.in_bucket)
+        aside = self._swap()
         for numbers in head:
             self._put(numbers)
-            step(self.optimizer)
+            self._inner_step(self.optimizer)
             self._note_stepped(numbers)
             yield numbers
         self._put(last)
-        self._last_run = last
+        aside.last_run = last
 
     def finish(self) -> Sequence[int]:
         """The call under way has stepped the last run; returns its numbers.
@@ -242,9 +274,9 @@ class ShardedOptimizer(OptimizerShards):
         Raises:
             RuntimeError: If it stepped before there were gradients.
         """
-        if not self._last_run:
+        if self._set_aside is None or not self._set_aside.last_run:
             raise closure_skipped(self.optimizer)
-        numbers, self._last_run = self._last_run, ()
+        numbers = self._set_aside.last_run
         self._note_stepped(numbers)
         return numbers
 
@@ -253,29 +285,29 @@ class ShardedOptimizer(OptimizerShards):
 
         The rest of the step then leaves it out. All its parameters must have been used.
         """
-        for piece in self.pieces_in(number):
+        for piece in self.shards.in_bucket[number]:
             piece.parameter.grad = piece.gradient
         self._swap()
         # First: should the step raise, part of the state may be new.
         self.stepped_early.add(number)
         try:
             self._put([number])
-            inner_step(self.optimizer)(self.optimizer)
+            self._inner_step(self.optimizer)
             self._note_stepped([number])
         finally:
             self.restore()
 
     def _note_stepped(self, numbers: Sequence[int]) -> None:
+        parameters = self.shards.parameters
         for number in numbers:
-            stepped = mark_stepped(self._in_bucket[number])
-            if number in self._whole:
+            pieces = self.shards.in_bucket[number]
+            stepped = [piece for piece in pieces if piece.parameter.grad is not None]
+            for piece in stepped:
+                piece.was_stepped = True
+            if self.shards.buffers.buckets[number].is_whole:
                 # No gather will tell autograd that what it saved of these is no longer there.
-                torch.autograd.graph.increment_version([self._parameters[i] for i in stepped])
-
-    @override
-    def restore(self) -> None:
-        super().restore()
-        self._last_run = ()
+                changed = [parameters[piece.tensor_index] for piece in stepped]
+                torch.autograd.graph.increment_version(changed)
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -295,7 +327,7 @@ class ShardedOptimizer(OptimizerShards):
             return AdoptedState(False, False)
         brings_masters = False
         for piece in self.pieces:
-            parameter = self._parameters[piece.tensor_index]
+            parameter = self.shards.parameters[piece.tensor_index]
             own = {
                 key: cut_state(key, value, parameter, piece)
                 for key, value in whole.get(parameter, {}).items()
@@ -305,7 +337,7 @@ class ShardedOptimizer(OptimizerShards):
                 piece.parameter.copy_(master)
                 piece.was_stepped = brings_masters = True
             if own:
-                self._state[piece.parameter] = own
+                self.shards.state[piece.parameter] = own
         return AdoptedState(brings_masters, self._take_out(whole, was_loaded))
 
     def _take_out(self, whole: dict[Tensor, Any], was_loaded: bool) -> bool:
@@ -313,21 +345,21 @@ class ShardedOptimizer(OptimizerShards):
 
         Of 16 bits those are lost, too, that were loaded and do not round to their weights.
         """
-        is_lost = False
-        for parameter, kind in zip(self._parameters, self._have_master, strict=True):
-            has_master, lags = kind
+        is_lost, buffers = False, self.shards.buffers
+        for parameter, placement in zip(self.shards.parameters, buffers.placements, strict=True):
+            home = buffers.buckets[placement.buckets[0]]
             master = whole.pop(parameter, {}).get(MASTER_KEY)
-            if not has_master or (was_loaded and not lags):
-                is_lost |= differs(master, parameter, is_rounded=has_master)
+            if not home.has_master or (was_loaded and not home.lags):
+                is_lost |= differs(master, parameter, is_rounded=home.has_master)
         return is_lost
 
     def _forget(self) -> None:
         """Back to before the first step: masters, which were of other weights, are the weights."""
         self._was_loaded = False
-        self._state.clear()
+        self.shards.state.clear()
         for piece in self.pieces:
             if piece.has_master:
-                parameter = self._parameters[piece.tensor_index]
+                parameter = self.shards.parameters[piece.tensor_index]
                 weights = cut_state(MASTER_KEY, parameter.detach(), parameter, piece)
                 piece.parameter.copy_(weights)
                 piece.was_stepped = False
@@ -351,18 +383,10 @@ def step_runs(numbers: Sequence[int], pieces: Mapping[int, Sequence[Piece]]) -> 
     runs: list[list[int]] = []
     room = 0
     for number in numbers:
-        numel = sum(piece.numel for piece in pieces[number])
+        numel = sum(piece.stop - piece.start for piece in pieces[number])
         if not runs or numel > room:
             runs.append([])
             room = MAX_RUN_NUMEL
         runs[-1].append(number)
         room -= numel
     return runs
-
-
-def mark_stepped(pieces: Iterable[Piece]) -> list[int]:
-    """Notes which pieces a step has just changed; returns their parameters' numbers."""
-    stepped = [piece for piece in pieces if piece.parameter.grad is not None]
-    for piece in stepped:
-        piece.was_stepped = True
-    return [piece.tensor_index for piece in stepped]

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ class BucketPlan:
     all_reduced: tuple[int, ...] = ()
     uncompressed: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def gather_order(self) -> tuple[int, ...]:
         """Numbers of the buckets that are gathered: the early ones, then in first-use order."""
         others = frozenset((*self.early, *self.all_reduced))

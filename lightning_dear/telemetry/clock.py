@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_dear.collectives.background import Watcher
+from lightning_dear.collectives.background import Background
 
 Record = Callable[[Any, Any], None]
 """Takes the marks between which something happened."""
@@ -42,11 +42,9 @@ class HostClock:
     """
 
     def __init__(self) -> None:
-        self._watchers: dict[str, Watcher] = {}
+        self._threads: dict[str, Background] = {}
 
-    def mark(self) -> float:
-        """See `Clock`."""
-        return time.perf_counter()
+    mark = staticmethod(time.perf_counter)
 
     def seconds(self, mark: float) -> float:
         """See `Clock`; never blocks."""
@@ -55,16 +53,21 @@ class HostClock:
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
         """See `Clock`: what `arrive` raises in the thread is raised again by whoever waits."""
         start = self.mark()
-        if lane not in self._watchers:
-            self._watchers[lane] = Watcher(f"dear-timeline-{lane}")
-        watcher = self._watchers[lane]
-        return watcher.watch(arrive, lambda: record(start, self.mark())).wait
+
+        def arrive_and_record() -> None:
+            try:
+                arrive()
+            finally:
+                record(start, self.mark())
+
+        thread = self._threads.setdefault(lane, Background(f"dear-timeline-{lane}"))
+        return thread.submit(arrive_and_record).result
 
     def finish(self) -> None:
         """See `Clock`; ends the threads."""
-        for watcher in self._watchers.values():
-            watcher.finish()
-        self._watchers.clear()
+        for thread in self._threads.values():
+            thread.finish()
+        self._threads.clear()
 
 
 class StreamClock:

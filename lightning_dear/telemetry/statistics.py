@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.telemetry.clock import Clock, clock_of
+from lightning_dear.telemetry.clock import Clock
 from lightning_dear.telemetry.timeline import Timeline
 
 
@@ -17,52 +16,47 @@ class Instruments:
     """Shared by all parts of one pipeline.
 
     Args:
-        device: Whose clock counts.
+        clock: Counts.
         collectives: Whose bytes are counted, and whose arrivals are shown.
 
     Attributes:
-        clock: The device's.
+        clock: See above.
         statistics: Of the last finished optimizer step.
+        timeline: Where spans are recorded at present; None for nowhere.
     """
 
-    def __init__(self, device: torch.device, collectives: Collectives) -> None:
-        self.clock = clock_of(device)
+    def __init__(self, clock: Clock, collectives: Collectives) -> None:
+        self.clock = clock
         self._collectives = collectives
-        self._timeline: Timeline | None = None
+        self.timeline: Timeline | None = None
         self._sent_bytes = 0
+        self._step_began: Any = None
         self.statistics = StepStatistics(self.clock)
         self._current = StepStatistics(self.clock)
 
-    @property
-    def timeline(self) -> Timeline | None:
-        """Where spans are recorded at present; None for nowhere."""
-        return self._timeline
-
-    @timeline.setter
-    def timeline(self, timeline: Timeline | None) -> None:
-        self._timeline = timeline
+    def record_in(self, timeline: Timeline | None) -> None:
+        """Records spans, and collectives launched from now on, there; None: nowhere."""
+        self.timeline = timeline
         if timeline is not None:
             timeline.clock = self.clock
         self._collectives.observer = None if timeline is None else timeline.observe
 
-    def span(self, lane: str, name: str) -> AbstractContextManager[None]:
-        """Shows the `with` block in the timeline, if one is recorded."""
-        return nullcontext() if self._timeline is None else self._timeline.span(lane, name)
+    def note_wait(self, lane: str, reason: str, start: Any) -> None:
+        """Counts the time since the mark `start` as exposed communication of `lane`."""
+        end = self.clock.mark()
+        self._current.waits[lane].append((start, end))
+        if self.timeline is not None:
+            self.timeline.record("wait", reason, start, end)
 
-    @contextmanager
-    def waiting(self, lane: str, reason: str) -> Iterator[None]:
-        """Counts the `with` block as exposed communication of `lane`."""
-        with self._current.waiting(lane), self.span("wait", reason):
-            yield
+    def begin_step(self) -> None:
+        """Notes that a bucket begins to be stepped, if a timeline is recorded."""
+        self._step_began = None if self.timeline is None else self.clock.mark()
 
-    def mark(self) -> Any:
-        """The present moment, if a timeline is recorded."""
-        return self.clock.mark() if self._timeline is not None else None
-
-    def record_step(self, name: str, began: Any) -> None:
-        """Shows what was stepped since the mark `began`."""
-        if self._timeline is not None and began is not None:
-            self._timeline.record("step", name, began, self.clock.mark())
+    def record_step(self, number: int) -> None:
+        """Shows that bucket `number` was stepped since then."""
+        if self.timeline is not None and self._step_began is not None:
+            name = f"bucket {number}"
+            self.timeline.record("step", name, self._step_began, self.clock.mark())
 
     def finish_step(self) -> None:
         """Ends a step: its figures become `statistics`."""
@@ -79,6 +73,28 @@ class Instruments:
         self._sent_bytes += self._collectives.ledger.total_bytes - before
 
 
+@dataclass
+class Waiting:
+    """A context: what happens in it is exposed communication.
+
+    Attributes:
+        instruments: Told of it.
+        lane: Which half of the exchange, "reduce_scatter" or "all_gather".
+        reason: What forces the wait, for the timeline.
+    """
+
+    instruments: Instruments
+    lane: str
+    reason: str
+    _start: Any = None
+
+    def __enter__(self) -> None:
+        self._start = self.instruments.clock.mark()
+
+    def __exit__(self, *_: object) -> None:
+        self.instruments.note_wait(self.lane, self.reason, self._start)
+
+
 class StepStatistics:
     """Of one optimizer step: where compute stood still for communication, and what was sent.
 
@@ -86,24 +102,18 @@ class StepStatistics:
         clock: The device's. With a CUDA device, reading seconds blocks until the step is over.
 
     Attributes:
+        waits: Lane -> marks between which the host, or the stream, stood still for it.
         wire_bytes: Payload this rank sent from the end of the step before to the end of this one.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._waits: dict[str, list[tuple[Any, Any]]] = {"reduce_scatter": [], "all_gather": []}
+        self.waits: dict[str, list[tuple[Any, Any]]] = {"reduce_scatter": [], "all_gather": []}
         self.wire_bytes = 0
-
-    @contextmanager
-    def waiting(self, lane: str) -> Iterator[None]:
-        """Counts the time in the `with` block as exposed in `lane`."""
-        start = self._clock.mark()
-        yield
-        self._waits[lane].append((start, self._clock.mark()))
 
     def _exposed_s(self, lane: str) -> float:
         seconds = self._clock.seconds
-        return sum(seconds(end) - seconds(start) for start, end in self._waits[lane])
+        return sum(seconds(end) - seconds(start) for start, end in self.waits[lane])
 
     @property
     def exposed_reduce_scatter_s(self) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_dear.collectives.delay import DelayedSends, message_delay_s
 from lightning_dear.collectives.factory import new_collectives
@@ -48,7 +50,7 @@ def test_reductions_and_flags_are_late_too_and_right() -> None:
     plain = new_collectives(torch.device("cpu"))
     assert isinstance(plain, PairwiseCollectives)
     place = plain.reduce_group, plain.gather_group, plain.rank, plain.world_size
-    collectives = PairwiseCollectives(*place, message_delay_s=DELAY_S)
+    collectives = PairwiseCollectives(*place, DelayedSends(DELAY_S))
     collectives.all_gather_object(None)
     start_s = time.monotonic()
     buffer, out = torch.arange(4.0) + collectives.rank, torch.empty(2)
@@ -66,8 +68,8 @@ def test_reductions_and_flags_are_late_too_and_right() -> None:
 def test_without_a_delay_nothing_is_started_for_it() -> None:
     collectives = new_collectives(torch.device("cpu"))
     assert isinstance(collectives, PairwiseCollectives)
-    assert collectives._late is None
-    assert not any("_start_in_time" in thread.name for thread in threading.enumerate())
+    assert collectives.calls is dist
+    assert not any("late-sends" in thread.name for thread in threading.enumerate())
 
 
 def test_what_the_sending_raises_is_raised_to_whoever_waits() -> None:
@@ -83,6 +85,7 @@ def test_what_the_sending_raises_is_raised_to_whoever_waits() -> None:
 def test_its_thread_ends_with_it() -> None:
     before = set(threading.enumerate())
     late = DelayedSends(0.01)
+    late.send(mock.Mock).wait()
     (thread,) = set(threading.enumerate()) - before
     del late
     thread.join(timeout=5)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dear.compression import Int8, OkTopk, PowerSGD
+from lightning_dear.engine.step import Sending
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
@@ -67,7 +68,8 @@ def _train(options: ExchangeOptions, group: Any, *, sends_in_backward: bool) -> 
     net, rank = _Net(group), dist.get_rank()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     pipeline = new_pipeline(net, optimizer, NoFusion(), options=options)
-    pipeline.parts[0].launches_in_backward = sends_in_backward
+    if not sends_in_backward:
+        pipeline.parts[0].sending = Sending.BEFORE_STEP
     for step, num_uses in enumerate(USES_ON_RANK_1):
         generator = torch.Generator().manual_seed(10 * step + rank)
         with pipeline.forward():

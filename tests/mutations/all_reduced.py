@@ -12,7 +12,7 @@ AUTO = "tests/planning/test_auto.py"
 ALL_REDUCED = [
     Mutation(
         "counting an all-reduced gradient's norm once",
-        "counted_once",
+        "_counted_once",
         "        and (not piece.is_all_reduced or ",
         "        and (True or ",
         (f"{ENGINE}::test_between_backward_and_step_it_is_as_with_shards",),
@@ -20,7 +20,7 @@ ALL_REDUCED = [
     Mutation(
         "refusing old activations after a step that gathers nothing",
         "ShardedOptimizer._note_stepped",
-        "torch.autograd.graph.increment_version([self._parameters[i] for i in stepped])\n",
+        "torch.autograd.graph.increment_version(changed)\n",
         "pass\n",
         (f"{ENGINE}::test_a_backward_through_values_from_before_a_step_is_refused",),
     ),
@@ -109,9 +109,9 @@ ALL_REDUCED = [
     ),
     Mutation(
         "leaving alone at one rank what was not stepped",
-        "mark_stepped",
-        "    return [piece.tensor_index for piece in stepped]\n",
-        "    return [piece.tensor_index for piece in pieces]\n",
+        "ShardedOptimizer._note_stepped",
+        "for piece in stepped]\n                torch",
+        "for piece in pieces]\n                torch",
         (f"{LIFE}::test_at_one_rank_what_was_not_stepped_may_be_used_as_under_plain_torch",),
     ),
 ]

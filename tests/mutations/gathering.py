@@ -31,8 +31,8 @@ GATHERING = [
     Mutation(
         "waiting for a thread that has ended",
         "ParameterGatherer._wait_for_end_of_step",
-        "            if thread is not None and not thread.is_alive():\n",
-        "            if False:\n",
+        "        if not has_ended and thread is not None and not thread.is_alive():\n",
+        "        if False:\n",
         (f"{THREADS}::test_a_thread_that_ends_within_its_step_keeps_no_other_waiting",),
     ),
     Mutation(
@@ -52,8 +52,8 @@ GATHERING = [
     Mutation(
         "stepping a bucket when its gradient has arrived",
         "OptimizerPipeline._on_arrival",
-        "                self.stepper.step_bucket(number)\n",
-        "                pass\n",
+        "            self.stepper.step_bucket(number)\n",
+        "            pass\n",
         (f"{GATHERING_TESTS}::test_every_optimizer_has_the_bits_of_ddp",),
     ),
     Mutation(
@@ -132,15 +132,15 @@ GATHERING = [
     Mutation(
         "a limit on gathers in flight",
         "LimitedGathers._start_queued",
-        "        while self._queued and len(self._in_flight) < self._depth:\n",
+        "        while self._queued and self._num_in_flight < self._depth:\n",
         "        while self._queued:\n",
         (f"{GATHERING_TESTS}::test_a_thread_keeps_to_the_depth",),
     ),
     Mutation(
         "leaving early buckets to the reader where gathers are limited",
-        "_failure_of",
-        "        ticket.work.arrive()\n",
-        "        ticket.work.wait()\n",
+        "LimitedGathers._wait_for",
+        "            work.arrive()\n",
+        "            work.wait()\n",
         (
             "tests/engine/test_early_steps.py::test_a_backward_in_progress_still_reads_the_old_weights",
         ),

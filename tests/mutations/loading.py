@@ -90,22 +90,22 @@ LOADING = [
     Mutation(
         "noting what weights are when their plan ends",
         "LeftWeights.note",
-        "                self._before[parameter] = parameter.detach().clone()\n",
+        "                self.noted[parameter] = parameter.detach().clone()\n",
         "                pass\n",
         (f"{FROZEN}::test_what_is_written_between_two_plans_stays",),
     ),
     Mutation(
         "forgetting noted weights when others are loaded",
         "LeftWeights.__init__",
-        "lambda _: self._before.clear()",
+        "lambda _: self.noted.clear()",
         "lambda _: None",
         (f"{FROZEN}::test_masters_that_are_loaded_do_not_follow_what_was_written_before",),
     ),
     Mutation(
         "saying that masters of 16 bits are lost",
         "ShardedOptimizer._take_out",
-        "            if not has_master or (was_loaded and not lags):\n",
-        "            if not has_master:\n",
+        "            if not home.has_master or (was_loaded and not home.lags):\n",
+        "            if not home.has_master:\n",
         (
             f"{DROPPED}::"
             "test_masters_of_16_bits_that_weights_lag_behind_are_lost_where_nothing_lags",
@@ -128,7 +128,7 @@ LOADING = [
     Mutation(
         "saying that masters are dropped",
         "ShardedOptimizer._take_out",
-        "                is_lost |= differs(master, parameter, is_rounded=has_master)\n",
+        "                is_lost |= differs(master, parameter, is_rounded=home.has_master)\n",
         "                pass\n",
         (f"{DROPPED}::test_where_weights_lag_behind_them_rank_0_says_so_once",),
     ),

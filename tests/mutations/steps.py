@@ -42,9 +42,9 @@ WAITS = [
     ),
     Mutation(
         "waiting for what is read outside any module",
-        "ParameterGatherer.complete_entry",
-        '        self.complete(self._entry, "training_step")\n',
-        "        pass\n",
+        "OptimizerPipeline.complete_entry",
+        '            active.gatherer.complete(active.gatherer.entry, "training_step")\n',
+        "            pass\n",
         (f"{READING}::test_a_held_tensor_read_outside_any_module_is_waited_for",),
     ),
     Mutation(
@@ -85,7 +85,7 @@ WAITS = [
     Mutation(
         "completing parameters before a new plan",
         "PlanLifecycle._put_state_together",
-        '        self.complete("re-plan")\n',
+        '        self.active.gatherer.complete(reason="re-plan")\n',
         "",
         (
             "tests/engine/test_replan.py::test_values_that_have_not_arrived_yet_are_in_the_next_plan",
@@ -166,7 +166,7 @@ GUARDS = [
     ),
     Mutation(
         "the vote on an overflow",
-        "any_not_finite",
+        "_any_not_finite",
         "    collectives.launch_any(flag).wait()\n    return flag\n",
         "    pass\n    return flag\n",
         (f"{GRADIENTS}::test_an_overflow_in_one_shard_skips_the_step_on_all",),
@@ -195,7 +195,7 @@ GUARDS = [
     Mutation(
         "a closure that was not called",
         "ShardedOptimizer.finish",
-        "        if not self._last_run:\n            raise",
+        "        if self._set_aside is None or not self._set_aside.last_run:\n            raise",
         "        if False:\n            raise",
         (f"{CONTRACT}::test_a_step_that_never_calls_its_closure_is_refused",),
     ),
@@ -242,16 +242,16 @@ FLUSHES = [
     ),
     Mutation(
         "taking over data put in place of a parameter's",
-        "ActivePlan.adopt_writes",
+        "FlatBuffers.adopt_writes",
         "                placement.adopt_replacement()\n",
         "                pass\n",
         (f"{READING}::test_writes_between_steps_are_kept",),
     ),
     Mutation(
         "taking over writes to 16-bit parameters",
-        "ActivePlan.adopt_writes",
-        "            bucket.adopt_writes()\n",
-        "            pass\n",
+        "FlatBuffers.adopt_writes",
+        "                bucket.adopt_writes()\n",
+        "                pass\n",
         (f"{MASTERS}::test_writes_from_outside_reach_the_masters",),
     ),
     Mutation(
@@ -309,7 +309,7 @@ FLUSHES = [
     Mutation(
         "sending before the step where order counts",
         "Pipeline.hold_back",
-        "                part.launches_in_backward = False\n",
+        "                part.sending = Sending.BEFORE_STEP\n",
         "                pass\n",
         (f"{GRADIENTS}::test_two_optimizers_send_in_one_order_where_collectives_must_keep_it",),
     ),

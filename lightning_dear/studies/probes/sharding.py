@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Optimizer
 
-from lightning_dear.collectives.nccl import all_gather_into, reduce_scatter_into
+from lightning_dear.collectives.nccl import ALL_GATHER, REDUCE_SCATTER
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.link_cost import slowest
@@ -39,16 +39,15 @@ def probe_gather(collectives: Collectives, device: torch.device, nbytes: int) ->
     one after the other, as FSDP2 has them: ranks that do not begin together catch up in the first.
     Collective, blocks.
     """
-    return _seconds(collectives, device, nbytes, all_gather_into)
+    return _seconds(collectives, device, nbytes, getattr(dist, ALL_GATHER))
 
 
 def probe_reduce_scatter(
     collectives: Collectives, device: torch.device, nbytes: int
 ) -> list[float]:
     """As `probe_gather`, of the backend's own reduce-scatter; gloo's is an all-reduce."""
-    return _seconds(
-        collectives, device, nbytes, lambda whole, shard: reduce_scatter_into(shard, whole)
-    )
+    reduce_scatter = getattr(dist, REDUCE_SCATTER)
+    return _seconds(collectives, device, nbytes, lambda whole, shard: reduce_scatter(shard, whole))
 
 
 def _seconds(
