@@ -50,13 +50,15 @@ def new_collectives(device: torch.device, timeout: timedelta | None = None) -> C
             f"strategy='dear' cannot send parameters on {device} through gloo;"
             " use process_group_backend='nccl'."
         )
-    place = (*_process_groups(timeout), dist.get_rank(), dist.get_world_size())
+    reduce_group, gather_group, *others = _process_groups(timeout)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     collectives: Collectives
     if backend == "gloo":
         delay_s = _delay_s()
-        collectives = PairwiseCollectives(*place, DelayedSends(delay_s) if delay_s else dist)
+        calls = DelayedSends(delay_s) if delay_s else dist
+        collectives = PairwiseCollectives(reduce_group, gather_group, rank, world_size, calls)
     else:
-        collectives = NativeCollectives(*place)
+        collectives = NativeCollectives(reduce_group, gather_group, others[0], rank, world_size)
     _connect(collectives, device)
     return collectives
 

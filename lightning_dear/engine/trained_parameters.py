@@ -56,9 +56,10 @@ class TrainedParameters:
 
         Whenever its `.grad` has been accumulated, until `release`.
         """
+        watched: Sequence[Any] = self.parameters
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(partial(on_gradient, number))
-            for number, parameter in enumerate(self.parameters)
+            for number, parameter in enumerate(watched)
         ]
 
     def release(self) -> None:

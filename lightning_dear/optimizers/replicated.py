@@ -137,8 +137,7 @@ class ReplicatedOptimizer(OptimizerShards):
                 f"A step of {type(self.optimizer).__name__} was broken off half-way (see the first"
                 " error): the weights are a mixture of two steps. Load the last checkpoint."
             )
-        device = self.shards.parameters[0].device
-        with plain_mode(device.type), self._with_gradients(number) as parameters:
+        with plain_mode(self.device.type), self._with_gradients(number) as parameters:
             deferred.run(parameters)
         # Not there after an error: whoever completes another bucket is told above.
         self._deferred = deferred

@@ -140,6 +140,15 @@ class OptimizerShards:
         """This rank's, bucket by bucket."""
         return self.shards.pieces
 
+    def pieces_in(self, number: int) -> Sequence[Piece]:
+        """This rank's pieces of bucket `number`."""
+        return self.shards.in_bucket[number]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are, once there is a plan."""
+        return self.shards.parameters[0].device
+
     # --- mean gradients -------------------------------------------------------------------------
 
     def set_gradients(self, used: Sequence[bool]) -> None:

@@ -1,7 +1,7 @@
 """Plans with and without early gathers and all-reduced buckets, for `dear-bench` entries.
 
-    entries=[dear,{name: neither, strategy: dear, tuning_steps: 10, fusion: mergecomp,
-        fusion._target_: tests.net.early_plans.PlanWith, +fusion.is_early: false}]
+entries=[dear,{name: neither, strategy: dear, tuning_steps: 10, fusion: mergecomp,
+    fusion._target_: tests.net.early_plans.PlanWith, +fusion.is_early: false}]
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class PlanWith(MergeCompFusion):
         all_reduced_share: Most of all elements that may be all-reduced, 0..1.
     """
 
-    def __init__(self, *, max_pieces: int = 128, is_early: bool = True, all_reduced_share: float = 0.0) -> None:
+    def __init__(
+        self, *, max_pieces: int = 128, is_early: bool = True, all_reduced_share: float = 0.0
+    ) -> None:
         super().__init__(max_pieces=max_pieces)
         self.is_early = is_early
         self.all_reduced_share = all_reduced_share
