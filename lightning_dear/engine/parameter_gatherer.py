@@ -282,7 +282,7 @@ class LimitedGathers:
         self._lock = threading.Lock()
         self._queued: deque[_Ticket] = deque()
         self._num_in_flight = 0
-        self._waiter = Background("dear-gathers")
+        self._waiter = Background("dear gathers")
 
     def expect_gather(self, bucket: Bucket) -> None:
         """Lets other ranks' shards arrive from now on, which takes nothing of this rank's link."""
