@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from enum import Enum
@@ -143,9 +144,10 @@ class ReplicatedOptimizer(OptimizerShards):
         self._deferred = deferred
 
     @contextmanager
-    def _with_gradients(self, number: int) -> Iterator[list[list[Tensor]]]:
+    def _with_gradients(self, number: int) -> Iterator[Mapping[int, list[Tensor]]]:
         """The bucket's used parameters by group, with the mean in `.grad` meanwhile."""
-        groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
+        # By number: groups may have been added since the step.
+        groups: defaultdict[int, list[Tensor]] = defaultdict(list)
         buffers, group_of = self.shards.buffers, self.shards.group_of
         tensors = [piece.tensor for piece in buffers.buckets[number].spec.slices]
         used = [index for index in tensors if self._used[index]]
@@ -181,15 +183,15 @@ class DeferredStep:
         self._attributes = {k: v for k, v in optimizer.__dict__.items() if k not in outdated}
         self._options = [_copied(group) for group in optimizer.param_groups]
 
-    def run(self, parameters: Sequence[Sequence[Tensor]]) -> None:
-        """Steps these parameters, by group, with what is in their `.grad`."""
+    def run(self, parameters: Mapping[int, Sequence[Tensor]]) -> None:
+        """Steps these parameters, by their group's number, with what is in their `.grad`."""
         twin: Any = object.__new__(type(self._optimizer))
         twin.__dict__.update(self._attributes)
         twin.__dict__.update(
             state=self._optimizer.state,
             param_groups=[
-                {**_copied(options), "params": list(own)}
-                for options, own in zip(self._options, parameters, strict=True)
+                {**_copied(options), "params": list(parameters.get(number, ()))}
+                for number, options in enumerate(self._options)
             ],
         )
         inner_step(twin)(twin)

@@ -123,7 +123,7 @@ def _step_apart(twin: Optimizer, tensors: list[Tensor], gradients: list[Tensor])
     _give(tensors, gradients)
     with torch.no_grad():
         for tensor in tensors:
-            deferred.run([[tensor]])
+            deferred.run({0: [tensor]})
 
 
 def _give(tensors: list[Tensor], gradients: Any) -> None:
