@@ -9,8 +9,8 @@ from dataclasses import replace
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dear.checkpoint.optimizer_state import whole_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
-from lightning_dear.checkpoint.whole_state import whole_state
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor, check_replaces
 from lightning_dear.engine.active_plan import (
