@@ -103,9 +103,9 @@ CODEC_PLANS = [
     ),
     Mutation(
         "counting what starting messages costs",
-        "measure_codecs",
-        "        costs.append(cost.with_launches(*launches_s))\n",
-        "        costs.append(cost)\n",
+        "tuning:_cost",
+        "alpha=encode.alpha + reduce_s)",
+        "alpha=encode.alpha)",
         (f"{PROBE}::test_starting_messages_costs_every_bucket_the_same",),
     ),
     Mutation(
@@ -197,8 +197,8 @@ CODEC_PLANS = [
     Mutation(
         "keeping votes compressed",
         "measure_codecs",
-        "    may_mix = not codec.votes and not codec.is_identity\n",
-        "    may_mix = not codec.is_identity\n",
+        "may_mix=not codec.votes and not codec.is_identity,\n",
+        "may_mix=not codec.is_identity,\n",
         (f"{PROBE}::test_ranks_agree_and_training_is_not_touched",),
     ),
     Mutation(
