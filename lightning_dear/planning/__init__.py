@@ -55,16 +55,9 @@ __all__ = [
     "save_plan",
 ]
 
-FUSIONS: dict[str, type[Any]] = {
-    "threshold": ThresholdFusion,
-    "none": NoFusion,
-    "single": SingleFusion,
-    "mgwfbp": MGWFBPFusion,
-    "bayesian": BayesianFusion,
-    "mergecomp": MergeCompFusion,
-    "mergecomp_heuristic": MergeCompHeuristicFusion,
-    "auto": AutoFusion,
-}
+_RULES = ThresholdFusion, NoFusion, SingleFusion, MGWFBPFusion
+_SEARCHES = BayesianFusion, MergeCompFusion, MergeCompHeuristicFusion, AutoFusion
+FUSIONS: dict[str, type[Any]] = {planner.name: planner for planner in (*_RULES, *_SEARCHES)}
 
 
 def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> FusionPlanner:

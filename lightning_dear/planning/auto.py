@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing_extensions import override
 
 from lightning_dear.planning.all_reduce import choose_all_reduce, everything_all_reduced
-from lightning_dear.planning.bayesian import cap_plans
 from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
 from lightning_dear.planning.measured import LinkCost, ModelTimes
@@ -89,9 +88,9 @@ class AutoFusion(ThresholdFusion):
         """See `SearchingPlanner`; `plan` makes what is to be beaten."""
         model = StepModel(tensors, world_size, times, link)
         fixed = self.plan(tensors, world_size)
-        first_mb, cap_mb = self.caps_mb(world_size)
-        least, most = (cap_mb * factor for factor in _CAP_RANGE)
-        others = cap_plans(tensors, world_size, least, most, first_mb)
+        _, cap_mb = self.caps_mb(world_size)
+        least_mb, most_mb = (cap_mb * factor for factor in _CAP_RANGE)
+        others = self.plans_of_caps(tensors, world_size, least_mb, most_mb)
         candidates = _candidates(fixed, others, model)
         without: dict[BucketPlan, BucketPlan] = {}
         if times.allows_all_reduce and self.all_reduced_share > 0 and world_size > 1:
@@ -103,7 +102,7 @@ class AutoFusion(ThresholdFusion):
         # All are measured once, the fixed plan among them, and some once more.
         num_candidates = max(num_trials - 1 - NUM_REPEATED, 1)
         _, *candidates = distinct([fixed, *candidates])
-        return AutoSearch(fixed, candidates[:num_candidates], tensors, model.step_s, without)
+        return AutoSearch(fixed, candidates[:num_candidates], model.step_s, without)
 
 
 def _all_reducing(
@@ -134,7 +133,7 @@ def _candidates(
 ) -> list[BucketPlan]:
     """What to try against `fixed`, the most promising first; perhaps some of it twice."""
     tensors, known, step_s = model.tensors, (model.times, model.link), model.step_s
-    programme = MergeCompFusion().best_for(model)
+    programme = MergeCompFusion().best_plan(model)
     by_cap = {cap_mb: choose_early(plan, tensors, *known) for cap_mb, plan in others.items()}
     steps_s = {cap_mb: step_s(plan) for cap_mb, plan in by_cap.items()}
     best_s = min(steps_s.values())
@@ -174,7 +173,7 @@ class AutoSearch(Contest):
     def reason(self) -> str:
         """See `PlanSearch`."""
         best, fixed, fixed_ms = self.best, self.incumbent, 1e3 * self.mean_s(self.incumbent)
-        what = f"auto: {described(best, self.tensors)}"
+        what = f"auto: {described(best)}"
         if not self.num_measured:
             return f"{what}, nothing measured"
         if best is fixed:

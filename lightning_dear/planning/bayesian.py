@@ -15,10 +15,8 @@ from statistics import NormalDist, mean, pstdev
 
 from lightning_dear.planning.fusion import ThresholdFusion
 from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes
-from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec
+from lightning_dear.planning.plan import BucketPlan, TensorSpec
 from lightning_dear.planning.search import PlanSearch, described
-
-_CAPS_PER_OCTAVE = 4
 
 
 class BayesianFusion(ThresholdFusion):
@@ -74,37 +72,13 @@ class BayesianFusion(ThresholdFusion):
         codecs: CodecCosts = NO_CODEC,
     ) -> PlanSearch:
         """See `SearchingPlanner`; `times`, `link` and `codecs` are not looked at."""
-        first_mb, cap_mb = self.caps_mb(world_size)
-        plans = cap_plans(tensors, world_size, self.min_cap_mb, self.max_cap_mb, first_mb)
+        _, cap_mb = self.caps_mb(world_size)
+        plans = self.plans_of_caps(tensors, world_size, self.min_cap_mb, self.max_cap_mb)
         start = self.plan(tensors, world_size)
         # The start takes the turn of a cap that makes its buckets, so that none is measured twice.
         equal = (cap for cap, plan in plans.items() if plan.has_buckets_of(start))
         plans[next(equal, cap_mb)] = start
-        return BayesianSearch(plans, start, tensors, self.num_trials, self.seed)
-
-
-def cap_plans(
-    tensors: Sequence[TensorSpec],
-    world_size: int,
-    min_cap_mb: float,
-    max_cap_mb: float,
-    max_first_cap_mb: float = 1.0,
-) -> dict[float, BucketPlan]:
-    """Caps from `min_cap_mb` to `max_cap_mb`, evenly on a logarithmic scale, with their plans.
-
-    Of caps that make the same buckets only the smallest is there, and of those that make more than
-    possible none, but for the largest.
-    """
-    num_steps = max(round(_CAPS_PER_OCTAVE * math.log2(max_cap_mb / min_cap_mb)), 1)
-    plans: dict[float, BucketPlan] = {}
-    for step in range(num_steps + 1):
-        cap_mb = min_cap_mb * (max_cap_mb / min_cap_mb) ** (step / num_steps)
-        planner = ThresholdFusion(bucket_cap_mb=cap_mb, first_bucket_cap_mb=max_first_cap_mb)
-        plan = planner.plan(tensors, world_size)
-        is_possible = len(plan.buckets) <= MAX_BUCKETS or step == num_steps
-        if is_possible and not any(map(plan.has_buckets_of, plans.values())):
-            plans[cap_mb] = plan
-    return plans
+        return BayesianSearch(plans, start, self.num_trials, self.seed)
 
 
 @dataclass(eq=False)
@@ -114,14 +88,12 @@ class BayesianSearch:
     Attributes:
         plans: Cap in MiB -> plan; all distinct.
         start: That of them which is measured first; it is there to go back to.
-        tensors: What the plans are made of.
         num_trials: Plans to measure, `start` included.
         seed: For the Gaussian process's random numbers.
     """
 
     plans: dict[float, BucketPlan]
     start: BucketPlan
-    tensors: Sequence[TensorSpec]
     num_trials: int
     seed: int
     _measured: list[tuple[float, float, BucketPlan]] = field(default_factory=list, init=False)
@@ -135,10 +107,10 @@ class BayesianSearch:
     def reason(self) -> str:
         """See `PlanSearch`."""
         if not self._measured:
-            return f"bayesian: {described(self.start, self.tensors)}, nothing measured"
+            return f"bayesian: {described(self.start)}, nothing measured"
         step_s, cap_mb, plan = min(self._measured, key=lambda trial: trial[:2])
         return (
-            f"bayesian: {described(plan, self.tensors)} (cap {cap_mb:.3g} MiB),"
+            f"bayesian: {described(plan)} (cap {cap_mb:.3g} MiB),"
             f" {1e3 * step_s:.4g} ms/step, the best of {len(self._measured)} caps measured"
         )
 

@@ -9,16 +9,21 @@ O(log N); y groups take O(N^(y-2) log N), and y grows until one more group gains
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from typing_extensions import override
 
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.gradient_order import backward_order, members_of
 from lightning_dear.planning.plan import BucketPlan
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.search import PredictingPlanner
-from lightning_dear.planning.step_recurrence import Course, courses_of
+from lightning_dear.planning.step_recurrence import (
+    Course,
+    backward_order,
+    courses_of,
+    members_of,
+)
 
 _MAX_GROUPS = 3
 _MIN_GAIN = 0.01
@@ -35,7 +40,7 @@ class MGWFBPFusion(PredictingPlanner):
     name = "mgwfbp"
 
     @override
-    def best_for(self, model: StepModel) -> BucketPlan:
+    def best_plan(self, model: StepModel) -> BucketPlan:
         """The plan that the rule makes, with the costs of a reduce-scatter in the link's.
 
         The rule knows nothing of codecs, so that the strategy refuses it with a compressor.
@@ -117,7 +122,7 @@ class MergeCompHeuristicFusion(PredictingPlanner):
         self.max_pieces = max_pieces
 
     @override
-    def best_for(self, model: StepModel) -> BucketPlan:
+    def best_plan(self, model: StepModel) -> BucketPlan:
         """The plan that the search finds, without early gathers."""
         groups: list[list[int]] = []
         for course in courses_of(model, self.max_pieces):
@@ -156,12 +161,6 @@ def _search(course: Course, before: list[int], num_groups: int) -> tuple[float, 
         cuts = [*before, cut, size]
         return course.step_s(cuts), cuts
 
-    # As if the step had one minimum over the cut: the half is kept in which it falls.
-    low, high = begin + 1, size - 1
-    while low < high:
-        middle = (low + high) // 2
-        if at(middle)[0] <= at(middle + 1)[0]:
-            high = middle
-        else:
-            low = middle + 1
-    return at(low)
+    # As if the step had one minimum over the cut: the first cut after which it falls no more.
+    cuts = range(begin + 1, size - 1)
+    return at(begin + 1 + bisect_left(cuts, True, key=lambda cut: at(cut)[0] <= at(cut + 1)[0]))

@@ -10,13 +10,18 @@ from typing_extensions import override
 
 from lightning_dear.planning.dynamic_programme import Grouping, best_groupings
 from lightning_dear.planning.early import choose_early
-from lightning_dear.planning.fusion import NoFusion, SingleFusion, ThresholdFusion, fuse_groups
-from lightning_dear.planning.gradient_order import members_of
+from lightning_dear.planning.fusion import (
+    FusionPlanner,
+    NoFusion,
+    SingleFusion,
+    ThresholdFusion,
+    fuse_groups,
+)
 from lightning_dear.planning.heuristics import MergeCompHeuristicFusion, best_cuts
 from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, distinct, with_whole_tensors
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.search import Contest, PlanSearch, PredictingPlanner, described
-from lightning_dear.planning.step_recurrence import Course, courses_of
+from lightning_dear.planning.step_recurrence import Course, courses_of, members_of
 
 _SHARES = (1, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 """Shares of all bytes that a bucket may hold."""
@@ -68,7 +73,7 @@ class MergeCompFusion(PredictingPlanner):
         self.max_pieces = max_pieces
 
     @override
-    def best_for(self, model: StepModel) -> BucketPlan:
+    def best_plan(self, model: StepModel) -> BucketPlan:
         """The plan that is predicted fastest, of all unbeaten groupings and of simpler plans.
 
         Of several as fast that with the fewest buckets. Without a codec, early gathers are
@@ -77,32 +82,7 @@ class MergeCompFusion(PredictingPlanner):
         The programme knows nothing of early gathers, which small buckets suit better: so it is run
         again with groups of at most 1/8 to 1/64 of all bytes. The times are those without encoding.
         """
-        return replace(_task_of(model).best_plan(self.max_pieces), name=self.name)
-
-    @override
-    def search_from(self, best: BucketPlan, model: StepModel) -> PlanSearch:
-        """The search when `best` is the best plan; with a codec, what is measured decides."""
-        if model.codecs.are_none:
-            return super().search_from(best, model)
-        task = _task_of(model)
-        best, *others = distinct([best, *task.simpler_plans()])
-        fitted_to = model.codecs.fitted_to
-        return MergeCompSearch(best, others, model.tensors, task.step_s, fitted_to)
-
-
-def _task_of(model: StepModel) -> _Task:
-    times = model.times
-    if not model.codecs.are_none:
-        # No codec is there for early or all-reduced buckets, in training or in `predict`.
-        times = replace(times, allows_early=False, allows_all_reduce=False)
-    return _Task(model.tensors, model.world_size, times, model.link, model.codecs)
-
-
-class _Task(StepModel):
-    """What is to be planned, and with which costs; its times allow what can be done."""
-
-    def best_plan(self, max_pieces: int) -> BucketPlan:
-        courses = courses_of(self, max_pieces)
+        courses = courses_of(model, self.max_pieces)
         chosen: list[list[_Group]] = [
             [(group, False) for group in members_of(course.pieces, [len(course.pieces)])]
             for course in courses
@@ -110,63 +90,84 @@ class _Task(StepModel):
         for family, course in enumerate(courses):
             plans: dict[BucketPlan, list[_Group]] = {}
             before = chosen[family]
-            for grouping in self._groupings(course):
+            for grouping in _groupings(course, allows_early=_allows_early(model)):
                 members = members_of(course.pieces, grouping.cuts)
                 chosen[family] = list(zip(members, grouping.uncompressed, strict=True))
-                plans.setdefault(self._plan_of(chosen), chosen[family])
+                plans.setdefault(_plan_of(chosen, model), chosen[family])
             # None, if what is kept of thousands of ways takes longer than the known step.
-            chosen[family] = plans[self._fastest(plans)] if plans else before
-        return self._fastest([self._plan_of(chosen), *self._simple_plans()])
+            chosen[family] = plans[_fastest(plans, model)] if plans else before
+        best = _fastest([_plan_of(chosen, model), *_simple_plans(model)], model)
+        return replace(best, name=self.name)
 
-    def _groupings(self, course: Course) -> list[Grouping]:
-        if not self.times.allows_early:
-            known_s = _SLACK * course.step_s(best_cuts(course))
-            return best_groupings(course, known_s=known_s)
-        # Early gathers may make the best of what would take longer without them.
-        most_bytes = [share * course.total[-1] for share in _SHARES]
-        return [grouping for most in most_bytes for grouping in best_groupings(course, most)]
+    @override
+    def search_from(self, best: BucketPlan, model: StepModel) -> PlanSearch:
+        """The search when `best` is the best plan; with a codec, what is measured decides."""
+        if model.codecs.are_none:
+            return super().search_from(best, model)
+        best, *others = distinct([best, *_simpler_plans(model)])
+        return MergeCompSearch(best, others, model.step_s, model.codecs.fitted_to)
 
-    def _plan_of(self, chosen: Sequence[Sequence[_Group]]) -> BucketPlan:
-        groups = [group for family in chosen for group in family]
-        plan = fuse_groups("", self.tensors, self.world_size, [group for group, _ in groups])
-        # Buckets are in another order than groups; any of its tensors tells which one it is.
-        left = {index for group, is_left in groups if is_left for index in group}
-        uncompressed = (
-            number for number, bucket in enumerate(plan.buckets) if bucket.slices[0].tensor in left
-        )
-        return self._with_early(replace(plan, uncompressed=tuple(uncompressed)))
 
-    def simpler_plans(self) -> list[BucketPlan]:
-        """What MergeComp's own search finds, one bucket for all, and what needs no compressor."""
-        plans = [MergeCompHeuristicFusion().best_for(self), self._plan_by(SingleFusion())]
-        if self.codecs.may_mix:
-            threshold = _uncompressed(self._plan_by(ThresholdFusion()))
-            plans.append(replace(threshold, name="threshold_uncompressed"))
-        return [self._with_early(plan) for plan in plans]
+def _allows_early(model: StepModel) -> bool:
+    # No codec is there for early buckets, in training or in `predict`.
+    return model.times.allows_early and model.codecs.are_none
 
-    def _simple_plans(self) -> list[BucketPlan]:
-        """What fixed rules make, compressed and not, and what MergeComp's own search finds."""
-        plans = [self._plan_by(rule) for rule in (SingleFusion(), NoFusion(), ThresholdFusion())]
-        if self.codecs.may_mix:
-            plans += [_uncompressed(plan) for plan in plans]
-        plans.append(MergeCompHeuristicFusion().best_for(self))
-        return [self._with_early(plan) for plan in plans if len(plan.buckets) <= MAX_BUCKETS]
 
-    def _plan_by(self, rule: NoFusion | SingleFusion | ThresholdFusion) -> BucketPlan:
-        plan = rule.plan(self.tensors, self.world_size)
-        return plan if self.times.allows_cuts else with_whole_tensors(plan, self.tensors)
+def _groupings(course: Course, *, allows_early: bool) -> list[Grouping]:
+    if not allows_early:
+        known_s = _SLACK * course.step_s(best_cuts(course))
+        return best_groupings(course, known_s=known_s)
+    # Early gathers may make the best of what would take longer without them.
+    most_bytes = [share * course.total[-1] for share in _SHARES]
+    return [grouping for most in most_bytes for grouping in best_groupings(course, most)]
 
-    def _with_early(self, plan: BucketPlan) -> BucketPlan:
-        if not self.times.allows_early:
-            return plan
-        return choose_early(plan, self.tensors, self.times, self.link)
 
-    def _fastest(self, plans: Iterable[BucketPlan]) -> BucketPlan:
-        steps_s = {plan: self.step_s(plan) for plan in plans}
-        # With a codec, what a bucket costs the host has been measured.
-        enough_s = (1 + _MIN_GAIN * self.codecs.are_none) * min(steps_s.values())
-        good = [plan for plan, step_s in steps_s.items() if step_s <= enough_s]
-        return min(good, key=lambda plan: (len(plan.buckets), steps_s[plan]))
+def _plan_of(chosen: Sequence[Sequence[_Group]], model: StepModel) -> BucketPlan:
+    groups = [group for family in chosen for group in family]
+    plan = fuse_groups("", model.tensors, model.world_size, [group for group, _ in groups])
+    # Buckets are in another order than groups; any of its tensors tells which one it is.
+    left = {index for group, is_left in groups if is_left for index in group}
+    uncompressed = (
+        number for number, bucket in enumerate(plan.buckets) if bucket.slices[0].tensor in left
+    )
+    return _with_early(replace(plan, uncompressed=tuple(uncompressed)), model)
+
+
+def _simpler_plans(model: StepModel) -> list[BucketPlan]:
+    """What MergeComp's own search finds, one bucket for all, and what needs no compressor."""
+    plans = [MergeCompHeuristicFusion().best_plan(model), _plan_by(SingleFusion(), model)]
+    if model.codecs.may_mix:
+        threshold = _uncompressed(_plan_by(ThresholdFusion(), model))
+        plans.append(replace(threshold, name="threshold_uncompressed"))
+    return plans
+
+
+def _simple_plans(model: StepModel) -> list[BucketPlan]:
+    """What fixed rules make, compressed and not, and what MergeComp's own search finds."""
+    plans = [_plan_by(rule, model) for rule in (SingleFusion(), NoFusion(), ThresholdFusion())]
+    if model.codecs.may_mix:
+        plans += [_uncompressed(plan) for plan in plans]
+    plans.append(MergeCompHeuristicFusion().best_plan(model))
+    return [_with_early(plan, model) for plan in plans if len(plan.buckets) <= MAX_BUCKETS]
+
+
+def _plan_by(rule: FusionPlanner, model: StepModel) -> BucketPlan:
+    plan = rule.plan(model.tensors, model.world_size)
+    return plan if model.times.allows_cuts else with_whole_tensors(plan, model.tensors)
+
+
+def _with_early(plan: BucketPlan, model: StepModel) -> BucketPlan:
+    if not _allows_early(model):
+        return plan
+    return choose_early(plan, model.tensors, model.times, model.link)
+
+
+def _fastest(plans: Iterable[BucketPlan], model: StepModel) -> BucketPlan:
+    steps_s = {plan: model.step_s(plan) for plan in plans}
+    # With a codec, what a bucket costs the host has been measured.
+    enough_s = (1 + _MIN_GAIN * model.codecs.are_none) * min(steps_s.values())
+    good = [plan for plan, step_s in steps_s.items() if step_s <= enough_s]
+    return min(good, key=lambda plan: (len(plan.buckets), steps_s[plan]))
 
 
 def _uncompressed(plan: BucketPlan) -> BucketPlan:
@@ -209,7 +210,7 @@ class MergeCompSearch(Contest):
         best = self.best
         which = "" if best is self.incumbent else f" of {best.name}"
         predicted = f"predicted {1e3 * self.expected_s(best):.3g} ms/step"
-        what = f"mergecomp: {described(best, self.tensors)}{which}, {predicted}"
+        what = f"mergecomp: {described(best)}{which}, {predicted}"
         others = sorted((plan for plan in self.plans if plan is not best), key=self.mean_s)
         measured = [
             f"{1e3 * self.mean_s(plan):.4g} of {plan.name}" for plan in others if self.count(plan)

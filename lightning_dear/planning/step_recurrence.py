@@ -27,15 +27,14 @@ is left. Only the optimizer's steps are for tensors alone: it does not step padd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
-from lightning_dear.planning.gradient_order import Piece, families_of_pieces
 from lightning_dear.planning.measured import CodecCost, Linear, ModelTimes, sent_bytes
-from lightning_dear.planning.plan import ALIGNMENT, aligned
+from lightning_dear.planning.plan import ALIGNMENT, TensorSpec, aligned
 from lightning_dear.planning.predict import StepModel
 
 Rows = np.ndarray
@@ -45,25 +44,12 @@ FREE, SUMMED, LATE, CLOCK, BEHIND, ENCODED, PASSED, DECODED = range(8)
 """f; h; l; c; sum e + sum s; E; sum p + sum d; D."""
 
 
-@dataclass(frozen=True)
-class GroupCost:
-    """Seconds that a group takes, by its bytes: e, r, s, p, g and d of the module's words.
-
-    Attributes:
-        lines: All six, by the group's bytes, padding included.
-        step_s: For each byte that is no padding, on top of p.
-        late_step_s: The same on top of d, where the group is stepped whole.
-    """
-
-    lines: tuple[Linear, ...]
-    step_s: float = 0.0
-    late_step_s: float = 0.0
+GroupCost = tuple[Linear, ...]
+"""e, r, s, p, g and d of the module's words, of a group's bytes, padding included."""
 
 
-def _group_cost(
-    codec: CodecCost, itemsize: int, model: StepModel, step_s: float, late_step_s: float
-) -> GroupCost:
-    """What `codec` and the link cost, and the optimizer's steps in seconds for a byte."""
+def _group_cost(codec: CodecCost, itemsize: int, model: StepModel) -> GroupCost:
+    """What `codec` and the link cost."""
     link, world_size = model.link, model.world_size
 
     def line(linear: Linear, num_shards: int = 1) -> Linear:
@@ -78,16 +64,78 @@ def _group_cost(
 
     reduced = line(codec.encode), sent(codec.reduce_bytes), line(codec.decode_sum)
     gathered = line(codec.encode_shard, world_size), sent(codec.gather_bytes), line(codec.decode)
-    return GroupCost((*reduced, *gathered), step_s, late_step_s)
+    return *reduced, *gathered
 
 
-def _least_cost(costs: Sequence[GroupCost]) -> GroupCost:
-    """What no group can be cheaper than, however it is encoded; steps do not depend on that."""
-    lines = tuple(
-        Linear(min(line.alpha for line in ways), min(line.beta for line in ways))
-        for ways in zip(*(cost.lines for cost in costs), strict=True)
-    )
-    return replace(costs[0], lines=lines)
+def backward_order(tensors: Sequence[TensorSpec], times: ModelTimes) -> list[list[TensorSpec]]:
+    """The tensors that get gradients, in the order of those, family by family; largest first."""
+    families: dict[str, list[TensorSpec]] = {}
+    for tensor in tensors:
+        if tensor.is_used:
+            families.setdefault(tensor.family, []).append(tensor)
+    for family in families.values():
+        # Measured times may be equal; then the recorded order decides.
+        family.sort(key=lambda t: (times.ready_s.get(t.index, times.backward_s), t.ready, -t.index))
+    return sorted(families.values(), key=lambda family: -sum(t.nbytes for t in family))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tensors that stay together, neighbours in the order of gradients.
+
+    Attributes:
+        indices: The tensors' numbers.
+        nbytes: Size of all.
+        aligned_bytes: The same as they lie in a bucket, each rounded up to whole `ALIGNMENT`s.
+        ready_s: When the last gradient is there.
+        first_use_s: When forward first reads one of them.
+    """
+
+    indices: tuple[int, ...]
+    nbytes: int
+    aligned_bytes: int
+    ready_s: float
+    first_use_s: float
+
+
+def pre_merged(tensors: Sequence[TensorSpec], most: int) -> list[list[TensorSpec]]:
+    """At most so many runs of neighbours, which are joined while they are smaller than a size.
+
+    The size is 1 KiB, doubled until few enough are left; so the runs joined are the smallest.
+    """
+    runs, size = [[tensor] for tensor in tensors], 1 << 10
+    while len(runs) > most:
+        # Begun anew each time, so that the outcome depends on the last size alone.
+        runs, filled = [], 0
+        for tensor in tensors:
+            if runs and min(filled, tensor.nbytes) < size:
+                runs[-1].append(tensor)
+                filled += tensor.nbytes
+            else:
+                runs.append([tensor])
+                filled = tensor.nbytes
+        size *= 2
+    return runs
+
+
+def families_of_pieces(
+    tensors: Sequence[TensorSpec], times: ModelTimes, max_pieces: int
+) -> list[tuple[int, list[Piece]]]:
+    """Bytes an element, and pieces in the order of their gradients, of each family."""
+
+    def piece_of(run: Sequence[TensorSpec]) -> Piece:
+        return Piece(
+            tuple(t.index for t in run),
+            sum(t.nbytes for t in run),
+            sum(aligned(t.numel) * t.itemsize for t in run),
+            max(times.ready_s.get(t.index, times.backward_s) for t in run),
+            min(times.first_use_s.get(t.index, times.forward_s) for t in run),
+        )
+
+    return [
+        (family[0].itemsize, [piece_of(run) for run in pre_merged(family, max_pieces)])
+        for family in backward_order(tensors, times)
+    ]
 
 
 @dataclass(eq=False)
@@ -100,6 +148,8 @@ class Course:
             any, that of uncompressed ones.
         times: For the lengths of forward and backward.
         unit_bytes: A bucket's size is a multiple of this.
+        per_byte_s: What the optimizer's step takes for each byte that is no padding: on top of p,
+            and, where groups are stepped whole, on top of d.
         total: Bytes of the first so many pieces, without padding.
         start: `Rows` of the one way to group no pieces.
     """
@@ -108,9 +158,14 @@ class Course:
     costs: Sequence[GroupCost]
     times: ModelTimes
     unit_bytes: int
+    per_byte_s: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
-        self._least = _least_cost(self.costs)
+        # What no group can be cheaper than, however it is encoded.
+        self._least = tuple(
+            Linear(min(line.alpha for line in ways), min(line.beta for line in ways))
+            for ways in zip(*self.costs, strict=True)
+        )
         self.total = [0, *accumulate(piece.nbytes for piece in self.pieces)]
         self._aligned = [0, *accumulate(piece.aligned_bytes for piece in self.pieces)]
         self._ready_s = list(accumulate((piece.ready_s for piece in self.pieces), max))
@@ -122,9 +177,10 @@ class Course:
         """e, r, s, p, g and d of the bucket that the pieces from `begin` to `end` would make."""
         padded = aligned(self._aligned[end] - self._aligned[begin], self.unit_bytes)
         nbytes = self.total[end] - self.total[begin]
-        e, r, s, p, g, d = [line.of(padded) for line in cost.lines]
+        e, r, s, p, g, d = [line.of(padded) for line in cost]
+        step_s, late_step_s = self.per_byte_s
         # Padding is encoded and sent, but not stepped.
-        return e, r, s, p + cost.step_s * nbytes, g, d + cost.late_step_s * nbytes
+        return e, r, s, p + step_s * nbytes, g, d + late_step_s * nbytes
 
     def extended(self, rows: Rows, begin: int, end: int, first_use_s: float, kind: int) -> Rows:
         """Ways up to piece `begin`, with a group of the pieces up to `end`, encoded by `kind`.
@@ -191,11 +247,20 @@ def course_of(pieces: Sequence[Piece], itemsize: int, model: StepModel) -> Cours
     steps_s = model.times.step_s / nbytes, model.times.late_step_s / nbytes
     codecs = model.codecs
     kinds = (codecs.compressed, codecs.uncompressed) if codecs.may_mix else (codecs.compressed,)
-    costs = [_group_cost(kind, itemsize, model, *steps_s) for kind in kinds]
-    return Course(pieces, costs, model.times, ALIGNMENT * model.world_size * itemsize)
+    costs = [_group_cost(kind, itemsize, model) for kind in kinds]
+    return Course(pieces, costs, model.times, ALIGNMENT * model.world_size * itemsize, steps_s)
 
 
 def courses_of(model: StepModel, max_pieces: int) -> list[Course]:
     """A `Course` for each family of the tensors, of at most `max_pieces` each; largest first."""
     families = families_of_pieces(model.tensors, model.times, max_pieces)
     return [course_of(pieces, itemsize, model) for itemsize, pieces in families]
+
+
+def members_of(pieces: Sequence[Piece], cuts: Iterable[int]) -> list[list[int]]:
+    """The tensors' numbers, group by group; `cuts` says after how many pieces each group ends."""
+    groups, begin = [], 0
+    for end in cuts:
+        groups.append([index for piece in pieces[begin:end] for index in piece.indices])
+        begin = end
+    return groups

@@ -19,6 +19,7 @@ from lightning_dear.planning import (
     TensorSpec,
 )
 from lightning_dear.planning.measured import NO_CODEC, CodecCosts
+from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.search import NoContest, described
 
 _BYTES_PER_ELEMENT = 4
@@ -43,8 +44,8 @@ class AllReduceMGWFBP(MGWFBPFusion):
     ) -> PlanSearch:
         cost = link.all_reduce or replace(link, alpha_s=2 * link.alpha_s)
         all_reduce = replace(cost, beta_s=2 * cost.beta_s)
-        plan = self.best_plan(tensors, world_size, times, all_reduce)
-        return NoContest(plan, f"mgwfbp, for all-reduces: {described(plan, tensors)}")
+        plan = self.best_plan(StepModel(tensors, world_size, times, all_reduce))
+        return NoContest(plan, f"mgwfbp, for all-reduces: {described(plan)}")
 
 
 def ddp_options(plan: BucketPlan) -> dict[str, Any]:

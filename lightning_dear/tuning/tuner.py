@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, PlanSearch, SearchingPlanner, TensorSpec, predict
-from lightning_dear.planning.measured import ModelTimes, median_times, slowest_times
+from lightning_dear.planning.measured import ModelTimes, combined_times
 from lightning_dear.planning.search import (
     NUM_DROPPED_STEPS,
     NUM_MEASURED_STEPS,
@@ -160,7 +160,8 @@ class Tuning:
             yield
             if self._part.times is not None:
                 own.append(self._part.times)
-        times = slowest_times(self._collectives.all_gather_object(median_times(own)))
+        own_times = combined_times(own, median)
+        times = combined_times(self._collectives.all_gather_object(own_times), max)
         return replace(
             times,
             allows_early=self._pipeline.early_refusal is None,

@@ -21,10 +21,14 @@ from lightning_dear.planning import (
 )
 from lightning_dear.planning.dynamic_programme import Grouping, best_groupings
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.gradient_order import Piece, families_of_pieces, members_of
 from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.step_recurrence import course_of
+from lightning_dear.planning.step_recurrence import (
+    Piece,
+    course_of,
+    families_of_pieces,
+    members_of,
+)
 from tests.planning.models import ITEMSIZE, codecs, links, unaligned_chains, world_sizes
 
 Model = tuple[list[TensorSpec], ModelTimes]
