@@ -232,8 +232,7 @@ class ResidualKeeper:
 
     def _numbers(self) -> dict[Tensor, int]:
         """Parameter -> its number in the optimizer's state dict."""
-        groups = self._optimizer.param_groups
-        own = (parameter for group in groups for parameter in group["params"])
+        own = (one for group in self._optimizer.param_groups for one in group["params"])
         return {parameter: number for number, parameter in enumerate(own)}
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -42,6 +42,9 @@ Kind = tuple[str, str]
 
 FACTORS, STEERING = ("factors", ""), ("steering", "")
 
+OF_ALL = ("owner", "factors")
+"""Of these all ranks have the same, of others each its own."""
+
 T = TypeVar("T")
 
 
@@ -109,7 +112,7 @@ def packed(
 
     def of_all_ranks(kind: Kind, parameter: Tensor, own: Tensor) -> Tensor:
         numbers = own
-        if not _is_of_all(kind):
+        if kind[0] not in OF_ALL:
             numbers = own.new_empty((collectives.world_size, own.numel()))
             numbers[collectives.rank] = own
             collectives.launch_all_gather(numbers.view(-1), STATE_NUMBERS).wait()
@@ -140,7 +143,7 @@ def sharded(
     others = ((kind, one, Chunk(0, own[one])) for kind, own in whole.kept.items() for one in own)
     for kind, parameter, chunk in chain(parts, others):
         numel = parameter.numel() if kind[1] else chunk.values.numel()
-        before = 0 if _is_of_all(kind) else collectives.rank * numel
+        before = 0 if kind[0] in OF_ALL else collectives.rank * numel
         all_own = chunks.setdefault(kind, {}).setdefault(parameter, [])
         all_own.append(Chunk(before + chunk.start, chunk.values))
     stand_ins: list[tuple[Tensor, list[Chunk]]] = []
@@ -153,11 +156,6 @@ def sharded(
         return made
 
     return _as_saved(whole, chunks, number_of, stand_in), stand_ins
-
-
-def _is_of_all(kind: Kind) -> bool:
-    """Whether all ranks have the same, and not each its own."""
-    return kind[0] in ("owner", "factors")
 
 
 def _as_saved(
@@ -187,7 +185,7 @@ def _layout(
     if kind[1]:
         # However much of it lies here, there is a number for each of the parameter's elements.
         shape, strides = parameter.shape, storage_strides(parameter)
-    if _is_of_all(kind):
+    if kind[0] in OF_ALL:
         return shape, strides
     return (world_size, *shape), (shape.numel(), *strides)
 

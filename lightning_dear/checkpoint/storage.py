@@ -39,15 +39,14 @@ from lightning_dear.checkpoint.format import METADATA_FILE
 from lightning_dear.checkpoint.optimizer_state import Chunk
 from lightning_dear.checkpoint.tree import Stored
 
+Action = Callable[[], None]
+
 MAX_CHUNK_NUMEL = 1 << 22
 """Longer chunks are cut: one at a time is copied to the CPU, written or read."""
 
 
 def write_tensors(
-    folder: Path,
-    tensors: Mapping[str, Stored],
-    finish: Callable[[], None],
-    commit: Callable[[], None],
+    folder: Path, tensors: Mapping[str, Stored], finish: Action, commit: Action
 ) -> None:
     """Writes every rank's part of `tensors` into `folder`. Collective, blocks.
 
@@ -134,9 +133,7 @@ def _write_item(name: str, stand_in: Tensor, chunk: Chunk) -> WriteItem:
 
 
 class _Writer(FileSystemWriter):
-    def __init__(
-        self, folder: Path, finish: Callable[[], None], commit: Callable[[], None]
-    ) -> None:
+    def __init__(self, folder: Path, finish: Action, commit: Action) -> None:
         super().__init__(folder)
         self._folder = folder
         self._finish = finish

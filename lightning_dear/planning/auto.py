@@ -11,9 +11,8 @@ from typing_extensions import override
 from lightning_dear.planning.all_reduce import choose_all_reduce, everything_all_reduced
 from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
-from lightning_dear.planning.measured import LinkCost, ModelTimes
 from lightning_dear.planning.mergecomp import MergeCompFusion
-from lightning_dear.planning.plan import BucketPlan, TensorSpec, distinct
+from lightning_dear.planning.plan import BucketPlan, distinct
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.search import (
     NUM_REPEATED,
@@ -21,6 +20,7 @@ from lightning_dear.planning.search import (
     STEPS_PER_TRIAL,
     Contest,
     PlanSearch,
+    StepModelPlanner,
     described,
 )
 
@@ -37,7 +37,7 @@ _DDP_DIVISORS = (1, 4, 16)
 """What DDP's caps are divided by, as they leave small models one bucket or two."""
 
 
-class AutoFusion(ThresholdFusion):
+class AutoFusion(ThresholdFusion, StepModelPlanner):
     """Predicts plans from the measured times, measures the best on real steps, keeps the fastest.
 
     Against each other stand `ThresholdFusion`'s buckets (always), those of `MergeCompFusion`, the
@@ -82,18 +82,17 @@ class AutoFusion(ThresholdFusion):
         super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
         self.all_reduced_share = all_reduced_share
 
-    def search(
-        self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
-    ) -> PlanSearch:
+    @override
+    def search_for(self, model: StepModel) -> PlanSearch:
         """See `SearchingPlanner`; `plan` makes what is to be beaten."""
-        model = StepModel(tensors, world_size, times, link)
+        tensors, world_size = model.tensors, model.world_size
         fixed = self.plan(tensors, world_size)
         _, cap_mb = self.caps_mb(world_size)
         least_mb, most_mb = (cap_mb * factor for factor in _CAP_RANGE)
         others = self.plans_of_caps(tensors, world_size, least_mb, most_mb)
         candidates = _candidates(fixed, others, model)
         without: dict[BucketPlan, BucketPlan] = {}
-        if times.allows_all_reduce and self.all_reduced_share > 0 and world_size > 1:
+        if model.times.allows_all_reduce and self.all_reduced_share > 0 and world_size > 1:
             without = _all_reducing([fixed, *candidates[:3]], model, self.all_reduced_share)
             # Beside each of them what it is compared with.
             pairs = [plan for pair in without.items() for plan in pair]

@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist, mean, pstdev
 
+from typing_extensions import override
+
 from lightning_dear.planning.fusion import ThresholdFusion
-from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes
-from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.search import PlanSearch, described
+from lightning_dear.planning.plan import BucketPlan
+from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.search import PlanSearch, StepModelPlanner, described
 
 
-class BayesianFusion(ThresholdFusion):
+class BayesianFusion(ThresholdFusion, StepModelPlanner):
     """Tries a few caps for `ThresholdFusion` on real steps; a Gaussian process chooses them.
 
     It starts with `ThresholdFusion`'s own buckets, which are measured first. It needs no times.
@@ -63,18 +65,13 @@ class BayesianFusion(ThresholdFusion):
         # The order of attributes is that in which plans found before name their planner's options.
         super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
 
-    def search(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = NO_CODEC,
-    ) -> PlanSearch:
-        """See `SearchingPlanner`; `times`, `link` and `codecs` are not looked at."""
-        _, cap_mb = self.caps_mb(world_size)
-        plans = self.plans_of_caps(tensors, world_size, self.min_cap_mb, self.max_cap_mb)
-        start = self.plan(tensors, world_size)
+    @override
+    def search_for(self, model: StepModel) -> PlanSearch:
+        """See `SearchingPlanner`; times and costs are not looked at."""
+        known = model.tensors, model.world_size
+        _, cap_mb = self.caps_mb(model.world_size)
+        plans = self.plans_of_caps(*known, self.min_cap_mb, self.max_cap_mb)
+        start = self.plan(*known)
         # The start takes the turn of a cap that makes its buckets, so that none is measured twice.
         equal = (cap for cap, plan in plans.items() if plan.has_buckets_of(start))
         plans[next(equal, cap_mb)] = start

@@ -100,11 +100,11 @@ class MergeCompFusion(PredictingPlanner):
         return replace(best, name=self.name)
 
     @override
-    def search_from(self, best: BucketPlan, model: StepModel) -> PlanSearch:
-        """The search when `best` is the best plan; with a codec, what is measured decides."""
+    def search_for(self, model: StepModel) -> PlanSearch:
+        """As inherited; with a codec, what is measured decides."""
         if model.codecs.are_none:
-            return super().search_from(best, model)
-        best, *others = distinct([best, *_simpler_plans(model)])
+            return super().search_for(model)
+        best, *others = distinct([self.best_plan(model), *_simpler_plans(model)])
         return MergeCompSearch(best, others, model.step_s, model.codecs.fitted_to)
 
 

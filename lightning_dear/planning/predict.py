@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from lightning_dear.planning.measured import (
     NO_CODEC,
@@ -129,14 +128,12 @@ class StepModel:
             cost.decode_s + late_per_byte_s * size for cost, size in zip(costs, nbytes, strict=True)
         ]
         delay_s = self._delay_in_forward(plan, timeline, stepped_s, used_s)
-        sum_s, publish_s, decode_s = (
-            sum(map(attrgetter(kind), costs)) for kind in ("sum_s", "publish_s", "decode_s")
-        )
+        sum_s = sum(cost.sum_s for cost in costs)
         return Prediction(
             stepped_s + times.forward_s + delay_s + codecs.unseen_s,
             reduced_s - times.backward_s - encode_s - sum_s,
             delay_s - sum(used_s),
-            encode_s + sum_s + publish_s + decode_s,
+            encode_s + sum_s + sum(cost.publish_s + cost.decode_s for cost in costs),
             *self._bounds_s(plan),
             tuple(timeline.spans),
         )

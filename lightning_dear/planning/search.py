@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from lightning_dear.planning.fusion import MIB, FusionPlanner, ThresholdFusion
 from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
@@ -85,7 +87,7 @@ class NoContest:
 
 
 @dataclass(eq=False)
-class Contest(PlanSearch, ABC):
+class Contest(PlanSearch):
     """See `PlanSearch`: every plan once, then the incumbent and the two best others once more.
 
     Twice and apart in time, so that a passing disturbance does not decide.
@@ -146,7 +148,26 @@ class Contest(PlanSearch, ABC):
         return min(twice, key=self.mean_s, default=self.incumbent)
 
 
-class PredictingPlanner(ABC):
+class StepModelPlanner(ABC):
+    """A `SearchingPlanner` that searches with a `StepModel`."""
+
+    def search(
+        self,
+        tensors: Sequence[TensorSpec],
+        world_size: int,
+        times: ModelTimes,
+        link: LinkCost,
+        codecs: CodecCosts = NO_CODEC,
+    ) -> PlanSearch:
+        """See `SearchingPlanner`."""
+        return self.search_for(StepModel(tensors, world_size, times, link, codecs))
+
+    @abstractmethod
+    def search_for(self, model: StepModel) -> PlanSearch:
+        """Begins a search with what was measured."""
+
+
+class PredictingPlanner(StepModelPlanner):
     """A planner that decides by predictions: its one plan is applied as it is, unless it says else.
 
     Until there are times it trains with `ThresholdFusion`'s buckets.
@@ -161,26 +182,16 @@ class PredictingPlanner(ABC):
         """See `FusionPlanner`: what to start with."""
         return ThresholdFusion().plan(tensors, world_size)
 
-    def search(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = NO_CODEC,
-    ) -> PlanSearch:
-        """See `SearchingPlanner`."""
-        model = StepModel(tensors, world_size, times, link, codecs)
-        return self.search_from(self.best_plan(model), model)
+    @override
+    def search_for(self, model: StepModel) -> PlanSearch:
+        """A search that is over."""
+        best = self.best_plan(model)
+        predicted = f"predicted {1e3 * model.step_s(best):.3g} ms/step"
+        return NoContest(best, f"{self.name}: {described(best)}, {predicted}")
 
     @abstractmethod
     def best_plan(self, model: StepModel) -> BucketPlan:
         """The plan that the planner makes of what was measured; pure."""
-
-    def search_from(self, best: BucketPlan, model: StepModel) -> PlanSearch:
-        """The search when `best` is the best plan: here it is over."""
-        predicted = f"predicted {1e3 * model.step_s(best):.3g} ms/step"
-        return NoContest(best, f"{self.name}: {described(best)}, {predicted}")
 
 
 def described(plan: BucketPlan) -> str:

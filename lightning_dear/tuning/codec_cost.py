@@ -94,11 +94,10 @@ def _cost(
     row = fitted_line(shards, [codec.wire_bytes(shard) for shard in shards])
     # Where a step or a bucket is left out, parameters and means come back as they are.
     sends_bytes_back = options.encodes("gather") and not codec.is_identity
-    reduce_s, gather_s = launches_s
     return CodecCost(
-        replace(encode, alpha=encode.alpha + reduce_s),
+        replace(encode, alpha=encode.alpha + launches_s[0]),
         decode_sum,
-        replace(encode_shard, alpha=encode_shard.alpha + gather_s),
+        replace(encode_shard, alpha=encode_shard.alpha + launches_s[1]),
         decode,
         reduce_bytes=row if options.encodes("reduce") else None,
         gather_bytes=row if sends_bytes_back else None,

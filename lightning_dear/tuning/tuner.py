@@ -160,10 +160,9 @@ class Tuning:
             yield
             if self._part.times is not None:
                 own.append(self._part.times)
-        own_times = combined_times(own, median)
-        times = combined_times(self._collectives.all_gather_object(own_times), max)
+        everyones = self._collectives.all_gather_object(combined_times(own, median))
         return replace(
-            times,
+            combined_times(everyones, max),
             allows_early=self._pipeline.early_refusal is None,
             allows_all_reduce=self._pipeline.all_reduce_refusal is None,
             allows_cuts=not self._pipeline.options.is_of_gradients,

@@ -104,7 +104,7 @@ CODEC_PLANS = [
     Mutation(
         "counting what starting messages costs",
         "tuning:_cost",
-        "alpha=encode.alpha + reduce_s)",
+        "alpha=encode.alpha + launches_s[0])",
         "alpha=encode.alpha)",
         (f"{PROBE}::test_starting_messages_costs_every_bucket_the_same",),
     ),
@@ -156,7 +156,7 @@ CODEC_PLANS = [
     ),
     Mutation(
         "counting what the costs are fitted to among the plans that tell",
-        "MergeCompFusion.search_from",
+        "MergeCompFusion.search_for",
         "        return MergeCompSearch(best, others, model.step_s, model.codecs.fitted_to)\n",
         "        return MergeCompSearch(best, others, model.step_s)\n",
         (
@@ -172,9 +172,9 @@ CODEC_PLANS = [
     ),
     Mutation(
         "measuring simpler plans against the programme's",
-        "MergeCompFusion.search_from",
-        "        best, *others = distinct([best, *_simpler_plans(model)])\n",
-        "        best, *others = [best]\n",
+        "MergeCompFusion.search_for",
+        "        best, *others = distinct([self.best_plan(model), *_simpler_plans(model)])\n",
+        "        best, *others = [self.best_plan(model)]\n",
         (f"{TUNING}::test_with_a_codec_the_programmes_plan_stays_unless_a_simpler_one_is_faster",),
     ),
     Mutation(

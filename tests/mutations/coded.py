@@ -244,7 +244,7 @@ CODED = [
     Mutation(
         "every rank's residual in a folder",
         "sharded",
-        "        before = 0 if _is_of_all(kind) else collectives.rank * numel\n",
+        "        before = 0 if kind[0] in OF_ALL else collectives.rank * numel\n",
         "        before = 0\n",
         (f"{TRAINER}::test_checkpoints_go_on_with_the_same_bits",),
     ),
