@@ -55,8 +55,9 @@ __all__ = [
     "save_plan",
 ]
 
-_RULES = ThresholdFusion, NoFusion, SingleFusion, MGWFBPFusion
-_SEARCHES = BayesianFusion, MergeCompFusion, MergeCompHeuristicFusion, AutoFusion
+_Planners = tuple[type[Any], ...]
+_RULES: _Planners = ThresholdFusion, NoFusion, SingleFusion, MGWFBPFusion
+_SEARCHES: _Planners = BayesianFusion, MergeCompFusion, MergeCompHeuristicFusion, AutoFusion
 FUSIONS: dict[str, type[Any]] = {planner.name: planner for planner in (*_RULES, *_SEARCHES)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
@@ -66,8 +66,7 @@ def combined_times(
         indices = sorted({index for row in rows for index in row})
         return {index: combine([row[index] for row in rows if index in row]) for index in indices}
 
-    names = [field.name for field in fields(ModelTimes)]
-    return ModelTimes(*(combined([getattr(row, name) for row in times]) for name in names))
+    return ModelTimes(*map(combined, zip(*(vars(one).values() for one in times), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,9 @@ class LinkCost:
 
     def all_reduce_s(self, nbytes: float, world_size: int) -> float:
         """Seconds for a bucket of `nbytes`, as measured, or as both halves; 0 at one rank."""
-        if world_size == 1:
-            return 0.0
         # Nothing was measured: as two halves, so two starts.
         cost = self.all_reduce or LinkCost(2 * self.alpha_s, self.beta_s)
-        return cost.alpha_s + cost.beta_s * 2 * sent_bytes(nbytes, world_size)
+        return cost.reduce_scatter_s(2 * nbytes, world_size)
 
 
 def sent_bytes(nbytes: float, world_size: int) -> float:
