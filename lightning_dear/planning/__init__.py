@@ -10,9 +10,7 @@ from lightning_dear.planning.auto import AutoFusion
 from lightning_dear.planning.bayesian import BayesianFusion
 from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import FusionPlanner, NoFusion, SingleFusion, ThresholdFusion
-from lightning_dear.planning.heuristics import MergeCompHeuristicFusion, MGWFBPFusion
 from lightning_dear.planning.measured import CodecCost, CodecCosts, Linear, LinkCost, ModelTimes
-from lightning_dear.planning.mergecomp import MergeCompFusion
 from lightning_dear.planning.plan import (
     BucketPlan,
     BucketSpec,
@@ -22,6 +20,11 @@ from lightning_dear.planning.plan import (
     save_plan,
 )
 from lightning_dear.planning.predict import Prediction, predict
+from lightning_dear.planning.predicting import (
+    MergeCompFusion,
+    MergeCompHeuristicFusion,
+    MGWFBPFusion,
+)
 from lightning_dear.planning.search import PlanSearch, SearchingPlanner
 
 __all__ = [

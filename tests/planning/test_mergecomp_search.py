@@ -17,7 +17,7 @@ from lightning_dear.planning import (
     predict,
 )
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.mergecomp import MergeCompSearch
+from lightning_dear.planning.predicting import MergeCompSearch
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain
 
 TENSORS, _ = chain([1] * 4, [1.0] * 4, [1.0] * 4)

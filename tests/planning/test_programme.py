@@ -23,8 +23,8 @@ from lightning_dear.planning import (
     TensorSpec,
     ThresholdFusion,
     choose_early,
-    mergecomp,
     predict,
+    predicting,
 )
 from lightning_dear.planning import dynamic_programme as programme_module
 from lightning_dear.planning.dynamic_programme import best_groupings
@@ -248,7 +248,7 @@ def test_where_no_way_is_short_enough_simple_plans_remain(monkeypatch: pytest.Mo
         _pieces(tensors, times), ITEMSIZE, StepModel((), WORLD_SIZE, times, link, costs)
     )
     assert best_groupings(course, known_s=0.0) == []
-    monkeypatch.setattr(mergecomp, "_SLACK", 0.0)
+    monkeypatch.setattr(predicting, "_SLACK", 0.0)
     plan = MergeCompFusion().best_plan(StepModel(tensors, WORLD_SIZE, times, link, costs))
     heuristic = MergeCompHeuristicFusion().best_plan(
         StepModel(tensors, WORLD_SIZE, times, link, costs)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from lightning_dear.planning import CodecCost, Linear, NoFusion
 from lightning_dear.planning.dynamic_programme import best_groupings
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.heuristics import best_cuts
 from lightning_dear.planning.plan import ALIGNMENT
+from lightning_dear.planning.predicting import best_cuts
 from lightning_dear.planning.step_recurrence import (
     Course,
     GroupCost,
