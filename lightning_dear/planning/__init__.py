@@ -6,8 +6,6 @@ from typing import Any
 
 from lightning_dear.names import is_meant
 from lightning_dear.planning.all_reduce import choose_all_reduce
-from lightning_dear.planning.auto import AutoFusion
-from lightning_dear.planning.bayesian import BayesianFusion
 from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import FusionPlanner, NoFusion, SingleFusion, ThresholdFusion
 from lightning_dear.planning.measured import CodecCost, CodecCosts, Linear, LinkCost, ModelTimes
@@ -26,6 +24,7 @@ from lightning_dear.planning.predicting import (
     MGWFBPFusion,
 )
 from lightning_dear.planning.search import PlanSearch, SearchingPlanner
+from lightning_dear.planning.trials import AutoFusion, BayesianFusion
 
 __all__ = [
     "FUSIONS",

@@ -17,7 +17,6 @@ from statistics import fmean
 
 from typing_extensions import override
 
-from lightning_dear.planning.dynamic_programme import Grouping, best_groupings
 from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import (
     FusionPlanner,
@@ -28,8 +27,15 @@ from lightning_dear.planning.fusion import (
 )
 from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, distinct, with_whole_tensors
 from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.programme import (
+    Course,
+    Grouping,
+    backward_order,
+    best_groupings,
+    courses_of,
+    members_of,
+)
 from lightning_dear.planning.search import Contest, PlanSearch, PredictingPlanner, described
-from lightning_dear.planning.step_recurrence import Course, backward_order, courses_of, members_of
 
 _MAX_GROUPS = 3
 _MIN_GAIN = 0.01

@@ -23,7 +23,7 @@ from lightning_dear.planning import (
 from lightning_dear.planning.all_reduce import everything_all_reduced
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.step_recurrence import backward_order
+from lightning_dear.planning.programme import backward_order
 from lightning_dear.simulator.fsdp2_units import in_units
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.partitioned import partitioned_program

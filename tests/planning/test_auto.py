@@ -17,9 +17,9 @@ from lightning_dear.planning import (
     ThresholdFusion,
     predict,
 )
-from lightning_dear.planning.auto import AutoSearch, _gains_lost
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.search import STEPS_BEFORE_SEARCH, STEPS_PER_TRIAL
+from lightning_dear.planning.trials import AutoSearch, _gains_lost
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain
 
 # 64 MiB in 32 layers; a step computes for 0.3 s.

@@ -16,7 +16,7 @@ from lightning_dear.planning import (
     ThresholdFusion,
     fusion,
 )
-from lightning_dear.planning.bayesian import BayesianSearch
+from lightning_dear.planning.trials import BayesianSearch
 
 WORLD_SIZE = 2
 TENSORS = [TensorSpec(i, f"t{i}", 1 << 18, 4, "f", i, 199 - i) for i in range(200)]

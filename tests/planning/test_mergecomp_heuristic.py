@@ -21,8 +21,8 @@ from lightning_dear.planning import (
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.predicting import best_cuts
+from lightning_dear.planning.programme import Course, course_of, families_of_pieces
 from lightning_dear.planning.search import described
-from lightning_dear.planning.step_recurrence import Course, course_of, families_of_pieces
 from tests.planning.models import (
     ITEMSIZE,
     UNIT,

@@ -26,13 +26,13 @@ from lightning_dear.planning import (
     predict,
     predicting,
 )
-from lightning_dear.planning import dynamic_programme as programme_module
-from lightning_dear.planning.dynamic_programme import best_groupings
+from lightning_dear.planning import programme as programme_module
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.measured import NO_CODEC, CodecCost, Linear
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.step_recurrence import (
+from lightning_dear.planning.programme import (
     Piece,
+    best_groupings,
     course_of,
     families_of_pieces,
     pre_merged,

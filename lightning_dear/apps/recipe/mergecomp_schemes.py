@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_dear.planning import CodecCost, Linear, NoFusion
-from lightning_dear.planning.dynamic_programme import best_groupings
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.plan import ALIGNMENT
 from lightning_dear.planning.predicting import best_cuts
-from lightning_dear.planning.step_recurrence import (
+from lightning_dear.planning.programme import (
     Course,
     GroupCost,
+    best_groupings,
     families_of_pieces,
     members_of,
 )
