@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_dear.planning.measured import (
-    NO_CODEC,
-    CodecCosts,
-    LinkCost,
-    ModelTimes,
-    sent_bytes,
-)
+from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes, sent_bytes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
 
 
