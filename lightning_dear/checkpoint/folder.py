@@ -18,16 +18,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_dear.checkpoint.format import METADATA_FILE, check, stamp
-from lightning_dear.checkpoint.sharded_state import Chunk
-from lightning_dear.checkpoint.tree import TakenApart, put_together, take_apart
-
-if TYPE_CHECKING:
-    from lightning_dear.checkpoint.storage import Stored
+from lightning_dear.checkpoint.tree import Stored, put_together, take_apart
 
 SKELETON_FILE = "checkpoint.pt"
 """What is no large tensor; written by rank 0."""
@@ -53,10 +49,10 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
     from lightning_dear.checkpoint.storage import write_tensors
 
     target = _local(path)
-    taken = take_apart(checkpoint)
+    skeleton, tensors = take_apart(checkpoint)
     folder = _beside(target, "saving")
-    finish = partial(_write_skeleton, folder, taken)
-    write_tensors(folder, _stored(taken), finish, partial(_publish, folder, target))
+    finish = partial(_write_skeleton, folder, skeleton, tensors)
+    write_tensors(folder, tensors, finish, partial(_publish, folder, target))
 
 
 def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -123,19 +119,9 @@ def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None =
     os.replace(partial_file, target)
 
 
-def _stored(taken: TakenApart) -> dict[str, Stored]:
-    from lightning_dear.checkpoint.storage import Stored
-
-    whole = {
-        name: Stored(taken.stand_ins[name], [Chunk(0, tensor)], name not in taken.replicated)
-        for name, tensor in taken.whole.items()
-    }
-    sharded = {name: Stored(taken.stand_ins[name], own) for name, own in taken.sharded.items()}
-    return whole | sharded
-
-
-def _write_skeleton(folder: Path, taken: TakenApart) -> None:
-    file: dict[str, Any] = {"checkpoint": taken.skeleton, "tensors": taken.stand_ins}
+def _write_skeleton(folder: Path, skeleton: Any, tensors: Mapping[str, Stored]) -> None:
+    stand_ins = {name: stored.stand_in for name, stored in tensors.items()}
+    file: dict[str, Any] = {"checkpoint": skeleton, "tensors": stand_ins}
     stamp(file)
     _write(file, folder / SKELETON_FILE)
 

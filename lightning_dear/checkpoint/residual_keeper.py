@@ -1,29 +1,29 @@
-"""Residuals between plans, and into and out of an optimizer's state dict."""
+"""Residuals between buckets, plans and an optimizer's state dict."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.checkpoint import residuals
-from lightning_dear.checkpoint.by_parameter import Residuals
-from lightning_dear.checkpoint.residuals import KEY
-from lightning_dear.checkpoint.sharded_state import ShardedState
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.checkpoint.optimizer_state import Chunk, ShardedState
+from lightning_dear.checkpoint.residuals import FACTORS, KEY, STEERING, Kind, Part, Residuals
+from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
 from lightning_dear.exchange import CompressedBucket
+from lightning_dear.planning.plan import Slice
 
 
 class ResidualKeeper:
     """Holds what encoding has left to be sent of parameters that are in no bucket.
 
     That is all of them while there is no plan, and later those that are frozen, until another plan
-    has them again.
+    has them again. Buckets hold the rest: it takes it out of them and puts it in.
 
     Args:
         optimizer: Whose state dict brings residuals; mutated: a hook.
@@ -72,13 +72,16 @@ class ResidualKeeper:
         for one in self._coded:
             one.detach()
 
+    # --- into buckets ---------------------------------------------------------------------------
+
     def _put_in(self, held: Residuals) -> None:
+        """Gives buckets what they can have of `held`, holds what is in no bucket; says the rest."""
         self._seed = self._seed if held.seed is None else held.seed
         planned = set(self._parameters)
         own, others = held.of(lambda one: one in planned), held.of(lambda one: one not in planned)
         self._held = None if others.is_of_nothing else others
-        residuals.put_in(self._coded, own, self._parameters)
-        lost = residuals.unknown_names(self._coded, own, self._parameters)
+        self._overwrite(own)
+        lost = self._unknown_names(own)
         if lost and self._collectives.rank == 0:
             warnings.warn(
                 f"What a compressor had left to be sent ({', '.join(lost)}) is dropped: this"
@@ -87,10 +90,126 @@ class ResidualKeeper:
                 stacklevel=2,
             )
 
+    @torch.no_grad()
+    def _overwrite(self, own: Residuals) -> None:
+        """Overwrites what is kept in buckets; what `own` does not know becomes 0. Local.
+
+        A factor that it does not know, or of another rank, becomes what it was at the start.
+        Numbers of which it does not know the rate count as of this training's, as earlier versions
+        took all of them.
+        """
+        for one in self._coded:
+            one.start_anew(own.seed)
+            one.counts.update(own.counts)
+            steering = own.get(STEERING, self._first(one))
+            if steering is not None:
+                one.steer(steering)
+            for number, factor in one.factors.items():
+                saved = own.get(FACTORS, self._parameters[number])
+                if saved is not None and saved.shape == factor.shape:
+                    factor.copy_(saved)
+            for name in one.worker.names:
+                one.worker.load(name, self._collected(one, ("worker", name), own))
+            for name in one.owner.names:
+                one.owner.load(name, self._collected(one, ("owner", name), own)[one.own])
+
+    def _collected(self, one: CompressedBucket, kind: Kind, own: Residuals) -> Tensor:
+        """Flat, as the bucket is, at its rate; 0 where there is nothing of that kind."""
+        device = self._parameters[0].device
+        flat = torch.zeros(one.spec.padded_numel, dtype=torch.float32, device=device)
+        for part in one.spec.slices:
+            parameter = self._parameters[part.tensor]
+            source = own.get(kind, parameter)
+            if source is None:
+                continue
+            numbers = flat[part.offset : part.offset + part.numel]
+            numbers.copy_(source[part.start : part.stop])
+            rate = own.rates.get(parameter, one.rate)
+            if kind[1] == "residual" and rate != one.rate:
+                numbers.mul_(one.rate / rate)
+        return flat
+
+    def _unknown_names(self, own: Residuals) -> list[str]:
+        """Names of what `own` has, not zero, of a parameter of which its bucket keeps no such."""
+        known = {
+            (whose, name, self._parameters[part.tensor])
+            for one in self._coded
+            for whose, memory in (("worker", one.worker), ("owner", one.owner))
+            for name in memory.names
+            for part in one.spec.slices
+        }
+        return [
+            said + name
+            for owner, said in (("worker", ""), ("owner", "owner's "))
+            for (whose, name), numbers in own.kept.items()
+            if whose == owner
+            and any((whose, name, one) not in known and kept.any() for one, kept in numbers.items())
+        ]
+
+    # --- out of buckets -------------------------------------------------------------------------
+
+    @torch.no_grad()
     def taken(self) -> Residuals:
-        """Of all parameters, in buckets and not. Collective, blocks."""
-        own = residuals.take_out(self._coded, self._parameters, self._collectives)
-        return own if self._held is None else own.joined(self._held)
+        """Copies of all parameters', in buckets, none of which may be pending, and not in buckets.
+
+        Collective, blocks.
+        """
+        taken = self._common()
+        taken.kept[FACTORS] = {one: own.clone() for one, own in taken.kept[FACTORS].items()}
+        for one in self._coded:
+            for name, flat in one.worker.kept.items():
+                self._spread(one, flat, taken.kept.setdefault(("worker", name), {}))
+            for name, shard in one.owner.kept.items():
+                flat = shard.new_zeros(one.spec.padded_numel)
+                flat[one.own] = shard
+                self._collectives.launch_all_gather(flat, STATE_NUMBERS + one.number).wait()
+                self._spread(one, flat, taken.kept.setdefault(("owner", name), {}))
+        return taken if self._held is None else taken.joined(self._held)
+
+    def _spread(self, one: CompressedBucket, flat: Tensor, target: dict[Tensor, Tensor]) -> None:
+        for part in one.spec.slices:
+            parameter = self._parameters[part.tensor]
+            if parameter not in target:
+                target[parameter] = flat.new_zeros(parameter.numel())
+            numbers = flat[part.offset : part.offset + part.numel]
+            target[parameter][part.start : part.stop] = numbers
+
+    def _common(self) -> Residuals:
+        """What all ranks have alike: factors, the buckets' own, counts, rates and the seed. Local.
+
+        And by what this rank selects, which is as long on all of them.
+        """
+        coded, parameters = self._coded, self._parameters
+        halves = coded[0].counts if coded else ()
+        steered = ((self._first(one), one.steering) for one in coded)
+        return Residuals(
+            {
+                FACTORS: {parameters[at]: own for one in coded for at, own in one.factors.items()},
+                STEERING: {first: own for first, own in steered if own is not None},
+            },
+            {parameters[part.tensor]: one.rate for one in coded for part in one.spec.slices},
+            # The most, as some buckets may travel as they are.
+            {half: max(one.counts[half] for one in coded) for half in halves},
+            coded[0].seed if coded else None,
+        )
+
+    def _first(self, one: CompressedBucket) -> Parameter:
+        """The parameter that a bucket is known by."""
+        return self._parameters[one.spec.slices[0].tensor]
+
+    def _parts(self) -> Iterator[Part]:
+        """What lies in the buckets; every rank names the same, whatever it has of it."""
+        for one in self._coded:
+            worker, owner = one.worker.kept, one.owner.kept
+            for part in one.spec.slices:
+                parameter = self._parameters[part.tensor]
+                for name, flat in worker.items():
+                    numbers = flat[part.offset : part.offset + part.numel]
+                    yield ("worker", name), parameter, Chunk(part.start, numbers)
+                for name, shard in owner.items():
+                    yield ("owner", name), parameter, _owned(one, part, shard)
+
+    # --- into and out of state dicts ------------------------------------------------------------
 
     def add_to(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """`state_dict` with all ranks' residuals, if there are any. Collective, blocks."""
@@ -105,20 +224,15 @@ class ResidualKeeper:
         """`state` with this rank's chunks of all residuals, if there are any. Local."""
         if not self._coded and self._held is None:
             return state
-        rank, world_size = self._collectives.rank, self._collectives.world_size
         held, numbers = self._held or Residuals(), self._numbers()
-        held = held.of(lambda one: one in numbers)
-        in_buckets = residuals.parts_of(self._coded, self._parameters)
-        common = residuals.common_to_all(self._coded, self._parameters).joined(held)
-        parts = chain(in_buckets, residuals.parts_held(held))
-        own, chunks = residuals.sharded(parts, common, numbers, rank, world_size)
+        whole = self._common().joined(held.of(lambda one: one in numbers))
+        own, chunks = residuals.sharded(self._parts(), whole, numbers, self._collectives)
         before = state if isinstance(state, ShardedState) else ShardedState(state, (), ())
         return ShardedState({**before, KEY: own}, (*before.chunks, *chunks), before.parameters)
 
     def _numbers(self) -> dict[Tensor, int]:
         """Parameter -> its number in the optimizer's state dict."""
-        groups = self._optimizer.param_groups
-        own = (parameter for group in groups for parameter in group["params"])
+        own = (one for group in self._optimizer.param_groups for one in group["params"])
         return {parameter: number for number, parameter in enumerate(own)}
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -128,14 +242,21 @@ class ResidualKeeper:
         if saved_sizes != own_sizes:
             # torch refuses that, and says so: nothing is loaded.
             return
-        held = Residuals()
+        held = None
         if KEY in state_dict:
             saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-            own = [p for group in optimizer.param_groups for p in group["params"]]
+            parameter_of = dict(zip(saved, self._numbers(), strict=True))
             rank, world_size = self._collectives.rank, self._collectives.world_size
-            parameter_of = dict(zip(saved, own, strict=True))
             held = residuals.unpacked(state_dict[KEY], parameter_of, rank, world_size)
         if self._parameters:
-            self._put_in(held)
+            self._put_in(held or Residuals())
         else:
-            self._held = held if KEY in state_dict else None
+            self._held = held
+
+
+def _owned(one: CompressedBucket, part: Slice, shard: Tensor) -> Chunk:
+    """What of `part` lies in this rank's shard, perhaps nothing."""
+    begin = max(part.offset, one.own.start)
+    end = max(begin, min(part.offset + part.numel, one.own.stop))
+    values = shard[begin - one.own.start : end - one.own.start]
+    return Chunk(part.start + begin - part.offset, values)

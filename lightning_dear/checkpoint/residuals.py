@@ -1,4 +1,4 @@
-"""What encoding has left to be sent, across plans, checkpoints and numbers of ranks.
+"""What encoding has left to be sent, parameter by parameter; and how it stands in state dicts.
 
 Each rank keeps something of its own for every element of every parameter, and owners keep
 something besides for their shards. In a state dict both stand beside the optimizer's state:
@@ -19,152 +19,86 @@ drew without: what goes on from theirs does so too.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.bucket import as_flat, storage_strides
-from lightning_dear.checkpoint.by_parameter import ByParameter, Residuals
-from lightning_dear.checkpoint.sharded_state import Chunk
+from lightning_dear.checkpoint.optimizer_state import Chunk
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
 from lightning_dear.compression.memory import RunningMean
-from lightning_dear.exchange import NO_SEED, CompressedBucket
-from lightning_dear.planning.plan import Slice
+from lightning_dear.exchange import NO_SEED
 
 KEY = "residuals"
 """In an optimizer's state dict."""
 
+Kind = tuple[str, str]
+"""("worker" or "owner", name of what is kept), `FACTORS` or `STEERING`."""
 
-@torch.no_grad()
-def take_out(
-    coded: Sequence[CompressedBucket], parameters: Sequence[Parameter], collectives: Collectives
-) -> Residuals:
-    """Copies what is kept in `coded`, none of which may be pending. Collective, blocks."""
-    taken = common_to_all(coded, parameters)
-    taken.factors = {one: factor.clone() for one, factor in taken.factors.items()}
-    for one in coded:
-        for name, flat in one.worker.kept.items():
-            _spread(one, flat, taken.worker.setdefault(name, {}), parameters)
-        for name, shard in one.owner.kept.items():
-            flat = shard.new_zeros(one.spec.padded_numel)
-            flat[one.own] = shard
-            number = STATE_NUMBERS + one.number
-            collectives.launch_all_gather(flat, number).wait()
-            _spread(one, flat, taken.owner.setdefault(name, {}), parameters)
-    return taken
+FACTORS, STEERING = ("factors", ""), ("steering", "")
+
+OF_ALL = ("owner", "factors")
+"""Of these all ranks have the same, of others each its own."""
+
+T = TypeVar("T")
 
 
-def common_to_all(coded: Sequence[CompressedBucket], parameters: Sequence[Parameter]) -> Residuals:
-    """What all ranks have alike: factors, the buckets' own, counts, rates and the seed. Local.
+@dataclass
+class Residuals:
+    """What lies here, whole parameters each, whatever bucket they are in, or none.
 
-    And by what this rank selects, which is as long on all of them.
+    Attributes:
+        kept: Kind -> parameter -> numbers. Of "worker": this rank's own, flat, in the order of its
+            storage; of "owner": what owners keep, likewise, the same on all ranks; `FACTORS`: its
+            low-rank factor, the same on all ranks; `STEERING`: `CompressedBucket.steering` of the
+            bucket of which it is the first parameter, this rank's.
+        rates: Parameter -> `CompressedBucket.rate` of where its numbers come from.
+        counts: Half -> how often it was encoded.
+        seed: `CompressedBucket.seed` of all of them; None: not known.
     """
-    halves = coded[0].counts if coded else ()
-    return Residuals(
-        factors={parameters[at]: own for one in coded for at, own in one.factors.items()},
-        # The most, as some buckets may travel as they are.
-        counts={half: max(one.counts[half] for one in coded) for half in halves},
-        rates={parameters[part.tensor]: one.rate for one in coded for part in one.spec.slices},
-        seed=coded[0].seed if coded else None,
-        steering={parameters[_first(one)]: own for one, own in _steered(coded)},
-    )
 
+    kept: dict[Kind, dict[Tensor, Tensor]] = field(default_factory=dict)
+    rates: dict[Tensor, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    seed: int | None = None
 
-def _steered(coded: Sequence[CompressedBucket]) -> list[tuple[CompressedBucket, Tensor]]:
-    pairs = ((one, one.steering) for one in coded)
-    return [(one, own) for one, own in pairs if own is not None]
+    @property
+    def is_of_nothing(self) -> bool:
+        """Whether no parameter has anything here."""
+        return not any(own for kind, own in self.kept.items() if kind != STEERING)
 
+    def get(self, kind: Kind, parameter: Tensor) -> Tensor | None:
+        """What a parameter has of a kind, if anything."""
+        return self.kept.get(kind, {}).get(parameter)
 
-def _first(one: CompressedBucket) -> int:
-    """Number of the tensor that a bucket is known by."""
-    return one.spec.slices[0].tensor
+    def of(self, belongs: Callable[[Tensor], bool]) -> Residuals:
+        """What parameters have for which `belongs` holds, the counts and the seed.
 
+        Tensors are shared.
+        """
 
-@torch.no_grad()
-def put_in(
-    coded: Sequence[CompressedBucket], residuals: Residuals, parameters: Sequence[Parameter]
-) -> None:
-    """Overwrites what is kept in `coded`; what `residuals` do not know becomes 0. Local.
+        def own(numbers: Mapping[Tensor, T]) -> dict[Tensor, T]:
+            return {one: number for one, number in numbers.items() if belongs(one)}
 
-    A factor that they do not know, or of another rank, becomes what it was at the start. Numbers of
-    which they do not know the rate count as of this training's, as earlier versions took all of
-    them.
-    """
-    for one in coded:
-        one.start_anew(residuals.seed)
-        one.counts.update(residuals.counts)
-        if parameters[_first(one)] in residuals.steering:
-            one.steer(residuals.steering[parameters[_first(one)]])
-        for number, own in one.factors.items():
-            factor = residuals.factors.get(parameters[number], own)
-            if factor.shape == own.shape:
-                own.copy_(factor)
-        for name in one.worker.names:
-            flat = _collected(one, name, residuals.worker, residuals.rates, parameters)
-            one.worker.load(name, flat)
-        for name in one.owner.names:
-            flat = _collected(one, name, residuals.owner, residuals.rates, parameters)
-            one.owner.load(name, flat[one.own])
+        kept = {kind: left for kind, all_own in self.kept.items() if (left := own(all_own))}
+        return Residuals(kept, own(self.rates), dict(self.counts), self.seed)
 
-
-def _spread(
-    one: CompressedBucket, flat: Tensor, target: ByParameter, parameters: Sequence[Parameter]
-) -> None:
-    for part in one.spec.slices:
-        parameter = parameters[part.tensor]
-        if parameter not in target:
-            target[parameter] = flat.new_zeros(parameter.numel())
-        own = target[parameter][part.start : part.start + part.numel]
-        own.copy_(flat[part.offset : part.offset + part.numel])
-
-
-def _collected(
-    one: CompressedBucket,
-    name: str,
-    named: Mapping[str, ByParameter],
-    rates: Mapping[Tensor, float],
-    parameters: Sequence[Parameter],
-) -> Tensor:
-    """Flat, as the bucket is, at its rate; 0 where `named` has nothing of that name."""
-    device = parameters[0].device
-    flat = torch.zeros(one.spec.padded_numel, dtype=torch.float32, device=device)
-    source = named.get(name, {})
-    for part in one.spec.slices:
-        parameter = parameters[part.tensor]
-        if parameter not in source:
-            continue
-        own = flat[part.offset : part.offset + part.numel]
-        own.copy_(source[parameter][part.start : part.start + part.numel])
-        rate = rates.get(parameter, one.rate)
-        if name == "residual" and rate != one.rate:
-            own.mul_(one.rate / rate)
-    return flat
-
-
-def unknown_names(
-    coded: Sequence[CompressedBucket], residuals: Residuals, parameters: Sequence[Parameter]
-) -> list[str]:
-    """Names of what `residuals` have, not zero, of a parameter of which `coded` keep no such."""
-    known = {
-        (whose + name, parameters[part.tensor])
-        for one in coded
-        for whose, memory in (("", one.worker), ("owner's ", one.owner))
-        for name in memory.names
-        for part in one.spec.slices
-    }
-    return [
-        whose + name
-        for whose, named in (("", residuals.worker), ("owner's ", residuals.owner))
-        for name, numbers in named.items()
-        if any((whose + name, one) not in known and bool(own.any()) for one, own in numbers.items())
-    ]
-
-
-# --- in state dicts -----------------------------------------------------------------------------
+    def joined(self, other: Residuals) -> Residuals:
+        """This and what `other` has besides; tensors are shared."""
+        return Residuals(
+            {
+                kind: {**other.kept.get(kind, {}), **self.kept.get(kind, {})}
+                for kind in {**other.kept, **self.kept}
+            },
+            {**other.rates, **self.rates},
+            {**other.counts, **self.counts},
+            other.seed if self.seed is None else self.seed,
+        )
 
 
 @torch.no_grad()
@@ -175,49 +109,85 @@ def packed(
 
     Needs memory for every rank's residuals.
     """
-    rank, world_size = collectives.rank, collectives.world_size
 
-    def of_all_ranks(parameter: Tensor, own: Tensor) -> Tensor:
-        rows = own.new_empty((world_size, own.numel()))
-        rows[rank] = own
-        collectives.launch_all_gather(rows.view(-1), STATE_NUMBERS).wait()
-        return rows.as_strided(*_shape(parameter, world_size))
+    def of_all_ranks(kind: Kind, parameter: Tensor, own: Tensor) -> Tensor:
+        numbers = own
+        if kind[0] not in OF_ALL:
+            numbers = own.new_empty((collectives.world_size, own.numel()))
+            numbers[collectives.rank] = own
+            collectives.launch_all_gather(numbers.view(-1), STATE_NUMBERS).wait()
+        return numbers.as_strided(*_layout(kind, parameter, own, collectives.world_size))
 
-    def steering(own: Tensor) -> Tensor:
-        rows = own.new_empty((world_size, len(own)))
-        rows[rank] = own
-        collectives.launch_all_gather(rows.view(-1), STATE_NUMBERS).wait()
-        return rows
-
-    def of_owners(parameter: Tensor, whole: Tensor) -> Tensor:
-        return whole.as_strided(*_shape(parameter))
-
-    return {
-        "worker": _numbered(residuals.worker, number_of, of_all_ranks),
-        "owner": _numbered(residuals.owner, number_of, of_owners),
-        "factors": {number_of[one]: factor for one, factor in residuals.factors.items()},
-        "counts": residuals.counts,
-        "seed": residuals.seed,
-        "rates": {number_of[one]: rate for one, rate in residuals.rates.items()},
-        "steering": {number_of[one]: steering(own) for one, own in residuals.steering.items()},
-    }
+    return _as_saved(residuals, residuals.kept, number_of, of_all_ranks)
 
 
-def _shape(parameter: Tensor, *rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of numbers that lie as the parameter's elements do, in `rows` if any."""
-    strides = storage_strides(parameter)
-    return (*rows, *parameter.shape), (*(parameter.numel() for _ in rows), *strides)
+Part = tuple[Kind, Tensor, Chunk]
+"""Kind, parameter, and what lies here of it, perhaps nothing."""
 
 
-def _numbered(
-    named: Mapping[str, ByParameter],
+def sharded(
+    parts: Iterable[Part],
+    whole: Residuals,
     number_of: Mapping[Tensor, int],
-    change: Callable[[Tensor, Tensor], Tensor],
-) -> dict[str, dict[int, Tensor]]:
-    return {
-        name: {number_of[one]: change(one, numbers) for one, numbers in own.items()}
-        for name, own in named.items()
-    }
+    collectives: Collectives,
+) -> tuple[dict[str, Any], list[tuple[Tensor, list[Chunk]]]]:
+    """As `packed`, with tensors on the meta device, and this rank's chunks of these. Local.
+
+    Args:
+        parts: Of what lies here in parts; every rank names the same kinds and parameters.
+        whole: What lies here in whole, and what all ranks have alike.
+        number_of: See `packed`.
+        collectives: Not used but for the rank and how many there are.
+    """
+    chunks: dict[Kind, dict[Tensor, list[Chunk]]] = {}
+    others = ((kind, one, Chunk(0, own[one])) for kind, own in whole.kept.items() for one in own)
+    for kind, parameter, chunk in chain(parts, others):
+        numel = parameter.numel() if kind[1] else chunk.values.numel()
+        before = 0 if kind[0] in OF_ALL else collectives.rank * numel
+        all_own = chunks.setdefault(kind, {}).setdefault(parameter, [])
+        all_own.append(Chunk(before + chunk.start, chunk.values))
+    stand_ins: list[tuple[Tensor, list[Chunk]]] = []
+
+    def stand_in(kind: Kind, parameter: Tensor, own: list[Chunk]) -> Tensor:
+        values = own[0].values
+        layout = _layout(kind, parameter, values, collectives.world_size)
+        made = torch.empty_strided(*layout, dtype=values.dtype, device="meta")
+        stand_ins.append((made, own))
+        return made
+
+    return _as_saved(whole, chunks, number_of, stand_in), stand_ins
+
+
+def _as_saved(
+    residuals: Residuals,
+    kept: Mapping[Kind, Mapping[Tensor, T]],
+    number_of: Mapping[Tensor, int],
+    saved: Callable[[Kind, Tensor, T], Tensor],
+) -> dict[str, Any]:
+    """The dict of the module's words, with what `saved` makes of each parameter's `kept`."""
+    state: dict[str, Any] = {"worker": {}, "owner": {}, "factors": {}}
+    state["counts"], state["seed"] = dict(residuals.counts), residuals.seed
+    state["rates"] = {number_of[one]: rate for one, rate in residuals.rates.items()}
+    state["steering"] = {}
+    for kind, all_own in kept.items():
+        of, name = kind
+        place = state[of].setdefault(name, {}) if name else state[of]
+        for parameter, own in all_own.items():
+            place[number_of[parameter]] = saved(kind, parameter, own)
+    return state
+
+
+def _layout(
+    kind: Kind, parameter: Tensor, own: Tensor, world_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides in a state dict; with a row for each rank, where each has its own."""
+    shape, strides = own.shape, own.stride()
+    if kind[1]:
+        # However much of it lies here, there is a number for each of the parameter's elements.
+        shape, strides = parameter.shape, storage_strides(parameter)
+    if kind[0] in OF_ALL:
+        return shape, strides
+    return (world_size, *shape), (shape.numel(), *strides)
 
 
 def unpacked(
@@ -230,43 +200,34 @@ def unpacked(
 
     def own(rows: Tensor) -> Tensor:
         # Ranks' gradients are added up, so that a sum in equal shares is still sent in whole.
-        return rows[rank].clone() if len(rows) == world_size else rows.sum(0) / world_size
+        return rows[rank] if len(rows) == world_size else rows.sum(0) / world_size
 
-    def by_parameter(
-        named: Mapping[str, Mapping[int, Tensor]], change: Callable[[Tensor], Tensor]
-    ) -> dict[str, ByParameter]:
-        return {
-            name: {
-                parameter_of[number]: _beside(parameter_of[number], change(numbers))
-                for number, numbers in of.items()
-            }
-            for name, of in named.items()
-        }
+    def copied(parameter: Parameter, numbers: Tensor) -> Tensor:
+        # In the order of the parameter's storage, where collectives need it.
+        flat = as_flat(numbers, storage_strides(parameter))
+        return flat.to(parameter.device, copy=True)
 
+    def by_parameter(saved: Mapping[int, T]) -> Iterator[tuple[Parameter, T]]:
+        return ((parameter_of[number], one) for number, one in saved.items())
+
+    kept: dict[Kind, dict[Tensor, Tensor]] = {}
+    for name, saved in _as_named_now(state["worker"]).items():
+        kept["worker", name] = {one: copied(one, own(rows)) for one, rows in by_parameter(saved)}
+    for name, saved in state["owner"].items():
+        kept["owner", name] = {one: copied(one, numbers) for one, numbers in by_parameter(saved)}
     # Earlier versions have saved no factors, no rates, no seed and no steering.
-    factors, rates = state.get("factors", {}), state.get("rates", {})
-    return Residuals(
-        by_parameter(_as_named_now(state["worker"]), own),
-        by_parameter(state["owner"], Tensor.clone),
-        {
-            parameter_of[number]: factor.to(parameter_of[number].device, copy=True)
-            for number, factor in factors.items()
-        },
-        dict(state["counts"]),
-        {parameter_of[number]: rate for number, rate in rates.items()},
-        state.get("seed", NO_SEED),
-        {
-            parameter_of[number]: rows[rank].cpu()
-            for number, rows in state.get("steering", {}).items()
-            # Regions are of as many ranks.
-            if len(rows) == world_size
-        },
-    )
-
-
-def _beside(parameter: Tensor, numbers: Tensor) -> Tensor:
-    """`numbers` in the order of the parameter's storage, on its device, as collectives need it."""
-    return as_flat(numbers, storage_strides(parameter)).to(parameter.device)
+    kept[FACTORS] = {
+        one: factor.to(one.device, copy=True)
+        for one, factor in by_parameter(state.get("factors", {}))
+    }
+    kept[STEERING] = {
+        one: rows[rank].cpu()
+        for one, rows in by_parameter(state.get("steering", {}))
+        # Regions are of as many ranks.
+        if len(rows) == world_size
+    }
+    rates = dict(by_parameter(state.get("rates", {})))
+    return Residuals(kept, rates, dict(state["counts"]), state.get("seed", NO_SEED))
 
 
 def _as_named_now(worker: Mapping[str, Mapping[int, Tensor]]) -> dict[str, Mapping[int, Tensor]]:
@@ -276,75 +237,3 @@ def _as_named_now(worker: Mapping[str, Mapping[int, Tensor]]) -> dict[str, Mappi
         RunningMean.names[0] if is_signums and name == "momentum" else name: of
         for name, of in worker.items()
     }
-
-
-Part = tuple[str, str, Tensor, "Chunk | None"]
-"""("worker" or "owner", name, parameter, what lies here of it), in the order of its storage."""
-
-
-def parts_of(coded: Sequence[CompressedBucket], parameters: Sequence[Parameter]) -> Iterator[Part]:
-    """What lies in the buckets; every rank names the same, whatever it has of it."""
-    for one in coded:
-        worker, owner = one.worker.kept, one.owner.kept
-        for part in one.spec.slices:
-            parameter = parameters[part.tensor]
-            for name, flat in worker.items():
-                values = flat[part.offset : part.offset + part.numel]
-                yield "worker", name, parameter, Chunk(part.start, values)
-            for name, shard in owner.items():
-                yield "owner", name, parameter, _owned(one, part, shard)
-
-
-def parts_held(residuals: Residuals) -> Iterator[Part]:
-    """The same of what is held of parameters that are in no bucket."""
-    for kind, named in (("worker", residuals.worker), ("owner", residuals.owner)):
-        for name, own in named.items():
-            for parameter, numbers in own.items():
-                yield kind, name, parameter, Chunk(0, numbers)
-
-
-def _owned(one: CompressedBucket, part: Slice, shard: Tensor) -> Chunk | None:
-    own = one.own
-    begin, end = max(part.offset, own.start), min(part.offset + part.numel, own.stop)
-    if begin >= end:
-        return None
-    values = shard[begin - own.start : end - own.start]
-    return Chunk(part.start + begin - part.offset, values)
-
-
-def sharded(
-    parts: Iterable[Part],
-    common: Residuals,
-    number_of: Mapping[Tensor, int],
-    rank: int,
-    world_size: int,
-) -> tuple[dict[str, Any], list[tuple[Tensor, Sequence[Chunk]]]]:
-    """As `packed`, with tensors on the meta device, and this rank's chunks of these. Local.
-
-    `common`: what all ranks have alike; the rest of it is not looked at.
-    """
-    chunks: dict[tuple[str, str, Tensor], list[Chunk]] = defaultdict(list)
-    for kind, name, parameter, chunk in parts:
-        own = chunks[kind, name, parameter]
-        if chunk is not None:
-            before = rank * parameter.numel() if kind == "worker" else 0
-            own.append(Chunk(before + chunk.start, chunk.values))
-    state: dict[str, Any] = {"worker": {}, "owner": {}, "factors": {}}
-    state["counts"], state["seed"] = dict(common.counts), common.seed
-    state["rates"] = {number_of[one]: rate for one, rate in common.rates.items()}
-    stand_ins: list[tuple[Tensor, Sequence[Chunk]]] = []
-    for (kind, name, parameter), own in chunks.items():
-        rows = (world_size,) if kind == "worker" else ()
-        stand_in = torch.empty_strided(*_shape(parameter, *rows), device="meta")
-        state[kind].setdefault(name, {})[number_of[parameter]] = stand_in
-        stand_ins.append((stand_in, own))
-    for parameter, factor in common.factors.items():
-        stand_in = state["factors"][number_of[parameter]] = factor.to("meta")
-        stand_ins.append((stand_in, [Chunk(0, factor.view(-1))] if rank == 0 else []))
-    state["steering"] = {}
-    for parameter, own_steering in common.steering.items():
-        shape = world_size, len(own_steering)
-        stand_in = torch.empty(shape, dtype=own_steering.dtype, device="meta")
-        state["steering"][number_of[parameter]] = stand_in
-        stand_ins.append((stand_in, [Chunk(rank * len(own_steering), own_steering)]))
-    return state, stand_ins

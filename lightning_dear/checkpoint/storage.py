@@ -5,13 +5,11 @@ Every tensor is stored 1-D, in storage order and in chunks, so that any rank can
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -27,43 +25,23 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_collectively
 from typing_extensions import override
 
 from lightning_dear.bucket import as_flat, storage_strides
 from lightning_dear.checkpoint.format import METADATA_FILE
-from lightning_dear.checkpoint.sharded_state import Chunk
+from lightning_dear.checkpoint.optimizer_state import Chunk
+from lightning_dear.checkpoint.tree import Stored
+
+Action = Callable[[], None]
 
 MAX_CHUNK_NUMEL = 1 << 22
 """Longer chunks are cut: one at a time is copied to the CPU, written or read."""
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor to write, as far as it lies here.
-
-    Attributes:
-        stand_in: Its shape and dtype, on the meta device.
-        chunks: What lies here of it; a chunk that several ranks have, one of them writes.
-        is_rank_0s: Whether only what rank 0 has is written.
-    """
-
-    stand_in: Tensor
-    chunks: Sequence[Chunk]
-    is_rank_0s: bool = False
-
-
 def write_tensors(
-    folder: Path,
-    tensors: Mapping[str, Stored],
-    finish: Callable[[], None],
-    commit: Callable[[], None],
+    folder: Path, tensors: Mapping[str, Stored], finish: Action, commit: Action
 ) -> None:
     """Writes every rank's part of `tensors` into `folder`. Collective, blocks.
 
@@ -96,10 +74,7 @@ def read_tensors(folder: Path, stand_ins: Mapping[str, Tensor]) -> dict[str, Ten
     reader = _Reader(folder)
     metadata = reader.read_metadata()
     _check_complete(folder, metadata, stand_ins)
-    tensors = {
-        name: torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
-        for name, like in stand_ins.items()
-    }
+    tensors = {name: torch.empty_like(like, device="cpu") for name, like in stand_ins.items()}
     flat = {name: tensor.as_strided((tensor.numel(),), (1,)) for name, tensor in tensors.items()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     # Step by step, since `load` is collective wherever there is a process group.
@@ -153,9 +128,7 @@ def _write_item(name: str, stand_in: Tensor, chunk: Chunk) -> WriteItem:
 
 
 class _Writer(FileSystemWriter):
-    def __init__(
-        self, folder: Path, finish: Callable[[], None], commit: Callable[[], None]
-    ) -> None:
+    def __init__(self, folder: Path, finish: Action, commit: Action) -> None:
         super().__init__(folder)
         self._folder = folder
         self._finish = finish
@@ -225,13 +198,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _check_complete(folder: Path, metadata: Metadata, stand_ins: Mapping[str, Tensor]) -> None:
     assert metadata.storage_data is not None
-    needed: dict[str, int] = {}
     for info in metadata.storage_data.values():
-        end = info.offset + info.length
-        needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
-    for name, num_bytes in sorted(needed.items()):
-        file = folder / name
-        if not file.exists() or os.path.getsize(file) < num_bytes:
+        file = folder / info.relative_path
+        if not file.exists() or file.stat().st_size < info.offset + info.length:
             raise ValueError(
                 f"{file} is missing or cut off: it was not copied in whole, or is damaged. Copy it"
                 " again, or use an earlier checkpoint."

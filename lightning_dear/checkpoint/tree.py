@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_dear.checkpoint.sharded_state import Chunk, ShardedState
+from lightning_dear.checkpoint.optimizer_state import Chunk, ShardedState
 
 _MARK = "lightning_dear.tensor"
 _SMALL_BYTES = 1024
@@ -19,34 +19,32 @@ _SMALL_BYTES = 1024
 _Path = tuple[str, ...]
 
 
-@dataclass
-class TakenApart:
-    """A checkpoint taken apart.
+@dataclass(frozen=True)
+class Stored:
+    """A tensor to write, as far as it lies here.
 
     Attributes:
-        skeleton: The checkpoint with names in place of tensors; the smallest ones stay in it.
-        whole: Name -> a tensor that lies here in whole.
-        sharded: Name -> this rank's chunks of a tensor that no rank has in whole.
-        replicated: Names in `whole` of which all ranks have the same.
-        stand_ins: Name -> shape, strides and dtype, as a tensor on the meta device without gaps.
+        stand_in: Its shape, strides and dtype, on the meta device, without gaps.
+        chunks: What lies here of it; a chunk that several ranks have, one of them writes.
+        is_rank_0s: Whether only what rank 0 has is written.
     """
 
-    skeleton: Any = None
-    whole: dict[str, Tensor] = field(default_factory=dict)
-    sharded: dict[str, Sequence[Chunk]] = field(default_factory=dict)
-    replicated: set[str] = field(default_factory=set)
-    stand_ins: dict[str, Tensor] = field(default_factory=dict)
+    stand_in: Tensor
+    chunks: Sequence[Chunk]
+    is_rank_0s: bool = False
 
 
-def take_apart(checkpoint: Mapping[str, Any]) -> TakenApart:
-    """Names every tensor by its path, "state_dict.net.weight"; copies no large one.
+def take_apart(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Stored]]:
+    """The checkpoint with names in place of tensors, and what they name; copies no large one.
 
-    A tensor that stands in several places (tied weights) is named once.
+    A tensor's name is its path, "state_dict.net.weight". One that stands in several places (tied
+    weights) is named once. The smallest ones stay where they are.
 
     Raises:
         ValueError: For a tensor without data whose pieces are not known.
     """
-    return _Walk().run(checkpoint)
+    walk = _Walk(checkpoint)
+    return walk.taken_apart(checkpoint, ()), walk.stored
 
 
 def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -63,21 +61,19 @@ def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class _Walk:
-    def __init__(self) -> None:
-        self._taken = TakenApart()
+    """Through a whole checkpoint; `stored` is what was found so far."""
+
+    def __init__(self, checkpoint: Mapping[str, Any]) -> None:
+        self.stored: dict[str, Stored] = {}
         self._chunks: dict[int, Sequence[Chunk]] = {}
         self._parameters: set[tuple[Any, ...]] = set()
         self._seen: dict[tuple[Any, ...], Any] = {}
-
-    def run(self, checkpoint: Mapping[str, Any]) -> TakenApart:
         for state in checkpoint.get("optimizer_states", ()):
             if isinstance(state, ShardedState):
                 self._chunks |= {id(stand_in): chunks for stand_in, chunks in state.chunks}
                 self._parameters |= {_place(parameter) for parameter in state.parameters}
-        self._taken.skeleton = self._walk(checkpoint, ())
-        return self._taken
 
-    def _walk(self, value: Any, path: _Path) -> Any:
+    def taken_apart(self, value: Any, path: _Path) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if isinstance(value, ShardedState):
@@ -86,12 +82,11 @@ class _Walk:
             # Not value.copy(): a module's state dict carries its version as an attribute.
             copied = copy.copy(value)
             for key, item in value.items():
-                copied[key] = self._walk(item, (*path, str(key)))
+                copied[key] = self.taken_apart(item, (*path, str(key)))
             return copied
         if type(value) in (list, tuple):
-            return type(value)(
-                self._walk(item, (*path, str(place))) for place, item in enumerate(value)
-            )
+            items = enumerate(value)
+            return type(value)(self.taken_apart(item, (*path, str(at))) for at, item in items)
         return value
 
     def _tensor(self, value: Tensor, path: _Path) -> Any:
@@ -101,32 +96,30 @@ class _Walk:
                     f"checkpoint['{'.'.join(path)}'] is a tensor without data (on the meta device)."
                     " Put a copy of the state, or nothing, into the checkpoint."
                 )
-            name = self._name(path, value)
-            self._taken.sharded[name] = self._chunks[id(value)]
-            return {_MARK: name}
+            return self._named(value, path, self._chunks[id(value)], is_rank_0s=False)
         # Subclasses, sparse and quantized tensors are more than flat numbers: they stay, pickled.
         if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
             return value
         if _place(value) not in self._seen:
-            self._seen[_place(value)] = self._keep(value, path)
+            self._seen[_place(value)] = self._kept(value.detach(), path)
         return self._seen[_place(value)]
 
-    def _keep(self, value: Tensor, path: _Path) -> Any:
+    def _kept(self, value: Tensor, path: _Path) -> Any:
         if value.nbytes <= _SMALL_BYTES or value.is_conj() or value.is_neg():
             # A copy: a view would take the buffer that it is a part of into the file.
-            return value.detach().clone()
-        name = self._name(path, value)
-        self._taken.whole[name] = value.detach()
-        if _place(value) in self._parameters:
-            self._taken.replicated.add(name)
-        return {_MARK: name}
+            return value.clone()
+        is_everybodys = _place(value) in self._parameters
+        return self._named(value, path, [Chunk(0, value)], is_rank_0s=not is_everybodys)
 
-    def _name(self, path: _Path, value: Tensor) -> str:
+    def _named(
+        self, value: Tensor, path: _Path, chunks: Sequence[Chunk], *, is_rank_0s: bool
+    ) -> dict[str, str]:
+        """What stands for a tensor, which is stored by its name."""
         name = ".".join(path)
-        while name in self._taken.stand_ins:
+        while name in self.stored:
             name += "'"
-        self._taken.stand_ins[name] = torch.empty_like(value, device="meta")
-        return name
+        self.stored[name] = Stored(torch.empty_like(value, device="meta"), chunks, is_rank_0s)
+        return {_MARK: name}
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

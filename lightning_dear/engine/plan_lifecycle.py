@@ -10,8 +10,8 @@ from functools import partial
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lightning_dear.checkpoint.optimizer_state import whole_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
-from lightning_dear.checkpoint.whole_state import whole_state
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor, check_replaces
 from lightning_dear.engine.active_plan import (

@@ -36,8 +36,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_dear.checkpoint.sharded_state import sharded_state
-from lightning_dear.checkpoint.whole_state import consolidate
+from lightning_dear.checkpoint.optimizer_state import consolidate, sharded_state
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping

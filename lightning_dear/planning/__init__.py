@@ -6,13 +6,9 @@ from typing import Any
 
 from lightning_dear.names import is_meant
 from lightning_dear.planning.all_reduce import choose_all_reduce
-from lightning_dear.planning.auto import AutoFusion
-from lightning_dear.planning.bayesian import BayesianFusion
 from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import FusionPlanner, NoFusion, SingleFusion, ThresholdFusion
-from lightning_dear.planning.heuristics import MergeCompHeuristicFusion, MGWFBPFusion
 from lightning_dear.planning.measured import CodecCost, CodecCosts, Linear, LinkCost, ModelTimes
-from lightning_dear.planning.mergecomp import MergeCompFusion
 from lightning_dear.planning.plan import (
     BucketPlan,
     BucketSpec,
@@ -22,7 +18,13 @@ from lightning_dear.planning.plan import (
     save_plan,
 )
 from lightning_dear.planning.predict import Prediction, predict
+from lightning_dear.planning.predicting import (
+    MergeCompFusion,
+    MergeCompHeuristicFusion,
+    MGWFBPFusion,
+)
 from lightning_dear.planning.search import PlanSearch, SearchingPlanner
+from lightning_dear.planning.trials import AutoFusion, BayesianFusion
 
 __all__ = [
     "FUSIONS",
@@ -55,16 +57,10 @@ __all__ = [
     "save_plan",
 ]
 
-FUSIONS: dict[str, type[Any]] = {
-    "threshold": ThresholdFusion,
-    "none": NoFusion,
-    "single": SingleFusion,
-    "mgwfbp": MGWFBPFusion,
-    "bayesian": BayesianFusion,
-    "mergecomp": MergeCompFusion,
-    "mergecomp_heuristic": MergeCompHeuristicFusion,
-    "auto": AutoFusion,
-}
+_Planners = tuple[type[Any], ...]
+_RULES: _Planners = ThresholdFusion, NoFusion, SingleFusion, MGWFBPFusion
+_SEARCHES: _Planners = BayesianFusion, MergeCompFusion, MergeCompHeuristicFusion, AutoFusion
+FUSIONS: dict[str, type[Any]] = {planner.name: planner for planner in (*_RULES, *_SEARCHES)}
 
 
 def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> FusionPlanner:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_dear.planning.measured import LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.predict import PredictedSpan, StepModel, bucket_bytes, predict
+from lightning_dear.planning.predict import PredictedSpan, StepModel, predict
 
 _MIN_GAIN = 1e-3
 """Share of the step below which an early gather is not worth its second buffer."""
@@ -46,8 +46,7 @@ def choose_early(
 def _fitting(
     plan: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
 ) -> tuple[int, ...]:
-    nbytes = bucket_bytes(plan, tensors)
-    gather_s = [link.all_gather_s(size, plan.world_size) for size in nbytes]
+    gather_s = [link.all_gather_s(bucket.nbytes, plan.world_size) for bucket in plan.buckets]
     spans = StepModel(tensors, plan.world_size, times, link).reduced(plan).spans
     chosen: list[int] = []
     reduced: set[int] = set()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Protocol, TypeVar
 
 from lightning_dear.planning.plan import (
     ALIGNMENT,
+    MAX_BUCKETS,
     BucketPlan,
     Part,
     TensorSpec,
@@ -16,6 +19,8 @@ from lightning_dear.planning.plan import (
 )
 
 MIB = 1 << 20
+
+_CAPS_PER_OCTAVE = 4
 
 T = TypeVar("T")
 
@@ -42,6 +47,8 @@ class ThresholdFusion:
         ValueError: If a cap is not positive.
     """
 
+    name = "threshold"
+
     def __init__(
         self, *, bucket_cap_mb: float | None = None, first_bucket_cap_mb: float = 1.0
     ) -> None:
@@ -63,6 +70,26 @@ class ThresholdFusion:
         name = f"threshold({cap_mb:g} MiB, first {first_mb:g} MiB)"
         caps = (first_mb * MIB, cap_mb * MIB) if world_size > 1 else ()
         return _fuse(name, tensors, world_size, *caps)
+
+    def plans_of_caps(
+        self, tensors: Sequence[TensorSpec], world_size: int, least_mb: float, most_mb: float
+    ) -> dict[float, BucketPlan]:
+        """Caps from `least_mb` to `most_mb`, evenly on a logarithmic scale, with their plans.
+
+        The bucket nearest the input keeps its cap. Of caps that make the same buckets only the
+        smallest is there, and of those that make more than possible none, but for the largest.
+        """
+        num_steps = max(round(_CAPS_PER_OCTAVE * math.log2(most_mb / least_mb)), 1)
+        first_mb, _ = self.caps_mb(world_size)
+        plans: dict[float, BucketPlan] = {}
+        for step in range(num_steps + 1):
+            cap_mb = least_mb * (most_mb / least_mb) ** (step / num_steps)
+            planner = ThresholdFusion(bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_mb)
+            plan = planner.plan(tensors, world_size)
+            is_possible = len(plan.buckets) <= MAX_BUCKETS or step == num_steps
+            if is_possible and not any(map(plan.has_buckets_of, plans.values())):
+                plans[cap_mb] = plan
+        return plans
 
 
 def default_cap_mb(world_size: int) -> float:
@@ -195,5 +222,4 @@ def _cuts(numel: int, first_cap: float, cap: float, unit: int) -> list[tuple[int
     first = max(int(first_cap) // unit, 1) * unit
     num_parts = -(-(numel - first) // max(int(cap) // unit * unit, unit))
     size = aligned(-(-(numel - first) // num_parts), unit)
-    edges = [0, *range(first, numel, size), numel]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise([0, *range(first, numel, size), numel]))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from statistics import median
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
@@ -48,20 +47,14 @@ class ModelTimes:
         return min(self.first_use_s.get(piece.tensor, self.forward_s) for piece in bucket.slices)
 
 
-def median_times(times: Sequence[ModelTimes]) -> ModelTimes:
-    """Several steps of one rank as one: the median of each figure."""
-    return _combined(times, median)
-
-
-def slowest_times(times: Sequence[ModelTimes]) -> ModelTimes:
-    """Several ranks as one: a bucket is exchanged when the last rank has it, so the maximum."""
-    return _combined(times, max)
-
-
-def _combined(
+def combined_times(
     times: Sequence[ModelTimes], combine: Callable[[Sequence[float]], float]
 ) -> ModelTimes:
-    """Each figure of all `times` combined, tensor by tensor where there is one for each tensor."""
+    """Several steps of one rank as one (`median`), or several ranks (`max`).
+
+    Each figure for itself, tensor by tensor where there is one for each tensor. The maximum, since
+    a bucket is exchanged when the last rank has it.
+    """
 
     def combined(rows: Sequence[Any]) -> Any:
         if isinstance(rows[0], bool):
@@ -73,8 +66,7 @@ def _combined(
         indices = sorted({index for row in rows for index in row})
         return {index: combine([row[index] for row in rows if index in row]) for index in indices}
 
-    names = [field.name for field in fields(ModelTimes)]
-    return ModelTimes(*(combined([getattr(row, name) for row in times]) for name in names))
+    return ModelTimes(*map(combined, zip(*(vars(one).values() for one in times), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -104,41 +96,9 @@ class LinkCost:
 
     def all_reduce_s(self, nbytes: float, world_size: int) -> float:
         """Seconds for a bucket of `nbytes`, as measured, or as both halves; 0 at one rank."""
-        if world_size == 1:
-            return 0.0
         # Nothing was measured: as two halves, so two starts.
         cost = self.all_reduce or LinkCost(2 * self.alpha_s, self.beta_s)
-        return cost.alpha_s + cost.beta_s * 2 * sent_bytes(nbytes, world_size)
-
-    def bound_s(self, nbytes: float, world_size: int, forward_s: float, backward_s: float) -> float:
-        """No step is shorter than max(forward + backward, bytes / rate), seconds.
-
-        The rate is that of the two halves; a backend's all-reduce may have another.
-
-        `nbytes` is the size of all parameters, or of what travels of them on the average of both
-        halves; bytes, what a rank sends of them in both.
-        """
-        half_s = self.beta_s * sent_bytes(nbytes, world_size)
-        return max(forward_s + backward_s, 2 * half_s)
-
-    def dear_bound_s(
-        self,
-        nbytes: float,
-        world_size: int,
-        forward_s: float,
-        backward_s: float,
-        *,
-        gather_bytes: float | None = None,
-    ) -> float:
-        """No step is shorter whose halves stay apart, seconds (DeAR, arXiv 2302.12445).
-
-        max(forward, all-gather) + max(backward, reduce-scatter). `gather_bytes`: the size of what
-        is gathered, where it differs from what is reduced, `nbytes`.
-        """
-        gather_bytes = nbytes if gather_bytes is None else gather_bytes
-        reduce_s = self.beta_s * sent_bytes(nbytes, world_size)
-        gather_s = self.beta_s * sent_bytes(gather_bytes, world_size)
-        return max(forward_s, gather_s) + max(backward_s, reduce_s)
+        return cost.reduce_scatter_s(2 * nbytes, world_size)
 
 
 def sent_bytes(nbytes: float, world_size: int) -> float:
@@ -259,15 +219,6 @@ class CodecCost:
     reduce_starts: float | None = None
     kept_bytes: float = 0.0
 
-    def with_launches(self, reduce_s: float, gather_s: float) -> CodecCost:
-        """With what starting messages takes of each half, whatever the size of a bucket."""
-        encode, shard = self.encode, self.encode_shard
-        return replace(
-            self,
-            encode=replace(encode, alpha=encode.alpha + reduce_s),
-            encode_shard=replace(shard, alpha=shard.alpha + gather_s),
-        )
-
     def of(self, numel: float, itemsize: int, world_size: int) -> BucketCost:
         """Costs of a bucket of `numel` elements, padding included, of `itemsize` bytes each."""
         # Each rank encodes a shard for every rank, and publishes its own.
@@ -318,6 +269,13 @@ class CodecCosts:
     def of(self, plan: BucketPlan, number: int) -> CodecCost:
         """The cost of bucket `number` of `plan`."""
         return self.uncompressed if number in plan.uncompressed else self.compressed
+
+    def of_all(self, plan: BucketPlan) -> list[BucketCost]:
+        """What each bucket of `plan` costs, padding included."""
+        return [
+            self.of(plan, number).of(bucket.padded_numel, bucket.itemsize, plan.world_size)
+            for number, bucket in enumerate(plan.buckets)
+        ]
 
 
 NO_CODEC = CodecCosts()

@@ -86,16 +86,31 @@ class BucketSpec:
         family: That of all its tensors.
         slices: What lies in it.
         padded_numel: Elements including padding; a multiple of ALIGNMENT x world_size.
+        itemsize: Bytes an element.
     """
 
     family: str
     slices: tuple[Slice, ...]
     padded_numel: int
+    itemsize: int
 
     @property
     def numel(self) -> int:
         """Elements that belong to tensors."""
         return sum(piece.numel for piece in self.slices)
+
+    @property
+    def nbytes(self) -> int:
+        """Size, padding included."""
+        return self.padded_numel * self.itemsize
+
+    @property
+    def stepped_bytes(self) -> int:
+        """Size without the padding, which no optimizer steps.
+
+        So shards take as long to step with every plan, and each tensor its share of that.
+        """
+        return self.numel * self.itemsize
 
 
 Part = tuple[TensorSpec, int, int]
@@ -119,7 +134,8 @@ def bucket_of(parts: Sequence[Part], world_size: int) -> BucketSpec:
         slices.append(Slice(tensor.index, start, stop, filled))
         filled += aligned(stop - start)
     # Every rank's shard begins at a multiple of ALIGNMENT, too.
-    return BucketSpec(families.pop(), tuple(slices), aligned(filled, ALIGNMENT * world_size))
+    padded_numel = aligned(filled, ALIGNMENT * world_size)
+    return BucketSpec(families.pop(), tuple(slices), padded_numel, parts[0][0].itemsize)
 
 
 @dataclass(frozen=True)
@@ -337,8 +353,8 @@ def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> Bucke
                 parts = [(tensor, 0, tensor.numel) for tensor in members]
                 buckets.append(bucket_of(parts, plan.world_size))
     name, order = f"{plan.name}, no tensor cut", reduce_order(buckets, tensors)
-    whole = BucketPlan(name, plan.world_size, tuple(buckets), order)
-    return replace(whole, uncompressed=tuple(uncompressed))
+    left = tuple(uncompressed)
+    return BucketPlan(name, plan.world_size, tuple(buckets), order, uncompressed=left)
 
 
 def save_plan(path: str | Path, plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:

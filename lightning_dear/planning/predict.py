@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
-from lightning_dear.planning.measured import NO_CODEC, BucketCost, CodecCosts, LinkCost, ModelTimes
+from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes, sent_bytes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
 
 
@@ -34,8 +33,10 @@ class Prediction:
         exposed_all_gather_s: For which the next forward stands still.
         coding_s: For which gradients are encoded and decoded, and with a codec messages started; no
             wait is in it.
-        bound_s: See `LinkCost.bound_s`.
-        dear_bound_s: See `LinkCost.dear_bound_s`.
+        bound_s: No step is shorter than max(forward + backward, bytes / rate), bytes being what a
+            rank sends in both halves.
+        dear_bound_s: No step is shorter whose halves stay apart (DeAR, arXiv 2302.12445):
+            max(forward, all-gather) + max(backward, reduce-scatter).
         spans: The link's timeline.
     """
 
@@ -94,8 +95,8 @@ class StepModel:
     def predict(self, plan: BucketPlan) -> Prediction:
         """See the function `predict`."""
         times, codecs = self.times, self.codecs
-        nbytes = stepped_bytes(plan, self.tensors)
-        costs = bucket_costs(plan, self.tensors, codecs)
+        nbytes = [bucket.stepped_bytes for bucket in plan.buckets]
+        costs = codecs.of_all(plan)
         timeline = self.reduced(plan)
         encode_s = sum(costs[number].encode_s for number in plan.reduce_order)
         reduced_s = times.backward_s + encode_s
@@ -121,14 +122,12 @@ class StepModel:
             cost.decode_s + late_per_byte_s * size for cost, size in zip(costs, nbytes, strict=True)
         ]
         delay_s = self._delay_in_forward(plan, timeline, stepped_s, used_s)
-        sum_s, publish_s, decode_s = (
-            sum(map(attrgetter(kind), costs)) for kind in ("sum_s", "publish_s", "decode_s")
-        )
+        sum_s = sum(cost.sum_s for cost in costs)
         return Prediction(
             stepped_s + times.forward_s + delay_s + codecs.unseen_s,
             reduced_s - times.backward_s - encode_s - sum_s,
             delay_s - sum(used_s),
-            encode_s + sum_s + publish_s + decode_s,
+            encode_s + sum_s + sum(cost.publish_s + cost.decode_s for cost in costs),
             *self._bounds_s(plan),
             tuple(timeline.spans),
         )
@@ -138,12 +137,12 @@ class StepModel:
 
         All-reduces are among the reduce-scatters, whose turn they take.
         """
-        nbytes, itemsize = bucket_bytes(plan, self.tensors), _itemsizes(plan, self.tensors)
-        costs = bucket_costs(plan, self.tensors, self.codecs)
+        costs = self.codecs.of_all(plan)
         timeline, waiting = LinkTimeline(), list(plan.early)
         ready_s = encoded_s = gathered_s = 0.0
         for number in plan.reduce_order:
-            ready_s = max(ready_s, self.times.ready_of(plan.buckets[number]))
+            bucket = plan.buckets[number]
+            ready_s = max(ready_s, self.times.ready_of(bucket))
             # Whoever computes also encodes: all later gradients wait for it.
             encoded_s += costs[number].encode_s
             launched_s = ready_s + encoded_s
@@ -151,13 +150,14 @@ class StepModel:
                 gathered_s = max(gathered_s, timeline.ends["reduce_scatter", waiting[0]])
                 if gathered_s >= launched_s:
                     break
-                duration_s = self.link.all_gather_s(nbytes[waiting[0]], plan.world_size)
+                nbytes = plan.buckets[waiting[0]].nbytes
+                duration_s = self.link.all_gather_s(nbytes, plan.world_size)
                 timeline.send("all_gather", waiting.pop(0), gathered_s, duration_s)
             duration_s = self.link.reduce_scatter_s(costs[number].reduce_bytes, plan.world_size)
             if number in plan.all_reduced:
                 # 16-bit gradients are all-reduced in fp32.
-                widening = max(4 / itemsize[number], 1)
-                duration_s = self.link.all_reduce_s(widening * nbytes[number], plan.world_size)
+                widening = max(4 / bucket.itemsize, 1)
+                duration_s = self.link.all_reduce_s(widening * bucket.nbytes, plan.world_size)
             timeline.send("reduce_scatter", number, launched_s, duration_s)
         return timeline
 
@@ -178,19 +178,22 @@ class StepModel:
         return delay_s
 
     def _bounds_s(self, plan: BucketPlan) -> tuple[float, float]:
-        """See `LinkCost`: both bounds, of what travels, encoding and decoding left out."""
+        """See `Prediction`: both bounds, of what travels, encoding and decoding left out.
+
+        The rate is that of the two halves; a backend's all-reduce may have another.
+        """
         # Padding is no part of the problem, so the bounds leave it out.
-        sizes = zip(plan.buckets, _itemsizes(plan, self.tensors), strict=True)
         least = [
-            self.codecs.of(plan, number).of(bucket.numel, itemsize, plan.world_size)
-            for number, (bucket, itemsize) in enumerate(sizes)
+            self.codecs.of(plan, number).of(bucket.numel, bucket.itemsize, plan.world_size)
+            for number, bucket in enumerate(plan.buckets)
         ]
         halves = sum(cost.reduce_bytes for cost in least), sum(cost.gather_bytes for cost in least)
-        known = plan.world_size, self.times.forward_s, self.times.backward_s
-        return (
-            self.link.bound_s(sum(halves) / 2, *known),
-            self.link.dear_bound_s(halves[0], *known, gather_bytes=halves[1]),
+        reduce_s, gather_s = (
+            self.link.beta_s * sent_bytes(nbytes, plan.world_size) for nbytes in halves
         )
+        forward_s, backward_s = self.times.forward_s, self.times.backward_s
+        dear_s = max(forward_s, gather_s) + max(backward_s, reduce_s)
+        return max(forward_s + backward_s, reduce_s + gather_s), dear_s
 
 
 def predict(
@@ -217,34 +220,3 @@ def predict(
     step.
     """
     return StepModel(tensors, plan.world_size, times, link, codecs).predict(plan)
-
-
-def bucket_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
-    """Size of each bucket, padding included."""
-    itemsize = _itemsizes(plan, tensors)
-    return [bucket.padded_numel * size for bucket, size in zip(plan.buckets, itemsize, strict=True)]
-
-
-def bucket_costs(
-    plan: BucketPlan, tensors: Sequence[TensorSpec], codecs: CodecCosts
-) -> list[BucketCost]:
-    """What each bucket costs, padding included."""
-    itemsize = _itemsizes(plan, tensors)
-    return [
-        codecs.of(plan, number).of(bucket.padded_numel, itemsize[number], plan.world_size)
-        for number, bucket in enumerate(plan.buckets)
-    ]
-
-
-def stepped_bytes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
-    """Size of each bucket without its padding, which no optimizer steps.
-
-    So shards take as long to step with every plan, and each tensor its share of that.
-    """
-    itemsize = _itemsizes(plan, tensors)
-    return [bucket.numel * size for bucket, size in zip(plan.buckets, itemsize, strict=True)]
-
-
-def _itemsizes(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> list[int]:
-    itemsize = {tensor.index: tensor.itemsize for tensor in tensors}
-    return [itemsize[bucket.slices[0].tensor] for bucket in plan.buckets]

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from lightning_dear.planning.fusion import MIB, FusionPlanner, ThresholdFusion
 from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.predict import StepModel, stepped_bytes
+from lightning_dear.planning.predict import StepModel
 
 NUM_PROFILED_STEPS = 3
 """Steps whose times are measured before a search begins."""
@@ -85,7 +87,7 @@ class NoContest:
 
 
 @dataclass(eq=False)
-class Contest(ABC):
+class Contest(PlanSearch):
     """See `PlanSearch`: every plan once, then the incumbent and the two best others once more.
 
     Twice and apart in time, so that a passing disturbance does not decide.
@@ -93,27 +95,25 @@ class Contest(ABC):
     Attributes:
         incumbent: What stays unless another plan's mean is lower.
         others: What may beat it; distinct, and none of them the incumbent.
-        tensors: What the plans are made of.
         step_s: Predicts a plan's step, seconds.
         plans: All of them, the incumbent first.
     """
 
     incumbent: BucketPlan
     others: Sequence[BucketPlan]
-    tensors: Sequence[TensorSpec]
     step_s: Callable[[BucketPlan], float]
     plans: list[BucketPlan] = field(init=False)
 
     def __post_init__(self) -> None:
         self.plans = [self.incumbent, *self.others]
         self._queue = list(self.plans)
-        self._measured: dict[int, list[float]] = {}
+        self._measured: dict[BucketPlan, list[float]] = {plan: [] for plan in self.plans}
         self._is_repeating = False
 
     @property
     def num_measured(self) -> int:
         """How many plans have been measured so far."""
-        return len(self._measured)
+        return sum(map(bool, self._measured.values()))
 
     def next(self) -> BucketPlan | None:
         """See `PlanSearch`."""
@@ -126,19 +126,19 @@ class Contest(ABC):
 
     def tell(self, plan: BucketPlan, step_s: float) -> None:
         """See `PlanSearch`."""
-        self._measured.setdefault(self.plans.index(plan), []).append(step_s)
+        self._measured[plan].append(step_s)
         # Only what was asked for leaves the queue; other measurements count all the same.
         if self._queue and self._queue[0] == plan:
             self._queue.pop(0)
 
     def mean_s(self, plan: BucketPlan) -> float:
         """Mean of the steps measured with a plan, seconds; infinite if there are none."""
-        steps_s = self._measured.get(self.plans.index(plan), [])
+        steps_s = self._measured[plan]
         return sum(steps_s) / len(steps_s) if steps_s else float("inf")
 
     def count(self, plan: BucketPlan) -> int:
         """How often a plan has been measured."""
-        return len(self._measured.get(self.plans.index(plan), ()))
+        return len(self._measured[plan])
 
     @property
     def best(self) -> BucketPlan:
@@ -147,13 +147,27 @@ class Contest(ABC):
         # Ties go to the incumbent, which stands first.
         return min(twice, key=self.mean_s, default=self.incumbent)
 
-    @property
+
+class StepModelPlanner(ABC):
+    """A `SearchingPlanner` that searches with a `StepModel`."""
+
+    def search(
+        self,
+        tensors: Sequence[TensorSpec],
+        world_size: int,
+        times: ModelTimes,
+        link: LinkCost,
+        codecs: CodecCosts = NO_CODEC,
+    ) -> PlanSearch:
+        """See `SearchingPlanner`."""
+        return self.search_for(StepModel(tensors, world_size, times, link, codecs))
+
     @abstractmethod
-    def reason(self) -> str:
-        """See `PlanSearch`."""
+    def search_for(self, model: StepModel) -> PlanSearch:
+        """Begins a search with what was measured."""
 
 
-class PredictingPlanner(ABC):
+class PredictingPlanner(StepModelPlanner):
     """A planner that decides by predictions: its one plan is applied as it is, unless it says else.
 
     Until there are times it trains with `ThresholdFusion`'s buckets.
@@ -168,42 +182,21 @@ class PredictingPlanner(ABC):
         """See `FusionPlanner`: what to start with."""
         return ThresholdFusion().plan(tensors, world_size)
 
-    def search(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = NO_CODEC,
-    ) -> PlanSearch:
-        """See `SearchingPlanner`."""
-        best = self.best_plan(tensors, world_size, times, link, codecs)
-        return self.search_from(best, StepModel(tensors, world_size, times, link, codecs))
-
-    def best_plan(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = NO_CODEC,
-    ) -> BucketPlan:
-        """The plan that the planner makes of what was measured; pure."""
-        return self.best_for(StepModel(tensors, world_size, times, link, codecs))
+    @override
+    def search_for(self, model: StepModel) -> PlanSearch:
+        """A search that is over."""
+        best = self.best_plan(model)
+        predicted = f"predicted {1e3 * model.step_s(best):.3g} ms/step"
+        return NoContest(best, f"{self.name}: {described(best)}, {predicted}")
 
     @abstractmethod
-    def best_for(self, model: StepModel) -> BucketPlan:
-        """See `best_plan`."""
-
-    def search_from(self, best: BucketPlan, model: StepModel) -> PlanSearch:
-        """The search when `best` is the best plan: here it is over."""
-        predicted = f"predicted {1e3 * model.step_s(best):.3g} ms/step"
-        return NoContest(best, f"{self.name}: {described(best, model.tensors)}, {predicted}")
+    def best_plan(self, model: StepModel) -> BucketPlan:
+        """The plan that the planner makes of what was measured; pure."""
 
 
-def described(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> str:
+def described(plan: BucketPlan) -> str:
     """`6 buckets of 2-8 MiB`, for people."""
-    sizes_mb = [nbytes / MIB for nbytes in stepped_bytes(plan, tensors)]
+    sizes_mb = [bucket.stepped_bytes / MIB for bucket in plan.buckets]
     sizes = f"{min(sizes_mb):.2g}-{max(sizes_mb):.2g} MiB"
     rest = ""
     for named, what in (plan.all_reduced, "all-reduced"), (plan.uncompressed, "uncompressed"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_dear.planning import BucketPlan
 from lightning_dear.planning.measured import BucketCost
-from lightning_dear.planning.predict import bucket_bytes, bucket_costs, stepped_bytes
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.program import (
     ALL_GATHER,
@@ -73,10 +72,9 @@ class _Builder:
     ) -> None:
         self._schedule, self._plan, self._network = schedule, plan, network
         self._workload, self._times = workload, workload.times
-        self._costs: Sequence[BucketCost] = bucket_costs(plan, workload.tensors, workload.codecs)
-        self._itemsizes = {one.index: one.itemsize for one in workload.tensors}
-        self._nbytes = bucket_bytes(plan, workload.tensors)
-        stepped = stepped_bytes(plan, workload.tensors)
+        self._costs = workload.codecs.of_all(plan)
+        self._nbytes = [bucket.nbytes for bucket in plan.buckets]
+        stepped = [bucket.stepped_bytes for bucket in plan.buckets]
         if len(plan.all_reduced) == len(plan.buckets):
             # As others' all-reduces, which need no equal shards.
             self._nbytes = stepped
@@ -176,11 +174,8 @@ class _Builder:
             return self._launch(ALL_REDUCE, number, seconds, size + cost.gather_bytes)
         if cost.way == "half":
             # Nothing is encoded; 16-bit gradients are all-reduced in fp32.
-            size = self._nbytes[number] * max(4 / self._itemsize(number), 1)
+            size = self._nbytes[number] * max(4 / self._plan.buckets[number].itemsize, 1)
         return self._launch(ALL_REDUCE, number, self._network.all_reduce_s(size), 2 * size)
-
-    def _itemsize(self, number: int) -> int:
-        return self._itemsizes[self._plan.buckets[number].slices[0].tensor]
 
     def _gather(self, number: int, after: int | None = None) -> Launch:
         size = self._costs[number].gather_bytes

@@ -22,7 +22,8 @@ from lightning_dear.planning import (
 )
 from lightning_dear.planning.all_reduce import everything_all_reduced
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.gradient_order import backward_order
+from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.programme import backward_order
 from lightning_dear.simulator.fsdp2_units import in_units
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.partitioned import partitioned_program
@@ -170,7 +171,8 @@ def mgwfbp_plan(workload: Workload, network: Network) -> BucketPlan:
     assert link is not None
     as_half = LinkCost(link.alpha_s, 2 * link.beta_s)
     times = workload.sharded_times(network.world_size)
-    return whole(MGWFBPFusion().best_plan(workload.tensors, network.world_size, times, as_half))
+    model = StepModel(workload.tensors, network.world_size, times, as_half)
+    return whole(MGWFBPFusion().best_plan(model))
 
 
 def _mgwfbp(workload: Workload, network: Network) -> Program:

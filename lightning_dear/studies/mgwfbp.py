@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_dear.planning import (
-    BucketPlan,
-    LinkCost,
-    MGWFBPFusion,
-    ModelTimes,
-    PlanSearch,
-    TensorSpec,
-)
-from lightning_dear.planning.measured import NO_CODEC, CodecCosts
+from lightning_dear.planning import BucketPlan, MGWFBPFusion, PlanSearch
+from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.search import NoContest, described
 
 _BYTES_PER_ELEMENT = 4
@@ -33,18 +25,10 @@ class AllReduceMGWFBP(MGWFBPFusion):
     """
 
     @override
-    def search(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = NO_CODEC,
-    ) -> PlanSearch:
-        cost = link.all_reduce or replace(link, alpha_s=2 * link.alpha_s)
-        all_reduce = replace(cost, beta_s=2 * cost.beta_s)
-        plan = self.best_plan(tensors, world_size, times, all_reduce)
-        return NoContest(plan, f"mgwfbp, for all-reduces: {described(plan, tensors)}")
+    def search_for(self, model: StepModel) -> PlanSearch:
+        cost = model.link.all_reduce or replace(model.link, alpha_s=2 * model.link.alpha_s)
+        plan = self.best_plan(replace(model, link=replace(cost, beta_s=2 * cost.beta_s)))
+        return NoContest(plan, f"mgwfbp, for all-reduces: {described(plan)}")
 
 
 def ddp_options(plan: BucketPlan) -> dict[str, Any]:

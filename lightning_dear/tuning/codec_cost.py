@@ -1,15 +1,16 @@
 """Measures what encoding and decoding cost, on throw-away buckets that nobody receives.
 
-What starting a bucket's messages costs comes on top, from `launch_probe`.
+What starting a bucket's messages costs comes on top, from `launch_seconds`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,11 +28,13 @@ from lightning_dear.collectives.work import (
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange import new_exchange
-from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, NoFusion, TensorSpec
 from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.planning.plan import ALIGNMENT, aligned
-from lightning_dear.telemetry.clock import Clock, clock_of
+from lightning_dear.telemetry.clock import clock_of
+from lightning_dear.tuning.link_cost import slowest
+
+T = TypeVar("T")
 
 _SMALL_NUMEL, _LARGE_NUMEL = 1 << 16, 1 << 22
 """Elements of the two buckets, padding left out; of smaller models less."""
@@ -47,33 +50,26 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     training is touched. Needs memory for a few buckets of 4 Mi elements for a moment. Collective,
     blocks.
     """
-    codec, options = pipeline.codec, pipeline.options
+    codec, collectives = pipeline.codec, pipeline.collectives
     if codec is None:
         return NO_CODEC
     assert isinstance(codec, Codec)
     pipeline.complete_parameters("measuring the codec")
-    part, collectives = pipeline.parts[0], pipeline.collectives
-    total = sum(tensor.numel for tensor in part.tensors)
-    sizes = _sizes(total, collectives.world_size)
+    numel = sum(tensor.numel for tensor in pipeline.parts[0].tensors)
+    sizes = _sizes(numel, collectives.world_size)
     # Ranks begin together.
     collectives.all_gather_object(None)
     own = [
-        [_times_s(options, used, numel, part.parameters[0], collectives) for numel in sizes]
+        [time_s for size in sizes for time_s in _Probe(pipeline, used, size).times_s()]
         for used in (codec, Fp32())
     ]
-    everyones = collectives.all_gather_object(own)
+    own_s, plain_s = (slowest(collectives, times_s) for times_s in own)
     launches_s = launch_seconds(pipeline)
-    costs = []
-    for place, used in enumerate((codec, Fp32())):
-        slowest = [_slowest([one[place][size] for one in everyones]) for size in range(len(sizes))]
-        cost = _cost(options, used, sizes, slowest, collectives.world_size)
-        costs.append(cost.with_launches(*launches_s))
-    may_mix = not codec.votes and not codec.is_identity
-    return CodecCosts(costs[0], costs[1], may_mix)
-
-
-def _slowest(everyones: Sequence[Sequence[float]]) -> list[float]:
-    return [max(times_s) for times_s in zip(*everyones, strict=True)]
+    return CodecCosts(
+        _cost(pipeline, codec, sizes, own_s, launches_s),
+        _cost(pipeline, Fp32(), sizes, plain_s, launches_s),
+        may_mix=not codec.votes and not codec.is_identity,
+    )
 
 
 def _sizes(total: int, world_size: int) -> tuple[int, int]:
@@ -83,24 +79,25 @@ def _sizes(total: int, world_size: int) -> tuple[int, int]:
 
 
 def _cost(
-    options: ExchangeOptions,
+    pipeline: Pipeline,
     codec: Codec,
     sizes: Sequence[int],
-    times_s: Sequence[Sequence[float]],
-    world_size: int,
+    times_s: Sequence[float],
+    launches_s: tuple[float, float],
 ) -> CodecCost:
-    shards = [numel // world_size for numel in sizes]
+    """From the seconds of the four operations, of the smaller bucket and then of the larger."""
+    options = pipeline.options
+    shards = [numel // pipeline.collectives.world_size for numel in sizes]
     encode, decode_sum, encode_shard, decode = (
-        fitted_line(shards if place == 2 else sizes, [one[place] for one in times_s])
-        for place in range(4)
+        fitted_line(shards if place == 2 else sizes, times_s[place::4]) for place in range(4)
     )
     row = fitted_line(shards, [codec.wire_bytes(shard) for shard in shards])
     # Where a step or a bucket is left out, parameters and means come back as they are.
     sends_bytes_back = options.encodes("gather") and not codec.is_identity
     return CodecCost(
-        encode,
+        replace(encode, alpha=encode.alpha + launches_s[0]),
         decode_sum,
-        encode_shard,
+        replace(encode_shard, alpha=encode_shard.alpha + launches_s[1]),
         decode,
         reduce_bytes=row if options.encodes("reduce") else None,
         gather_bytes=row if sends_bytes_back else None,
@@ -116,33 +113,16 @@ def fitted_line(sizes: Sequence[int], values: Sequence[float]) -> Linear:
     return Linear(low - beta * small, beta)
 
 
-def _times_s(
-    options: ExchangeOptions,
-    codec: Codec,
-    numel: int,
-    like: Parameter,
-    collectives: Collectives,
-) -> list[float]:
-    """Seconds to encode a bucket, to decode and sum it, to encode its shard and to decode that."""
-    probe = _Probe(options, codec, numel, like, collectives)
-    rounds = [probe.exchanged() for _ in range(_NUM_REPEATS)][1:]
-    return [median(times_s) for times_s in zip(*rounds, strict=True)]
-
-
 class _Probe:
     """One bucket and its exchange, as in training but for the other ranks."""
 
     @torch.no_grad()
-    def __init__(
-        self,
-        options: ExchangeOptions,
-        codec: Codec,
-        numel: int,
-        like: Parameter,
-        collectives: Collectives,
-    ) -> None:
-        device, rank, world_size = like.device, collectives.rank, collectives.world_size
-        self._clock: Clock = clock_of(device)
+    def __init__(self, pipeline: Pipeline, codec: Codec, numel: int) -> None:
+        options, collectives = pipeline.options, pipeline.collectives
+        rank, world_size = collectives.rank, collectives.world_size
+        like = pipeline.parts[0].parameters[0]
+        device = like.device
+        self._clock = clock_of(device)
         generator = torch.Generator(device).manual_seed(rank)
         # Not zeros, of which a sparse codec would find nothing to select.
         self._noise = torch.randn(numel, device=device, generator=generator).to(like.dtype)
@@ -169,32 +149,36 @@ class _Probe:
             lambda: None,
         )
 
+    def times_s(self) -> list[float]:
+        """Seconds to encode a bucket, to decode and sum it, to encode its shard, to decode that."""
+        rounds = [self._exchanged() for _ in range(_NUM_REPEATS)][1:]
+        return [median(times_s) for times_s in zip(*rounds, strict=True)]
+
     @torch.no_grad()
-    def exchanged(self) -> list[float]:
+    def _exchanged(self) -> list[float]:
         """Seconds of the four operations in turn, each in the place of training's own."""
-        bucket, exchange = self._bucket, self._exchange
+        bucket, exchange, clock = self._bucket, self._exchange, self._clock
+        marks: list[Any] = []
+
+        def timed(run: Callable[[], T]) -> T:
+            marks.append(clock.mark())
+            returned = run()
+            marks.append(clock.mark())
+            return returned
+
         bucket.gradients.copy_(self._noise)
-        marks: list[Any] = [self._clock.mark()]
-        work = exchange.launch_reduce(bucket)
-        marks.append(self._clock.mark())
+        work = timed(partial(exchange.launch_reduce, bucket))
         self._nobody.deliver()
-        marks.append(self._clock.mark())
-        work.wait()
-        marks.append(self._clock.mark())
+        timed(work.wait)
         # Stands for a step, so that differences of parameters, if these are sent, are not 0.
         bucket.shard.add_(bucket.mean, alpha=1e-3)
-        marks.append(self._clock.mark())
-        launch = exchange.prepare_gather(bucket)
-        marks.append(self._clock.mark())
+        launch = timed(partial(exchange.prepare_gather, bucket))
         work = launch()
         self._nobody.deliver()
-        marks.append(self._clock.mark())
-        work.wait()
-        marks.append(self._clock.mark())
+        timed(work.wait)
         exchange.commit()
-        moments = [self._clock.seconds(mark) for mark in marks]
-        spans = (0, 2, 4, 6)
-        return [moments[place + 1] - moments[place] for place in spans]
+        moments = [clock.seconds(mark) for mark in marks]
+        return [end - begin for begin, end in zip(moments[::2], moments[1::2], strict=True)]
 
 
 class _Nobody:
@@ -253,26 +237,22 @@ def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
         torch.zeros((collectives.world_size, _ROW_BYTES), dtype=torch.uint8) for _ in range(2)
     )
 
-    def reduce_s() -> float:
-        collectives.expect_all_to_all(incoming, STATE_NUMBERS)
-        return started_s(partial(collectives.launch_all_to_all, rows, incoming))
-
-    def gather_s() -> float:
-        buffer = rows.view(-1)
-        collectives.expect_all_gather(buffer, STATE_NUMBERS)
-        return started_s(partial(collectives.launch_all_gather, buffer))
-
-    def started_s(launch: Callable[[int], Work]) -> float:
+    def started_s(
+        expect: Callable[[Tensor, int], None], launch: Callable[..., Work], *buffers: Tensor
+    ) -> float:
+        expect(buffers[-1], STATE_NUMBERS)
         # Ranks begin together.
         collectives.all_gather_object(None)
         begin_s = time.perf_counter()
-        work = launch(STATE_NUMBERS)
+        work = launch(*buffers, STATE_NUMBERS)
         end_s = time.perf_counter()
         work.wait()
         return end_s - begin_s
 
+    reducing = collectives.expect_all_to_all, collectives.launch_all_to_all, rows, incoming
+    gathering = collectives.expect_all_gather, collectives.launch_all_gather, rows.view(-1)
     with uncounted(collectives):
-        own = [(reduce_s(), gather_s()) for _ in range(_NUM_LAUNCHES)]
+        own = [(started_s(*reducing), started_s(*gathering)) for _ in range(_NUM_LAUNCHES)]
     medians = [median(half) for half in zip(*own, strict=True)]
-    slowest = [max(half) for half in zip(*collectives.all_gather_object(medians), strict=True)]
-    return slowest[0], slowest[1]
+    reduce_s, gather_s = slowest(collectives, medians)
+    return reduce_s, gather_s

@@ -55,8 +55,7 @@ def measure_link(pipeline: Pipeline) -> LinkCost:
     for name, (count, nbytes) in planned.items():
         numel = aligned(nbytes // 4, ALIGNMENT * collectives.world_size)
         repeats = 1 if name == "long" else _NUM_REPEATS
-        with uncounted(collectives):
-            both_s = map(median, train_times(collectives, device, numel, count, repeats))
+        both_s = map(median, train_times(collectives, device, numel, count, repeats))
         half_s, whole_s = (max(collectives.all_gather_object(one_s)) for one_s in both_s)
         sent = sent_bytes(4 * numel, collectives.world_size)
         halves[name] = Train(count, sent, half_s)
@@ -69,7 +68,7 @@ def train_times(
 ) -> tuple[list[float], list[float]]:
     """Seconds for `count` exchanges of `numel` fp32 numbers each that are under way at once.
 
-    Of either half, in turns, and of all-reduces.
+    Of either half, in turns, and of all-reduces. What is sent belongs to no step.
     """
     clock = clock_of(device)
     # Written to, unlike `torch.zeros`, whose pages the kernel would make during the exchange.
@@ -91,20 +90,21 @@ def train_times(
         return collectives.launch_all_reduce(buffers[place], STATE_NUMBERS + place)
 
     kinds = (reduce_scatter, all_gather, all_reduce)
-    # One of each first: what a size needs once is set up, and ranks begin together.
-    for launch in kinds:
-        launch(0).wait()
     halves, all_reduces = [], []
-    for _ in range(repeats):
-        marks = [clock.mark()]
+    with uncounted(collectives):
+        # One of each first: what a size needs once is set up, and ranks begin together.
         for launch in kinds:
-            for work in [launch(place) for place in range(count)]:
-                work.wait()
-            marks.append(clock.mark())
-        moments = [clock.seconds(mark) for mark in marks]
-        *both, whole = (end - begin for begin, end in pairwise(moments))
-        halves += both
-        all_reduces.append(whole)
+            launch(0).wait()
+        for _ in range(repeats):
+            marks = [clock.mark()]
+            for launch in kinds:
+                for work in [launch(place) for place in range(count)]:
+                    work.wait()
+                marks.append(clock.mark())
+            moments = [clock.seconds(mark) for mark in marks]
+            *both, whole = (end - begin for begin, end in pairwise(moments))
+            halves += both
+            all_reduces.append(whole)
     return halves, all_reduces
 
 
@@ -153,13 +153,19 @@ def measure_sizes(
     unit = ALIGNMENT * world_size
     large = aligned(total_bytes // 4 // _NUM_LARGE, unit)
     sent = sent_bytes(4 * large, world_size)
-    halves_s, wholes_s = _slowest_times(collectives, device, large, _NUM_LARGE)
-    sizes = [aligned(small, unit) for small in _SMALL_NUMELS]
+
+    def slowest_times(numel: int, count: int, repeats: int) -> list[list[float]]:
+        own = train_times(collectives, device, numel, count, repeats)
+        return [slowest(collectives, one) for one in own]
+
+    halves_s, wholes_s = slowest_times(large, _NUM_LARGE, _NUM_REPEATS)
     trains = {
-        numel: [_slowest_times(collectives, device, numel, count)[0] for count in _COUNTS]
-        for numel in sizes
+        numel: [slowest_times(numel, count, _NUM_REPEATS)[0] for count in _COUNTS]
+        for numel in (aligned(small, unit) for small in _SMALL_NUMELS)
     }
-    starts_s = _short_all_reduces_s(collectives, device)
+    starts_s: list[float] = []
+    for numel in (aligned(short, unit) for short in _SHORT_NUMELS):
+        starts_s += slowest_times(numel, _NUM_SHORT, _NUM_SHORT_REPEATS)[1]
 
     def half(of: Of) -> LinkCost:
         half_s = of(halves_s) / _NUM_LARGE
@@ -174,25 +180,6 @@ def measure_sizes(
 
     halves, wholes = (Spread(cost(min), cost(median), cost(max)) for cost in (half, whole))
     return halves, wholes
-
-
-def _short_all_reduces_s(collectives: Collectives, device: torch.device) -> list[float]:
-    """Seconds of trains of short all-reduces, of two sizes; a slowest rank's each."""
-    own: list[float] = []
-    with uncounted(collectives):
-        for numel in (aligned(one, ALIGNMENT * collectives.world_size) for one in _SHORT_NUMELS):
-            place = collectives, device, numel
-            own += train_times(*place, _NUM_SHORT, _NUM_SHORT_REPEATS)[1]
-    return slowest(collectives, own)
-
-
-def _slowest_times(
-    collectives: Collectives, device: torch.device, numel: int, count: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of `count` halves, and of `count` all-reduces, under way at once; each repeat."""
-    with uncounted(collectives):
-        halves_s, wholes_s = train_times(collectives, device, numel, count, _NUM_REPEATS)
-    return slowest(collectives, halves_s), slowest(collectives, wholes_s)
 
 
 def slowest(collectives: Collectives, own: list[float]) -> list[float]:

@@ -12,16 +12,8 @@ from statistics import median
 from typing import Any
 
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.planning import (
-    BucketPlan,
-    CodecCosts,
-    LinkCost,
-    PlanSearch,
-    SearchingPlanner,
-    TensorSpec,
-    predict,
-)
-from lightning_dear.planning.measured import ModelTimes, median_times, slowest_times
+from lightning_dear.planning import BucketPlan, PlanSearch, SearchingPlanner, TensorSpec, predict
+from lightning_dear.planning.measured import ModelTimes, combined_times
 from lightning_dear.planning.search import (
     NUM_DROPPED_STEPS,
     NUM_MEASURED_STEPS,
@@ -31,9 +23,6 @@ from lightning_dear.planning.search import (
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.codec_cost import measure_codecs
 from lightning_dear.tuning.link_cost import measure_link
-
-Measured = tuple[BucketPlan, float]
-"""A plan, and the seconds of its steps."""
 
 
 class Tuning:
@@ -105,10 +94,16 @@ class Tuning:
         times = yield from self._profile()
         has_codec = self._pipeline.codec is not None
         start = (yield from self._measure_start()) if has_codec else None
-        costs: list[Any] = [measure_link(self._pipeline)]
+        link = measure_link(self._pipeline)
+        costs: tuple[Any, ...] = (link,)
         if has_codec:
             codecs = measure_codecs(self._pipeline)
-            costs.append(with_unseen(codecs, start, self._tensors, times, costs[0]))
+            if start is not None:
+                # What its step takes beyond its prediction, every plan's does.
+                first, first_s = start
+                seen_s = predict(first, self._tensors, times, link, codecs).step_s
+                codecs = replace(codecs, unseen_s=first_s - seen_s, fitted_to=first)
+            costs = link, codecs
         if self._collectives.rank == 0:
             # On rank 0 alone: a search may compute other bits on another kind of host.
             self._search = self._planner.search(
@@ -122,7 +117,8 @@ class Tuning:
                 self._search.tell(plan, step_s)
         search = self._search
         plan, self.reason = self._rank_0s(search and (search.best, search.reason))
-        self._adopt(plan)
+        self.plan = self._use(plan)
+        self.found = self.plan.to_dict(self._part.tensors)
         self._say(self.reason)
 
     def _next_plan(self) -> BucketPlan | None:
@@ -145,15 +141,12 @@ class Tuning:
         self.found = None
         try:
             plan = BucketPlan.from_dict(found, tensors, world_size)
+            share, most = plan.all_reduced_share, getattr(self._planner, "all_reduced_share", 1)
+            if share > most:
+                what = f"{share:.0%} of all elements, more than all_reduced_share={most}"
+                raise ValueError(f"it all-reduces {what}")
         except ValueError as error:
             self._say(f"The plan found before is not used, another one is searched for: {error}")
-            return None
-        share, most = plan.all_reduced_share, getattr(self._planner, "all_reduced_share", 1)
-        if share > most:
-            self._say(
-                "The plan found before is not used, another one is searched for: it all-reduces"
-                f" {share:.0%} of all elements, more than all_reduced_share={most}"
-            )
             return None
         self.plan = self._allowed(plan)
         self.found = self.plan.to_dict(tensors)
@@ -167,16 +160,18 @@ class Tuning:
             yield
             if self._part.times is not None:
                 own.append(self._part.times)
-        times = slowest_times(self._collectives.all_gather_object(median_times(own)))
+        everyones = self._collectives.all_gather_object(combined_times(own, median))
         return replace(
-            times,
+            combined_times(everyones, max),
             allows_early=self._pipeline.early_refusal is None,
             allows_all_reduce=self._pipeline.all_reduce_refusal is None,
             allows_cuts=not self._pipeline.options.is_of_gradients,
         )
 
-    def _measure_start(self) -> Generator[None, None, Measured | None]:
-        """The plan that training starts with; None where most steps will be others.
+    def _measure_start(self) -> Generator[None, None, tuple[BucketPlan, float] | None]:
+        """The plan that training starts with, and its step's seconds.
+
+        None where most steps will be others.
 
         A planner that says nothing of predictions needs no such yardstick.
         """
@@ -215,24 +210,5 @@ class Tuning:
             self._part.replan(plan)
         return plan
 
-    def _adopt(self, plan: BucketPlan) -> None:
-        self.plan = self._use(plan)
-        self.found = self.plan.to_dict(self._part.tensors)
-
     def _rank_0s(self, value: Any) -> Any:
         return self._collectives.all_gather_object(value)[0]
-
-
-def with_unseen(
-    codecs: CodecCosts,
-    start: Measured | None,
-    tensors: Sequence[TensorSpec],
-    times: ModelTimes,
-    link: LinkCost,
-) -> CodecCosts:
-    """`codecs` with what a measured plan's step takes beyond its prediction."""
-    if start is None:
-        return codecs
-    plan, step_s = start
-    unseen_s = step_s - predict(plan, tensors, times, link, codecs).step_s
-    return replace(codecs, unseen_s=unseen_s, fitted_to=plan)

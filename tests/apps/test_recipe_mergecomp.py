@@ -35,7 +35,7 @@ from lightning_dear.apps.recipe.mergecomp_tables import published_of
 from lightning_dear.apps.recipe.mergecomp_verdict import verdict
 from lightning_dear.apps.recipe.report import Report
 from lightning_dear.paths import conf_dir
-from lightning_dear.planning.step_recurrence import Course
+from lightning_dear.planning.programme import Course
 from lightning_dear.simulator import Link, Network, simulate
 from lightning_dear.simulator.strategies import Strategy
 from lightning_dear.studies.device_costs import Device

@@ -23,8 +23,8 @@ from lightning_dear.planning import (
     NoFusion,
     SingleFusion,
     ThresholdFusion,
-    predict,
 )
+from lightning_dear.planning.predict import StepModel
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import WeightRecorder, assert_ranks_agree, assert_same, dear, fit
 from tests.lightning.nets import Net, copies
@@ -111,12 +111,12 @@ def test_weights_do_not_depend_on_the_search(accumulate: int) -> None:
 def test_a_plan_is_found_with_a_compressor(planner: Any, compressor: Any) -> None:
     said: list[str] = []
     fusion_tuner.rank_zero_info = said.append  # type: ignore[assignment]
-    found: list[tuple[Any, ...]] = []
+    found: list[StepModel] = []
     best_plan = type(planner).best_plan
 
-    def noted(self: Any, *given: Any) -> BucketPlan:
-        found.append(given)
-        return best_plan(self, *given)
+    def noted(self: Any, model: StepModel) -> BucketPlan:
+        found.append(model)
+        return best_plan(self, model)
 
     net = Net("mlp", "adamw")
     with mock.patch.object(type(planner), "best_plan", noted):
@@ -133,15 +133,15 @@ def test_a_plan_is_found_with_a_compressor(planner: Any, compressor: Any) -> Non
     assert plans[0] == plans[1]
     assert said[0].startswith(f"{planner.name}: ")
     if dist.get_rank() == 0:
-        tensors, world_size, times, link, codecs = found[0]
-        assert (world_size, times.allows_early, times.allows_all_reduce) == (2, False, False)
+        (model, *_), times, codecs = found, found[0].times, found[0].codecs
+        assert (model.world_size, times.allows_early, times.allows_all_reduce) == (2, False, False)
         assert times.allows_cuts is (compressor == "int8")
         assert times.backward_s > 0
         assert codecs.may_mix
         # 4 + 4 bytes of one number in 20.
         assert codecs.compressed.reduce_bytes.beta < 1.5
         assert codecs.compressed.encode.of(1 << 16) > 0
-        predicted = predict(tuner.plan, tensors, times, link, codecs)
+        predicted = model.predict(tuner.plan)
         assert times.forward_s + times.backward_s < predicted.step_s < 10.0
         assert predicted.coding_s > 0
 

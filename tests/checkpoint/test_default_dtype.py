@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lightning_dear.checkpoint.by_parameter import Residuals
+from lightning_dear.checkpoint.residuals import STEERING, Residuals
 from lightning_dear.compression import (
     DGC,
     Compressor,
@@ -48,8 +48,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _kept(residuals: Residuals) -> list[torch.Tensor]:
-    named = *residuals.worker.values(), *residuals.owner.values(), residuals.factors
-    return [one for own in named for one in own.values()]
+    kinds = [kind for kind in residuals.kept if kind != STEERING]
+    return [one for kind in kinds for one in residuals.kept[kind].values()]
 
 
 def _trained(codec: Compressor, dtype: torch.dtype) -> Run:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from lightning_dear.checkpoint.residuals import unpacked
+from lightning_dear.checkpoint.residuals import FACTORS, unpacked
 from lightning_dear.compression import DGC, Codec, Signum
 from tests.distributed.harness import distributed
 from tests.exchange.test_coded import coded
@@ -82,9 +82,9 @@ def test_what_is_loaded_lies_where_its_parameter_does() -> None:
         for world_size in (2, 3):
             held = unpacked(state, {0: parameter}, 1, world_size)
             found = [
-                held.worker["residual"][parameter],
-                held.owner["residual"][parameter],
-                held.factors[parameter],
+                held.kept["worker", "residual"][parameter],
+                held.kept["owner", "residual"][parameter],
+                held.kept[FACTORS][parameter],
             ]
             assert {one.device.type for one in found} == {device}
             assert [one.numel() for one in found] == [6, 6, 6]

@@ -43,7 +43,7 @@ class Channel:
         self, codec: PowerSGD, shape: torch.Size, device: torch.device | str = "cpu"
     ) -> None:
         self._shape, numel = shape, shape.numel()
-        spec = BucketSpec("one", (Slice(0, 0, numel, 0),), aligned(numel))
+        spec = BucketSpec("one", (Slice(0, 0, numel, 0),), aligned(numel), 4)
         weight = Parameter(torch.zeros(shape, device=device))
         plan = BucketPlan("one", 1, (spec,), (0,))
         flat = allocate(plan, [weight], 0, lambda _: 0, 1, keeps_gradients=True, lags=False)

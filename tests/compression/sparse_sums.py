@@ -102,7 +102,8 @@ class Rank:
     """One rank's exchange of a bucket that is one vector."""
 
     def __init__(self, codec: SparseAllReduce, numel: int, collectives: Any) -> None:
-        spec = BucketSpec("one", (Slice(0, 0, numel, 0),), aligned(numel, collectives.world_size))
+        padded_numel = aligned(numel, collectives.world_size)
+        spec = BucketSpec("one", (Slice(0, 0, numel, 0),), padded_numel, 4)
         plan = BucketPlan("one", collectives.world_size, (spec,), (0,))
         weight = Parameter(torch.zeros(numel))
         options = ExchangeOptions("gradients", codec=codec)

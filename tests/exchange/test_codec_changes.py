@@ -32,7 +32,7 @@ def test_a_dense_step_sends_all_that_was_left(gather: str) -> None:
         if isinstance(codec, LoCo):
             continue
         held = run.part.plans.residuals.taken()
-        for own in (*held.worker.values(), *held.owner.values()):
+        for own in (one for (whose, _), one in held.kept.items() if whose in ("worker", "owner")):
             for number, weight in enumerate(run.model.weights):
                 if number != SOMETIMES:
                     assert not own[weight].any()
@@ -183,6 +183,6 @@ def test_what_was_left_of_no_known_rate_counts_as_of_ones_own() -> None:
     other.optimizer.load_state_dict(state)
     left = [run.part.plans.residuals.taken(), other.part.plans.residuals.taken()]
     for kind in ("worker", "owner"):
-        kept, taken = (list(getattr(one, kind)["residual"].values()) for one in left)
+        kept, taken = (list(one.kept[kind, "residual"].values()) for one in left)
         for one, same in zip(kept, taken, strict=True):
             assert torch.equal(one, same)

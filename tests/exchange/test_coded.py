@@ -51,6 +51,8 @@ CONTRACTIVE = (
 ALL = (*(codec() for codec in CODECS.values()), PowerSGD(rank=1, min_saving=1.0))
 ALMOST_EXACT = (Fp16(), Bf16(), Int8())
 
+WORKERS, OWNERS = ("worker", "residual"), ("owner", "residual")
+
 
 def coded(
     codec: Compressor, gather: str = "gradients", halves: str = "both", **options: Any
@@ -168,8 +170,8 @@ def test_clipping_changes_what_owners_have_and_not_what_workers_keep() -> None:
         one, other = (run.part.plans.residuals.taken() for run in (plain, clipped))
         for ours, theirs in zip(plain.model.weights, clipped.model.weights, strict=True):
             assert torch.equal(ours / 4, theirs)
-            assert torch.equal(one.worker["residual"][ours], other.worker["residual"][theirs])
-            assert torch.equal(one.owner["residual"][ours] / 4, other.owner["residual"][theirs])
+            assert torch.equal(one.kept[WORKERS][ours], other.kept[WORKERS][theirs])
+            assert torch.equal(one.kept[OWNERS][ours] / 4, other.kept[OWNERS][theirs])
 
 
 @distributed(world_sizes=(2,))

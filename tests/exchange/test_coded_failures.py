@@ -77,8 +77,8 @@ def _kept(run: Run) -> dict[str, list[Tensor]]:
     held = run.part.plans.residuals.taken()
     return {
         f"{kind} {name}": [tensor.clone() for tensor in own.values()]
-        for kind, kept in (("worker", held.worker), ("owner", held.owner))
-        for name, own in kept.items()
+        for (kind, name), own in held.kept.items()
+        if kind in ("worker", "owner")
     }
 
 

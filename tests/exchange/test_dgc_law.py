@@ -99,9 +99,9 @@ class Law:
     def check(self) -> None:
         """The run keeps u and v; sent + v = sum of u; and weights have all but what is kept."""
         self.run.pipeline.complete_parameters()
-        held = self.run.part.plans.residuals.taken().worker
+        held = self.run.part.plans.residuals.taken().kept
         for number, weight in enumerate(self.run.model.weights):
-            u, v = (held[name][weight].double() for name in ("momentum", "residual"))
+            u, v = (held["worker", name][weight].double() for name in ("momentum", "residual"))
             _assert_near(u.view(weight.shape), self.own["u"][number])
             _assert_near(v.view(weight.shape), self.own["v"][number])
             total = summed(self.own["sent"][number] + v.view(weight.shape))

@@ -162,7 +162,7 @@ def _check_every_number_arrives_or_is_left_to_the_bit() -> None:
             (one,) = buckets_of(run)
             # Of numbers of which many are equal.
             assert not one.is_sparse or moved <= one.selection.k
-            held = run.part.plans.residuals.taken().worker["residual"]
+            held = run.part.plans.residuals.taken().kept["worker", "residual"]
             for weight, whole in zip(run.model.weights, expected, strict=True):
                 left = held[weight].double()
                 dist.all_reduce(left)
@@ -337,7 +337,8 @@ def _check_two_optimizers_are_those_of_one(codec: OkTopk) -> None:
             assert first is not None
             total += first.double() / dist.get_world_size()
     pipeline.complete_parameters()
-    left = pipeline.parts[0].plans.residuals.taken().worker["residual"][model.weights[0]].double()
+    kept = pipeline.parts[0].plans.residuals.taken().kept
+    left = kept["worker", "residual"][model.weights[0]].double()
     dist.all_reduce(left)
     arrived = left.view(SHAPES[0]) - model.weights[0].detach().double()
     assert (arrived - total).norm() <= 1e-5 * total.norm()

@@ -92,7 +92,7 @@ def test_what_a_hook_makes_zero_has_arrived_all_the_same() -> None:
         for one in (run, other):
             one.pipeline.complete_parameters()
         left, without = (
-            one.part.plans.residuals.taken().worker["residual"] for one in (run, other)
+            one.part.plans.residuals.taken().kept["worker", "residual"] for one in (run, other)
         )
         for number, pair in enumerate(zip(run.model.weights, other.model.weights, strict=True)):
             own, usual = pair

@@ -73,7 +73,7 @@ def _check_every_number_arrives_or_is_left_to_the_bit() -> None:
             for number, ones in enumerate(zip(*of_ranks, strict=True)):
                 expected[number] += sum(ones)
             run.pipeline.complete_parameters()
-            held = run.part.plans.residuals.taken().worker["residual"]
+            held = run.part.plans.residuals.taken().kept["worker", "residual"]
             for weight, whole in zip(run.model.weights, expected, strict=True):
                 left = held[weight].double()
                 dist.all_reduce(left)

@@ -112,7 +112,7 @@ def test_what_compresses_nothing_says_so() -> None:
 
 
 def test_places_have_32_bits() -> None:
-    spec = BucketSpec("float32", (Slice(0, 0, 2**31, 0),), 2**31)
+    spec = BucketSpec("float32", (Slice(0, 0, 2**31, 0),), 2**31, 4)
     none = torch.empty(0)
     bucket = Bucket(0, spec, none, none, none, none, none, none, none)
     collectives = new_collectives(torch.device("cpu"))

@@ -24,7 +24,7 @@ CODEC_PLANS = [
     ),
     Mutation(
         "plans where the programme finds none",
-        "_Task.best_plan",
+        "MergeCompFusion.best_plan",
         " if plans else before\n",
         "\n",
         (f"{PROGRAMME}::test_where_no_way_is_short_enough_simple_plans_remain",),
@@ -60,8 +60,8 @@ CODEC_PLANS = [
     Mutation(
         "stepping no padding",
         "StepModel.predict",
-        "        nbytes = stepped_bytes(plan, self.tensors)\n",
-        "        nbytes = bucket_bytes(plan, self.tensors)\n",
+        "        nbytes = [bucket.stepped_bytes for bucket in plan.buckets]\n",
+        "        nbytes = [bucket.nbytes for bucket in plan.buckets]\n",
         (PADDING,),
     ),
     Mutation(
@@ -73,9 +73,9 @@ CODEC_PLANS = [
     ),
     Mutation(
         "planning uncompressed buckets",
-        "_Task._plan_of",
-        "        return self._with_early(replace(plan, uncompressed=tuple(uncompressed)))\n",
-        "        return self._with_early(plan)\n",
+        "planning.predicting:_plan_of",
+        "    return _with_early(replace(plan, uncompressed=tuple(uncompressed)), model)\n",
+        "    return _with_early(plan, model)\n",
         (f"{PROGRAMME}::test_what_is_cheap_to_send_and_dear_to_encode_stays_uncompressed",),
     ),
     Mutation(
@@ -103,9 +103,9 @@ CODEC_PLANS = [
     ),
     Mutation(
         "counting what starting messages costs",
-        "measure_codecs",
-        "        costs.append(cost.with_launches(*launches_s))\n",
-        "        costs.append(cost)\n",
+        "tuning:_cost",
+        "alpha=encode.alpha + launches_s[0])",
+        "alpha=encode.alpha)",
         (f"{PROBE}::test_starting_messages_costs_every_bucket_the_same",),
     ),
     Mutation(
@@ -146,9 +146,9 @@ CODEC_PLANS = [
     ),
     Mutation(
         "measuring what needs no compressor",
-        "_Task.simpler_plans",
-        "        if self.codecs.may_mix:\n            threshold",
-        "        if False:\n            threshold",
+        "_simpler_plans",
+        "    if model.codecs.may_mix:\n        threshold",
+        "    if False:\n        threshold",
         (
             "tests/planning/test_mergecomp_search.py"
             "::test_what_needs_no_compressor_is_measured_where_it_is_allowed",
@@ -156,9 +156,9 @@ CODEC_PLANS = [
     ),
     Mutation(
         "counting what the costs are fitted to among the plans that tell",
-        "MergeCompFusion.search_from",
-        "        return MergeCompSearch(best, others, model.tensors, task.step_s, fitted_to)\n",
-        "        return MergeCompSearch(best, others, model.tensors, task.step_s)\n",
+        "MergeCompFusion.search_for",
+        "        return MergeCompSearch(best, others, model.step_s, model.codecs.fitted_to)\n",
+        "        return MergeCompSearch(best, others, model.step_s)\n",
         (
             "tests/planning/test_mergecomp_search.py::test_the_starting_plan_counts_among_those_that_tell",
         ),
@@ -172,9 +172,9 @@ CODEC_PLANS = [
     ),
     Mutation(
         "measuring simpler plans against the programme's",
-        "MergeCompFusion.search_from",
-        "        best, *others = distinct([best, *task.simpler_plans()])\n",
-        "        best, *others = [best]\n",
+        "MergeCompFusion.search_for",
+        "        best, *others = distinct([self.best_plan(model), *_simpler_plans(model)])\n",
+        "        best, *others = [self.best_plan(model)]\n",
         (f"{TUNING}::test_with_a_codec_the_programmes_plan_stays_unless_a_simpler_one_is_faster",),
     ),
     Mutation(
@@ -197,8 +197,8 @@ CODEC_PLANS = [
     Mutation(
         "keeping votes compressed",
         "measure_codecs",
-        "    may_mix = not codec.votes and not codec.is_identity\n",
-        "    may_mix = not codec.is_identity\n",
+        "may_mix=not codec.votes and not codec.is_identity,\n",
+        "may_mix=not codec.is_identity,\n",
         (f"{PROBE}::test_ranks_agree_and_training_is_not_touched",),
     ),
     Mutation(

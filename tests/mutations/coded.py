@@ -179,23 +179,24 @@ CODED = [
     ),
     Mutation(
         "random numbers that go on after a resume",
-        "put_in",
-        "        one.counts.update(residuals.counts)\n",
+        "ResidualKeeper._overwrite",
+        "            one.counts.update(own.counts)\n",
         "",
         (RESUMED,),
     ),
     Mutation(
         "another rate of what was left",
-        "_collected",
-        "            own.mul_(one.rate / rate)\n",
-        "            pass\n",
+        "ResidualKeeper._collected",
+        "                numbers.mul_(one.rate / rate)\n",
+        "                pass\n",
         (f"{CHANGES}::test_another_rate_sends_as_much_of_what_was_left",),
     ),
     Mutation(
         "an owner's residual in checkpoints",
-        "put_in",
-        "            one.owner.load(name, flat[one.own])\n",
-        "            pass\n",
+        "ResidualKeeper._overwrite",
+        "                one.owner.load("
+        'name, self._collected(one, ("owner", name), own)[one.own])\n',
+        "                pass\n",
         (RESUMED,),
     ),
     Mutation(
@@ -243,15 +244,15 @@ CODED = [
     Mutation(
         "every rank's residual in a folder",
         "sharded",
-        '            before = rank * parameter.numel() if kind == "worker" else 0\n',
-        "            before = 0\n",
+        "        before = 0 if kind[0] in OF_ALL else collectives.rank * numel\n",
+        "        before = 0\n",
         (f"{TRAINER}::test_checkpoints_go_on_with_the_same_bits",),
     ),
     Mutation(
         "residuals of a fit before",
         "ResidualKeeper._on_loading",
-        "        if self._parameters:\n            self._put_in(held)",
-        "        if False:\n            self._put_in(held)",
+        "        if self._parameters:\n            self._put_in(held or",
+        "        if False:\n            self._put_in(held or",
         (f"{BITS}::test_loading_in_mid_run_brings_its_residuals",),
     ),
     Mutation(

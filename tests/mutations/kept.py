@@ -26,7 +26,7 @@ KEPT = [
     ),
     Mutation(
         "residuals that are loaded as fp32",
-        "_collected",
+        "ResidualKeeper._collected",
         "torch.zeros(one.spec.padded_numel, dtype=torch.float32, device=device)",
         "torch.zeros(one.spec.padded_numel, device=device)",
         (SAME,),

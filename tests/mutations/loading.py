@@ -113,16 +113,16 @@ LOADING = [
     ),
     Mutation(
         "counting anew after a load",
-        "put_in",
-        "        one.start_anew(residuals.seed)\n",
+        "ResidualKeeper._overwrite",
+        "            one.start_anew(own.seed)\n",
         "",
         (f"{RESTORING}::test_a_state_from_before_the_first_step_starts_anew",),
     ),
     Mutation(
         "what encoding left of what is frozen in folders",
         "ResidualKeeper.add_to_sharded",
-        "        parts = chain(in_buckets, residuals.parts_held(held))\n",
-        "        parts = chain(in_buckets)\n",
+        "self._common().joined(held.of(lambda one: one in numbers))\n",
+        "self._common()\n",
         (f"{FROZEN}::test_nothing_is_lost_of_what_is_frozen_in_a_checkpoint_and_after_it",),
     ),
     Mutation(
@@ -148,9 +148,9 @@ LOADING = [
     ),
     Mutation(
         "loaded residuals on the parameters' device",
-        "checkpoint.residuals:_beside",
-        "as_flat(numbers, storage_strides(parameter)).to(parameter.device)\n",
-        "as_flat(numbers, storage_strides(parameter))\n",
+        "unpacked.copied",
+        "        return flat.to(parameter.device, copy=True)\n",
+        "        return flat.clone()\n",
         (f"{NAMES}::test_what_is_loaded_lies_where_its_parameter_does",),
     ),
 ]

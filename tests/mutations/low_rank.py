@@ -86,9 +86,9 @@ LOW_RANK = [
     ),
     Mutation(
         "factors that move to the next plan",
-        "put_in",
-        "                own.copy_(factor)\n",
-        "                pass\n",
+        "ResidualKeeper._overwrite",
+        "                    factor.copy_(saved)\n",
+        "                    pass\n",
         (f"{LOW_RANK_TESTS}::test_factors_go_into_checkpoints_and_survive_another_plan",),
     ),
     Mutation(

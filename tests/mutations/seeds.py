@@ -30,16 +30,16 @@ SEEDS = [
     ),
     Mutation(
         "the seed that a checkpoint has",
-        "put_in",
-        "        one.start_anew(residuals.seed)\n",
-        "        one.start_anew(None)\n",
+        "ResidualKeeper._overwrite",
+        "            one.start_anew(own.seed)\n",
+        "            one.start_anew(None)\n",
         (f"{TESTS}::test_a_resumed_run_keeps_the_seed",),
     ),
     Mutation(
         "the seed in a checkpoint's folder",
-        "sharded",
-        "dict(common.counts), common.seed\n",
-        "dict(common.counts), 0\n",
+        "_as_saved",
+        "dict(residuals.counts), residuals.seed\n",
+        "dict(residuals.counts), 0\n",
         (f"{TESTS}::test_a_resumed_run_keeps_the_seed",),
     ),
     Mutation(
@@ -59,8 +59,8 @@ SEEDS = [
     Mutation(
         "no seed where training began without one",
         "checkpoint:unpacked",
-        '        state.get("seed", NO_SEED),\n',
-        '        state.get("seed"),\n',
+        'state.get("seed", NO_SEED))\n',
+        'state.get("seed"))\n',
         (f"{TESTS}::test_a_state_of_earlier_versions_goes_on_without_a_seed",),
     ),
 ]

@@ -198,9 +198,9 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "thresholds and regions in checkpoints",
-        "put_in",
-        "            one.steer(residuals.steering[parameters[_first(one)]])\n",
-        "            pass\n",
+        "ResidualKeeper._overwrite",
+        "                one.steer(steering)\n",
+        "                pass\n",
         ("tests/exchange/test_oktopk_resumed.py::test_a_resumed_run_has_the_same_bits",),
     ),
     Mutation(

@@ -99,8 +99,8 @@ SPEED = [
     Mutation(
         "one exchange of each kind before a train",
         "train_times",
-        "        launch(0).wait()\n",
-        "        pass\n",
+        "            launch(0).wait()\n",
+        "            pass\n",
         (
             "tests/tuning/test_tuning.py::test_trains_have_limits_and_do_not_count_what_a_size_sets_up",
         ),

@@ -19,7 +19,7 @@ from lightning_dear.planning import (
     predict,
 )
 from lightning_dear.planning.all_reduce import everything_all_reduced
-from lightning_dear.planning.measured import slowest_times
+from lightning_dear.planning.measured import combined_times
 from lightning_dear.planning.plan import check_plan
 from lightning_dear.planning.search import described
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, links
@@ -87,7 +87,7 @@ def test_where_it_gains_nothing_or_is_not_allowed_nothing_is_all_reduced() -> No
     assert choose_all_reduce(PLAN, TENSORS, slow, LINK, 1).all_reduced == ()
     forbidden = replace(LATE_TIMES, allows_all_reduce=False)
     assert choose_all_reduce(PLAN, TENSORS, forbidden, LINK, 1).all_reduced == ()
-    assert not slowest_times([LATE_TIMES, forbidden]).allows_all_reduce
+    assert not combined_times([LATE_TIMES, forbidden], max).allows_all_reduce
     alone = replace(PLAN, world_size=1)
     assert choose_all_reduce(alone, TENSORS, LATE_TIMES, LINK, 1).all_reduced == ()
 
@@ -158,9 +158,9 @@ def test_everything_all_reduced_has_the_buckets_of_ddp(
 
 def test_descriptions() -> None:
     some, every = (replace(PLAN, all_reduced=numbers) for numbers in ((1, 2), (0, 1, 2, 3)))
-    assert described(some, TENSORS).endswith("MiB, 2 of them all-reduced")
-    assert described(every, TENSORS).endswith("MiB, all all-reduced")
-    assert "all-reduced" not in described(PLAN, TENSORS)
+    assert described(some).endswith("MiB, 2 of them all-reduced")
+    assert described(every).endswith("MiB, all all-reduced")
+    assert "all-reduced" not in described(PLAN)
 
 
 @pytest.mark.parametrize("numbers", [(9,), (1, 1), (2, 1), (-1,)])

@@ -17,9 +17,9 @@ from lightning_dear.planning import (
     ThresholdFusion,
     predict,
 )
-from lightning_dear.planning.auto import AutoSearch, _gains_lost
-from lightning_dear.planning.bayesian import cap_plans
+from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.search import STEPS_BEFORE_SEARCH, STEPS_PER_TRIAL
+from lightning_dear.planning.trials import AutoSearch, _gains_lost
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain
 
 # 64 MiB in 32 layers; a step computes for 0.3 s.
@@ -48,7 +48,7 @@ FIXED = ThresholdFusion().plan(TENSORS, WORLD_SIZE)
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from([0.9, 0.99, 1.0, 1.01, 1.2]), min_size=8, max_size=8))
 def test_what_is_kept_never_measured_worse_than_the_fixed_plan(seconds: list[float]) -> None:
-    search = AutoSearch(FIXED, CANDIDATES, TENSORS, lambda _: 1.0)
+    search = AutoSearch(FIXED, CANDIDATES, lambda _: 1.0)
     tried = _tried(search, seconds)
 
     def mean_s(plan: BucketPlan) -> float:
@@ -82,14 +82,14 @@ def test_if_predictions_come_true_it_finds_the_best_of_a_grid(link: LinkCost) ->
     search = _search(link)
     while (plan := search.next()) is not None:
         search.tell(plan, step_s(plan))
-    grid = cap_plans(TENSORS, WORLD_SIZE, 0.25, 256.0).values()
+    grid = ThresholdFusion().plans_of_caps(TENSORS, WORLD_SIZE, 0.25, 256.0).values()
     assert step_s(search.best) <= 1.03 * min(map(step_s, [*grid, FIXED]))
 
 
 def test_the_fixed_plan_and_the_programmes_are_among_the_distinct_candidates() -> None:
     plans = _search().plans
     assert plans[0] == FIXED
-    assert plans[1] == MergeCompFusion().best_plan(TENSORS, WORLD_SIZE, TIMES, LINKS[1])
+    assert plans[1] == MergeCompFusion().best_plan(StepModel(TENSORS, WORLD_SIZE, TIMES, LINKS[1]))
     distinct = {(plan.buckets, plan.early, plan.all_reduced) for plan in plans}
     assert len(distinct) == len(plans) == 5
 

@@ -14,9 +14,9 @@ from lightning_dear.planning import (
     ModelTimes,
     TensorSpec,
     ThresholdFusion,
-    bayesian,
+    fusion,
 )
-from lightning_dear.planning.bayesian import BayesianSearch, cap_plans
+from lightning_dear.planning.trials import BayesianSearch
 
 WORLD_SIZE = 2
 TENSORS = [TensorSpec(i, f"t{i}", 1 << 18, 4, "f", i, 199 - i) for i in range(200)]
@@ -29,14 +29,18 @@ def _search(**options: int) -> BayesianSearch:
     return search
 
 
+def _plans(least_mb: float, most_mb: float) -> dict[float, BucketPlan]:
+    return ThresholdFusion().plans_of_caps(TENSORS, WORLD_SIZE, least_mb, most_mb)
+
+
 def test_caps_with_more_buckets_than_possible_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = [len(plan.buckets) for plan in cap_plans(TENSORS, WORLD_SIZE, 1, 100).values()]
-    monkeypatch.setattr(bayesian, "MAX_BUCKETS", counts[1])
-    few = [len(plan.buckets) for plan in cap_plans(TENSORS, WORLD_SIZE, 1, 100).values()]
+    counts = [len(plan.buckets) for plan in _plans(1, 100).values()]
+    monkeypatch.setattr(fusion, "MAX_BUCKETS", counts[1])
+    few = [len(plan.buckets) for plan in _plans(1, 100).values()]
     assert few == counts[1:]
     # The largest stays, and is refused where it is to be used.
-    monkeypatch.setattr(bayesian, "MAX_BUCKETS", 0)
-    assert len(cap_plans(TENSORS, WORLD_SIZE, 1, 100)) == 1
+    monkeypatch.setattr(fusion, "MAX_BUCKETS", 0)
+    assert len(_plans(1, 100)) == 1
 
 
 def _run(search: BayesianSearch, step_s: Callable[[BucketPlan], float]) -> list[BucketPlan]:
@@ -59,7 +63,7 @@ def _bowl(best_count: int, noise: float = 0.0) -> Callable[[BucketPlan], float]:
 
 
 def test_caps_are_even_on_a_logarithmic_scale_and_make_other_plans() -> None:
-    plans = cap_plans(TENSORS, WORLD_SIZE, 0.25, 256.0)
+    plans = _plans(0.25, 256.0)
     assert min(plans) == 0.25
     assert len({plan.buckets for plan in plans.values()}) == len(plans) > 15
     steps = {round(4 * math.log2(cap_mb / 0.25), 6) for cap_mb in plans}
@@ -81,7 +85,7 @@ def test_it_comes_near_the_optimum(best_count: int) -> None:
     step_s = _bowl(best_count, noise=0.01)
     search = _search()
     tried = _run(search, step_s)
-    best_s = min(map(step_s, cap_plans(TENSORS, WORLD_SIZE, 0.25, 256.0).values()))
+    best_s = min(map(step_s, _plans(0.25, 256.0).values()))
     assert step_s(search.best) <= 1.03 * best_s
     assert step_s(search.best) <= step_s(tried[0])
 

@@ -19,11 +19,10 @@ from lightning_dear.planning import (
     predict,
 )
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.gradient_order import families_of_pieces
-from lightning_dear.planning.heuristics import best_cuts
 from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.predicting import best_cuts
+from lightning_dear.planning.programme import Course, course_of, families_of_pieces
 from lightning_dear.planning.search import described
-from lightning_dear.planning.step_recurrence import Course, course_of
 from tests.planning.models import (
     ITEMSIZE,
     UNIT,
@@ -115,11 +114,13 @@ def test_the_plan_is_all_compressed_and_not_better_than_the_programmes() -> None
 
 def test_people_are_told_how_many_buckets_are_uncompressed() -> None:
     tensors, times = MODEL
-    plan = MergeCompHeuristicFusion(min_gain=0).best_plan(tensors, WORLD_SIZE, times, LINK, INT8)
-    assert "uncompressed" not in described(plan, tensors)
-    assert described(replace(plan, uncompressed=(0,)), tensors).endswith(", 1 of them uncompressed")
+    plan = MergeCompHeuristicFusion(min_gain=0).best_plan(
+        StepModel(tensors, WORLD_SIZE, times, LINK, INT8)
+    )
+    assert "uncompressed" not in described(plan)
+    assert described(replace(plan, uncompressed=(0,))).endswith(", 1 of them uncompressed")
     everything = replace(plan, uncompressed=tuple(range(len(plan.buckets))))
-    assert described(everything, tensors).endswith(", all uncompressed")
+    assert described(everything).endswith(", all uncompressed")
 
 
 @pytest.mark.parametrize(

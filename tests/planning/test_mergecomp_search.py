@@ -17,7 +17,7 @@ from lightning_dear.planning import (
     predict,
 )
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.mergecomp import MergeCompSearch
+from lightning_dear.planning.predicting import MergeCompSearch
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain
 
 TENSORS, _ = chain([1] * 4, [1.0] * 4, [1.0] * 4)
@@ -41,7 +41,6 @@ def _search(fitted_to: BucketPlan | None = None) -> MergeCompSearch:
     search = MergeCompSearch(
         PROGRAMME,
         others,
-        TENSORS,
         lambda plan: PREDICTED_S[plan.name],
         fitted_to,
     )
@@ -70,7 +69,7 @@ def test_a_plans_own_measurement_does_not_tell_what_it_is_expected_to_take() -> 
 
 
 def test_without_measurements_a_step_is_expected_to_be_the_predicted_one() -> None:
-    search = MergeCompSearch(PROGRAMME, [], TENSORS, lambda plan: PREDICTED_S[plan.name])
+    search = MergeCompSearch(PROGRAMME, [], lambda plan: PREDICTED_S[plan.name])
     assert search.expected_s(PROGRAMME) == 1.0
 
 

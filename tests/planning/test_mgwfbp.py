@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dear.planning import LinkCost, MGWFBPFusion
-from lightning_dear.planning.heuristics import merged
+from lightning_dear.planning.predicting import merged
 from lightning_dear.studies.mgwfbp import AllReduceMGWFBP
 from tests.planning.models import WORLD_SIZE, chain, chains, links
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from lightning_dear.planning import (
 )
 from lightning_dear.planning.early import _fitting
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.measured import NO_CODEC, Train, fitted, median_times, slowest_times
+from lightning_dear.planning.measured import NO_CODEC, Train, combined_times, fitted
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, chains, codecs, links
 
 Model = tuple[list[TensorSpec], ModelTimes]
@@ -192,7 +193,7 @@ def test_early_gathers_are_left_out_where_they_are_not_allowed() -> None:
     forbidden = replace(times, allows_early=False)
     assert choose_early(plan, tensors, times, LINK).early
     assert choose_early(plan, tensors, forbidden, LINK).early == ()
-    assert not slowest_times([times, forbidden]).allows_early
+    assert not combined_times([times, forbidden], max).allows_early
 
 
 def test_early_gathers_that_gain_nothing_are_left_out() -> None:
@@ -272,9 +273,6 @@ def test_what_four_trains_say() -> None:
     assert link == LinkCost(alpha_s=1.0, beta_s=0.002)
     assert link.reduce_scatter_s(4000, 4) == 1 + 0.002 * 3000
     assert link.all_reduce_s(4000, 4) == 2 * 7.0
-    # 6 seconds in each half, without starts.
-    assert link.bound_s(4000, 4, forward_s=3, backward_s=6) == 12
-    assert link.dear_bound_s(4000, 4, forward_s=3, backward_s=7) == 6 + 7
     late = {**trains, "long": replace(long, seconds=long.seconds + 1)}
     assert fitted(**late).beta_s == pytest.approx(0.002, rel=0.02)
     short = {"many": replace(many, seconds=9.0), "long": replace(long, seconds=1.0)}
@@ -287,5 +285,5 @@ def test_times_of_steps_and_ranks_are_combined() -> None:
         ModelTimes(2.0, 8.0, {0: 0.1, 1: 0.9}, {0: 7.0}, 0.3),
         ModelTimes(9.0, 1.0, {0: 0.2}, {0: 1.0}, 0.2),
     ]
-    assert median_times(rows) == ModelTimes(2.0, 8.0, {0: 0.1, 1: 0.7}, {0: 7.0}, 0.2)
-    assert slowest_times(rows) == ModelTimes(9.0, 9.0, {0: 0.2, 1: 0.9}, {0: 9.0}, 0.3)
+    assert combined_times(rows, median) == ModelTimes(2.0, 8.0, {0: 0.1, 1: 0.7}, {0: 7.0}, 0.2)
+    assert combined_times(rows, max) == ModelTimes(9.0, 9.0, {0: 0.2, 1: 0.9}, {0: 9.0}, 0.3)

@@ -23,16 +23,20 @@ from lightning_dear.planning import (
     TensorSpec,
     ThresholdFusion,
     choose_early,
-    mergecomp,
     predict,
+    predicting,
 )
-from lightning_dear.planning import dynamic_programme as programme_module
-from lightning_dear.planning.dynamic_programme import best_groupings
+from lightning_dear.planning import programme as programme_module
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.gradient_order import Piece, families_of_pieces, pre_merged
 from lightning_dear.planning.measured import NO_CODEC, CodecCost, Linear
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.step_recurrence import course_of
+from lightning_dear.planning.programme import (
+    Piece,
+    best_groupings,
+    course_of,
+    families_of_pieces,
+    pre_merged,
+)
 from tests.planning.models import (
     ITEMSIZE,
     UNIT,
@@ -86,11 +90,11 @@ def test_exact_with_a_codec(
         return predict(plan, tensors, times, link, codecs).step_s
 
     best_s = min(map(step_s, _plans(tensors, world_size, codecs.may_mix)))
-    plan = MergeCompFusion().best_plan(tensors, world_size, times, link, codecs)
+    plan = MergeCompFusion().best_plan(StepModel(tensors, world_size, times, link, codecs))
     # One may be faster that cuts a tensor.
     assert step_s(plan) <= best_s * (1 + 1e-9)
     whole = MergeCompFusion().best_plan(
-        tensors, world_size, replace(times, allows_cuts=False), link, codecs
+        StepModel(tensors, world_size, replace(times, allows_cuts=False), link, codecs)
     )
     assert step_s(whole) == pytest.approx(best_s, rel=1e-9)
     course = course_of(
@@ -160,7 +164,7 @@ def test_exact_where_thousands_of_ways_are_unbeaten() -> None:
     found = []
     for num_exact in (programme_module.NUM_EXACT, 0):
         with mock.patch.object(programme_module, "NUM_EXACT", num_exact):
-            plan = MergeCompFusion().best_plan(tensors, WORLD_SIZE, times, link, codecs)
+            plan = MergeCompFusion().best_plan(StepModel(tensors, WORLD_SIZE, times, link, codecs))
         found.append(predict(plan, tensors, times, link, codecs).step_s)
     assert found[0] < 0.996 * found[1]
 
@@ -171,7 +175,7 @@ def test_no_plan_of_neighbours_is_predicted_to_be_faster(
     model: Model, world_size: int, link: LinkCost
 ) -> None:
     tensors, times = model
-    plan = MergeCompFusion().best_plan(tensors, world_size, times, link)
+    plan = MergeCompFusion().best_plan(StepModel(tensors, world_size, times, link))
     plans = _plans(tensors, world_size, may_mix=False)
     best_s = min(predict(one, tensors, times, link).step_s for one in plans)
     # More buckets must gain more than 0.2 %.
@@ -192,14 +196,16 @@ def test_no_simpler_plan_is_predicted_to_be_faster(
     def step_s(plan: BucketPlan) -> float:
         return predict(plan, tensors, times, link, codecs).step_s
 
-    found = MergeCompFusion(max_pieces=most).best_plan(tensors, size, times, link, codecs)
+    found = MergeCompFusion(max_pieces=most).best_plan(
+        StepModel(tensors, size, times, link, codecs)
+    )
     assert found.name == "mergecomp"
     others = [rule.plan(tensors, size) for rule in (NoFusion(), SingleFusion())]
     others.append(ThresholdFusion().plan(tensors, size))
     if codecs.may_mix:
         others += [replace(one, uncompressed=tuple(range(len(one.buckets)))) for one in others]
     search = MergeCompHeuristicFusion()
-    others.append(search.best_plan(tensors, size, times, link, codecs))
+    others.append(search.best_plan(StepModel(tensors, size, times, link, codecs)))
     assert step_s(found) <= min(map(step_s, others))
 
 
@@ -208,11 +214,11 @@ def test_what_is_cheap_to_send_and_dear_to_encode_stays_uncompressed() -> None:
     link = LinkCost(alpha_s=0.01, beta_s=1 / (UNIT * ITEMSIZE))
     int8 = CodecCost(encode=Linear(9.0), reduce_bytes=Linear(0, 1), gather_bytes=Linear(0, 1))
     costs = CodecCosts(int8, CodecCost(), may_mix=True)
-    plan = MergeCompFusion().best_plan(tensors, WORLD_SIZE, times, link, costs)
+    plan = MergeCompFusion().best_plan(StepModel(tensors, WORLD_SIZE, times, link, costs))
     held = {piece.tensor for number in plan.uncompressed for piece in plan.buckets[number].slices}
     assert held == {0, 1, 2}
     forbidden = replace(costs, may_mix=False)
-    plan = MergeCompFusion().best_plan(tensors, WORLD_SIZE, times, link, forbidden)
+    plan = MergeCompFusion().best_plan(StepModel(tensors, WORLD_SIZE, times, link, forbidden))
     assert plan.uncompressed == ()
 
 
@@ -242,9 +248,11 @@ def test_where_no_way_is_short_enough_simple_plans_remain(monkeypatch: pytest.Mo
         _pieces(tensors, times), ITEMSIZE, StepModel((), WORLD_SIZE, times, link, costs)
     )
     assert best_groupings(course, known_s=0.0) == []
-    monkeypatch.setattr(mergecomp, "_SLACK", 0.0)
-    plan = MergeCompFusion().best_plan(tensors, WORLD_SIZE, times, link, costs)
-    heuristic = MergeCompHeuristicFusion().best_plan(tensors, WORLD_SIZE, times, link, costs)
+    monkeypatch.setattr(predicting, "_SLACK", 0.0)
+    plan = MergeCompFusion().best_plan(StepModel(tensors, WORLD_SIZE, times, link, costs))
+    heuristic = MergeCompHeuristicFusion().best_plan(
+        StepModel(tensors, WORLD_SIZE, times, link, costs)
+    )
     steps_s = [predict(one, tensors, times, link, costs).step_s for one in (plan, heuristic)]
     assert steps_s[0] <= steps_s[1]
 
@@ -253,7 +261,7 @@ def test_buckets_suit_early_gathers_too() -> None:
     # Backward leaves the link idle half of the time, and gathers take longer than forward.
     tensors, times = chain([1] * 16, forward_s=[0.5] * 16, backward_s=[2.0] * 16)
     link = LinkCost(alpha_s=0.01, beta_s=2 / (UNIT * ITEMSIZE))
-    plan = MergeCompFusion().best_plan(tensors, WORLD_SIZE, times, link)
+    plan = MergeCompFusion().best_plan(StepModel(tensors, WORLD_SIZE, times, link))
     assert plan.early
     without = choose_early(NoFusion().plan(tensors, WORLD_SIZE), tensors, times, link)
     predicted = predict(plan, tensors, times, link)
@@ -265,7 +273,7 @@ def test_families_stay_apart_and_tensors_without_gradient_are_left_out() -> None
     tensors, times = chain([1] * 6, [1] * 6, [1] * 6)
     tensors = [replace(one, family=f"f{one.index % 2}") for one in tensors]
     tensors.append(TensorSpec(6, "unused", 5, ITEMSIZE, "f0"))
-    plan = MergeCompFusion().best_plan(tensors, WORLD_SIZE, times, LinkCost(1e3, 1e-6))
+    plan = MergeCompFusion().best_plan(StepModel(tensors, WORLD_SIZE, times, LinkCost(1e3, 1e-6)))
     held = [[piece.tensor for piece in bucket.slices] for bucket in plan.buckets]
     assert held == [[0, 2, 4], [1, 3, 5], [6]]
 
@@ -282,8 +290,9 @@ def test_groups_over_a_size_hold_one_piece() -> None:
 @settings(max_examples=40)
 @given(unaligned_chains(max_size=30), st.integers(1, 12))
 def test_small_neighbours_are_joined_until_few_enough_are_left(model: Model, most: int) -> None:
-    pieces = _pieces(*model)
-    joined = pre_merged(pieces, most)
+    tensors, times = model
+    pieces = _pieces(tensors, times)
+    [(_, joined)] = families_of_pieces(tensors, times, most)
     assert len(joined) <= most
     if len(pieces) <= most:
         assert joined == pieces
@@ -300,8 +309,9 @@ def test_small_neighbours_are_joined_until_few_enough_are_left(model: Model, mos
 
 def test_the_smallest_are_joined_first() -> None:
     sizes = [9000, 100, 9000, 9000, 200]
-    pieces = [Piece((i,), size, size, 0.0, 0.0) for i, size in enumerate(sizes)]
-    assert [piece.indices for piece in pre_merged(pieces, 3)] == [(0, 1), (2,), (3, 4)]
+    tensors = [TensorSpec(i, f"{i}", size, 1, "f", i, i) for i, size in enumerate(sizes)]
+    runs = [[tensor.index for tensor in run] for run in pre_merged(tensors, 3)]
+    assert runs == [[0, 1], [2], [3, 4]]
 
 
 def test_impossible_options_are_refused() -> None:

@@ -115,8 +115,8 @@ class Run:
 
     def _distances(self, rate: float, masters: Sequence[Tensor] | None) -> list[float]:
         self.pipeline.complete_parameters()
-        held = self.part.plans.residuals.taken()
-        own, owned = held.worker.get("residual", {}), held.owner.get("residual", {})
+        kept = self.part.plans.residuals.taken().kept
+        own, owned = (kept.get((whose, "residual"), {}) for whose in ("worker", "owner"))
         distances = []
         for number, weight in enumerate(self.model.weights):
             total = -(weight if masters is None else masters[number]).detach().double()

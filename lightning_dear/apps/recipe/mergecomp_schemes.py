@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_dear.planning import CodecCost, Linear, NoFusion
-from lightning_dear.planning.dynamic_programme import best_groupings
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.planning.gradient_order import families_of_pieces, members_of
-from lightning_dear.planning.heuristics import best_cuts
 from lightning_dear.planning.plan import ALIGNMENT
-from lightning_dear.planning.step_recurrence import Course, GroupCost
+from lightning_dear.planning.predicting import best_cuts
+from lightning_dear.planning.programme import (
+    Course,
+    GroupCost,
+    best_groupings,
+    families_of_pieces,
+    members_of,
+)
 from lightning_dear.simulator import Network, Program, Workload
 from lightning_dear.simulator.strategies import (
     OURS,
@@ -69,9 +73,7 @@ def _group_cost(cost: CodecCost, itemsize: int, network: Network) -> GroupCost:
         return Linear(linear.alpha, linear.beta / itemsize)
 
     on_link = line(_on_link(cost, itemsize, network))
-    return GroupCost(
-        (line(cost.encode), on_link, line(cost.decode_sum), Linear(), Linear(), Linear())
-    )
+    return line(cost.encode), on_link, line(cost.decode_sum), Linear(), Linear(), Linear()
 
 
 def _on_link(cost: CodecCost, itemsize: int, network: Network) -> Linear:

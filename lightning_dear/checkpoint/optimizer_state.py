@@ -1,0 +1,224 @@
+"""Sharded optimizer state in torch's ordinary format: by parameter number, whole or as it lies."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dear.bucket import Piece
+from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
+from lightning_dear.optimizers.sharded import OptimizerShards
+from lightning_dear.planning.plan import BucketPlan, BucketSpec
+
+Described = dict[int, dict[str, Any]]
+"""Tensor index -> state key -> `PerElement`, `Scalar`, or a value that is no tensor."""
+
+
+@dataclass(frozen=True)
+class PerElement:
+    """Stands for a tensor with one value per element, of which each rank has its pieces."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A tensor that all ranks have alike (`step`), on the CPU, and whether it came from there."""
+
+    value: Tensor
+    is_on_cpu: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive elements of a tensor, in storage order.
+
+    Attributes:
+        start: Number of the first one.
+        values: The elements; of any shape, without gaps.
+    """
+
+    start: int
+    values: Tensor
+
+
+class ShardedState(dict[str, Any]):
+    """`optimizer.state_dict()` in which tensors on the meta device stand for sharded ones.
+
+    It can be looked at like the ordinary one, but only `folder.save` can write it.
+
+    Args:
+        packed: The state dict.
+        chunks: (stand-in, this rank's chunks of it), for every stand-in in `packed`.
+        parameters: The optimizer's, which all ranks hold alike.
+    """
+
+    def __init__(
+        self,
+        packed: Mapping[str, Any],
+        chunks: Iterable[tuple[Tensor, Sequence[Chunk]]],
+        parameters: Sequence[Parameter],
+    ) -> None:
+        super().__init__(packed)
+        self.chunks = tuple(chunks)
+        self.parameters = parameters
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "This optimizer state is sharded and cannot be pickled or copied: save it with"
+            " trainer.save_checkpoint, or leave out save_distributed_checkpoint=True."
+        )
+
+
+def consolidate(
+    sharded: OptimizerShards,
+    plan: BucketPlan,
+    parameters: Sequence[Parameter],
+    collectives: Collectives,
+) -> dict[str, Any]:
+    """The optimizer's `state_dict()` as if it had never been sharded, on every rank.
+
+    Collective: all ranks call. Blocks. Needs memory for the whole state on each rank.
+    """
+    return _packed(sharded.optimizer, whole_state(sharded, plan, parameters, collectives))
+
+
+@torch.no_grad()
+def whole_state(
+    sharded: OptimizerShards,
+    plan: BucketPlan,
+    parameters: Sequence[Parameter],
+    collectives: Collectives,
+) -> dict[Tensor, dict[str, Any]]:
+    """Parameter -> its whole state; parameters never stepped are left out. Collective, blocks."""
+    described = _describe(sharded, collectives)
+    whole = _undescribed(described, parameters, sharded.device)
+    for number, spec in enumerate(plan.buckets):
+        for key, dtype in _cut_entries(spec, described):
+            shard = _fill_shard(sharded, number, spec, key, dtype)
+            if number not in plan.all_reduced:
+                collectives.launch_all_gather(shard, STATE_NUMBERS + number).wait()
+            for part in spec.slices:
+                target = whole.get(part.tensor, {}).get(key)
+                if isinstance(target, Tensor) and target.dtype == dtype:
+                    flat = target.as_strided((target.numel(),), (1,))
+                    flat[part.start : part.stop] = shard[part.offset : part.offset + part.numel]
+    return {parameters[index]: entries for index, entries in whole.items()}
+
+
+@torch.no_grad()
+def sharded_state(
+    sharded: OptimizerShards, parameters: Sequence[Parameter], collectives: Collectives
+) -> ShardedState:
+    """The optimizer's state as it lies. Collective, blocks; moves descriptions, no state.
+
+    The chunks are views of the state that the optimizer works on: save before the next step.
+
+    Args:
+        sharded: With its state adopted.
+        parameters: The engine's list, by `Piece.tensor_index`.
+        collectives: Of the pipeline.
+    """
+    described = _describe(sharded, collectives)
+    state = _undescribed(described, parameters, sharded.device, place="meta")
+    chunks: dict[tuple[int, str], list[Chunk]] = {
+        (index, key): []
+        for index, entries in described.items()
+        for key, value in entries.items()
+        if isinstance(value, PerElement)
+    }
+    for piece in sharded.pieces:
+        for key, value in sharded.state_of(piece).items():
+            if (piece.tensor_index, key) in chunks:
+                chunks[piece.tensor_index, key].append(Chunk(piece.start, value))
+    packed = _packed(sharded.optimizer, {parameters[index]: own for index, own in state.items()})
+    stand_ins = [(state[index][key], own) for (index, key), own in chunks.items()]
+    return ShardedState(packed, stand_ins, parameters)
+
+
+def _packed(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
+    """`optimizer.state_dict()` as if it had `state` too, ordered by parameter number."""
+    # torch numbers parameters inside `state_dict` alone, so that it is lent the state.
+    own, optimizer.state = optimizer.state, defaultdict(dict, {**optimizer.state, **state})
+    try:
+        packed = optimizer.state_dict()
+        return {**packed, "state": dict(sorted(packed["state"].items()))}
+    finally:
+        optimizer.state = own
+
+
+def _describe(sharded: OptimizerShards, collectives: Collectives) -> Described:
+    """What state there is, on whatever rank, without the sharded values. Collective, blocks."""
+    own = {
+        piece.tensor_index: {key: _described(value, piece) for key, value in entries.items()}
+        for piece in sharded.pieces
+        if (entries := sharded.state_of(piece))
+    }
+    merged: Described = {}
+    for one in collectives.all_gather_object(own):
+        merged.update(one)
+    return dict(sorted(merged.items()))
+
+
+def _described(value: Any, piece: Piece) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == (piece.numel,):
+        return PerElement(value.dtype)
+    # It is pickled for other ranks, which may not have the device that it is on.
+    return Scalar(value.cpu(), value.device.type == "cpu")
+
+
+def _undescribed(
+    described: Described,
+    parameters: Sequence[Parameter],
+    device: torch.device,
+    place: str | None = None,
+) -> Described:
+    """What is described, on `device`. Tensors with a value per element are still without values.
+
+    `place` is where those are made; None: where their parameters are.
+    """
+
+    def made(value: Any, like: Parameter) -> Any:
+        if isinstance(value, PerElement):
+            return torch.empty_like(like, dtype=value.dtype, device=place, requires_grad=False)
+        if isinstance(value, Scalar):
+            return value.value if value.is_on_cpu else value.value.to(device)
+        return value
+
+    return {
+        index: {key: made(value, parameters[index]) for key, value in entries.items()}
+        for index, entries in described.items()
+    }
+
+
+def _cut_entries(spec: BucketSpec, described: Described) -> Iterable[tuple[str, torch.dtype]]:
+    """Key and dtype of all state with a value per element that a bucket's tensors have; once."""
+    return dict.fromkeys(
+        (key, value.dtype)
+        for part in spec.slices
+        for key, value in described.get(part.tensor, {}).items()
+        if isinstance(value, PerElement)
+    )
+
+
+def _fill_shard(
+    sharded: OptimizerShards, number: int, spec: BucketSpec, key: str, dtype: torch.dtype
+) -> Tensor:
+    """A buffer as long as the bucket whose own shard holds this rank's values of `key`."""
+    buffer = torch.zeros(spec.padded_numel, dtype=dtype, device=sharded.device)
+    for piece in sharded.pieces_in(number):
+        value = sharded.state_of(piece).get(key)
+        if isinstance(value, Tensor) and value.dtype == dtype:
+            buffer[piece.offset : piece.offset + piece.numel] = value
+    return buffer
