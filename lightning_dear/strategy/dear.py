@@ -6,7 +6,7 @@ The engine does the work (`engine/pipeline.py`); here is when Lightning asks for
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from inspect import signature
@@ -23,7 +23,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, device
-from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -261,27 +260,19 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             return super().training_step(*args, **kwargs)
 
     @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self._pipeline is not None
         assert self.lightning_module is not None
         # Under manual optimisation any number of backwards may come before a step.
         is_last = self.lightning_module.automatic_optimization or self._is_last_backward
         synchronize = is_last and not self._is_sync_blocked
         with self._pipeline.backward(synchronize=synchronize, optimizers=self._last_of):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            return super().backward(*args, **kwargs)
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._pipeline is None else self._pipeline.stepping_early():
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(*args, **kwargs)
 
     @contextmanager
     @override

@@ -114,10 +114,8 @@ class FailureBoard:
 
         Blocks for at most about `2 * REPORT_WAIT_S`.
         """
-        if self.has_failed:
-            return
-        self.has_failed = True
-        if self.world_size == 1:
+        has_failed, self.has_failed = self.has_failed, True
+        if has_failed or self.world_size == 1:
             return
         self.report(self.rank, exception)
         self.blame(exception)
