@@ -17,7 +17,7 @@ from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.callbacks.monitor import DearMonitor
 from lightning_dear.callbacks.timeline import TimelineCallback
 
-_NON_READERS = {
+_NON_READERS: set[type[Callback]] = {
     CompressionSchedule,
     DearMonitor,
     FusionTuner,

@@ -356,7 +356,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @property
     @override
-    def pipelines(self) -> Sequence[Pipeline]:
+    def _pipelines(self) -> Sequence[Pipeline]:
         return [one.pipeline for one in self._trained]
 
     @property

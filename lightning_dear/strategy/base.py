@@ -93,7 +93,7 @@ class PipelineStrategy(ABC):
 
     @property
     @abstractmethod
-    def pipelines(self) -> Sequence[Pipeline]:
+    def _pipelines(self) -> Sequence[Pipeline]:
         """What trains at present, a pipeline for each module."""
 
     def complete_parameters(self, reason: str = "read") -> None:
@@ -102,7 +102,7 @@ class PipelineStrategy(ABC):
         Only needed before reading parameters through references that were taken before, such as a
         list kept since construction; reads through modules wait by themselves.
         """
-        for pipeline in self.pipelines:
+        for pipeline in self._pipelines:
             pipeline.complete_parameters(reason)
 
     def sync_replicas(self) -> None:
@@ -115,7 +115,7 @@ class PipelineStrategy(ABC):
         Raises:
             RuntimeError: See `OptimizerPipeline.prepare_state`.
         """
-        for pipeline in self.pipelines:
+        for pipeline in self._pipelines:
             for part in pipeline.parts:
                 part.sync_replicas()
 

@@ -431,7 +431,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @property
     @override
-    def pipelines(self) -> Sequence[Pipeline]:
+    def _pipelines(self) -> Sequence[Pipeline]:
         return () if self._pipeline is None else (self._pipeline,)
 
     @override
