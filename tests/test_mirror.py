@@ -137,7 +137,7 @@ def test_the_engine_exists_once() -> None:
     mirrored = importlib.import_module("lightning_dear.pytorch_lightning.strategy.dear")
     assert mirrored.Pipeline is ours.Pipeline
     assert mirrored.CompressionSchedule is not ours.CompressionSchedule
-    assert mirrored.check_options is not ours.check_options
+    assert mirrored.refusals is not ours.refusals
     assert importlib.util.find_spec("lightning_dear.pytorch_lightning.engine") is None
 
 
