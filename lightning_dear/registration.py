@@ -6,12 +6,12 @@ the strategy is imported when a Trainer asks for it.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -25,48 +25,13 @@ START_METHODS = {
 }
 """How each of our strategy names starts its processes."""
 
-
-@dataclass(frozen=True)
-class Registry:
-    """A place where one Lightning package looks up strategies by name.
-
-    Attributes:
-        module: Lightning's module that holds the registry.
-        attribute: The registry's name in there.
-        package: Our package with the strategy for it.
-        strategy: The class's name in there.
-    """
-
-    module: str
-    attribute: str
-    package: str
-    strategy: str
-
-
-REGISTRIES = (
-    Registry("lightning.pytorch.strategies", "StrategyRegistry", "lightning_dear", "DearStrategy"),
-    Registry(
-        "pytorch_lightning.strategies",
-        "StrategyRegistry",
-        "lightning_dear.pytorch_lightning",
-        "DearStrategy",
-    ),
-    Registry(
-        "lightning.fabric.strategies",
-        "STRATEGY_REGISTRY",
-        "lightning_dear.fabric",
-        "DearFabricStrategy",
-    ),
-    Registry(
-        "lightning_fabric.strategies",
-        "STRATEGY_REGISTRY",
-        "lightning_dear.pytorch_lightning.fabric",
-        "DearFabricStrategy",
-    ),
-)
-"""Every registry that our names are added to."""
-
-_REGISTRY_IN = {place.module: place for place in REGISTRIES}
+REGISTRIES = {
+    "lightning.pytorch.strategies": "lightning_dear:DearStrategy",
+    "pytorch_lightning.strategies": "lightning_dear.pytorch_lightning:DearStrategy",
+    "lightning.fabric.strategies": "lightning_dear.fabric:DearFabricStrategy",
+    "lightning_fabric.strategies": "lightning_dear.pytorch_lightning.fabric:DearFabricStrategy",
+}
+"""Lightning's modules that look up strategies by name -> our strategy for it."""
 
 
 def register_now_or_later() -> None:
@@ -76,29 +41,31 @@ def register_now_or_later() -> None:
     """
     if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
-    for name in _REGISTRY_IN:
+    for name in REGISTRIES:
         if name in sys.modules:
-            _register(sys.modules[name])
+            _register_in(sys.modules[name])
 
 
-def _register(module: ModuleType) -> None:
-    place = _REGISTRY_IN[module.__name__]
-    registry = getattr(module, place.attribute)
+def register(registry: Any, create: Callable[..., Any]) -> None:
+    """Adds our names to one of Lightning's registries; `create` takes a strategy's options."""
     for name, start_method in START_METHODS.items():
         registry.register(
             name,
-            _factory(place),
+            create,
             description=f"DeAR data parallel with `start_method` '{start_method}'",
             override=True,
             start_method=start_method,
         )
 
 
-def _factory(place: Registry) -> Callable[..., Any]:
-    def create(**options: Any) -> Any:
-        return getattr(importlib.import_module(place.package), place.strategy)(**options)
+def _register_in(module: ModuleType) -> None:
+    names = ("StrategyRegistry", "STRATEGY_REGISTRY")  # A Trainer's, and Fabric's.
+    registry = next(getattr(module, name) for name in names if hasattr(module, name))
+    register(registry, partial(_create, REGISTRIES[module.__name__]))
 
-    return create
+
+def _create(strategy: str, **options: Any) -> Any:
+    return resolve_name(strategy)(**options)
 
 
 class _AfterImport(MetaPathFinder):
@@ -108,7 +75,7 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _REGISTRY_IN:
+        if fullname not in REGISTRIES:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others)
@@ -133,4 +100,4 @@ class _RegisteringLoader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _register(module)
+        _register_in(module)

@@ -5,58 +5,34 @@ from __future__ import annotations
 import platform
 import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
+Ranges = Mapping[str, tuple[str, str]]
+"""Distribution, or "python" -> the first version inside the range and the first one past it."""
 
-@dataclass(frozen=True)
-class TestedRange:
-    """Versions of one dependency that the test suite was run with.
+TESTED_RANGES = {
+    "python": ("3.10", "3.14"),
+    "torch": ("2.6", "2.14"),
+    "lightning": ("2.5", "2.7"),
+}
+"""Versions that the test suite was run with."""
 
-    Attributes:
-        name: Distribution name, or "python".
-        minimum: First version inside the range, for example (2, 6).
-        below: First version past the range.
-    """
-
-    __test__ = False  # pytest would collect a class of this name.
-
-    name: str
-    minimum: tuple[int, ...]
-    below: tuple[int, ...]
-
-    def includes(self, installed: str) -> bool:
-        """Tell whether `installed` lies inside; local and pre-release suffixes do not count."""
-        release = _release(installed)
-        return self.minimum <= release < self.below
-
-    def __str__(self) -> str:
-        return f">={_dotted(self.minimum)},<{_dotted(self.below)}"
-
-
-TESTED_RANGES = (
-    TestedRange("python", (3, 10), (3, 14)),
-    TestedRange("torch", (2, 6), (2, 14)),
-    TestedRange("lightning", (2, 5), (2, 7)),
-)
-
-MIRROR_RANGES = tuple(
-    replace(tested, name=tested.name.replace("lightning", "pytorch-lightning"))
-    for tested in TESTED_RANGES
-)
+MIRROR_RANGES = {
+    name.replace("lightning", "pytorch-lightning"): ends for name, ends in TESTED_RANGES.items()
+}
 """What counts where `pytorch_lightning` is used, which has the version numbers of `lightning`."""
 
 _named: set[str] = set()
 
 
-def warn_outside_tested_range(ranges: Sequence[TestedRange] = TESTED_RANGES) -> None:
+def warn_outside_tested_range(ranges: Ranges = TESTED_RANGES) -> None:
     """Warn, naming every version outside `ranges`; silent when all lie inside.
 
     A version that was named in an earlier warning of this process is not named again.
     """
-    problems = (_outside(tested) for tested in ranges)
-    outside = [problem for problem in problems if problem and problem not in _named]
+    outside = [problem for problem in _outside(ranges) if problem not in _named]
     if outside:
         _named.update(outside)
         warnings.warn(
@@ -67,26 +43,20 @@ def warn_outside_tested_range(ranges: Sequence[TestedRange] = TESTED_RANGES) -> 
         )
 
 
-def _outside(tested: TestedRange) -> str | None:
-    installed = _installed(tested.name)
-    if installed is None or tested.includes(installed):
-        return None
-    return f"{tested.name} {installed} (tested: {tested})"
+def _outside(ranges: Ranges) -> Iterator[str]:
+    for name, (minimum, below) in ranges.items():
+        # A missing one is left to the import that needs it, which fails with the better message.
+        with suppress(PackageNotFoundError):
+            installed = platform.python_version() if name == "python" else version(name)
+            if not is_inside(installed, minimum, below):
+                yield f"{name} {installed} (tested: >={minimum},<{below})"
 
 
-def _installed(name: str) -> str | None:
-    if name == "python":
-        return platform.python_version()
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None  # The import that needs it fails with the better message.
+def is_inside(installed: str, minimum: str, below: str) -> bool:
+    """Whether a version lies in the range; local and pre-release suffixes do not count."""
+    return _release(minimum) <= _release(installed) < _release(below)
 
 
 def _release(text: str) -> tuple[int, ...]:
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match.group().split(".")) if match else ()
-
-
-def _dotted(parts: tuple[int, ...]) -> str:
-    return ".".join(map(str, parts))

@@ -107,33 +107,27 @@ class CompressionSchedule(Callback):
                 f" them, or begin densities at step {end}."
             )
 
-    def check_exchange(self, options: ExchangeOptions) -> None:
-        """Refuses densities that `options` would not allow from the first step on.
+    def check_use(self, planner: FusionPlanner, options: ExchangeOptions) -> None:
+        """Refuses what would not go with all codecs that `options.codec` becomes.
 
         Raises:
-            ValueError: Naming the density and what to set.
+            ValueError: For densities that `options` would not allow from the first step on, and a
+                planner that would measure steps of another codec than most will have.
         """
-        for step, density in self._densities.items():
-            if options.codec is not None:
-                try:
-                    replace(options, codec=options.codec.at_density(density))
-                except ValueError as error:
-                    raise ValueError(f"densities={{{step}: {density}}}: {error}") from error
-
-    def check_planner(self, planner: FusionPlanner, codec: Compressor | None) -> None:
-        """Refuses a planner that would measure steps of another codec than most will have.
-
-        Raises:
-            ValueError: Naming one that does not.
-        """
-        warms_up = codec is not None and codec.warm_up_steps
-        changes = self._dense_steps or self._densities or warms_up
+        codec = options.codec
+        assert codec is not None
+        changes = self._dense_steps or self._densities or codec.warm_up_steps
         if isinstance(planner, BayesianFusion) and changes:
             raise ValueError(
                 "fusion='bayesian' measures the first steps, in which the compression schedule"
                 " sends other bytes than later. Use fusion='mergecomp', which measures the"
                 " compressor itself, or 'threshold'."
             )
+        for step, density in self._densities.items():
+            try:
+                replace(options, codec=codec.at_density(density))
+            except ValueError as error:
+                raise ValueError(f"densities={{{step}: {density}}}: {error}") from error
 
     def connect(self, get_pipeline: Callable[[], Pipeline | None] | None) -> None:
         """Says where the pipeline of the fit is, None outside one; without a function, nowhere."""

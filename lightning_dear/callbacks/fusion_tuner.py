@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_dear.compression import Compressor
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.planning import BucketPlan, SearchingPlanner
+from lightning_dear.planning import BucketPlan, FusionPlanner, SearchingPlanner
 from lightning_dear.tuning.tuner import Tuning
 
 
@@ -35,6 +35,7 @@ class FusionTuner(Callback):
         self, planner: SearchingPlanner, get_pipeline: Callable[[], Pipeline | None]
     ) -> None:
         self._planner = planner
+        self._option = option_of(planner)
         self._get_pipeline = get_pipeline
         self._tuning: Tuning | None = None
         self._found: dict[str, Any] | None = None
@@ -55,10 +56,6 @@ class FusionTuner(Callback):
     def is_searching(self) -> bool:
         """Whether the search has begun and not ended."""
         return self._tuning is not None and self._tuning.is_searching
-
-    @property
-    def _option(self) -> str:
-        return f"fusion={getattr(self._planner, 'name', type(self._planner).__name__)!r}"
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -116,6 +113,11 @@ class FusionTuner(Callback):
         self._found = state_dict["plan"]
         # Of before it was noted.
         self._found_by = state_dict.get("planner", description_of(self._planner))
+
+
+def option_of(planner: FusionPlanner) -> str:
+    """What a user has written to get `planner`, for messages."""
+    return f"fusion={getattr(planner, 'name', type(planner).__name__)!r}"
 
 
 def description_of(planner: SearchingPlanner, codec: Compressor | None = None) -> str:

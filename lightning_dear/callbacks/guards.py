@@ -17,32 +17,24 @@ from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.callbacks.monitor import DearMonitor
 from lightning_dear.callbacks.timeline import TimelineCallback
 
-_NON_READERS: frozenset[type[Callback]] = frozenset(
-    {
-        CompressionSchedule,
-        DearMonitor,
-        FusionTuner,
-        TimelineCallback,
-        *(
-            getattr(lightning_callbacks, name)
-            for name in (
-                "DeviceStatsMonitor",
-                "EarlyStopping",
-                "GradientAccumulationScheduler",
-                "LearningRateMonitor",
-                "ModelCheckpoint",
-                "ModelSummary",
-                "OnExceptionCheckpoint",
-                "RichModelSummary",
-                "RichProgressBar",
-                "TQDMProgressBar",
-                "ThroughputMonitor",
-                "Timer",
-            )
-            if hasattr(lightning_callbacks, name)
-        ),
-    }
-)
+_NON_READERS: set[type[Callback]] = {
+    CompressionSchedule,
+    DearMonitor,
+    FusionTuner,
+    TimelineCallback,
+    lightning_callbacks.DeviceStatsMonitor,
+    lightning_callbacks.EarlyStopping,
+    lightning_callbacks.GradientAccumulationScheduler,
+    lightning_callbacks.LearningRateMonitor,
+    lightning_callbacks.ModelCheckpoint,
+    lightning_callbacks.ModelSummary,
+    lightning_callbacks.OnExceptionCheckpoint,
+    lightning_callbacks.RichModelSummary,
+    lightning_callbacks.RichProgressBar,
+    lightning_callbacks.TQDMProgressBar,
+    lightning_callbacks.ThroughputMonitor,
+    lightning_callbacks.Timer,
+}
 """Callbacks of which we know that their batch hooks read weights through `state_dict()` or not at
 all. Waiting before every callback would undo the overlap, since progress bars override the same
 hooks."""
@@ -82,15 +74,11 @@ class CompletionGuard(Callback):
     def _find_reader(
         self, hook: str, callbacks: list[Callback], module: LightningModule
     ) -> str | None:
-        readers: list[Any] = [
-            callback
-            for callback in callbacks
+        for one in (*callbacks, module):
             # By exact class: what a subclass of a known one reads is not known.
-            if callback is not self and type(callback) not in _NON_READERS
-        ]
-        for reader in (*readers, module):
-            if is_overridden(hook, reader):
-                return type(reader).__name__
+            is_known = one is self or type(one) in _NON_READERS
+            if not is_known and is_overridden(hook, one):
+                return type(one).__name__
         return None
 
     @override

@@ -69,8 +69,7 @@ class TimelineCallback(Callback):
 
     def _write(self, trainer: Trainer) -> None:
         timeline, self._timeline = self._timeline, None
-        if timeline is None:
-            return
+        assert timeline is not None
         trainer.strategy.timeline = None  # type: ignore[attr-defined]
         timeline.finish()
         if trainer.is_global_zero:

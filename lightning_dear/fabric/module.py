@@ -6,7 +6,7 @@ import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -17,8 +17,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dear.callbacks.fusion_tuner import option_of
+from lightning_dear.compression import Compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.planning import FusionPlanner, SearchingPlanner
 
 _PART = "_lightning_dear_part"
 """Attribute of an optimizer that was set up."""
@@ -161,6 +164,64 @@ def _warn_of_mixture(error: Exception) -> None:
         " may be a mixture of two steps.",
         stacklevel=2,
     )
+
+
+# --- what is refused beside what a Trainer's strategy refuses -------------------------------------
+
+
+def check_without_trainer(fusion: FusionPlanner, codec: Compressor | None) -> None:
+    """Refuses what only Lightning's Trainer allows, which says where a step ends and counts them.
+
+    Raises:
+        ValueError: Naming what to use.
+    """
+    if isinstance(fusion, SearchingPlanner):
+        raise ValueError(
+            f"{option_of(fusion)} measures training steps, which works under a Trainer only. Use"
+            " fusion='threshold', or a plan that a Trainer has found: strategy.save_plan(path)"
+            " there, fusion=FixedPlan(path) here."
+        )
+    if codec is not None and codec.warm_up_steps:
+        raise ValueError(
+            f"warm_up_steps of {codec.name} needs a Trainer, which counts steps; under Fabric leave"
+            " it out."
+        )
+
+
+def check_apart(module: Module, trained: Sequence[DearModule]) -> None:
+    """Refuses a module that has parameters in common with another one that is being trained.
+
+    Raises:
+        ValueError: Naming a parameter and what to do.
+    """
+    owner = {id(p): one for one in trained for p in one.module.parameters()}
+    for name, parameter in module.named_parameters():
+        if id(parameter) in owner:
+            other = type(owner[id(parameter)].module).__name__
+            raise ValueError(
+                f"'{name}' of this {type(module).__name__} is a parameter of the {other} that was"
+                " set up before, and strategy='dear' trains each parameter in one place. Set up one"
+                " module that holds both, with all optimizers: fabric.setup(module, *optimizers)."
+            )
+
+
+def check_have_optimizer(module: Module, trained: Sequence[DearModule]) -> None:
+    """Refuses gradients in a module that was set up without an optimizer.
+
+    Raises:
+        RuntimeError: Naming a parameter and what to do.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            continue
+        if any(parameter is own for one in trained for own in one.module.parameters()):
+            continue
+        raise RuntimeError(
+            f"'{name}' of a {type(module).__name__} that was set up without an optimizer has a"
+            " gradient, which strategy='dear' would not average over ranks. To train it, set up"
+            " both together: model, optimizer = fabric.setup(model, optimizer). Otherwise call it"
+            " under torch.no_grad() or freeze it: module.requires_grad_(False)."
+        )
 
 
 # --- optimizers -----------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,83 +17,54 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor, device
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dear.checkpoint.format import KEY, stamp
 from lightning_dear.collectives.factory import new_collectives
-from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
+from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.exchange.options import ExchangeOptions, default_gather
-from lightning_dear.fabric.access import FabricAccess
-from lightning_dear.fabric.checkpoints import FabricCheckpoints
-from lightning_dear.fabric.checks import (
+from lightning_dear.fabric.module import (
+    DearModule,
     check_apart,
-    check_fabric_precision,
     check_have_optimizer,
-    check_no_schedule,
-    check_no_search,
-    refuse_lone_optimizer,
+    check_without_trainer,
+    finish_at_exit,
+    finishing,
+    part_of,
 )
-from lightning_dear.fabric.module import DearModule, finish_at_exit, finishing, part_of
-from lightning_dear.planning import FusionPlanner, resolve_fusion
-from lightning_dear.registration import START_METHODS
-from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO
-from lightning_dear.strategy.dear import DEFAULT_TIMEOUT
-from lightning_dear.strategy.module_states import check_module_states
-from lightning_dear.strategy.precision import loss_scale
-from lightning_dear.strategy.refusals import (
-    check_optimizers,
-    check_options,
-    say_what_is_gathered,
-    warn_of_lag,
-)
+from lightning_dear.planning import BucketPlan, FusionPlanner
+from lightning_dear.strategy import refusals
+from lightning_dear.strategy.base import DEFAULT_TIMEOUT, PipelineStrategy
+from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
+from lightning_dear.strategy.connections import tell_loss_scale, unwrapped
+from lightning_dear.telemetry.statistics import StepStatistics
 
 # Since Lightning 2.6 schedulers are set up as well.
 _SETS_UP_SCHEDULERS = (
     "scheduler" in inspect.signature(DDPStrategy.setup_module_and_optimizers).parameters
 )
 
-
 _MAX_OPTIMIZERS = 128
 """Numbers of optimizers whose messages are told apart."""
 
 
-class DearFabricStrategy(FabricAccess, FabricCheckpoints):
+class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     """`lightning_dear.DearStrategy` for Fabric: the same engine and the same weights.
 
     Every `fabric.setup(model, *optimizers)` makes a pipeline of its own. The model is trained for
     as long as what `fabric.setup` returned for it lives.
 
     Args:
-        accelerator: As in `DDPStrategy`, and so are the other host options.
-        parallel_devices: Devices of this node's ranks.
-        cluster_environment: Who starts the processes.
-        checkpoint_io: Reads and writes checkpoints.
-        precision: 32, 16 or bf16 (mixed or true), or 64 bits. 16-bit parameters are stepped as fp32
-            masters, which DDP does not do.
-        compressor: "none", or what encodes gradients: a name ("bf16", "int8", "topk", ...) or an
-            instance from `lightning_dear.compression`; see docs/compressors.md.
-        fusion: "threshold", "none", "single", or a planner from `lightning_dear.planning` that
-            needs no measurements.
-        bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
-        gather: What travels back: "parameters", or "gradients", for optimizers that need to see
-            whole tensors (Adafactor, Muon, LARS): every rank then steps all of them, each bucket
-            when forward reads it, and has the whole optimizer state. None: parameters, unless the
-            compressor can send gradients only.
-        gather_depth: Most all-gathers in flight at once; None: all of a step. With gloo only.
-        broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.
-        audit: Whether to look at every read of every forward, and raise where a parameter is read
-            while it is still being gathered. Slow; for finding such a read.
-        find_unused_parameters: Accepted and unnecessary: unused parameters always work.
-        process_group_backend: "gloo" or "nccl"; None: by device.
-        timeout: Of a collective; a rank that waits longer raises.
-        start_method: "popen", "spawn", "fork" or "forkserver".
-        **ddp_options: None of `DDPStrategy`'s other options applies; each is refused by name.
+        precision: As `precision_plugin` of `lightning_dear.DearStrategy`, where all other options
+            are described too.
+        fusion: As there, without the planners that need measurements.
+        **ddp_options: Options that need a Trainer, or of `DDPStrategy`; each is refused by name.
 
     Raises:
         ValueError: For unknown names (the message lists the valid ones) and impossible options.
@@ -119,14 +91,9 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        check_options(ddp_options, inspect.signature(DearFabricStrategy).parameters)
-        codec = resolve_compressor(compressor)
-        self._gather = gather
-        chosen = gather or default_gather(codec)
-        self._options = ExchangeOptions(chosen, gather_depth, codec=codec)
-        self._fusion = resolve_fusion(fusion, bucket_cap_mb)
-        check_no_search(self._fusion)
-        check_no_schedule(codec)
+        refusals.check_options(ddp_options, inspect.signature(DearFabricStrategy).parameters)
+        self._take_options(compressor, fusion, bucket_cap_mb, gather, gather_depth)
+        check_without_trainer(self._fusion, self._options.codec)
         self._broadcast_buffers = broadcast_buffers
         self._audit = audit
         self._setups: list[weakref.ref[DearModule]] = []
@@ -164,42 +131,40 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
     @override
     def setup_module(self, module: Module) -> DearModule:  # type: ignore[override]
         """For inference: all ranks get rank 0's weights. Collective, blocks."""
-        check_module_states(module)
+        refusals.check_module_states(module)
         _sync(module, self.world_size)
         return self._remember(DearModule(module))
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refuses: the optimizer must come together with its module."""
-        refuse_lone_optimizer(optimizer)
+        """Refuses: the optimizer must come together with its module.
+
+        Raises:
+            RuntimeError: Always, saying what to call.
+        """
+        raise RuntimeError(
+            f"strategy='dear' must know the model and its {type(optimizer).__name__} together,"
+            " since it steps on shards of the model's parameters: call model, optimizer ="
+            " fabric.setup(model, optimizer) in place of setup_module and setup_optimizers."
+        )
 
     @override
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> Any:
         """Makes a pipeline. A training of the same module ends first. Collective, blocks."""
-        check_fabric_precision(self.precision)
-        check_optimizers(optimizers, self.precision)  # type: ignore[arg-type]
-        check_module_states(module)
-        say_what_is_gathered(self._gather, self._options)
-        warn_of_lag(self._options)
+        refusals.check_precision(self.precision)
+        refusals.check_optimizers(optimizers, self.precision)
+        refusals.check_module_states(module)
         collectives = new_collectives(self.root_device, self._timeout)
         others = [one.pipeline for one in self._trained if one.module is not module]
         num_others = sum(len(other.parts) for other in others)
         self._options.check(collectives, len(optimizers) + num_others)
         states = self._end_training_of(module)
         check_apart(module, self._trained)
-        pipeline = Pipeline(
-            module,
-            optimizers,
-            collectives,
-            self._fusion,
-            broadcast_buffers=self._broadcast_buffers,
-            audit=self._audit,
-            options=self._options,
-            # Keeps messages apart whose backwards mix in another order per rank.
-            first_number=self._num_optimizers % _MAX_OPTIMIZERS,
-        )
+        # Numbered on: keeps messages apart whose backwards mix in another order per rank.
+        number = self._num_optimizers % _MAX_OPTIMIZERS
+        pipeline = self._new_pipeline(module, optimizers, collectives, number)
         for one in [*others, pipeline] if others else []:
             one.hold_back()
         pipeline.refuse_early("under Fabric nobody says which backward belongs to which step")
@@ -214,11 +179,12 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
 
     def _end_training_of(self, module: Module) -> dict[Optimizer, dict[str, Any]]:
         """Ends it, if there is one; returns its optimizers' whole states."""
-        states = {}
+        states: dict[Optimizer, dict[str, Any]] = {}
         for one in self._trained:
             if one.module is module:
-                for part in one.pipeline.parts:
-                    states[part.optimizer] = part.optimizer_state_dict()
+                states |= {
+                    part.optimizer: part.optimizer_state_dict() for part in one.pipeline.parts
+                }
                 one.end()
         return states
 
@@ -229,12 +195,10 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
 
     def _connect_scaler(self, pipeline: Pipeline) -> None:
         scaler = getattr(self.precision, "scaler", None)
-        if scaler is None:
-            return
-        if "unscale_" not in scaler.__dict__:
-            scaler.unscale_ = partial(_unscale, scaler.unscale_)
-        for part in pipeline.parts:
-            part.plans.loss_scale = partial(loss_scale, scaler, self.root_device)
+        if scaler is not None:
+            if "unscale_" not in scaler.__dict__:
+                scaler.unscale_ = partial(_unscale, scaler.unscale_)
+            tell_loss_scale(scaler, pipeline)
 
     # --- training ---------------------------------------------------------------------------
 
@@ -295,22 +259,113 @@ class DearFabricStrategy(FabricAccess, FabricCheckpoints):
         self.precision.unscale_gradients(optimizer)
         part.clip_by_value(float(clip_val))
 
+    # --- checkpoints: files that "ddp" loads, at any world size, and the other way round --------
+
+    @override
+    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
+        self.complete_parameters("state_dict")
+        return super().get_module_state_dict(_plain(module))
+
+    @override
+    def load_module_state_dict(
+        self, module: Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        self.complete_parameters("load_state_dict")
+        super().load_module_state_dict(_plain(module), dict(state_dict), strict=strict)
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state in torch's format, on every rank. Collective, blocks."""
+        part = part_of(unwrapped(optimizer))
+        return (
+            super().get_optimizer_state(optimizer) if part is None else part.optimizer_state_dict()
+        )
+
+    @override
+    def save_checkpoint(
+        self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Writes torch's ordinary format, and the format number. All ranks call; blocks."""
+        if any(isinstance(one, (DearModule, Optimizer)) for one in state.values()):
+            state = dict(state)
+            stamp(state)
+        super().save_checkpoint(path, state, *args, **kwargs)
+
+    @override
+    def load_checkpoint(
+        self, path: str | Path, state: Any = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Every rank reads the file, into `state`. Blocks.
+
+        Returns:
+            What of the file is not in `state`; everything if there is no `state`.
+
+        Raises:
+            ValueError: If the file's format number is unknown; nothing is changed then.
+        """
+        plain = self.checkpoint_io
+        self.checkpoint_io = _CheckingIO(plain)
+        try:
+            rest = super().load_checkpoint(path, state, *args, **kwargs)
+        finally:
+            self.checkpoint_io = plain
+        if state:
+            rest.pop(KEY, None)
+        return rest
+
     def __getstate__(self) -> dict[str, Any]:
         """For launchers that pickle the strategy: process groups and works stay behind."""
         return {**self.__dict__, "_setups": []}
 
-    @classmethod
+    # --- for users, beside what `PipelineStrategy` has ------------------------------------------
+
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
-        for name, start_method in START_METHODS.items():
-            strategy_registry.register(
-                name,
-                cls,
-                description=f"DeAR data parallel with `start_method` '{start_method}'",
-                override=True,
-                start_method=start_method,
-            )
+    def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
+        trained = self._trained
+        if not trained:
+            raise RuntimeError("Nothing is being trained; call fabric.setup(model, optimizer).")
+        if optimizer is not None:
+            own = unwrapped(optimizer)
+            trained = [one for one in trained if one.trains(own)]
+            if not trained:
+                raise ValueError(f"This {type(own).__name__} was not set up, or has ended.")
+        if len(trained) > 1:
+            raise ValueError("Several models were set up; pass the optimizer of one of them.")
+        pipeline: Pipeline = trained[0].pipeline
+        return pipeline
+
+    def encoding_figures(self, optimizer: Optimizer | None = None) -> dict[str, Tensor | float]:
+        """What the compressor saves and leaves over; empty without one. Local, no wait.
+
+        See `OptimizerPipeline.encoding_figures`.
+
+        Args:
+            optimizer: Of which parameters; not needed where there is one.
+        """
+        return self._part(optimizer).encoding_figures()
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The buckets of the only model's first optimizer; None before its first step."""
+        return self.pipeline_of().parts[0].plan
+
+    @property
+    def statistics(self) -> StepStatistics:
+        """What the last optimizer step of the only model cost."""
+        return self.pipeline_of().statistics
+
+    @property
+    @override
+    def _pipelines(self) -> Sequence[Pipeline]:
+        return [one.pipeline for one in self._trained]
+
+    @property
+    def _trained(self) -> list[Any]:
+        return [module for module in self._all if module.pipeline is not None]
+
+    @property
+    def _all(self) -> list[DearModule]:
+        return [module for ref in self._setups if (module := ref()) is not None]
 
 
 class _DearBackwardSyncControl(_BackwardSyncControl):
@@ -331,6 +386,18 @@ class _FinishingLauncher(_MultiProcessingLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return super().launch(partial(finishing, function), *args, **kwargs)
+
+
+class _CheckingIO(_WrappingCheckpointIO):
+    """Loads as another does, and refuses what a later version of this package wrote."""
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return checked(super().load_checkpoint(*args, **kwargs))
+
+
+def _plain(module: Module) -> Module:
+    return module.module if isinstance(module, DearModule) else module
 
 
 def _sync(module: Module, world_size: int) -> None:

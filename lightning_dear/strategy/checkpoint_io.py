@@ -1,4 +1,4 @@
-"""Writing a checkpoint so that a process killed meanwhile leaves the one before it whole."""
+"""Checkpoints in files: a killed process leaves the one before whole; strange ones are refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from typing_extensions import override
+
+from lightning_dear.checkpoint.format import KEY, check, forget_masters
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -49,3 +51,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def checked(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The same, as it was read from a file, without masters if another strategy wrote it.
+
+    Raises:
+        ValueError: If a later version of this package wrote it.
+    """
+    check(checkpoint)
+    if KEY not in checkpoint:
+        forget_masters(checkpoint)
+    return checkpoint

@@ -6,8 +6,8 @@ The engine does the work (`engine/pipeline.py`); here is when Lightning asks for
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
@@ -16,7 +16,6 @@ from uuid import uuid4
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
@@ -24,50 +23,32 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, device
-from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.callbacks.compression_schedule import CompressionSchedule, schedule_of
+from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.callbacks.guards import CompletionGuard, GradientGuard, gradient_readers
 from lightning_dear.checkpoint.folder import is_folder, load, remove, save
-from lightning_dear.checkpoint.format import KEY, check, forget_masters, stamp
+from lightning_dear.checkpoint.format import stamp
 from lightning_dear.collectives.factory import new_collectives
-from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
+from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.exchange.options import ExchangeOptions, default_gather
-from lightning_dear.planning import (
-    BucketPlan,
-    FusionPlanner,
-    SearchingPlanner,
-    resolve_fusion,
-    save_plan,
+from lightning_dear.planning import BucketPlan, FusionPlanner, SearchingPlanner, save_plan
+from lightning_dear.strategy import refusals
+from lightning_dear.strategy.base import DEFAULT_TIMEOUT, PipelineStrategy
+from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
+from lightning_dear.strategy.connections import (
+    answer_sigterm,
+    ask_sigterm_again,
+    connect_precision,
+    disconnect_precision,
+    unwrapped,
 )
-from lightning_dear.registration import START_METHODS
-from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO
-from lightning_dear.strategy.failures.board import FailureBoard
-from lightning_dear.strategy.failures.signals import answer_sigterm, ask_sigterm_again
-from lightning_dear.strategy.failures.watch import FailureWatch
+from lightning_dear.strategy.failures import FailureBoard, FailureWatch
 from lightning_dear.strategy.launchers import configure_launcher
-from lightning_dear.strategy.module_states import check_module_states
-from lightning_dear.strategy.precision import connect_precision, disconnect_precision, unwrapped
-from lightning_dear.strategy.refusals import (
-    check_optimizers,
-    check_options,
-    check_planner,
-    check_precision,
-    say_what_is_gathered,
-    warn_about_readers,
-    warn_of_lag,
-    why_not_early,
-)
 from lightning_dear.telemetry.statistics import StepStatistics
 from lightning_dear.telemetry.timeline import Timeline
-
-DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
 
 _NO_TIMEOUT = timedelta(minutes=30)
 """torch's own, which `timeout=None` stands for."""
@@ -75,7 +56,7 @@ _NO_TIMEOUT = timedelta(minutes=30)
 log = logging.getLogger(__name__)
 
 
-class DearStrategy(DDPStrategy):
+class DearStrategy(PipelineStrategy, DDPStrategy):
     """Data parallel training whose communication overlaps backward *and* the next forward.
 
     Gradients are reduce-scattered during backward, the optimizer steps this rank's 1/world_size of
@@ -151,25 +132,17 @@ class DearStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        check_options(ddp_options, signature(DearStrategy).parameters)
+        refusals.check_options(ddp_options, signature(DearStrategy).parameters)
         # Of the present run; before the first one, of a run without other ranks.
         self._failures = FailureWatch(FailureBoard(), timeout or _NO_TIMEOUT)
         self._is_sync_blocked = self._is_last_backward = False
         self._last_of: list[Optimizer] | None = None
-        codec = resolve_compressor(compressor)
-        self._gather = gather
-        self._schedule = schedule_of(codec, compression_schedule)
-        groups = () if self._schedule is None else self._schedule.groups
-        chosen = gather or default_gather(codec, groups)
-        self._options = ExchangeOptions(chosen, gather_depth, decouple, codec, groups)
-        self._fusion = resolve_fusion(fusion, bucket_cap_mb)
-        check_planner(self._fusion, self._options)
-        if self._schedule is not None:
-            self._schedule.check_planner(self._fusion, codec)
-            self._schedule.check_exchange(self._options)
+        self._take_options(
+            compressor, fusion, bucket_cap_mb, gather, gather_depth, decouple, compression_schedule
+        )
         self._broadcast_buffers = broadcast_buffers
-        self._gradients_in_hooks = gradients_in_hooks
         self._audit = audit
+        self._gradients_in_hooks = gradients_in_hooks
         self._saves_folders = save_distributed_checkpoint
         self._pipeline: Pipeline | None = None
         super().__init__(
@@ -208,8 +181,12 @@ class DearStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
-            check_precision(self.precision_plugin)
-            self._check_checkpoint_io()
+            refusals.check_precision(self.precision_plugin)
+            if self._saves_folders and not isinstance(self.checkpoint_io, TorchCheckpointIO):
+                raise ValueError(
+                    "save_distributed_checkpoint=True writes folders itself and would not use"
+                    f" {type(self.checkpoint_io).__name__}; leave out one of them."
+                )
         super().setup(trainer)
         if is_fitting:
             self._start_pipeline(trainer)
@@ -217,35 +194,26 @@ class DearStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        check_module_states(self.model)
+        refusals.check_module_states(self.model)
         _sync_module_states(self.model)
 
     def _start_pipeline(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
         assert self.lightning_module is not None
-        check_optimizers(self.optimizers, self.precision_plugin)
-        say_what_is_gathered(self._gather, self._options)
-        warn_of_lag(self._options)
+        refusals.check_optimizers(self.optimizers, self.precision_plugin)
         before = self._pipeline.parts if self._pipeline is not None else ()
         parts = [part for part in before if part.optimizer in self.optimizers]
         states = [part.optimizer_state_dict() for part in parts]
-        self._pipeline = Pipeline(
-            self.model,
-            self.optimizers,
-            new_collectives(self.root_device, self._timeout),
-            self._fusion,
-            broadcast_buffers=self._broadcast_buffers,
-            audit=self._audit,
-            options=self._options,
-        )
+        collectives = new_collectives(self.root_device, self._timeout)
+        self._pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
         for part, state in zip(parts, states, strict=True):
             part.optimizer.load_state_dict(state)
         for wrapper in self._lightning_optimizers:
             # Its class has torch's own, which would pass the pipeline by.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         connect_precision(self.precision_plugin, self._pipeline)
-        if self._pipeline.collectives.reads_flags_freely:
-            answer_sigterm(trainer, self._pipeline.collectives.signal)
+        if collectives.reads_flags_freely:
+            answer_sigterm(trainer, collectives.signal)
         self._insert_guards(trainer)
 
     def _append_callbacks(self, trainer: pl.Trainer) -> None:
@@ -253,9 +221,8 @@ class DearStrategy(DDPStrategy):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        is_searching = isinstance(self._fusion, SearchingPlanner)
-        if is_searching and not any(isinstance(one, FusionTuner) for one in callbacks):
-            assert isinstance(self._fusion, SearchingPlanner)
+        has_tuner = any(isinstance(one, FusionTuner) for one in callbacks)
+        if isinstance(self._fusion, SearchingPlanner) and not has_tuner:
             callbacks.append(FusionTuner(self._fusion, lambda: self._pipeline))
         if self._schedule is not None:
             self._schedule.connect(lambda: self._pipeline)
@@ -270,10 +237,10 @@ class DearStrategy(DDPStrategy):
         callbacks[:] = [one for one in callbacks if not isinstance(one, guards)]
         readers = gradient_readers((*callbacks, self.lightning_module))
         assert self._pipeline is not None
-        self._pipeline.refuse_early(why_not_early(trainer, self.optimizers, readers))
+        self._pipeline.refuse_early(refusals.why_not_early(trainer, self.optimizers, readers))
         uses_buckets = self._options.uses_buckets(self._pipeline.collectives)
         if readers and self._gradients_in_hooks and uses_buckets:
-            warn_about_readers(readers)
+            refusals.warn_about_readers(readers)
             callbacks.insert(0, GradientGuard(readers, self._expose_gradients))
         callbacks.insert(0, CompletionGuard(self.complete_parameters, self.report_failure))
 
@@ -289,35 +256,23 @@ class DearStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self._pipeline is None:
-            return super().training_step(*args, **kwargs)
-        with self._pipeline.forward():
+        with nullcontext() if self._pipeline is None else self._pipeline.forward():
             return super().training_step(*args, **kwargs)
 
     @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self._pipeline is not None
         assert self.lightning_module is not None
         # Under manual optimisation any number of backwards may come before a step.
         is_last = self.lightning_module.automatic_optimization or self._is_last_backward
         synchronize = is_last and not self._is_sync_blocked
         with self._pipeline.backward(synchronize=synchronize, optimizers=self._last_of):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            return super().backward(*args, **kwargs)
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if self._pipeline is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with self._pipeline.stepping_early():
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._pipeline is None else self._pipeline.stepping_early():
+            return super().optimizer_step(*args, **kwargs)
 
     @contextmanager
     @override
@@ -338,8 +293,16 @@ class DearStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self._explaining():
+        try:
             self.complete_parameters("state_dict")
+        except RuntimeError as error:
+            board = self._failures.board
+            if not board.has_failed:
+                raise
+            raise RuntimeError(
+                f"The parameters of the last step did not all arrive ({error}), so that they cannot"
+                f" be saved. Resume from the last checkpoint. ({board.seen or 'See above.'})"
+            ) from error
         return super().lightning_module_state_dict()
 
     @override
@@ -353,7 +316,11 @@ class DearStrategy(DDPStrategy):
         optimizer = unwrapped(optimizer)
         if self._pipeline is None or optimizer not in self.optimizers:
             return super().optimizer_state(optimizer)
-        self._agree_after_failure("collect the whole optimizer state")
+        board = self._failures.board
+        if board.has_failed:
+            # Not all ranks may come: then this raises.
+            step = 0 if self.lightning_module is None else self.lightning_module.global_step
+            board.agree("collect the whole optimizer state", f"step {step}")
         if self._saves_folders:
             return self._pipeline.sharded_state_dict(optimizer)
         return self._pipeline.of(optimizer).optimizer_state_dict()
@@ -393,11 +360,7 @@ class DearStrategy(DDPStrategy):
             # Lightning 2.5 does not pass it.
             weights_only = kwargs.get("weights_only", *args[:1])
             return load(checkpoint_path, weights_only=weights_only)
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        check(checkpoint)
-        if KEY not in checkpoint:
-            forget_masters(checkpoint)
-        return checkpoint
+        return checked(super().load_checkpoint(checkpoint_path, *args, **kwargs))
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -410,18 +373,6 @@ class DearStrategy(DDPStrategy):
         if was_folder and self.is_global_zero:
             remove(path)
         return was_folder
-
-    def _check_checkpoint_io(self) -> None:
-        """Refuses a plug-in that folders would go past.
-
-        Raises:
-            ValueError: If there is one.
-        """
-        if self._saves_folders and not isinstance(self.checkpoint_io, TorchCheckpointIO):
-            raise ValueError(
-                "save_distributed_checkpoint=True writes folders itself and would not use"
-                f" {type(self.checkpoint_io).__name__}; leave out one of them."
-            )
 
     # --- failures and the end -------------------------------------------------------------------
 
@@ -452,34 +403,6 @@ class DearStrategy(DDPStrategy):
         except RuntimeError as error:
             log.warning("Not all ranks are there after the failure. %s", error)
 
-    def _agree_after_failure(self, name: str) -> None:
-        """Before a collective that may follow a failure: raises unless all ranks take part.
-
-        Args:
-            name: What the ranks want to do; stands in the error message after "Cannot".
-
-        Raises:
-            RuntimeError: Naming the ranks that came within `EXCEPTION_GRACE_S`.
-        """
-        board = self._failures.board
-        if board.has_failed:
-            step = 0 if self.lightning_module is None else self.lightning_module.global_step
-            board.agree(name, f"step {step}")
-
-    @contextmanager
-    def _explaining(self) -> Generator[None, None, None]:
-        """After a failure, says of an error within that it keeps a checkpoint from being saved."""
-        try:
-            yield
-        except RuntimeError as error:
-            board = self._failures.board
-            if not board.has_failed:
-                raise
-            raise RuntimeError(
-                f"The parameters of the last step did not all arrive ({error}), so that they cannot"
-                f" be saved. Resume from the last checkpoint. ({board.seen or 'See above.'})"
-            ) from error
-
     @override
     def teardown(self) -> None:
         try:
@@ -504,42 +427,18 @@ class DearStrategy(DDPStrategy):
         """For launchers that pickle the strategy: process groups and works stay behind."""
         return {**self.__dict__, "_pipeline": None}
 
-    @classmethod
+    # --- for users, beside what `PipelineStrategy` has: the plan, what a step cost ----------------
+
+    @property
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
-        for name, start_method in START_METHODS.items():
-            strategy_registry.register(
-                name,
-                cls,
-                description=f"DeAR data parallel with `start_method` '{start_method}'",
-                override=True,
-                start_method=start_method,
-            )
+    def _pipelines(self) -> Sequence[Pipeline]:
+        return () if self._pipeline is None else (self._pipeline,)
 
-    # --- for users: parameters, the plan, what a step cost ----------------------------------------
-
-    def complete_parameters(self, reason: str = "read") -> None:
-        """Blocks until all parameters have the values of the last step; local and idempotent.
-
-        Only needed before reading parameters through references that were taken before, such as a
-        list kept since construction; reads through modules wait by themselves.
-        """
-        if self._pipeline is not None:
-            self._pipeline.complete_parameters(reason)
-
-    def sync_replicas(self) -> None:
-        """Gives all ranks the parameters that their owners step. All ranks call; blocks.
-
-        Where a compressor encodes differences of parameters, these are a little behind; elsewhere
-        nothing changes. What was written to weights since the last step counts. Between an
-        optimizer step and the next forward.
-
-        Raises:
-            RuntimeError: See `OptimizerPipeline.prepare_state`.
-        """
-        for part in () if self._pipeline is None else self._pipeline.parts:
-            part.sync_replicas()
+    @override
+    def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
+        if self._pipeline is None:
+            raise RuntimeError("There are gradients only during fit.")
+        return self._pipeline
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -581,35 +480,6 @@ class DearStrategy(DDPStrategy):
             raise RuntimeError("A timeline can be recorded only during fit.")
         self._pipeline.timeline = timeline
 
-    # --- for users: each rank has its shard of the mean gradient ----------------------------------
-
-    def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
-        """Norm of the mean gradient as it came, from the shards of all ranks.
-
-        For `on_before_optimizer_step`, or in manual optimisation before `step()`. All ranks call;
-        blocks until the gradients are reduced.
-
-        Args:
-            optimizer: Of which parameters; not needed where there is one.
-            norm_type: p of the p-norm; `inf` for the largest absolute value.
-        """
-        return self._part(optimizer).grad_norm(norm_type)
-
-    @contextmanager
-    def whole_gradients(self, optimizer: Optimizer | None = None) -> Generator[None, None, None]:
-        """Lets `.grad` hold the mean gradient in the `with` block; what is done to it counts.
-
-        For code between backward and step that reads or changes gradients itself, in manual
-        optimisation too. Costs one all-gather. All ranks call; blocks.
-
-        Args:
-            optimizer: Of which parameters; not needed where there is one.
-        """
-        part = self._part(optimizer)
-        part.expose_gradients()
-        yield
-        part.reduce()
-
     @contextmanager
     def last_backward(self, *optimizers: Optimizer) -> Generator[None, None, None]:
         """Manual optimisation: the backward run within is the last one before `step()`.
@@ -627,15 +497,6 @@ class DearStrategy(DDPStrategy):
             yield
         finally:
             self._is_last_backward, self._last_of = before
-
-    def _part(self, optimizer: Optimizer | None) -> OptimizerPipeline:
-        if self._pipeline is None:
-            raise RuntimeError("There are gradients only during fit.")
-        if optimizer is not None:
-            return self._pipeline.of(unwrapped(optimizer))
-        if len(self._pipeline.parts) > 1:
-            raise ValueError("There are several optimizers; say of which one.")
-        return self._pipeline.parts[0]
 
 
 __all__ = ["DearStrategy"]

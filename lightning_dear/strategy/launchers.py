@@ -10,12 +10,14 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +32,12 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
-from lightning_dear.strategy.failures.board import REPORT_WAIT_S, is_consequence
-from lightning_dear.strategy.failures.signals import call_if_unheard
-from lightning_dear.strategy.failures.watch import dump_stacks, first_failure
+from lightning_dear.strategy.failures import (
+    REPORT_WAIT_S,
+    dump_stacks,
+    first_failure,
+    is_consequence,
+)
 
 if TYPE_CHECKING:
     from hydra.conf import HydraConf
@@ -54,19 +59,11 @@ BLOCKED_S = 10.0
 PARENT_VARIABLE = "LIGHTNING_DEAR_PARENT"
 """Tells a child rank the process number of rank 0."""
 
-_REPLACED_KEYS = (
-    "hydra.mode",
-    "hydra.run.",
-    "hydra.sweep.",
-    "hydra.sweeper",
-    "hydra.launcher",
-    "hydra/sweeper",
-    "hydra/launcher",
-    "hydra.output_subdir",
-    "hydra.job.name",
-    "hydra.job.num",
-    "hydra.job.id",
+_REPLACED = re.compile(
+    r"[+~]*hydra(\.(mode|run\.|sweep\.|sweeper|launcher|output_subdir|job\.(name|num|id))"
+    r"|/(sweeper|launcher))"
 )
+"""Beginnings of Hydra's own overrides that a child is given anew, or must not have."""
 
 
 def configure_launcher(strategy: Strategy) -> None:
@@ -178,12 +175,10 @@ class JobLauncher(_SubprocessScriptLauncher):
             self._watcher.start()
 
     def _end_all_when_one_fails(self) -> None:
-        codes = [process.poll() for process in self.procs]
-        while not any(codes):
-            if all(code == 0 for code in codes):
+        while not any(codes := [process.poll() for process in self.procs]):
+            if None not in codes:
                 return
             time.sleep(POLL_S)
-            codes = [process.poll() for process in self.procs]
         # The main thread now usually fails in a collective and ends in good order. One that
         # cannot, since its loop never communicates, must not keep the job alive.
         if self._is_failing.wait(GRACE_S):
@@ -210,6 +205,55 @@ class JobLauncher(_SubprocessScriptLauncher):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)
+
+
+@contextmanager
+def call_if_unheard(
+    heard: threading.Event, after_s: float, act: Callable[[], None]
+) -> Iterator[None]:
+    """Within, calls `act` if the first SIGINT or SIGTERM goes unheard.
+
+    Python runs a signal's handler in the main thread, once that thread runs Python again: never, if
+    it waits in a collective for a rank that hangs. Does nothing outside the main thread, or where
+    somebody else uses `signal.set_wakeup_fd`, such as asyncio.
+
+    Args:
+        heard: Set by what the handlers do.
+        after_s: Seconds that they have for it.
+        act: Called once, in a thread of its own.
+    """
+    if threading.current_thread() is not threading.main_thread() or _is_wakeup_taken():
+        yield
+        return
+    read_end, write_end = os.pipe()
+    # `set_wakeup_fd` refuses a descriptor that blocks.
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        has_waited = False
+        # Read to the end: whoever writes into a pipe that nobody reads is told so on stderr.
+        with os.fdopen(read_end, "rb", buffering=0) as signals:
+            while number := signals.read(1):
+                if not has_waited and number[0] in (signal.SIGINT, signal.SIGTERM):
+                    has_waited = True
+                    if not heard.wait(after_s):
+                        act()
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        heard.set()
+        os.close(write_end)
+
+
+def _is_wakeup_taken() -> bool:
+    # To be asked only by setting it.
+    before = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    return before != -1
 
 
 def print_first_failure() -> None:
@@ -269,7 +313,7 @@ def job_arguments(config: HydraConf, local_rank: int) -> list[str]:
             if source.provider == provider and source.schema == "file":
                 arguments += [flag, source.path]
     arguments += list(config.overrides.task)
-    arguments += [item for item in config.overrides.hydra if not _is_replaced(item)]
+    arguments += [item for item in config.overrides.hydra if not _REPLACED.match(item)]
     arguments += [
         "hydra.mode=RUN",
         f"hydra.run.dir={_quoted(config.runtime.output_dir)}",
@@ -320,10 +364,6 @@ def _program(cwd: Path) -> list[str]:
     return [sys.executable, str(script)]
 
 
-def _is_replaced(override_item: str) -> bool:
-    return override_item.lstrip("+~").startswith(_REPLACED_KEYS)
-
-
 def _quoted(value: str) -> str:
     escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
@@ -346,10 +386,7 @@ class ReportingLauncher(_MultiProcessingLauncher):
 
 
 def _reporting(
-    report: Callable[[BaseException], None],
-    function: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    report: Callable[[BaseException], None], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     try:
         return function(*args, **kwargs)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
+from lightning.fabric.plugins import precision as fabric_precision
+from lightning.pytorch.plugins import precision as trainer_precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_dear.callbacks.fusion_tuner import option_of
+from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.compression import class_with
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
@@ -78,7 +78,9 @@ def _guess(option: str, own: Iterable[str]) -> str:
     return f"unknown option; is {close[0]} meant?" if close else "unknown option"
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], precision: Precision) -> None:
+def check_optimizers(
+    optimizers: Sequence[Optimizer], precision: fabric_precision.Precision
+) -> None:
     """Refuses optimizers that are none, or that cannot work with the precision.
 
     Raises:
@@ -123,10 +125,14 @@ def warn_of_lag(options: ExchangeOptions) -> None:
         )
 
 
-_PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+_PRECISIONS = {
+    getattr(plugins, name)
+    for plugins in (fabric_precision, trainer_precision)
+    for name in ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
+}
 
 
-def check_precision(precision: Precision) -> None:
+def check_precision(precision: fabric_precision.Precision) -> None:
     """Refuses precision plug-ins that replace layers or parameters.
 
     Raises:
@@ -147,35 +153,59 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
     Raises:
         ValueError: Naming what to use.
     """
-    if isinstance(fusion, SearchingPlanner) and options.all_reduces:
-        what = "decouple=False" if options.codec is None else options.codec.name
+    if not isinstance(fusion, SearchingPlanner):
+        return
+    option, codec = option_of(fusion), options.codec
+    if options.all_reduces:
+        what = "decouple=False" if codec is None else codec.name
         raise ValueError(
-            f"fusion={getattr(fusion, 'name', type(fusion).__name__)!r} plans reduce-scatters and"
-            f" all-gathers, and {what} makes all-reduces instead. Use fusion='threshold', 'none' or"
+            f"{option} plans reduce-scatters and all-gathers, and {what} makes all-reduces instead."
+            " Use fusion='threshold', 'none' or 'single' with it."
+        )
+    if options.is_scattered:
+        assert codec is not None
+        raise ValueError(
+            f"{option} tries plans, and with each of them {codec.name} would begin with other"
+            " thresholds and regions, and send other bytes. Use fusion='threshold', 'none' or"
             " 'single' with it."
         )
-    if isinstance(fusion, SearchingPlanner) and options.is_scattered:
-        assert options.codec is not None
+    if codec is not None and not getattr(fusion, "plans_for_codecs", False):
         raise ValueError(
-            f"fusion={getattr(fusion, 'name', type(fusion).__name__)!r} tries plans, and with each"
-            f" of them {options.codec.name} would begin with other thresholds and regions, and send"
-            " other bytes. Use fusion='threshold', 'none' or 'single' with it."
+            f"{option} plans from the time that gradients take as they are, and {codec.name}"
+            " encodes them. Use fusion='mergecomp', which knows what that costs, 'bayesian', which"
+            " measures, or 'threshold', 'none' or 'single' with it."
         )
-    plans_for_codecs = getattr(fusion, "plans_for_codecs", False)
-    if isinstance(fusion, SearchingPlanner) and options.codec is not None and not plans_for_codecs:
-        raise ValueError(
-            f"fusion={getattr(fusion, 'name', type(fusion).__name__)!r} plans from the time that"
-            f" gradients take as they are, and {options.codec.name} encodes them. Use"
-            " fusion='mergecomp', which knows what that costs, 'bayesian', which measures, or"
-            " 'threshold', 'none' or 'single' with it."
-        )
-
     if isinstance(fusion, PredictingPlanner) and options.groups:
         raise ValueError(
-            f"fusion={fusion.name!r} plans with the costs of one compressor, and compressors= of"
-            " the compression schedule has others for some parameters. Use fusion='threshold' with"
-            " it."
+            f"{option} plans with the costs of one compressor, and compressors= of the compression"
+            " schedule has others for some parameters. Use fusion='threshold' with it."
         )
+
+
+def check_module_states(module: Module) -> None:
+    """Refuses ranks whose parameters or buffers differ in name, shape or dtype. Collective, blocks.
+
+    To be called before rank 0's values are broadcast: a broadcast into tensors of another size ends
+    a process at once, without a word.
+
+    Raises:
+        ValueError: On every rank alike, naming the first difference.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    own = {name: f"shape {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in tensors}
+    first, *others = from_all_ranks(own)
+    for rank, report in enumerate(others, start=1):
+        pairs = zip_longest(first.items(), report.items()) if report != first else ()
+        for left, right in pairs:
+            if left != right:
+                raise ValueError(
+                    f"Ranks hold different models: rank 0 has {_words(left)}, rank {rank} has"
+                    f" {_words(right)}. Build the same model on every rank."
+                )
+
+
+def _words(named: tuple[str, str] | None) -> str:
+    return f"'{named[0]}' ({named[1]})" if named else "no more tensors"
 
 
 _STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward")

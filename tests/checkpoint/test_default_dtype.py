@@ -20,7 +20,7 @@ from lightning_dear.compression import (
     RandomK,
     TopK,
 )
-from lightning_dear.strategy.precision import loss_scale
+from lightning_dear.strategy.connections import loss_scale
 from tests.distributed.harness import distributed
 from tests.exchange.test_coded import coded
 from tests.training.linear import Run

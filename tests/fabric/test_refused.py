@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import nn
 
+from lightning_dear import DearStrategy
 from lightning_dear.fabric import DearFabricStrategy
 from lightning_dear.registration import START_METHODS
 from tests.distributed.harness import distributed
@@ -58,6 +60,17 @@ def test_one_process_has_no_launcher() -> None:
 def test_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DearFabricStrategy(**options)
+
+
+def test_options_are_those_of_a_trainers_strategy_or_refused_with_a_reason() -> None:
+    """With the same defaults and types: they are described there alone."""
+    ours = dict(signature(DearFabricStrategy).parameters)
+    theirs = dict(signature(DearStrategy).parameters)
+    del ours["precision"], theirs["precision_plugin"]
+    assert {name: theirs[name] for name in ours} == ours
+    for name in theirs.keys() - ours.keys():
+        with pytest.raises(ValueError, match=rf"{name} \(it needs a Trainer"):
+            DearFabricStrategy(**{name: theirs[name].default})
 
 
 def _loss(fabric: Fabric, model: nn.Module) -> torch.Tensor:

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_dear import DearStrategy
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO
-from lightning_dear.strategy.failures.board import FailureBoard
+from lightning_dear.strategy.failures import FailureBoard
 from tests.distributed.calls import Raised, Returned
 from tests.distributed.harness import observe_ranks, run_ranks
 from tests.lightning.fault_script import START_TIMEOUT
@@ -198,7 +198,7 @@ def test_one_rank_alone_saves_nothing_and_waits_for_nobody(rank: int, tmp_path: 
 
 
 def _second_failure(folder: Path) -> str:
-    from lightning_dear.strategy.failures.watch import first_failure
+    from lightning_dear.strategy.failures import first_failure
 
     for error in (ValueError("first attempt"), None):
         callbacks = [] if error is None else [_Stop(error, None)]

@@ -285,17 +285,13 @@ CODED = [
     ),
     Mutation(
         "warning of weights that stay behind",
-        "DearStrategy._start_pipeline",
+        "PipelineStrategy._new_pipeline",
         "        warn_of_lag(self._options)\n",
         "",
-        (f"{LAG_WARNING}::test_rank_0_says_it_once_a_fit",),
-    ),
-    Mutation(
-        "warning of them under Fabric",
-        "DearFabricStrategy.setup_module_and_optimizers",
-        "        warn_of_lag(self._options)\n",
-        "",
-        (f"{LAG_WARNING}::test_fabric_says_it_too",),
+        (
+            f"{LAG_WARNING}::test_rank_0_says_it_once_a_fit",
+            f"{LAG_WARNING}::test_fabric_says_it_too",
+        ),
     ),
     Mutation(
         "warning of clipped votes",

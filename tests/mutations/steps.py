@@ -291,9 +291,9 @@ FLUSHES = [
     ),
     Mutation(
         "forgetting masters that nobody has stepped",
-        "CheckingIO.load_checkpoint",
-        "            forget_masters(checkpoint)\n",
-        "            pass\n",
+        "checked",
+        "        forget_masters(checkpoint)\n",
+        "        pass\n",
         (
             "tests/fabric/test_checkpoints.py"
             "::test_masters_that_another_strategy_has_not_stepped_are_forgotten",

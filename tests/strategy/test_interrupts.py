@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_dear.strategy.failures.signals import call_if_unheard
+from lightning_dear.strategy.launchers import call_if_unheard
 
 
 @pytest.fixture

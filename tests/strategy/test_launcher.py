@@ -20,7 +20,7 @@ from omegaconf import read_write
 
 from lightning_dear.paths import conf_dir
 from lightning_dear.strategy import launchers
-from lightning_dear.strategy.failures.board import Failure
+from lightning_dear.strategy.failures import Failure
 from lightning_dear.strategy.launchers import (
     JobLauncher,
     configure_launcher,
@@ -236,7 +236,7 @@ def test_a_launch_after_a_failed_one_is_watched_again(make_launcher, monkeypatch
 _CHILD = """
 import time
 from lightning_dear.strategy import launchers
-from lightning_dear.strategy.failures.board import Failure
+from lightning_dear.strategy.failures import Failure
 launchers.GRACE_S = 0.1
 launchers.watch_parent()
 print("watching", flush=True)

@@ -9,16 +9,20 @@ Nothing here raises because the store is gone, and nothing waits longer than it 
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
-from lightning_dear.collectives.store import default_store
+from lightning_dear.collectives.store import default_store, new_store_client
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,9 @@ REPORT_WAIT_S = 2.0
 
 STORE_WAIT_S = 2.0
 """Seconds after which the store counts as gone."""
+
+WATCH_POLL_S = 0.5
+"""Seconds between two looks at the board; each is one small message to the store."""
 
 POLL_S = 0.05
 
@@ -107,10 +114,8 @@ class FailureBoard:
 
         Blocks for at most about `2 * REPORT_WAIT_S`.
         """
-        if self.has_failed:
-            return
-        self.has_failed = True
-        if self.world_size == 1:
+        has_failed, self.has_failed = self.has_failed, True
+        if has_failed or self.world_size == 1:
             return
         self.report(self.rank, exception)
         self.blame(exception)
@@ -133,12 +138,6 @@ class FailureBoard:
             return True
 
         self._ask(write)
-
-    def first(self) -> Failure | None:
-        """The first failure with a cause of its own; None if there is none, or no store."""
-        if self.seen is None:
-            self._ask(self.read)
-        return self.seen
 
     def read(self, store: Any) -> bool:
         """Looks for the first failure in `store` and keeps it in `seen`; whether there is one.
@@ -221,68 +220,61 @@ class FailureBoard:
         return answer
 
     def _poll(self, question: Callable[[Any], bool], timeout_s: float) -> bool | None:
-        def wait(store: Any) -> bool:
-            end = time.monotonic() + timeout_s
-            while not (answer := question(store)) and time.monotonic() < end:
-                time.sleep(POLL_S)
-            return answer
-
-        return self._ask(wait, timeout_s + STORE_WAIT_S)
+        return self._ask(
+            lambda store: _wait_until(lambda: question(store), timeout_s), timeout_s + STORE_WAIT_S
+        )
 
     def _without(self, store: Any, what: str) -> list[int]:
         return [r for r in range(self.world_size) if not store.check([self._key(what, r)])]
 
     def _all_others_know(self, store: Any) -> bool:
-        unaware = set(self._without(store, "alive")) & set(self._without(store, "failed"))
-        return not unaware
+        return not set(self._without(store, "alive")) & set(self._without(store, "failed"))
 
     def _suspicion(self) -> str:
-        silent = self._ask(lambda store: self._without(store, "failed"))
-        mute = self._ask(lambda store: self._without(store, "alive"))
-        if silent is None or mute is None:
+        found = self._ask(lambda store: [self._without(store, one) for one in ("failed", "alive")])
+        if found is None:
             return self._suspected or (
                 "No rank's report can be read, since rank 0, which keeps them, is gone: see what"
                 " rank 0 printed last, and whether it was killed (out of memory)."
             )
-        sentence = _suspect(silent, [rank for rank in silent if rank in mute])
+        silent, mute = found
+        if dead := [rank for rank in silent if rank in mute]:
+            sentence = f"Ranks {dead} are gone without a report: were they killed (out of memory)?"
+        elif silent:
+            sentence = (
+                f"Ranks {silent} did not come to a collective: see what they do or printed last."
+            )
+        else:
+            sentence = "No rank has reported a cause of its own: see what each printed first."
         self._ask(lambda store: store.set(self._key("suspicion"), sentence) is None)
         return sentence
 
     def _verdict(self, store: Any, key: str, state: str, timeout_s: float) -> str:
         store.set(f"{key}/{self.rank}", state)
         marks = [f"{key}/{rank}" for rank in range(self.world_size)]
-        end = time.monotonic() + timeout_s
-        verdict = ""
-        while not verdict:
-            if store.check([f"{key}/verdict"]):
-                verdict = "read"
-            elif store.check(marks):
-                states = [store.get(mark).decode() for mark in marks]
-                verdict = "yes" if len(set(states)) == 1 else f"ranks stand at {states}"
-            elif time.monotonic() > end:
-                came = [rank for rank, mark in enumerate(marks) if store.check([mark])]
-                verdict = f"only ranks {came} of {self.world_size} came within {timeout_s:g} s"
-            else:
-                time.sleep(POLL_S)
+        decision = f"{key}/verdict"
+        _wait_until(lambda: store.check([decision]) or store.check(marks), timeout_s)
+        if store.check(marks):
+            states = [store.get(mark).decode() for mark in marks]
+            verdict = "yes" if len(set(states)) == 1 else f"ranks stand at {states}"
+        else:
+            came = [rank for rank, mark in enumerate(marks) if store.check([mark])]
+            verdict = f"only ranks {came} of {self.world_size} came within {timeout_s:g} s"
         # Whoever decides first decides for all.
-        decided: str = store.compare_set(f"{key}/verdict", "", verdict).decode()
+        decided: str = store.compare_set(decision, "", verdict).decode()
         store.set(f"{key}/heard/{self.rank}", "1")
-        heard = [f"{key}/heard/{rank}" for rank in range(self.world_size)]
-        end = time.monotonic() + REPORT_WAIT_S
-        # The store ends with rank 0; those who came must have heard before.
-        while self.rank == 0 and decided == "yes" and time.monotonic() < end:
-            if store.check(heard):
-                break
-            time.sleep(POLL_S)
+        if self.rank == 0 and decided == "yes":
+            # The store ends with rank 0; those who came must have heard before.
+            heard = [f"{key}/heard/{rank}" for rank in range(self.world_size)]
+            _wait_until(lambda: store.check(heard), REPORT_WAIT_S)
         return decided
 
 
-def _suspect(silent: list[int], dead: list[int]) -> str:
-    if dead:
-        return f"Ranks {dead} are gone without a report: were they killed (out of memory)?"
-    if silent:
-        return f"Ranks {silent} did not come to a collective: see what they do or printed last."
-    return "No rank has reported a cause of its own: see what each printed first."
+def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
+    end = time.monotonic() + timeout_s
+    while not (answer := is_so()) and time.monotonic() < end:
+        time.sleep(POLL_S)
+    return answer
 
 
 def _bounded(call: Callable[[], T], timeout_s: float) -> T | None:
@@ -298,3 +290,91 @@ def _bounded(call: Callable[[], T], timeout_s: float) -> T | None:
     thread.start()
     thread.join(timeout_s)
     return results[0] if results else None
+
+
+# --- a thread that looks at the board, and ends a rank that never notices -----------------------
+
+
+_latest: FailureBoard | None = None
+
+
+def first_failure() -> Failure | None:
+    """The first failure of this process's latest run, as far as this rank knows it already."""
+    return None if _latest is None else _latest.seen
+
+
+def dump_stacks() -> None:
+    """Writes the Python stacks of all threads to stderr, so that a hang shows where it stands."""
+    # A notebook's or a test's stderr may be no file.
+    if sys.__stderr__ is not None:
+        with suppress(OSError, ValueError):
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+
+
+class FailureWatch:
+    """Looks at a board until this rank's run is over.
+
+    A rank that hangs outside any collective never sees that the others have ended. Where nobody
+    ends it from outside, this thread does: `timeout` after the first report it writes the stacks of
+    all threads to stderr and ends the process with exit code 1.
+
+    Args:
+        board: What to look at.
+        timeout: Of a collective: the time that a rank has for noticing a failure by itself.
+    """
+
+    def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
+        self.board = board
+        self._timeout_s = timeout.total_seconds()
+        self._is_over = threading.Event()
+        if board.world_size > 1:
+            global _latest
+            _latest = board
+            threading.Thread(target=self._run, daemon=True, name="failure watch").start()
+
+    def handle(self, exception: BaseException) -> None:
+        """See `FailureBoard.handle`; from here on this rank ends by itself."""
+        self._is_over.set()
+        self.board.handle(exception)
+
+    def close(self) -> None:
+        """The run is over on this rank. Returns at once."""
+        self._is_over.set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles, which launchers make before a run, are of a run without ranks."""
+        return FailureWatch, (FailureBoard(), timedelta(seconds=self._timeout_s))
+
+    def _run(self) -> None:
+        # A client has one lock, which the main thread may hold for as long as it waits for a key.
+        client = new_store_client()
+        if client is None:
+            return
+        try:
+            while not self.board.notice(client):
+                if self._is_over.wait(WATCH_POLL_S):
+                    return
+        except Exception:
+            # The store is gone: whatever this rank waits for fails too, and says more.
+            if self.board.seen is None:
+                return
+        end = time.monotonic() + self._timeout_s
+        while (left_s := end - time.monotonic()) > 0:
+            # The store may go before this rank fails, and with it what it could read then.
+            with suppress(Exception):
+                self.board.read(client)
+            if self._is_over.wait(min(left_s, WATCH_POLL_S)):
+                return
+        self._end()
+
+    def _end(self) -> None:
+        log.critical(
+            "Rank %d has not noticed within %g s that the run has failed, and is ended where the"
+            " stacks below show it. %s",
+            self.board.rank,
+            self._timeout_s,
+            self.board.seen or "Other ranks have waited for it in vain.",
+        )
+        dump_stacks()
+        # An exception in this thread would not end the one that hangs.
+        os._exit(1)

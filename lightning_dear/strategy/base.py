@@ -1,0 +1,170 @@
+"""What the strategies of a Trainer and of Fabric share: options, pipelines, what users ask for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_dear.callbacks.compression_schedule import CompressionSchedule, schedule_of
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.exchange.options import ExchangeOptions, default_gather
+from lightning_dear.planning import FusionPlanner, resolve_fusion
+from lightning_dear.registration import register
+from lightning_dear.strategy.connections import unwrapped
+from lightning_dear.strategy.refusals import check_planner, say_what_is_gathered, warn_of_lag
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
+
+
+class PipelineStrategy(ABC):
+    """Trains modules through pipelines of the engine. Stands in front of Lightning's own base."""
+
+    _broadcast_buffers: bool
+    _audit: bool
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
+        register(strategy_registry, cls)
+
+    def _take_options(
+        self,
+        compressor: str | Compressor | NoCompression,
+        fusion: str | FusionPlanner,
+        bucket_cap_mb: float | None,
+        gather: str | None,
+        gather_depth: int | None,
+        decouple: bool = True,
+        compression_schedule: CompressionSchedule | None = None,
+    ) -> None:
+        """Checks and keeps what says how gradients travel; see `DearStrategy` for the meaning.
+
+        Raises:
+            ValueError: For unknown names, and options that exclude each other.
+            TypeError: For objects of another kind.
+        """
+        codec = resolve_compressor(compressor)
+        self._schedule = schedule_of(codec, compression_schedule)
+        groups = () if self._schedule is None else self._schedule.groups
+        self._gather = gather
+        chosen = gather or default_gather(codec, groups)
+        self._options = ExchangeOptions(chosen, gather_depth, decouple, codec, groups)
+        self._fusion = resolve_fusion(fusion, bucket_cap_mb)
+        check_planner(self._fusion, self._options)
+        if self._schedule is not None:
+            self._schedule.check_use(self._fusion, self._options)
+
+    def _new_pipeline(
+        self,
+        module: Module,
+        optimizers: Sequence[Optimizer],
+        collectives: Collectives,
+        first_number: int = 0,
+    ) -> Pipeline:
+        """A pipeline with these options, see its class; people are told what they may not expect.
+
+        Collective, blocks.
+        """
+        say_what_is_gathered(self._gather, self._options)
+        warn_of_lag(self._options)
+        return Pipeline(
+            module,
+            optimizers,
+            collectives,
+            self._fusion,
+            broadcast_buffers=self._broadcast_buffers,
+            audit=self._audit,
+            first_number=first_number,
+            options=self._options,
+        )
+
+    # --- for users: parameters --------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _pipelines(self) -> Sequence[Pipeline]:
+        """What trains at present, a pipeline for each module."""
+
+    def complete_parameters(self, reason: str = "read") -> None:
+        """Blocks until all parameters have the values of the last step; local and idempotent.
+
+        Only needed before reading parameters through references that were taken before, such as a
+        list kept since construction; reads through modules wait by themselves.
+        """
+        for pipeline in self._pipelines:
+            pipeline.complete_parameters(reason)
+
+    def sync_replicas(self) -> None:
+        """Gives all ranks the parameters that their owners step. All ranks call; blocks.
+
+        Where a compressor encodes differences of parameters, these are a little behind; elsewhere
+        nothing changes. What was written to weights since the last step counts. Between an
+        optimizer step and the next forward.
+
+        Raises:
+            RuntimeError: See `OptimizerPipeline.prepare_state`.
+        """
+        for pipeline in self._pipelines:
+            for part in pipeline.parts:
+                part.sync_replicas()
+
+    # --- for users: each rank has its shard of the mean gradient ----------------------------------
+
+    @abstractmethod
+    def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
+        """What trains `optimizer`'s parameters; has `statistics` and `timeline`.
+
+        Args:
+            optimizer: One that is being trained; not needed where one module is.
+
+        Raises:
+            RuntimeError: If nothing is being trained.
+            ValueError: If it is not clear which pipeline is meant.
+        """
+
+    def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
+        """Norm of the mean gradient as it came, from the shards of all ranks.
+
+        For `on_before_optimizer_step`, or between a backward and `step()` where you call both. With
+        a GradScaler under Fabric it is that of the scaled gradient until `fabric.clip_gradients`.
+        All ranks call; blocks until the gradients are reduced.
+
+        Args:
+            optimizer: Of which parameters; not needed where there is one.
+            norm_type: p of the p-norm; `inf` for the largest absolute value.
+        """
+        return self._part(optimizer).grad_norm(norm_type)
+
+    @contextmanager
+    def whole_gradients(self, optimizer: Optimizer | None = None) -> Generator[None, None, None]:
+        """Lets `.grad` hold the mean gradient in the `with` block; what is done to it counts.
+
+        For code between backward and step that reads or changes gradients itself. Costs one
+        all-gather. All ranks call; blocks.
+
+        Args:
+            optimizer: Of which parameters; not needed where there is one.
+        """
+        part = self._part(optimizer)
+        part.expose_gradients()
+        yield
+        part.reduce()
+
+    def _part(self, optimizer: Optimizer | None) -> OptimizerPipeline:
+        pipeline = self.pipeline_of(optimizer)
+        if optimizer is not None:
+            return pipeline.of(unwrapped(optimizer))
+        if len(pipeline.parts) > 1:
+            raise ValueError("There are several optimizers; say of which one.")
+        return pipeline.parts[0]
