@@ -10,14 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, TensorSpec
 from tests.distributed.harness import distributed
 from tests.training.models import batch, build, loss_of, optimizer_for, weights
-from tests.training.three_ways import SMALL_BUCKETS, new_pipeline, train_dear
+from tests.training.three_ways import SMALL_BUCKETS, new_pipeline, train_dear, train_steps
 
 NUM_STEPS = 6
 
@@ -137,8 +135,7 @@ def test_a_backward_in_progress_still_reads_the_old_weights(depth: int | None) -
 @distributed(world_sizes=(2,))
 def test_writes_between_steps_reach_early_buckets() -> None:
     run, plain = Run("adamw"), build("wide_mlp")
-    optimizer = optimizer_for("adamw", plain)
-    pipeline = new_pipeline(plain, optimizer)
+    pipeline = new_pipeline(plain, optimizer_for("adamw", plain))
 
     def write(model: nn.Module) -> None:
         with torch.no_grad():
@@ -147,20 +144,11 @@ def test_writes_between_steps_reach_early_buckets() -> None:
 
     for step in range(4):
         run.step(step)
-        _plain_step(pipeline, plain, optimizer, step)
+        train_steps(pipeline, plain, [step], "wide_mlp")
         write(run.model)
         write(plain)
     assert run.num_early[-1] > 0
     assert torch.equal(flat(run.model), flat(plain))
-
-
-def _plain_step(pipeline: Pipeline, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    with pipeline.forward():
-        loss = loss_of(model, *batch("wide_mlp", step, dist.get_rank()))
-    optimizer.zero_grad()
-    with pipeline.backward():
-        loss.backward()
-    optimizer.step()
 
 
 @distributed(world_sizes=(2,))
