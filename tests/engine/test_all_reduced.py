@@ -104,7 +104,7 @@ def test_beside_buckets_that_are_stepped_in_backward(monkeypatch: pytest.MonkeyP
     assert run.part.plan.early
     assert run.part.plan.all_reduced
     run.pipeline.detach()
-    assert_equal(weights(run.model), train_dear("wide_mlp", "adamw", 5)[0][-1])
+    assert_equal(weights(run.model), train_dear("deep_mlp", "adamw", 5)[0][-1])
 
 
 @distributed(world_sizes=(2, 3))

@@ -36,7 +36,7 @@ NUM_STEPS = 7
 def _train(
     optimizer_name: str, first: FusionPlanner, then: dict[int, FusionPlanner], dtype: torch.dtype
 ) -> tuple[list[Tensor], dict]:
-    model = build("wide_mlp", dtype=dtype)
+    model = build("deep_mlp", dtype=dtype)
     optimizer = optimizer_for(optimizer_name, model)
     pipeline = new_pipeline(model, optimizer, first)
     part = pipeline.parts[0]
@@ -44,7 +44,7 @@ def _train(
         if step in then:
             part.replan(then[step].plan(part.tensors, dist.get_world_size()))
             assert not optimizer.state
-        train_steps(pipeline, model, [step], "wide_mlp")
+        train_steps(pipeline, model, [step], "deep_mlp")
     state = part.optimizer_state_dict()
     pipeline.detach()
     return weights(model), state
