@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lightning.test_registration import START_METHODS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 APPLICATION = """
@@ -20,8 +22,9 @@ import hydra
 def main(config):
     {inside}
     print("group:", config.get("strategy", {{}}).get("_target_"))
-    trainer = Trainer(strategy="{name}", accelerator="cpu", devices=1, logger=False)
-    print("strategy:", type(trainer.strategy).__module__, trainer.strategy._start_method)
+    for name in {names}:
+        strategy = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
+        print(f"{{name}}:", type(strategy).__module__, strategy._start_method)
 
 main()
 """
@@ -44,8 +47,8 @@ def run_application(folder: Path, source: str, *overrides: str) -> subprocess.Co
     )
 
 
-def source_of(before: str = "", inside: str = "", name: str = "dear") -> str:
-    return APPLICATION.format(before=before, inside=inside, name=name)
+def source_of(before: str = "", inside: str = "") -> str:
+    return APPLICATION.format(before=before, inside=inside, names=[*START_METHODS])
 
 
 @pytest.mark.parametrize("place", ["before", "inside"])
@@ -54,26 +57,14 @@ def test_strategy_and_groups_are_known_without_an_import(tmp_path: Path, place: 
     result = run_application(tmp_path, source, "+strategy=dear")
     assert result.returncode == 0, result.stderr
     assert "group: lightning_dear.DearStrategy" in result.stdout
-    assert "strategy: lightning_dear.strategy.dear popen" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("name", "start_method"),
-    [
-        ("dear_spawn", "spawn"),
-        pytest.param("dear_fork", "fork", marks=pytest.mark.slow),
-        pytest.param("dear_notebook", "fork", marks=pytest.mark.slow),
-    ],
-)
-def test_the_other_names_set_the_start_method(tmp_path: Path, name: str, start_method: str) -> None:
-    result = run_application(tmp_path, source_of(IMPORT_TRAINER, name=name))
-    assert f"strategy: lightning_dear.strategy.dear {start_method}" in result.stdout, result.stderr
+    for name, start_method in START_METHODS.items():
+        assert f"{name}: lightning_dear.strategy.dear {start_method}" in result.stdout
 
 
 def test_the_documented_import_still_works_beside_the_plugin(tmp_path: Path) -> None:
     source = source_of(before=IMPORT_TRAINER, inside="import lightning_dear")
     result = run_application(tmp_path, source)
-    assert "strategy: lightning_dear.strategy.dear popen" in result.stdout, result.stderr
+    assert "dear: lightning_dear.strategy.dear popen" in result.stdout, result.stderr
 
 
 def test_an_application_that_trains_nothing_pays_nothing(tmp_path: Path) -> None:

@@ -408,6 +408,7 @@ def test_points_with_other_ranks_end_in_one_table(tmp_path: Path) -> None:
     assert result.stdout.endswith(f"All parts:\n\n{table}\n")
 
 
+@pytest.mark.alone
 @pytest.mark.netns
 @pytest.mark.slow
 def test_on_emulated_links_competitors_send_what_they_should(tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ def test_a_rank_that_is_not_there_is_named_in_time(rank, words, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.netns
 def test_a_slow_link_is_measured(tmp_path):
     ends_of_ranks = on_two_hosts(tmp_path, [{}, {}], rate_mbit=200)

@@ -81,7 +81,7 @@ def _tuned(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@distributed(world_sizes=[2])
+@distributed(world_sizes=[2], keeps_ranks=False)
 def test_weights_do_not_depend_on_the_search(accumulate: int) -> None:
     said: list[str] = []
     fusion_tuner.rank_zero_info = said.append  # type: ignore[assignment]
@@ -107,7 +107,7 @@ def test_weights_do_not_depend_on_the_search(accumulate: int) -> None:
     ],
     ids=lambda one: one if isinstance(one, str) else one.name,
 )
-@distributed(world_sizes=[2])
+@distributed(world_sizes=[2], keeps_ranks=False)
 def test_a_plan_is_found_with_a_compressor(planner: Any, compressor: Any) -> None:
     said: list[str] = []
     fusion_tuner.rank_zero_info = said.append  # type: ignore[assignment]
@@ -153,7 +153,7 @@ def test_a_plan_is_described_with_its_compressor() -> None:
     assert "density=0.05" in described
 
 
-@distributed(world_sizes=[2])
+@distributed(world_sizes=[2], keeps_ranks=False)
 def test_auto_finds_a_plan_on_real_steps() -> None:
     net = Net("gpt", "sgd")
     tuner, strategy = _tuned(
@@ -202,7 +202,7 @@ class _SmallWithCodecs(_Small):
         return super().search(tensors, world_size, times, link)
 
 
-@distributed(world_sizes=[2])
+@distributed(world_sizes=[2], keeps_ranks=False)
 def test_a_run_resumed_with_a_compressor_has_the_same_bits(tmp_path: Path) -> None:
     """Which numbers share a block hangs on the plan: the first step has to have it already."""
     whole, resumed = WeightRecorder(), WeightRecorder()
@@ -222,7 +222,7 @@ def test_a_plan_found_by_another_planner_is_not_used(tmp_path: Path) -> None:
         assert "found with _Small(), and this is MergeCompFusion(max_pieces=9" in said[0]
 
 
-@distributed(world_sizes=[2])
+@distributed(world_sizes=[2], keeps_ranks=False)
 def test_a_training_that_is_too_short_says_so_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -30,8 +30,8 @@ from lightning_dear.checkpoint.optimizer_state import sharded_state
 from lightning_dear.checkpoint.tree import put_together, take_apart
 from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import RanksFailed, distributed, observe_ranks, run_ranks
-from tests.training.models import batch, build, loss_of, optimizer_for, two_groups, weights
-from tests.training.three_ways import new_pipeline
+from tests.training.models import build, optimizer_for, two_groups, weights
+from tests.training.three_ways import new_pipeline, train_steps
 
 CASES = [
     ("mlp", "adamw"),
@@ -40,18 +40,6 @@ CASES = [
     ("gpt", "adam"),
     ("mlp", "nadam"),
 ]
-
-
-def _train(
-    model: nn.Module, optimizer: Optimizer, pipeline: Pipeline, name: str, steps: range
-) -> None:
-    for step in steps:
-        with pipeline.forward():
-            loss = loss_of(model, *batch(name, step, dist.get_rank()))
-        optimizer.zero_grad()
-        with pipeline.backward():
-            loss.backward()
-        optimizer.step()
 
 
 def _sharded(pipeline: Pipeline, optimizer: Optimizer) -> dict[str, Any]:
@@ -76,7 +64,7 @@ def _train_and_save(folder: Path, name: str, optimizer_name: str) -> dict[str, A
     model = build(name)
     optimizer = optimizer_for(optimizer_name, model)
     pipeline = new_pipeline(model, optimizer)
-    _train(model, optimizer, pipeline, name, range(3))
+    train_steps(pipeline, model, range(3), name)
     save(folder, _checkpoint(model, _sharded(pipeline, optimizer)))
     return copy.deepcopy(_checkpoint(model, _whole(pipeline, optimizer)))
 
@@ -87,7 +75,7 @@ def _resume(checkpoint: dict[str, Any], name: str, optimizer_name: str) -> list[
     pipeline = new_pipeline(model, optimizer)
     model.load_state_dict(checkpoint["state_dict"])
     optimizer.load_state_dict(checkpoint["optimizer_states"][0])
-    _train(model, optimizer, pipeline, name, range(3, 5))
+    train_steps(pipeline, model, range(3, 5), name)
     return weights(model)
 
 
@@ -166,13 +154,7 @@ def _save_16_bits(folder: Path) -> dict[str, Any]:
     model = build("mlp", dtype=torch.bfloat16)
     optimizer = optimizer_for("adamw", model)
     pipeline = new_pipeline(model, optimizer)
-    for step in range(2):
-        with pipeline.forward():
-            loss = loss_of(model, *batch("mlp", step, dist.get_rank(), torch.bfloat16))
-        optimizer.zero_grad()
-        with pipeline.backward():
-            loss.backward()
-        optimizer.step()
+    train_steps(pipeline, model, range(2))
     save(folder, _checkpoint(model, _sharded(pipeline, optimizer)))
     return copy.deepcopy(_checkpoint(model, _whole(pipeline, optimizer)))
 
@@ -191,7 +173,7 @@ def _count_what_is_written(folder: Path) -> tuple[int, int, int]:
     model = build("wide_mlp")
     optimizer = torch.optim.AdamW(model.parameters())
     pipeline = new_pipeline(model, optimizer)
-    _train(model, optimizer, pipeline, "mlp", range(2))
+    train_steps(pipeline, model, range(2))
     handed, largest = 0, 0
     resolve = checkpoint_storage._SavePlanner.resolve_data
 
@@ -228,7 +210,7 @@ def _sharded_state_gathers_nothing() -> None:
     model = build("wide_mlp")
     optimizer = torch.optim.AdamW(model.parameters())
     pipeline = new_pipeline(model, optimizer)
-    _train(model, optimizer, pipeline, "mlp", range(2))
+    train_steps(pipeline, model, range(2))
     pipeline.complete_parameters()
     part = pipeline.of(optimizer)
     sent_before = part._collectives.ledger.total_bytes
@@ -255,7 +237,7 @@ def test_sharded_state_cannot_be_saved_by_mistake() -> None:
     model = build("mlp")
     optimizer = optimizer_for("adamw", model)
     pipeline = new_pipeline(model, optimizer)
-    _train(model, optimizer, pipeline, "mlp", range(1))
+    train_steps(pipeline, model, range(1))
     state = _sharded(pipeline, optimizer)
     for spoil in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match="save_distributed_checkpoint"):
@@ -267,7 +249,7 @@ def _save_before_the_first_step(folder: Path) -> dict[str, Any]:
     model = build("mlp")
     optimizer = optimizer_for("adamw", model)
     pipeline = new_pipeline(model, optimizer)
-    _train(model, optimizer, pipeline, "mlp", range(2))
+    train_steps(pipeline, model, range(2))
     whole = copy.deepcopy(_whole(pipeline, optimizer))
     pipeline.detach()
     after_fit = _checkpoint(model, _sharded(pipeline, optimizer))
@@ -289,9 +271,9 @@ def _save_what_was_just_loaded(folder: Path) -> dict[str, Any]:
     model = build("mlp")
     optimizer = optimizer_for("adamw", model)
     pipeline = new_pipeline(model, optimizer)
-    _train(model, optimizer, pipeline, "mlp", range(2))
+    train_steps(pipeline, model, range(2))
     earlier = copy.deepcopy(_whole(pipeline, optimizer))
-    _train(model, optimizer, pipeline, "mlp", range(2, 4))
+    train_steps(pipeline, model, range(2, 4))
     optimizer.load_state_dict(earlier)
     save(folder, _checkpoint(model, _sharded(pipeline, optimizer)))
     return copy.deepcopy(_checkpoint(model, earlier))
@@ -359,7 +341,7 @@ def _save_what_ranks_have_differently(folder: Path) -> None:
     model = build("conv")
     optimizer = optimizer_for("adamw", model)
     pipeline = new_pipeline(model, optimizer)
-    _train(model, optimizer, pipeline, "conv", range(1))
+    train_steps(pipeline, model, range(1), "conv")
     checkpoint = _checkpoint(model, _sharded(pipeline, optimizer))
     checkpoint["noise"] = torch.full((5000,), float(dist.get_rank()))
     if dist.get_rank():
@@ -485,7 +467,7 @@ def _die_while_writing(folder: Path, rank: int) -> None:
     model = build("mlp")
     optimizer = optimizer_for("adamw", model)
     pipeline = new_pipeline(model, optimizer)
-    _train(model, optimizer, pipeline, "mlp", range(1))
+    train_steps(pipeline, model, range(1))
     save(folder, _checkpoint(model, _sharded(pipeline, optimizer)))
 
 
@@ -505,7 +487,7 @@ def _raise_while_writing(folder: Path) -> None:
     model = build("mlp")
     optimizer = optimizer_for("adamw", model)
     pipeline = new_pipeline(model, optimizer)
-    _train(model, optimizer, pipeline, "mlp", range(1))
+    train_steps(pipeline, model, range(1))
     save(folder, _checkpoint(model, _sharded(pipeline, optimizer)))
 
 
@@ -520,7 +502,7 @@ def _save_to_a_folder_of_its_own(folder: Path) -> None:
     model = build("mlp")
     optimizer = optimizer_for("adamw", model)
     pipeline = new_pipeline(model, optimizer)
-    _train(model, optimizer, pipeline, "mlp", range(1))
+    train_steps(pipeline, model, range(1))
     save("saved", _checkpoint(model, _sharded(pipeline, optimizer)))
 
 

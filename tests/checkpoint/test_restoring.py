@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dear.compression import (
@@ -29,8 +28,8 @@ from lightning_dear.optimizers.masters import MASTER_KEY
 from tests.distributed.harness import distributed
 from tests.engine.test_gradients import assert_equal
 from tests.training.linear import Run
-from tests.training.models import batch, build, loss_of, optimizer_for, weights
-from tests.training.three_ways import new_pipeline
+from tests.training.models import build, optimizer_for, weights
+from tests.training.three_ways import new_pipeline, train_steps
 
 LAGGING = (Int8(), Int4(), Bf16(), EFSignSGD(allow_lag=True), TopK(density=0.1, allow_lag=True))
 
@@ -46,13 +45,7 @@ class _Training:
         self.part = self.pipeline.parts[0]
 
     def step(self, number: int) -> list[Tensor]:
-        with self.pipeline.forward():
-            data = batch("mlp", number, dist.get_rank(), self.dtype)
-            loss = loss_of(self.model, *data)
-        self.optimizer.zero_grad()
-        with self.pipeline.backward():
-            loss.backward()
-        self.optimizer.step()
+        train_steps(self.pipeline, self.model, [number])
         self.pipeline.complete_parameters()
         return weights(self.model)
 

@@ -36,6 +36,8 @@ class RankCall:
     linger: bool
     """Whether a rank that raised stays alive, with its sockets open, until the call is over."""
     init_process_group: bool
+    keeps_ranks: bool
+    """Whether ranks that returned wait for another such call of as many ranks."""
     env: dict[str, str]
     hosts: tuple[Host, ...] | None
     cwd: str

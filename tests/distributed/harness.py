@@ -23,6 +23,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Pipe
 from multiprocessing.reduction import send_handle
 from typing import Any, TypeVar
@@ -66,6 +67,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     hosts: Sequence[Host] | None = None,
     init_process_group: bool = True,
+    keeps_ranks: bool = False,
     **kwargs: Any,
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` in `world_size` processes and return their results in rank order.
@@ -84,6 +86,9 @@ def run_ranks(
         hosts: One host per rank: rank r runs in the network namespace of `hosts[r]`. A host may
             stand there more than once. None: all ranks on this machine's loopback.
         init_process_group: False leaves that to `fn`.
+        keeps_ranks: Whether to use the ranks of an earlier such call, and to keep them for another:
+            a process less, with what its first step costs. For functions that leave nothing behind
+            but modules, or settings that `rank.py` looks at. Not with `hosts`.
         **kwargs: Keyword arguments of `fn`; pickled.
 
     Raises:
@@ -92,7 +97,7 @@ def run_ranks(
     """
     __tracebackhide__ = True
     call = _call(fn, world_size, args, kwargs, timeout_s, env, hosts, init_process_group)
-    return _results(call)
+    return _results(replace(call, keeps_ranks=keeps_ranks))
 
 
 def observe_ranks(
@@ -117,12 +122,13 @@ def observe_ranks(
 
 
 def distributed(
-    world_sizes: Sequence[int] = (1, 2, 3, 4), timeout_s: float = 60
+    world_sizes: Sequence[int] = (1, 2, 3, 4), timeout_s: float = 60, keeps_ranks: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test function the body that every rank runs, once per world size.
 
     The test may take parameters (of `pytest.mark.parametrize`, or fixtures whose values can be
-    pickled), and `world_size` if it names it.
+    pickled), and `world_size` if it names it. One that takes `monkeypatch` never keeps its ranks,
+    as nobody undoes there what that does; see `run_ranks` for others that should not.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -133,7 +139,8 @@ def distributed(
             __tracebackhide__ = True
             world_size = kwargs["world_size"]
             passed = {name: kwargs[name] for name in parameters}
-            _results(_call(body, world_size, (), passed, timeout_s))
+            call = _call(body, world_size, (), passed, timeout_s)
+            _results(replace(call, keeps_ranks=keeps_ranks and "monkeypatch" not in passed))
 
         world_size = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
         others = [parameter for name, parameter in parameters.items() if name != "world_size"]
@@ -244,6 +251,7 @@ def _call(
         grace_s=None if observe else GRACE_S,
         linger=not observe,
         init_process_group=init_process_group,
+        keeps_ranks=False,
         env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1"), **(env or {})},
         hosts=None if hosts is None else tuple(hosts),
         cwd=os.getcwd(),

@@ -37,16 +37,18 @@ def check_leaks() -> Iterator[None]:
 
 def _children() -> dict[int, str]:
     """Living child processes of this process: their command lines by number."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    pids: list[str] = []
+    # A walk through all of /proc takes 10 ms where a hundred processes run, twice a test.
+    for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            command = (entry / "cmdline").read_text().replace("\0", " ").strip()
-            standing = any(name in command for name in _STANDING_SERVICES)
-            if int(parent) == os.getpid() and state != "Z" and not standing:
-                found[int(entry.name)] = command
+            pids += (thread / "children").read_text().split()
+    found = {}
+    for pid in pids:
+        with suppress(OSError):
+            # One that has ended, and that nobody has waited for, has no command line.
+            command = Path("/proc", pid, "cmdline").read_text().replace("\0", " ").strip()
+            if command and not any(name in command for name in _STANDING_SERVICES):
+                found[int(pid)] = command
     return found
 
 

@@ -1,4 +1,4 @@
-"""One rank: the process that the fork server forks for each rank of a call."""
+"""One rank: the process that the fork server forks for each rank of a call, or of several."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import ctypes
 import datetime
 import faulthandler
 import functools
+import gc
 import importlib
 import os
 import pickle
+import random
 import signal
 import sys
+import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
@@ -41,35 +46,73 @@ def stack_file(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.stack"
 
 
-def run_rank(
-    call: RankCall, rank: int, port: int, directory: Path, report: Connection, release: int
-) -> None:
-    """Run the call as rank `rank`, report its outcome, wait until the call is over.
+def run_rank(link: Connection) -> None:
+    """Run a call that comes through `link`, and others while ranks are kept. Blocks.
 
-    Args:
-        call: What to run.
-        rank: This process's rank.
-        port: A free port, for `MASTER_PORT`.
-        directory: Scratch directory shared by the ranks of the call.
-        report: Where the outcome goes.
-        release: File descriptor that reaches its end when the call is over.
+    A call is a tuple of the `RankCall`, this process's rank, a free port for `MASTER_PORT` and a
+    scratch directory that the ranks share; two file descriptors for its output come behind it.
+    The outcome goes back, and then whoever returned waits until the call is over, when it is told
+    whether it is kept. If so, it says whether it is as it was, and waits for the next call.
     """
+    import torch
+
+    torch.set_num_threads(1)
+    settings, states = _settings(), (torch.get_rng_state(), random.getstate())
+    while True:
+        call, rank, port, directory = link.recv()
+        for standard in (1, 2):
+            output = recv_handle(link)
+            os.dup2(output, standard)
+            os.close(output)
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        with warnings.catch_warnings():
+            outcome = _run(call, rank, port, directory)
+        link.send(outcome)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # A rank that leaves early closes sockets on which its peers may still be reading.
+        if not ((call.linger or isinstance(outcome, Returned)) and link.recv()):
+            return
+        _end_process_groups()
+        link.send(_settings() == settings)
+
+
+def _run(call: RankCall, rank: int, port: int, directory: Path) -> Returned | Raised:
     try:
         _prepare(call, rank, port, directory)
         if call.init_process_group:
             _init_process_group(call, rank, directory)
         args, kwargs = pickle.loads(call.arguments)
-        outcome: Returned | Raised = Returned(
-            pickle.dumps(_find(call)(*args, **kwargs), pickle.HIGHEST_PROTOCOL)
-        )
+        return Returned(pickle.dumps(_find(call)(*args, **kwargs), pickle.HIGHEST_PROTOCOL))
     except BaseException as error:  # also SystemExit: a test that calls sys.exit() has failed
-        outcome = Raised(time.monotonic(), repr(error), traceback.format_exc())
-    report.send(outcome)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    # A rank that leaves early closes sockets on which its peers may still be reading.
-    if call.linger or isinstance(outcome, Returned):
-        os.read(release, 1)
+        return Raised(time.monotonic(), repr(error), traceback.format_exc())
+
+
+def _settings() -> list[object]:
+    """What a call may change of a process that a later call would notice."""
+    import torch
+
+    return [
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        sorted(thread.name for thread in threading.enumerate()),
+        *(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)),
+    ]
+
+
+def _end_process_groups() -> None:
+    import torch.distributed as dist
+
+    gc.collect()
+    ours = sys.modules.get("lightning_dear.collectives.factory")
+    if ours is not None:
+        ours.forget_process_groups()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _prepare(call: RankCall, rank: int, port: int, directory: Path) -> None:
@@ -99,10 +142,8 @@ def _environment(call: RankCall, rank: int, port: int) -> dict[str, str]:
 
 
 def _init_process_group(call: RankCall, rank: int, directory: Path) -> None:
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(directory / "store"), call.world_size),

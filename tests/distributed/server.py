@@ -19,8 +19,10 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.reduction import recv_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 
 from tests.distributed.calls import Died, Hung, Outcome, Raised, RankCall, Returned, Stopped
@@ -33,6 +35,8 @@ STOP = b"stop"
 
 _STACK_WAIT_S = 2.0
 _EXIT_WAIT_S = 2.0
+_READY_WAIT_S = 0.5
+"""What a kept rank gets to end its process groups. Those with messages under way may never end."""
 
 
 def serve(connection: Connection, parent: int) -> None:
@@ -47,6 +51,9 @@ def serve(connection: Connection, parent: int) -> None:
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
     import torch.distributed  # noqa: F401
 
+    # What is installed does not change; each new Trainer looks for plugins, for 50 ms.
+    metadata.entry_points = cache(metadata.entry_points)
+    kept: dict[int, list[_Rank]] = {}
     while True:
         try:
             request = connection.recv_bytes()
@@ -57,7 +64,7 @@ def serve(connection: Connection, parent: int) -> None:
         # Pytest changes where its output goes, from test to test.
         outputs = [recv_handle(connection) for _ in range(2)]
         try:
-            answer: list[Outcome] | str = _run(pickle.loads(request), connection, outputs)
+            answer: list[Outcome] | str = _run(pickle.loads(request), connection, outputs, kept)
         except Exception:
             answer = traceback.format_exc()
         for output in outputs:
@@ -69,68 +76,71 @@ def serve(connection: Connection, parent: int) -> None:
 class _Rank:
     pid: int
     pidfd: int
-    report: Connection
+    link: Connection
 
 
-@dataclass(frozen=True)
-class _Inherited:
-    """What a rank finds open: ends of the pipe that ends with the call, and others' files."""
-
-    released: int
-    release: int
-    control: Connection
-    outputs: list[int]
-
-
-def _run(call: RankCall, control: Connection, outputs: list[int]) -> list[Outcome]:
+def _run(
+    call: RankCall, control: Connection, outputs: list[int], kept: dict[int, list[_Rank]]
+) -> list[Outcome]:
     sys.path[:] = call.sys_path
+    import torch._dynamo  # noqa: F401  # every optimizer imports it: 2 s, else on each rank
+
     with suppress(Exception):  # the ranks import it again and report what is wrong with it
         importlib.import_module(call.module)
     gc.freeze()
     directory = Path(tempfile.mkdtemp(prefix="ranks-"))
-    released, release = os.pipe()
-    ranks: list[_Rank] = []
+    ranks = _ready(kept.pop(call.world_size, [])) if call.keeps_ranks else []
     outcomes: dict[int, Outcome] = {}
     try:
         port = _free_port()
-        for rank in range(call.world_size):
-            inherited = _Inherited(released, release, control, outputs)
-            ranks.append(_fork_rank(call, rank, port, directory, inherited))
+        while len(ranks) < call.world_size:
+            ranks.append(_fork_rank(control, outputs))
+        for number, rank in enumerate(ranks):
+            rank.link.send((call, number, port, directory))
+            for output in outputs:
+                send_handle(rank.link, output, rank.pid)
         outcomes = _watch(call, ranks, directory, control)
     finally:
-        os.close(release)
-        os.close(released)
-        _end(ranks, outcomes)
+        returned = [one for one in outcomes.values() if isinstance(one, Returned)]
+        are_kept = call.keeps_ranks and len(returned) == call.world_size
+        for rank in ranks:
+            with suppress(OSError):
+                rank.link.send(are_kept)
+        if are_kept:
+            kept[call.world_size] = ranks
+        else:
+            _end(ranks, outcomes)
         shutil.rmtree(directory, ignore_errors=True)
     return [outcomes[rank] for rank in range(call.world_size)]
 
 
-def _fork_rank(
-    call: RankCall,
-    rank: int,
-    port: int,
-    directory: Path,
-    inherited: _Inherited,
-) -> _Rank:
-    report, send = Pipe(duplex=False)
+def _fork_rank(control: Connection, outputs: list[int]) -> _Rank:
+    link, theirs = Pipe()
     server = os.getpid()
     pid = os.fork()
     if pid:
-        send.close()
-        return _Rank(pid, os.pidfd_open(pid), report)
+        theirs.close()
+        return _Rank(pid, os.pidfd_open(pid), link)
     try:
         os.setsid()
         die_with_parent(server)
-        os.close(inherited.release)
-        inherited.control.close()
-        for standard, output in enumerate(inherited.outputs, start=1):
-            os.dup2(output, standard)
+        control.close()
+        for output in outputs:
             os.close(output)
-        run_rank(call, rank, port, directory, send, inherited.released)
+        run_rank(theirs)
     except BaseException:  # nothing may return into the server's loop
         traceback.print_exc()
     finally:
         os._exit(0)
+
+
+def _ready(ranks: list[_Rank]) -> list[_Rank]:
+    """Ranks of an earlier call, if none of them was changed by it; else none: they are ended."""
+    with suppress(EOFError, ConnectionError):
+        if all(rank.link.poll(_READY_WAIT_S) and rank.link.recv() for rank in ranks):
+            return ranks
+    _end(ranks, {})
+    return []
 
 
 def _watch(
@@ -142,7 +152,7 @@ def _watch(
     while pending := [rank for rank in range(call.world_size) if rank not in outcomes]:
         sources: list[Connection | int] = [control]
         for rank in pending:
-            sources += [ranks[rank].report, ranks[rank].pidfd]
+            sources += [ranks[rank].link, ranks[rank].pidfd]
         ready = wait(sources, max(0.0, end - time.monotonic()))
         if not ready or control in ready:
             break
@@ -163,8 +173,8 @@ def _watch(
 
 def _outcome(rank: _Rank, stacks: Path) -> Outcome | None:
     with suppress(EOFError, ConnectionError):
-        if rank.report.poll():
-            received: Returned | Raised = rank.report.recv()
+        if rank.link.poll():
+            received: Returned | Raised = rank.link.recv()
             return received
     if not wait([rank.pidfd], 0):
         return None
@@ -199,7 +209,7 @@ def _end(ranks: list[_Rank], outcomes: dict[int, Outcome]) -> None:
             os.killpg(rank.pid, signal.SIGKILL)
         os.waitpid(rank.pid, 0)
         os.close(rank.pidfd)
-        rank.report.close()
+        rank.link.close()
 
 
 def _free_port() -> int:

@@ -296,3 +296,63 @@ def _decorated_that_fails() -> None:
 def test_decorated_body_that_fails_fails_the_test() -> None:
     with pytest.raises(RanksFailed, match="rank 1 of 2 raised AssertionError"):
         _decorated_that_fails(world_size=2)
+
+
+_numbers: list[int] = []
+
+
+def _leave(how: str) -> tuple[int, int, float, bool]:
+    """A process number, what earlier calls left in a module, a random number, and an old variable.
+
+    What it leaves itself is in the module, in the environment and, if asked, in torch.
+    """
+    _numbers.append(1)
+    seen = os.getpid(), len(_numbers), torch.rand(()).item(), "LEFT" in os.environ
+    os.environ["LEFT"] = "1"
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert int(tensor) == dist.get_world_size()
+    if how == "dtype":
+        torch.set_default_dtype(torch.float64)
+    if how == "raise" and dist.get_rank() == 1:
+        raise KeyError("the very rank")
+    if how == "hang" and dist.get_rank() == 1:
+        _wait_for_ever()
+    if how == "die" and dist.get_rank() == 1:
+        os._exit(7)
+    return seen
+
+
+def test_ranks_that_are_kept_serve_the_next_call_of_their_number() -> None:
+    first, second, other, third = (
+        run_ranks(_leave, world_size, "", keeps_ranks=True) for world_size in (2, 2, 3, 2)
+    )
+    assert [rank[:2] for rank in second] == [(pid, 2) for pid, *_ in first]
+    assert [rank[:2] for rank in third] == [(pid, 3) for pid, *_ in first]
+    assert len({pid for pid, *_ in first + other}) == 5
+    for left, right in zip(first, third, strict=True):
+        assert left[2:] == right[2:]
+    assert run_ranks(_leave, 2, "")[0][1] == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", r"rank 1 of 2 raised KeyError"),
+        ("hang", "(?s)rank 1 of 2 hung: killed after 1 s.*in _wait_for_ever"),
+        ("die", "rank 1 of 2 exited with code 7"),
+        ("dtype", ""),
+    ],
+)
+def test_ranks_that_failed_or_were_changed_are_replaced(how: str, words: str) -> None:
+    before = run_ranks(_leave, 2, "", keeps_ranks=True)
+    if words:
+        with pytest.raises(RanksFailed, match=words):
+            run_ranks(_leave, 2, how, keeps_ranks=True, timeout_s=1)
+    else:
+        run_ranks(_leave, 2, how, keeps_ranks=True)
+    after = run_ranks(_leave, 2, "", keeps_ranks=True)
+    assert {pid for pid, *_ in before}.isdisjoint(pid for pid, *_ in after)
+    assert [rank[1] for rank in after] == [1, 1]
+    assert not _is_running(before[0][0])
+    assert not _is_running(before[1][0])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.turns import turn
+from tests.distributed.turns import key, turn
 
 SECONDS = 20.0
 A_WHILE = 0.1
@@ -60,6 +60,21 @@ def test_one_that_runs_alone_waits_and_lets_nobody_past(folder: Path) -> None:
     alone.leave()
     assert after.runs.wait(SECONDS)
     after.leave()
+
+
+def test_one_waits_for_the_key_that_another_has(folder: Path) -> None:
+    has_it = threading.Event()
+
+    def take() -> None:
+        with key(folder / "door"):
+            has_it.set()
+
+    second = threading.Thread(target=take)
+    with key(folder / "door"):
+        second.start()
+        assert not has_it.wait(A_WHILE)
+    assert has_it.wait(SECONDS)
+    second.join()
 
 
 _TESTS = """

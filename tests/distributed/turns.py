@@ -1,4 +1,4 @@
-"""Lets tests that measure run alone, while other workers of pytest-xdist stand still."""
+"""Whose turn it is: what measures runs alone, while other workers of pytest-xdist stand still."""
 
 from __future__ import annotations
 
@@ -25,6 +25,18 @@ def turn(door: Path, room: Path, *, alone: bool) -> Iterator[None]:
         fcntl.flock(inside, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         if not alone:
             fcntl.flock(outside, fcntl.LOCK_UN)
+        yield
+
+
+@contextmanager
+def key(path: Path) -> Iterator[None]:
+    """Around a test that none of its own kind may run beside. Blocks while one does.
+
+    Args:
+        path: A file or folder to lock during the test. Any will do, as it is not touched.
+    """
+    with _opened(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -69,6 +69,7 @@ def test_sockets_hold_no_more_than_a_slow_link_sends_soon(
     assert own == Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()
 
 
+@pytest.mark.alone
 @pytest.mark.netns
 def test_bytes_of_a_known_transfer_are_counted() -> None:
     num_bytes = 16 << 20
@@ -87,6 +88,7 @@ def test_bytes_of_a_known_transfer_are_counted() -> None:
     assert others < 10_000
 
 
+@pytest.mark.alone
 @pytest.mark.netns
 @pytest.mark.parametrize("rate_mbit", [100, 1000])
 def test_bulk_transfer_runs_at_the_shaped_rate(rate_mbit: int) -> None:
@@ -104,6 +106,7 @@ def test_flows_share_the_link_of_the_host_where_they_meet(flows: list[tuple[int,
         assert _seconds_of(cluster, flows, 10_000_000) > 0.9 * 1.6
 
 
+@pytest.mark.alone
 @pytest.mark.netns
 def test_directions_of_a_link_do_not_share_its_rate() -> None:
     with EmulatedCluster(num_hosts=2, rate_mbit=100) as cluster:
@@ -146,6 +149,7 @@ def test_nothing_is_left_when_the_kernel_refuses_half_way(monkeypatch: pytest.Mo
     assert _namespaces() == namespaces
 
 
+@pytest.mark.alone
 @pytest.mark.netns
 @pytest.mark.parametrize("rate_mbit", [None, 100])
 def test_packets_are_delayed_or_the_missing_module_is_named(rate_mbit: float | None) -> None:
@@ -236,6 +240,7 @@ def _own_interfaces() -> list[str]:
     return [line.split(":")[0].strip() for line in lines]
 
 
+@pytest.mark.alone
 @pytest.mark.netns
 def test_ranks_reduce_over_the_emulated_links() -> None:
     num_elements = 1 << 20

@@ -26,7 +26,13 @@ from tests.engine.test_gradients import assert_close, assert_equal
 from tests.engine.test_parity import assert_equal as assert_equal_traces
 from tests.training.delays import Delays
 from tests.training.models import batch, build, distance, loss_of, optimizer_for, weights
-from tests.training.three_ways import SMALL_BUCKETS, new_pipeline, train_ddp, train_dear
+from tests.training.three_ways import (
+    SMALL_BUCKETS,
+    new_pipeline,
+    train_ddp,
+    train_dear,
+    train_steps,
+)
 
 LATE = Delays(before_all_gather_s=0.01, after_reduce_scatter_s=0.005)
 
@@ -98,7 +104,7 @@ def test_beside_buckets_that_are_stepped_in_backward(monkeypatch: pytest.MonkeyP
     assert run.part.plan.early
     assert run.part.plan.all_reduced
     run.pipeline.detach()
-    assert_equal(weights(run.model), train_dear("wide_mlp", "adamw", 5)[0][-1])
+    assert_equal(weights(run.model), train_dear("deep_mlp", "adamw", 5)[0][-1])
 
 
 @distributed(world_sizes=(2, 3))
@@ -106,24 +112,12 @@ def test_nothing_of_them_is_gathered_or_scattered(world_size: int) -> None:
     model = build("mlp")
     pipeline = new_pipeline(model, optimizer_for("sgd", model), ALL)
     ledger = pipeline.collectives.ledger
-    for step in range(3):
-        _step(pipeline.parts[0], model, step)
+    train_steps(pipeline, model, range(3))
     pipeline.detach()
     plan = pipeline.parts[0].plan
     sent_bytes = 4 * plan.padded_numel // world_size * (world_size - 1)
     assert ledger.reduce_scatter_bytes == ledger.all_gather_bytes == 0
     assert ledger.all_reduce_bytes == 3 * 2 * sent_bytes
-
-
-def _step(part: OptimizerPipeline, model: nn.Module, step: int) -> None:
-    pipeline = part._on_step.__self__
-    dtype = next(model.parameters()).dtype
-    with pipeline.forward():
-        loss = loss_of(model, *batch("mlp", step, dist.get_rank(), dtype))
-    part.optimizer.zero_grad()
-    with pipeline.backward():
-        loss.backward()
-    part.optimizer.step()
 
 
 Change = Callable[[OptimizerPipeline, nn.Module, list[Tensor]], None]
@@ -259,8 +253,7 @@ def test_a_parameter_that_one_rank_uses() -> None:
 def test_a_backward_through_values_from_before_a_step_is_refused() -> None:
     model = build("mlp")
     pipeline = new_pipeline(model, optimizer_for("sgd", model), ALL)
-    for step in range(2):
-        _step(pipeline.parts[0], model, step)
+    train_steps(pipeline, model, range(2))
     with pipeline.forward():
         loss = loss_of(model, *batch("mlp", 2, dist.get_rank()))
     with pipeline.backward():
@@ -284,13 +277,11 @@ def test_new_plans_with_more_and_fewer_of_them_change_no_bit(dtype: torch.dtype)
 
 def _train_and_save(folder: Path) -> dict:
     """Returns the whole state; checks that plain torch and any plan train on with it."""
-    model, steps = build("mlp"), range(3)
+    model = build("mlp")
     optimizer = optimizer_for("adamw", model)
-    part = new_pipeline(model, optimizer, MIXED).parts[0]
-    for step in steps:
-        _step(part, model, step)
-    pipeline = part._on_step.__self__
-    state = copy.deepcopy(part.optimizer_state_dict())
+    pipeline = new_pipeline(model, optimizer, MIXED)
+    train_steps(pipeline, model, range(3))
+    state = copy.deepcopy(pipeline.parts[0].optimizer_state_dict())
     assert_same_on_all_ranks([one["exp_avg"] for one in state["state"].values()])
     saved = {"state_dict": model.state_dict(), "lr_schedulers": []}
     save(folder, {**saved, "optimizer_states": [pipeline.sharded_state_dict(optimizer)]})
@@ -299,12 +290,12 @@ def _train_and_save(folder: Path) -> dict:
     for fusion in (None, SMALL_BUCKETS, ALL):
         other = build("mlp", seed=1)
         other_optimizer = optimizer_for("adamw", other)
-        part = None if fusion is None else new_pipeline(other, other_optimizer, fusion).parts[0]
+        resumed = None if fusion is None else new_pipeline(other, other_optimizer, fusion)
         other.load_state_dict(values)
         other_optimizer.load_state_dict(copy.deepcopy(state))
         for step in range(3, 5):
-            if part is not None:
-                _step(part, other, step)
+            if resumed is not None:
+                train_steps(resumed, other, [step])
                 continue
             other_optimizer.zero_grad()
             for rank in range(dist.get_world_size()):
@@ -312,8 +303,8 @@ def _train_and_save(folder: Path) -> dict:
                 (loss / dist.get_world_size()).backward()
             other_optimizer.step()
         ends.append(list(other.state_dict().values()))
-        if part is not None:
-            part._on_step.__self__.detach()
+        if resumed is not None:
+            resumed.detach()
     for end in ends[1:]:
         (assert_equal if dist.get_world_size() == 2 else assert_close)(end, ends[0])
     return {**saved, "optimizer_states": [state]}

@@ -10,14 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, TensorSpec
 from tests.distributed.harness import distributed
 from tests.training.models import batch, build, loss_of, optimizer_for, weights
-from tests.training.three_ways import SMALL_BUCKETS, new_pipeline, train_dear
+from tests.training.three_ways import SMALL_BUCKETS, new_pipeline, train_dear, train_steps
 
 NUM_STEPS = 6
 
@@ -44,7 +42,7 @@ class Run:
         dtype: torch.dtype = torch.float32,
         options: ExchangeOptions | None = None,
     ) -> None:
-        self.model = build("wide_mlp", dtype=dtype)
+        self.model = build("deep_mlp", dtype=dtype)
         self.dtype = dtype
         self.optimizer = optimizer_for(optimizer_name, self.model)
         self.pipeline = new_pipeline(self.model, self.optimizer, EarlyFusion(), options=options)
@@ -58,7 +56,7 @@ class Run:
 
     def closure(self, step: int) -> Tensor:
         with self.pipeline.forward():
-            loss = loss_of(self.model, *batch("wide_mlp", step, dist.get_rank(), self.dtype))
+            loss = loss_of(self.model, *batch("deep_mlp", step, dist.get_rank(), self.dtype))
         self.optimizer.zero_grad()
         with self.pipeline.backward():
             loss.backward()
@@ -89,7 +87,7 @@ def test_early_steps_change_no_bit(optimizer_name: str, dtype: torch.dtype) -> N
     if dist.get_world_size() > 1:
         assert sum(run.num_early) >= NUM_STEPS - 1
         assert all(one < len(run.part.plan.buckets) for one in run.num_early)
-    expected, losses = train_dear("wide_mlp", optimizer_name, NUM_STEPS, dtype=dtype)
+    expected, losses = train_dear("deep_mlp", optimizer_name, NUM_STEPS, dtype=dtype)
     assert all(torch.equal(one, other) for one, other in zip(run.losses, losses, strict=True))
     assert torch.equal(flat(run.model), torch.cat([one.flatten() for one in expected[-1]]))
     assert torch.equal(seen[0], torch.cat([one.flatten() for one in expected[3]]))
@@ -111,7 +109,7 @@ def test_ranks_may_step_different_buckets_early(depth: int | None) -> None:
     run.pipeline.complete_parameters("comparing")
     assert max(run.num_early) == 1 if dist.get_rank() == 1 else max(run.num_early) > 1
     run.pipeline.detach()
-    expected, _ = train_dear("wide_mlp", "adamw", NUM_STEPS)
+    expected, _ = train_dear("deep_mlp", "adamw", NUM_STEPS)
     assert torch.equal(flat(run.model), torch.cat([one.flatten() for one in expected[-1]]))
 
 
@@ -136,9 +134,8 @@ def test_a_backward_in_progress_still_reads_the_old_weights(depth: int | None) -
 
 @distributed(world_sizes=(2,))
 def test_writes_between_steps_reach_early_buckets() -> None:
-    run, plain = Run("adamw"), build("wide_mlp")
-    optimizer = optimizer_for("adamw", plain)
-    pipeline = new_pipeline(plain, optimizer)
+    run, plain = Run("adamw"), build("deep_mlp")
+    pipeline = new_pipeline(plain, optimizer_for("adamw", plain))
 
     def write(model: nn.Module) -> None:
         with torch.no_grad():
@@ -147,20 +144,11 @@ def test_writes_between_steps_reach_early_buckets() -> None:
 
     for step in range(4):
         run.step(step)
-        _plain_step(pipeline, plain, optimizer, step)
+        train_steps(pipeline, plain, [step], "deep_mlp")
         write(run.model)
         write(plain)
     assert run.num_early[-1] > 0
     assert torch.equal(flat(run.model), flat(plain))
-
-
-def _plain_step(pipeline: Pipeline, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    with pipeline.forward():
-        loss = loss_of(model, *batch("wide_mlp", step, dist.get_rank()))
-    optimizer.zero_grad()
-    with pipeline.backward():
-        loss.backward()
-    optimizer.step()
 
 
 @distributed(world_sizes=(2,))
@@ -178,7 +166,7 @@ def test_a_second_backward_for_what_has_been_stepped_is_refused_on_all_ranks() -
     run.step(1)
 
     def again(model: nn.Module) -> None:
-        loss_of(model, *batch("wide_mlp", 7, dist.get_rank())).backward()
+        loss_of(model, *batch("deep_mlp", 7, dist.get_rank())).backward()
 
     run.in_backward = again
     with pytest.raises(RuntimeError, match="came after its first had been used"):

@@ -18,7 +18,7 @@ from tests.distributed.harness import distributed
 from tests.engine.test_parity import assert_equal, assert_equal_on_all_ranks
 from tests.training.delays import Delays
 from tests.training.models import batch, build, distance, loss_of
-from tests.training.three_ways import SMALL_BUCKETS
+from tests.training.three_ways import SMALL_BUCKETS, train_steps
 from tests.training.whole_tensor import MAKE, train
 
 GRADIENTS = ExchangeOptions("gradients")
@@ -129,13 +129,7 @@ def test_bytes_follow_the_formula(world_size: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         collectives = new_collectives(torch.device("cpu"))
         pipeline = Pipeline(model, [optimizer], collectives, SMALL_BUCKETS, options=options)
-        for step in range(2):
-            with pipeline.forward():
-                loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
-            with pipeline.backward():
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_steps(pipeline, model, range(2))
         pipeline.detach()
         plan, ledger = pipeline.parts[0].plan, collectives.ledger
         share = 2 * plan.padded_numel * 4 * (world_size - 1) // world_size

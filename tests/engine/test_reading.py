@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import distributed
 from tests.training.delays import Delays
 from tests.training.models import batch, build, loss_of, optimizer_for, weights
-from tests.training.three_ways import new_pipeline, train_dear, train_reference
+from tests.training.three_ways import new_pipeline, train_dear, train_reference, train_steps
 
 LATE = Delays(before_all_gather_s=0.05)
 READERS = {
@@ -31,26 +30,14 @@ READERS = {
 }
 
 
-def _step(
-    pipeline: Pipeline, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
-) -> None:
-    with pipeline.forward():
-        loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
-    optimizer.zero_grad()
-    with pipeline.backward():
-        loss.backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize("reader", sorted(READERS))
 @distributed(world_sizes=(1, 2))
 def test_reads_between_steps_see_the_new_values(reader: str, world_size: int) -> None:
     model = build("mlp")
-    optimizer = optimizer_for("sgd", model)
-    pipeline = new_pipeline(model, optimizer, delays=LATE)
+    pipeline = new_pipeline(model, optimizer_for("sgd", model), delays=LATE)
     expected = train_reference("mlp", "sgd", 3, world_size)[0]
     for step in range(3):
-        _step(pipeline, model, optimizer, step)
+        train_steps(pipeline, model, [step])
         seen = READERS[reader](model)
         assert all(torch.equal(a, b) for a, b in zip(seen, expected[step], strict=True))
     pipeline.detach()
@@ -115,9 +102,8 @@ def test_writes_between_steps_are_kept(world_size: int) -> None:
 def test_a_stale_read_that_no_gate_sees_is_refused() -> None:
     model = build("mlp")
     held = model.layers[0].weight
-    optimizer = optimizer_for("sgd", model)
-    pipeline = new_pipeline(model, optimizer, delays=LATE)
-    _step(pipeline, model, optimizer, 0)
+    pipeline = new_pipeline(model, optimizer_for("sgd", model), delays=LATE)
+    train_steps(pipeline, model, [0])
     with pipeline.forward():
         early = torch.nn.functional.linear(torch.randn(5, 7, requires_grad=True), held).sum()
         loss = loss_of(model, *batch("mlp", 1, dist.get_rank())) + early
@@ -130,9 +116,8 @@ def test_a_stale_read_that_no_gate_sees_is_refused() -> None:
 def test_a_gradient_for_a_pending_parameter_names_it() -> None:
     model = build("mlp")
     held = model.layers[0].bias
-    optimizer = optimizer_for("sgd", model)
-    pipeline = new_pipeline(model, optimizer, delays=LATE)
-    _step(pipeline, model, optimizer, 0)
+    pipeline = new_pipeline(model, optimizer_for("sgd", model), delays=LATE)
+    train_steps(pipeline, model, [0])
     with pytest.raises(RuntimeError, match=r"'layers\.0\.bias'.*still being gathered"):
         held.sum().backward()
     pipeline.complete_parameters()
@@ -141,9 +126,8 @@ def test_a_gradient_for_a_pending_parameter_names_it() -> None:
 @distributed(world_sizes=(2,))
 def test_a_second_gradient_that_nobody_could_know_of_names_the_remedy() -> None:
     model = build("mlp")
-    optimizer = optimizer_for("sgd", model)
-    pipeline = new_pipeline(model, optimizer)
-    _step(pipeline, model, optimizer, 0)
+    pipeline = new_pipeline(model, optimizer_for("sgd", model))
+    train_steps(pipeline, model, [0])
     pipeline.collectives.reads_flags_freely = False  # as on NCCL
     with pipeline.forward():
         loss = loss_of(model, *batch("mlp", 1, dist.get_rank()))
@@ -156,10 +140,9 @@ def test_a_second_gradient_that_nobody_could_know_of_names_the_remedy() -> None:
 def test_an_audit_finds_a_read_that_takes_part_in_no_backward() -> None:
     model = build("mlp")
     held = model.layers[0].weight
-    optimizer = optimizer_for("sgd", model)
-    pipeline = new_pipeline(model, optimizer, delays=LATE, audit=True)
+    pipeline = new_pipeline(model, optimizer_for("sgd", model), delays=LATE, audit=True)
     for step in range(2):  # the audit lets ordinary reads pass
-        _step(pipeline, model, optimizer, step)
+        train_steps(pipeline, model, [step])
     with (
         pytest.raises(RuntimeError, match=r"'layers\.0\.weight' was read while"),
         pipeline.forward(),
@@ -257,7 +240,7 @@ def test_nothing_is_under_way_into_a_parameter_when_it_is_stepped() -> None:
     model = build("mlp")
     optimizer = optimizer_for("sgd", model)
     pipeline = new_pipeline(model, optimizer, delays=LATE)
-    _step(pipeline, model, optimizer, 0)
+    train_steps(pipeline, model, [0])
     part, seen = pipeline.of(optimizer), []
     assert part.plans.active is not None
     gatherer = part.plans.active.gatherer

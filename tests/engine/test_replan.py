@@ -12,10 +12,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dear.engine import active_plan, plan_lifecycle
-from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import (
     BucketPlan,
@@ -28,7 +27,7 @@ from lightning_dear.planning import (
 from tests.distributed.harness import distributed
 from tests.training.delays import Delays
 from tests.training.models import batch, build, loss_of, optimizer_for, weights
-from tests.training.three_ways import SMALL_BUCKETS, new_pipeline
+from tests.training.three_ways import SMALL_BUCKETS, new_pipeline, train_steps
 
 LARGER = ThresholdFusion(bucket_cap_mb=0.05, first_bucket_cap_mb=0.02)
 NUM_STEPS = 7
@@ -37,7 +36,7 @@ NUM_STEPS = 7
 def _train(
     optimizer_name: str, first: FusionPlanner, then: dict[int, FusionPlanner], dtype: torch.dtype
 ) -> tuple[list[Tensor], dict]:
-    model = build("wide_mlp", dtype=dtype)
+    model = build("deep_mlp", dtype=dtype)
     optimizer = optimizer_for(optimizer_name, model)
     pipeline = new_pipeline(model, optimizer, first)
     part = pipeline.parts[0]
@@ -45,12 +44,7 @@ def _train(
         if step in then:
             part.replan(then[step].plan(part.tensors, dist.get_world_size()))
             assert not optimizer.state
-        with pipeline.forward():
-            loss = loss_of(model, *batch("wide_mlp", step, dist.get_rank(), dtype))
-        optimizer.zero_grad()
-        with pipeline.backward():
-            loss.backward()
-        optimizer.step()
+        train_steps(pipeline, model, [step], "deep_mlp")
     state = part.optimizer_state_dict()
     pipeline.detach()
     return weights(model), state
@@ -70,12 +64,7 @@ def test_values_that_have_not_arrived_yet_are_in_the_next_plan() -> None:
                 part.replan(
                     (LARGER, SMALL_BUCKETS)[step % 2].plan(part.tensors, part.plan.world_size)
                 )
-            with pipeline.forward():
-                loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
-            optimizer.zero_grad()
-            with pipeline.backward():
-                loss.backward()
-            optimizer.step()
+            train_steps(pipeline, model, [step])
         pipeline.detach()
         ends.append(weights(model))
     _assert_same(*ends)
@@ -112,21 +101,17 @@ def test_a_new_plan_in_mid_run_is_bit_equal_to_the_last_plan_from_the_start(
 @distributed(world_sizes=(2,))
 def test_a_plan_that_does_not_fit_is_refused_before_anything_changes() -> None:
     model = build("mlp")
-    optimizer = optimizer_for("sgd", model)
-    pipeline = new_pipeline(model, optimizer)
+    pipeline = new_pipeline(model, optimizer_for("sgd", model))
     part = pipeline.parts[0]
     with pytest.raises(RuntimeError, match="from the first step on"):
         part.replan(SingleFusion().plan([], 2))
-    for step in range(2):
-        with pipeline.forward():
-            loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
-        optimizer.zero_grad()
-        with pipeline.backward():
-            loss.backward()
-        if step == 1:
-            with pytest.raises(RuntimeError, match="no step has used yet"):
-                part.replan(SingleFusion().plan(part.tensors, 2))
-        optimizer.step()
+
+    def refused(step: int) -> None:
+        with pytest.raises(RuntimeError, match="no step has used yet"):
+            part.replan(SingleFusion().plan(part.tensors, 2))
+
+    train_steps(pipeline, model, [0])
+    train_steps(pipeline, model, [1], between=refused)
     plan, tensors = part.plan, part.tensors
     with pytest.raises(ValueError, match="for 3 ranks, and there are 2"):
         part.replan(SingleFusion().plan(tensors, 3))
@@ -150,7 +135,7 @@ def test_the_old_buffers_are_gone_before_there_are_new_ones(gather: str) -> None
     options = ExchangeOptions(gather)
     pipeline = new_pipeline(model, optimizer_for("sgd", model), options=options)
     part = pipeline.parts[0]
-    _step(pipeline, model, "mlp", 0)
+    train_steps(pipeline, model, [0])
     buffers = [
         weakref.ref(one) for one in (part.plans.active.flat.buckets[0].gradients, part.plans.active)
     ]
@@ -163,26 +148,23 @@ def test_the_old_buffers_are_gone_before_there_are_new_ones(gather: str) -> None
 
     with mock.patch.object(plan_lifecycle, "activate", checked):
         part.replan(SingleFusion().plan(part.tensors, 2))
-    _step(pipeline, model, "mlp", 1)
+    train_steps(pipeline, model, [1])
     pipeline.detach()
 
 
 @distributed(world_sizes=(2,))
 def test_a_measured_step_tells_when_parameters_are_read_and_gradients_ready() -> None:
     model = build("mlp")
-    optimizer = optimizer_for("sgd", model)
-    pipeline = new_pipeline(model, optimizer)
+    pipeline = new_pipeline(model, optimizer_for("sgd", model))
     part = pipeline.parts[0]
+    are_known: list[bool] = []
     for step in range(4):
         if step == 2:
             pipeline.measure_next_step()
-        with pipeline.forward():
-            loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
-        optimizer.zero_grad()
-        with pipeline.backward():
-            loss.backward()
-        assert (part.times is None) == (step <= 2)
-        optimizer.step()
+        train_steps(
+            pipeline, model, [step], between=lambda _: are_known.append(part.times is not None)
+        )
+    assert are_known == [False, False, False, True]
     times, tensors = part.times, part.tensors
     assert times is not None
     assert times.first_use_s.keys() == times.ready_s.keys() == {one.index for one in tensors}
@@ -218,18 +200,7 @@ def test_a_first_plan_is_checked_too(fusion: FusionPlanner, message: str) -> Non
     model = build("mlp")
     pipeline = new_pipeline(model, optimizer_for("sgd", model), fusion)
     with pytest.raises(ValueError, match=message):
-        _step(pipeline, model, "mlp", 0)
-
-
-def _step(pipeline: Pipeline, model: nn.Module, name: str, step: int) -> None:
-    optimizer = pipeline.parts[0].optimizer
-    dtype = next(model.parameters()).dtype
-    with pipeline.forward():
-        loss = loss_of(model, *batch(name, step, dist.get_rank(), dtype))
-    optimizer.zero_grad()
-    with pipeline.backward():
-        loss.backward()
-    optimizer.step()
+        train_steps(pipeline, model, [0])
 
 
 @distributed(world_sizes=(1, 2))
@@ -242,7 +213,7 @@ def test_masters_of_a_group_without_state_stay() -> None:
         pipeline = new_pipeline(model, torch.optim.SGD(groups, lr=1e-3))
         part = pipeline.parts[0]
         for step in range(6):
-            _step(pipeline, model, "mlp", step)
+            train_steps(pipeline, model, [step])
             if fusions and step % 2:
                 part.replan(fusions[step % 4 // 2].plan(part.tensors, dist.get_world_size()))
         pipeline.detach()
@@ -257,7 +228,7 @@ def test_state_saved_between_unfreezing_and_the_next_step_is_of_the_right_parame
     for parameter in parameters[:2]:
         parameter.requires_grad_(False)
     pipeline = new_pipeline(model, torch.optim.AdamW(parameters))
-    _step(pipeline, model, "mlp", 0)
+    train_steps(pipeline, model, [0])
     before = pipeline.parts[0].optimizer_state_dict()["state"]
     for parameter in parameters[:2]:
         parameter.requires_grad_(True)
@@ -272,16 +243,16 @@ def test_state_saved_between_unfreezing_and_the_next_step_is_of_the_right_parame
 def test_early_gathers_that_are_refused_are_told_of_and_left_out() -> None:
     model = build("mlp")
     pipeline = new_pipeline(model, optimizer_for("sgd", model), NoFusion())
-    _step(pipeline, model, "mlp", 0)
+    train_steps(pipeline, model, [0])
     part = pipeline.parts[0]
     early = replace(part.plan, early=part.plan.reduce_order[:1])
     part.replan(early)
     expected = build("mlp")
     reference = new_pipeline(expected, optimizer_for("sgd", expected), NoFusion())
-    _step(reference, expected, "mlp", 0)
+    train_steps(reference, expected, [0])
     for step in (1, 2):
-        _step(pipeline, model, "mlp", step)
-        _step(reference, expected, "mlp", step)
+        train_steps(pipeline, model, [step])
+        train_steps(reference, expected, [step])
     _assert_same(weights(model), weights(expected))
     pipeline.refuse_early("gradients are clipped" if dist.get_rank() == 0 else None)
     with warnings.catch_warnings(record=True) as seen:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_dear.compression import (
@@ -25,8 +23,8 @@ from tests.distributed.harness import distributed
 from tests.engine.test_parity import assert_equal_on_all_ranks
 from tests.exchange.test_coded import ALL, coded
 from tests.training.linear import Run
-from tests.training.models import batch, build, loss_of, optimizer_for, weights
-from tests.training.three_ways import new_pipeline, train_dear
+from tests.training.models import build, optimizer_for, weights
+from tests.training.three_ways import new_pipeline, train_dear, train_steps
 
 LAGGING: tuple[Codec, ...] = (
     Fp16(),
@@ -96,16 +94,6 @@ def test_two_optimizers_draw_other_random_numbers() -> None:
     torch.testing.assert_close(one.mean(), other.mean(), rtol=0.15, atol=0)
 
 
-def _steps(model: nn.Module, optimizer: Any, pipeline: Any, steps: range) -> None:
-    for step in steps:
-        with pipeline.forward():
-            loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
-        optimizer.zero_grad()
-        with pipeline.backward():
-            loss.backward()
-        optimizer.step()
-
-
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
 @distributed(world_sizes=(1, 2))
 def test_a_resumed_run_has_the_same_bits(gather: str) -> None:
@@ -128,18 +116,18 @@ def _check_resume(gather: str, num_steps: int) -> None:
         kind = "adagrad" if codec.brings_momentum else "adamw"
         optimizer = optimizer_for(kind, model)
         pipeline = new_pipeline(model, optimizer, options=options)
-        _steps(model, optimizer, pipeline, first)
+        train_steps(pipeline, model, first)
         pipeline.complete_parameters()
         saved = copy.deepcopy(pipeline.parts[0].optimizer_state_dict()), model.state_dict()
         saved = copy.deepcopy(saved)
-        _steps(model, optimizer, pipeline, second)
+        train_steps(pipeline, model, second)
         pipeline.detach()
         other = build("mlp", seed=3)
         other_optimizer = optimizer_for(kind, other)
         other.load_state_dict(saved[1])
         resumed = new_pipeline(other, other_optimizer, options=options)
         other_optimizer.load_state_dict(saved[0])
-        _steps(other, other_optimizer, resumed, second)
+        train_steps(resumed, other, second)
         resumed.detach()
         for left, right in zip(weights(model), weights(other), strict=True):
             assert torch.equal(left, right), codec
@@ -151,13 +139,13 @@ def test_loading_in_mid_run_brings_its_residuals(gather: str) -> None:
     model = build("mlp")
     optimizer = optimizer_for("adamw", model)
     pipeline = new_pipeline(model, optimizer, options=coded(Int4(), gather))
-    _steps(model, optimizer, pipeline, range(4))
+    train_steps(pipeline, model, range(4))
     pipeline.complete_parameters()
     saved = pipeline.parts[0].optimizer_state_dict(), model.state_dict()
     saved = copy.deepcopy(saved)
     ends = []
     for _ in range(2):
-        _steps(model, optimizer, pipeline, range(4, 8))
+        train_steps(pipeline, model, range(4, 8))
         ends.append(weights(model))
         model.load_state_dict(saved[1])
         optimizer.load_state_dict(saved[0])

@@ -28,8 +28,8 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.test_parity import assert_equal_on_all_ranks
-from tests.training.models import batch, build, distance, loss_of, optimizer_for, weights
-from tests.training.three_ways import new_pipeline, train_dear
+from tests.training.models import build, distance, optimizer_for, weights
+from tests.training.three_ways import new_pipeline, train_dear, train_steps
 
 LARGEST_LAG = {Fp16(): 1e-3, Bf16(): 1e-3, Int8(): 1e-3, Int4(): 1e-2, LoCo(): 1e-2}
 
@@ -56,21 +56,6 @@ def _start(
     return model, optimizer, new_pipeline(model, optimizer, options=ExchangeOptions(codec=codec))
 
 
-def _step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    pipeline: Pipeline,
-    step: int,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    with pipeline.forward():
-        loss = loss_of(model, *batch("mlp", step, dist.get_rank(), dtype))
-    optimizer.zero_grad()
-    with pipeline.backward():
-        loss.backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
 @distributed(world_sizes=(1, 3))
 def test_replicas_are_close_behind(optimizer_name: str) -> None:
@@ -88,7 +73,7 @@ def _check_lag(optimizer_name: str, num_steps: int) -> None:
     for codec, largest in LARGEST_LAG.items():
         model, optimizer, pipeline = _start(codec, optimizer_name)
         for step in range(num_steps):
-            _step(model, optimizer, pipeline, step)
+            train_steps(pipeline, model, [step])
             masters = masters_of(pipeline.parts[0])
             replicas = _in_groups(optimizer)
             lag = _norm([a - b for a, b in zip(masters, replicas, strict=True)])
@@ -120,8 +105,7 @@ def _check_bits(num_steps: int) -> None:
 @distributed(world_sizes=(1, 2))
 def test_half_precision_parameters_follow_too() -> None:
     model, optimizer, pipeline = _start(Int8(), dtype=torch.bfloat16)
-    for step in range(10):
-        _step(model, optimizer, pipeline, step, torch.bfloat16)
+    train_steps(pipeline, model, range(10))
     masters = masters_of(pipeline.parts[0])
     assert all(master.dtype == torch.float32 for master in masters)
     lag = _norm([a - b for a, b in zip(masters, _in_groups(optimizer), strict=True)])
@@ -132,8 +116,7 @@ def test_half_precision_parameters_follow_too() -> None:
 @distributed(world_sizes=(2,))
 def test_what_is_written_between_steps_counts() -> None:
     model, optimizer, pipeline = _start(Int4())
-    for step in range(3):
-        _step(model, optimizer, pipeline, step)
+    train_steps(pipeline, model, range(3))
     before = masters_of(pipeline.parts[0])
     with torch.no_grad():
         first = next(iter(model.parameters()))
@@ -148,7 +131,7 @@ def test_what_is_written_between_steps_counts() -> None:
     for place, (one, other) in enumerate(zip(before, after, strict=True)):
         if place != number:
             assert torch.equal(one, other)
-    _step(model, optimizer, pipeline, 3)
+    train_steps(pipeline, model, [3])
     pipeline.complete_parameters()
     assert abs(float(first.detach()[0, 0]) - 7.0) < 0.5
 
@@ -160,8 +143,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 @distributed(world_sizes=(2,))
 def test_another_plan_leaves_masters_and_replicas_alone() -> None:
     model, optimizer, pipeline = _start(Int4())
-    for step in range(3):
-        _step(model, optimizer, pipeline, step)
+    train_steps(pipeline, model, range(3))
     pipeline.complete_parameters()
     before = copy.deepcopy((masters_of(pipeline.parts[0]), weights(model)))
     part = pipeline.parts[0]
@@ -210,8 +192,7 @@ def test_other_precisions_at_any_world_size() -> None:
 def test_masters_that_others_have_not_stepped_are_forgotten() -> None:
     """int8 of parameters, then of gradients, then of parameters again."""
     model, optimizer, pipeline = _start(Int8(), "adamw")
-    for step in range(3):
-        _step(model, optimizer, pipeline, step)
+    train_steps(pipeline, model, range(3))
     pipeline.detach()
     state = pipeline.parts[0].optimizer_state_dict()
     assert "master_weight" in state["state"][0]
@@ -219,20 +200,19 @@ def test_masters_that_others_have_not_stepped_are_forgotten() -> None:
     options = ExchangeOptions("gradients", codec=Int8())
     other = new_pipeline(model, other_optimizer, options=options)
     other_optimizer.load_state_dict(state)
-    _step(model, other_optimizer, other, 3)
+    train_steps(other, model, [3])
     assert "master_weight" not in other.parts[0].optimizer_state_dict()["state"][0]
 
 
 @distributed(world_sizes=(1, 3))
 def test_replicas_can_be_made_equal_to_masters() -> None:
     model, optimizer, pipeline = _start(Int4(), "adamw")
-    for step in range(4):
-        _step(model, optimizer, pipeline, step)
+    train_steps(pipeline, model, range(4))
     pipeline.parts[0].sync_replicas()
     for master, replica in zip(masters_of(pipeline.parts[0]), _in_groups(optimizer), strict=True):
         assert torch.equal(master, replica)
     assert_equal_on_all_ranks(([weights(model)], []))
-    _step(model, optimizer, pipeline, 4)
+    train_steps(pipeline, model, [4])
     masters = masters_of(pipeline.parts[0])
     lag = _norm([a - b for a, b in zip(masters, _in_groups(optimizer), strict=True)])
     assert 0 < lag <= 1e-2 * _norm(masters)
@@ -241,8 +221,7 @@ def test_replicas_can_be_made_equal_to_masters() -> None:
 @distributed(world_sizes=(2,))
 def test_what_was_written_or_loaded_is_made_equal_too() -> None:
     model, optimizer, pipeline = _start(Int4(), "adamw")
-    for step in range(3):
-        _step(model, optimizer, pipeline, step)
+    train_steps(pipeline, model, range(3))
     saved = copy.deepcopy(pipeline.parts[0].optimizer_state_dict())
     masters = masters_of(pipeline.parts[0])
     first, second = _in_groups(optimizer)[:2]
@@ -266,8 +245,7 @@ def test_what_was_written_or_loaded_is_made_equal_too() -> None:
 def test_the_lag_is_known_in_any_precision() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         model, optimizer, pipeline = _start(Int8(), dtype=dtype)
-        for step in range(3):
-            _step(model, optimizer, pipeline, step, dtype)
+        train_steps(pipeline, model, range(3))
         pipeline.complete_parameters()
         assert 0 < float(pipeline.parts[0].encoding_figures()["lag"]) <= 5e-3
         pipeline.detach()

@@ -28,7 +28,8 @@ from tests.exchange.test_coded_failures import _assert_kept, _kept
 from tests.training import three_ways as training
 from tests.training.linear import Run, gradients_of, unscale
 from tests.training.models import weights
-from tests.tuning.test_codec_probe import CLOCK, _line, _pipeline, _step
+from tests.training.three_ways import train_steps
+from tests.tuning.test_codec_probe import CLOCK, _line, _pipeline
 
 SUMMED = {"expect_reduce_scatter", "launch_reduce_scatter"}
 DECODED = {"expect_all_to_all", "launch_all_to_all"}
@@ -214,7 +215,7 @@ def _timed_sum(rows: list[Tensor], out: Tensor) -> None:
 def test_the_cost_is_that_of_a_sum_and_of_decoding_one_row() -> None:
     """Of n elements: 2 rows of n / 2 / 4 numbers are summed, n / 2 elements decoded."""
     model, pipeline = _pipeline(_Timed(density=0.25))
-    _step(model, pipeline, 0)
+    train_steps(pipeline, model, [0])
     with (
         mock.patch.object(codec_cost, "clock_of", return_value=CLOCK),
         mock.patch.object(codec_cost, "launch_seconds", return_value=(0.0, 0.0)),

@@ -123,4 +123,4 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "optimizer", "world_size"), CASES)
 def test_row(name: str, optimizer: str, world_size: int) -> None:
-    run_ranks(_run, world_size, name, optimizer)
+    run_ranks(_run, world_size, name, optimizer, keeps_ranks=True)

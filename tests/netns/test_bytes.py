@@ -27,6 +27,7 @@ def _count(hosts: Sequence[EmulatedHost]) -> tuple[int, int, int]:
     return sent, received, probe.ledger[-1]
 
 
+@pytest.mark.alone
 @pytest.mark.netns
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_step_moves_what_the_formula_and_the_ledger_say(world_size: int) -> None:

@@ -48,6 +48,7 @@ def _of(spans: list[Span], lane: str) -> list[Span]:
     return [span for span in spans if span.lane == lane]
 
 
+@pytest.mark.alone
 @pytest.mark.netns
 def test_communication_overlaps_backward_and_the_next_forward(tmp_path: object) -> None:
     with EmulatedCluster(num_hosts=2, rate_mbit=1000, mtu=9000) as cluster:

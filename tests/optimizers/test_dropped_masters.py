@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dear.compression import Int4
-from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY
 from tests.distributed.harness import distributed
 from tests.engine.test_gradients import assert_equal
-from tests.training.models import batch, build, loss_of, optimizer_for, weights
-from tests.training.three_ways import new_pipeline
+from tests.training.models import build, optimizer_for, weights
+from tests.training.three_ways import new_pipeline, train_steps
 
 Saved = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -31,24 +30,12 @@ OTHERS = (
 )
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> None:
-    dtype = next(model.parameters()).dtype
-    with pipeline.forward():
-        loss = loss_of(model, *batch("mlp", 0, dist.get_rank(), dtype))
-    optimizer.zero_grad()
-    with pipeline.backward():
-        loss.backward()
-    optimizer.step()
-
-
 def _save(
     options: ExchangeOptions, dtype: torch.dtype = torch.float32, *, syncs: bool = False
 ) -> Saved:
     model = build("mlp", dtype=dtype)
-    optimizer = optimizer_for("adamw", model)
-    pipeline = new_pipeline(model, optimizer, options=options)
-    for _ in range(3):
-        _step(model, optimizer, pipeline)
+    pipeline = new_pipeline(model, optimizer_for("adamw", model), options=options)
+    train_steps(pipeline, model, [0] * 3)
     if syncs:
         pipeline.parts[0].sync_replicas()
     pipeline.complete_parameters()
@@ -68,8 +55,7 @@ def _resume(
     optimizer.load_state_dict(copy.deepcopy(saved[1]))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(2):
-            _step(model, optimizer, pipeline)
+        train_steps(pipeline, model, [0] * 2)
     state = pipeline.parts[0].optimizer_state_dict()["state"]
     keeps = options.encodes_differences or (dtype.itemsize < 4 and not options.is_of_gradients)
     assert all((MASTER_KEY in own) is keeps for own in state.values())
@@ -133,7 +119,7 @@ def test_the_message_names_the_way_out() -> None:
     optimizer.load_state_dict(saved[1])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        _step(model, optimizer, pipeline)
+        train_steps(pipeline, model, [0])
     (told,) = [str(one.message) for one in said if MASTER_KEY in str(one.message)]
     for word in ("dropped", "resume with the compressor, gather and precision", "sync_replicas()"):
         assert word in told

@@ -15,7 +15,7 @@ from tests.distributed.harness import distributed
 from tests.engine.test_gradients import assert_equal
 from tests.training.delays import Delays
 from tests.training.models import batch, build, loss_of, optimizer_for, weights
-from tests.training.three_ways import new_pipeline
+from tests.training.three_ways import new_pipeline, train_steps
 
 LATE = Delays(before_all_gather_s=0.02)
 DTYPES = [torch.bfloat16, torch.float16]
@@ -63,12 +63,7 @@ class _Ours:
         self.pipeline = new_pipeline(self.model, self.optimizer, delays=LATE)
 
     def step(self, number: int) -> list[Tensor]:
-        with self.pipeline.forward():
-            loss = _loss(self.model, number, dist.get_rank(), self.dtype)
-        self.optimizer.zero_grad()
-        with self.pipeline.backward():
-            loss.backward()
-        self.optimizer.step()
+        train_steps(self.pipeline, self.model, [number])
         return weights(self.model)
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import distributed, run_ranks
 from tests.training.models import (
     OPTIMIZERS,
@@ -21,19 +20,7 @@ from tests.training.models import (
     two_groups,
     weights,
 )
-from tests.training.three_ways import new_pipeline
-
-
-def _train(
-    pipeline: Pipeline, model: nn.Module, optimizer: Optimizer, steps: range, name: str = "mlp"
-) -> None:
-    for step in steps:
-        with pipeline.forward():
-            loss = loss_of(model, *batch(name, step, dist.get_rank()))
-        optimizer.zero_grad()
-        with pipeline.backward():
-            loss.backward()
-        optimizer.step()
+from tests.training.three_ways import new_pipeline, train_steps
 
 
 def _state_bytes(sharded: object) -> int:
@@ -48,9 +35,8 @@ def _state_bytes(sharded: object) -> int:
 @distributed(world_sizes=(1, 2, 4))
 def test_a_rank_holds_its_share_of_the_state(world_size: int) -> None:
     model = build("wide_mlp")
-    optimizer = torch.optim.AdamW(model.parameters())
-    pipeline = new_pipeline(model, optimizer)
-    _train(pipeline, model, optimizer, range(2))
+    pipeline = new_pipeline(model, torch.optim.AdamW(model.parameters()))
+    train_steps(pipeline, model, range(2))
     whole_bytes = sum(2 * parameter.nbytes for parameter in model.parameters())
     own_bytes = torch.tensor(_state_bytes(pipeline.parts[0].stepper), dtype=torch.float64)
     assert abs(float(own_bytes) * world_size / whole_bytes - 1) < 0.02
@@ -62,9 +48,8 @@ def test_a_rank_holds_its_share_of_the_state(world_size: int) -> None:
 @distributed(world_sizes=(2,))
 def test_consolidated_state_is_what_the_plain_optimizer_has(name: str) -> None:
     model = build("mlp")
-    optimizer = optimizer_for(name, model)
-    pipeline = new_pipeline(model, optimizer)
-    _train(pipeline, model, optimizer, range(3))
+    pipeline = new_pipeline(model, optimizer_for(name, model))
+    train_steps(pipeline, model, range(3))
     ours = pipeline.parts[0].optimizer_state_dict()
 
     plain = build("mlp")
@@ -90,9 +75,8 @@ def test_consolidated_state_is_what_the_plain_optimizer_has(name: str) -> None:
 
 def _train_and_save(num_steps: int) -> tuple[dict[str, Tensor], dict[str, object]]:
     model = build("gpt")
-    optimizer = optimizer_for("adamw", model)
-    pipeline = new_pipeline(model, optimizer)
-    _train(pipeline, model, optimizer, range(num_steps), "gpt")
+    pipeline = new_pipeline(model, optimizer_for("adamw", model))
+    train_steps(pipeline, model, range(num_steps), "gpt")
     state = copy.deepcopy(pipeline.parts[0].optimizer_state_dict())
     return {key: value.clone() for key, value in model.state_dict().items()}, state
 
@@ -104,10 +88,10 @@ def _resume(
     optimizer = optimizer_for("adamw", model)
     pipeline = new_pipeline(model, optimizer)
     if in_midst:
-        _train(pipeline, model, optimizer, range(90, 92), "gpt")
+        train_steps(pipeline, model, range(90, 92), "gpt")
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    _train(pipeline, model, optimizer, steps, "gpt")
+    train_steps(pipeline, model, steps, "gpt")
     return weights(model)
 
 
@@ -150,9 +134,9 @@ def test_unfreezing_in_mid_training_rebuilds_the_plan_and_keeps_state(world_size
 
     model, optimizer = start()
     pipeline = new_pipeline(model, optimizer)
-    _train(pipeline, model, optimizer, range(3))
+    train_steps(pipeline, model, range(3))
     unfreeze(model, optimizer)
-    _train(pipeline, model, optimizer, range(3, 6))
+    train_steps(pipeline, model, range(3, 6))
 
     plain, plain_optimizer = start()
     for step in range(6):
@@ -239,9 +223,8 @@ def test_accumulated_gradients_are_those_of_ddp(world_size: int) -> None:
 @distributed(world_sizes=(1, 2))
 def test_module_buffers_follow_rank_0() -> None:
     model = build("conv")
-    optimizer = optimizer_for("sgd", model)
-    pipeline = new_pipeline(model, optimizer)
-    _train(pipeline, model, optimizer, range(3), "conv")
+    pipeline = new_pipeline(model, optimizer_for("sgd", model))
+    train_steps(pipeline, model, range(3), "conv")
     for buffer in model.buffers():
         first = buffer.clone()
         dist.broadcast(first, 0)
@@ -252,16 +235,10 @@ def test_module_buffers_follow_rank_0() -> None:
 def test_gradients_that_come_in_parts_are_sent_once() -> None:
     """Reentrant checkpointing accumulates a parameter's gradient more than once in a backward."""
     model = build("reentrant")
-    optimizer = optimizer_for("sgd", model)
-    pipeline = new_pipeline(model, optimizer)
+    pipeline = new_pipeline(model, optimizer_for("sgd", model))
     for step in range(3):
         before = pipeline.collectives.ledger.reduce_scatter_bytes
-        with pipeline.forward():
-            loss = loss_of(model, *batch("reentrant", step, dist.get_rank()))
-        optimizer.zero_grad()
-        with pipeline.backward():
-            loss.backward()
-        optimizer.step()
+        train_steps(pipeline, model, [step], "reentrant")
         plan = pipeline.parts[0].plan
         assert plan is not None
         sent = pipeline.collectives.ledger.reduce_scatter_bytes - before

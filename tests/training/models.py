@@ -69,6 +69,8 @@ MODELS = {
     "mlp": UnevenMLP,
     "conv": ConvNet,
     "gpt": TinyGPT,
+    # Twenty of the tests' small buckets.
+    "deep_mlp": lambda: UnevenMLP((7, *[101] * 9, 3)),
     # Several of DDP's 1 MB buckets, and tensors small enough to move between them.
     "wide_mlp": lambda: UnevenMLP((7, *[301] * 9, 3)),
     "wide_conv": lambda: ConvNet((90,) * 9),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -43,14 +43,37 @@ def new_pipeline(
     if delays is not None:
         assert isinstance(collectives, PairwiseCollectives)
         collectives = DelayedCollectives(collectives, delays)
-    optimizers = [optimizer, *more]
-    return Pipeline(model, optimizers, collectives, fusion, audit=audit, options=options)
+    return Pipeline(model, [optimizer, *more], collectives, fusion, audit=audit, options=options)
 
 
 def new_native(device: torch.device) -> NativeCollectives:
     """What is used on NCCL, over gloo's groups. To be patched in for `new_collectives`."""
     groups = [dist.new_group() for _ in range(3)]
     return NativeCollectives(*groups, dist.get_rank(), dist.get_world_size())
+
+
+def train_steps(
+    pipeline: Pipeline,
+    model: nn.Module,
+    steps: Iterable[int],
+    model_name: str = "mlp",
+    between: Callable[[int], None] = lambda step: None,
+) -> None:
+    """With the first optimizer, on this rank's batches of these numbers; `between` is called
+    after each backward and before its step.
+
+    Nothing reads the weights. The last step's may still be under way at the end.
+    """
+    optimizer = pipeline.parts[0].optimizer
+    dtype = optimizer.param_groups[0]["params"][0].dtype
+    for step in steps:
+        with pipeline.forward():
+            loss = loss_of(model, *batch(model_name, step, dist.get_rank(), dtype))
+        optimizer.zero_grad()
+        with pipeline.backward():
+            loss.backward()
+        between(step)
+        optimizer.step()
 
 
 def train_dear(

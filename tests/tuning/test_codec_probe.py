@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Generator, Tensor
 
 from lightning_dear.collectives.work import Work
@@ -22,8 +21,8 @@ from lightning_dear.telemetry.device_work import device_work_s
 from lightning_dear.tuning import codec_cost
 from lightning_dear.tuning.codec_cost import fitted_line, launch_seconds, measure_codecs
 from tests.distributed.harness import distributed
-from tests.training.models import batch, build, loss_of, weights
-from tests.training.three_ways import new_pipeline
+from tests.training.models import build, weights
+from tests.training.three_ways import new_pipeline, train_steps
 
 BOTH = ("parameters", "gradients")
 
@@ -95,16 +94,6 @@ def _pipeline(codec: Codec | None, gather: str = "gradients") -> Any:
     return model, new_pipeline(model, optimizer, NoFusion(), options=options)
 
 
-def _step(model: Any, pipeline: Any, step: int) -> None:
-    optimizer = pipeline.parts[0].optimizer
-    with pipeline.forward():
-        loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
-    optimizer.zero_grad()
-    with pipeline.backward():
-        loss.backward()
-    optimizer.step()
-
-
 def _line(alpha: float, beta: float) -> Any:
     return pytest.approx((alpha, beta), rel=1e-6)
 
@@ -113,7 +102,7 @@ def _line(alpha: float, beta: float) -> Any:
 @distributed(world_sizes=(2,))
 def test_each_operation_is_timed_with_what_belongs_to_it(gather: str) -> None:
     model, pipeline = _pipeline(_Timed(), gather)
-    _step(model, pipeline, 0)
+    train_steps(pipeline, model, [0])
     with (
         mock.patch.object(codec_cost, "clock_of", return_value=CLOCK),
         mock.patch.object(codec_cost, "launch_seconds", return_value=(0.0, 0.0)),
@@ -150,7 +139,7 @@ def test_each_operation_is_timed_with_what_belongs_to_it(gather: str) -> None:
 @distributed(world_sizes=(2,))
 def test_ranks_agree_and_training_is_not_touched(codec: Codec, gather: str) -> None:
     model, pipeline = _pipeline(codec, gather)
-    _step(model, pipeline, 0)
+    train_steps(pipeline, model, [0])
     pipeline.complete_parameters()
     before, state = weights(model), torch.get_rng_state()
     costs = measure_codecs(pipeline)
@@ -174,7 +163,7 @@ def test_ranks_agree_and_training_is_not_touched(codec: Codec, gather: str) -> N
 @distributed(world_sizes=(2,))
 def test_starting_messages_costs_every_bucket_the_same() -> None:
     model, pipeline = _pipeline(_Timed())
-    _step(model, pipeline, 0)
+    train_steps(pipeline, model, [0])
     with (
         mock.patch.object(codec_cost, "clock_of", return_value=CLOCK),
         mock.patch.object(codec_cost, "launch_seconds", return_value=(0.25, 2.0)),
@@ -191,7 +180,7 @@ def test_starting_messages_costs_every_bucket_the_same() -> None:
 @distributed(world_sizes=(2,))
 def test_starting_is_timed_without_waiting_and_counts_as_no_steps_bytes() -> None:
     model, pipeline = _pipeline(Int8())
-    _step(model, pipeline, 0)
+    train_steps(pipeline, model, [0])
     pipeline.complete_parameters()
     collectives = pipeline.collectives
     is_slow = collectives.rank == 1
@@ -222,7 +211,7 @@ def test_starting_is_timed_without_waiting_and_counts_as_no_steps_bytes() -> Non
     assert 0.04 <= gather_s < 0.1
     assert collectives.all_gather_object((reduce_s, gather_s)) == [(reduce_s, gather_s)] * 2
     assert collectives.ledger.total_bytes == sent_before
-    _step(model, pipeline, 1)
+    train_steps(pipeline, model, [1])
     pipeline.detach()
 
 
@@ -241,7 +230,7 @@ def test_encoding_is_the_devices_work(gather: str, num_encodings: int, num_decod
         before_s = device_work_s()
         for slept in SLEPT_S.values():
             slept.clear()
-        _step(model, pipeline, step)
+        train_steps(pipeline, model, [step])
         pipeline.complete_parameters()
     num_buckets = len(pipeline.parts[0].plan.buckets)
     took_s = device_work_s() - before_s
@@ -255,7 +244,7 @@ def test_encoding_is_the_devices_work(gather: str, num_encodings: int, num_decod
 @distributed(world_sizes=(2,))
 def test_making_factors_is_the_devices_work() -> None:
     model, pipeline = _pipeline(PowerSGD())
-    _step(model, pipeline, 0)
+    train_steps(pipeline, model, [0])
 
     def slowed(seconds: float, method: Any) -> Any:
         def took(*arguments: Any) -> Any:
@@ -270,7 +259,7 @@ def test_making_factors_is_the_devices_work() -> None:
     }
     with mock.patch.multiple(LowRankBucket, **slow):
         before_s = device_work_s()
-        _step(model, pipeline, 1)
+        train_steps(pipeline, model, [1])
     num_buckets = len(pipeline.parts[0].plan.buckets)
     assert 0.03 * num_buckets <= device_work_s() - before_s < 0.03 * num_buckets + 0.02
     pipeline.detach()
@@ -282,7 +271,7 @@ def test_without_a_codec_nothing_is_measured() -> None:
     assert measure_codecs(pipeline) is NO_CODEC
     pipeline.detach()
     model, pipeline = _pipeline(Fp32(), "parameters")
-    _step(model, pipeline, 0)
+    train_steps(pipeline, model, [0])
     assert not measure_codecs(pipeline).may_mix
     pipeline.detach()
 
@@ -292,10 +281,10 @@ def test_without_a_codec_nothing_is_measured() -> None:
 def test_a_measured_step_is_without_encoding(gather: str) -> None:
     model, pipeline = _pipeline(_Slow(), gather)
     part = pipeline.parts[0]
-    _step(model, pipeline, 0)
+    train_steps(pipeline, model, [0])
     for step in (1, 2):
         pipeline.measure_next_step()
-        _step(model, pipeline, step)
+        train_steps(pipeline, model, [step])
     assert len(part.plan.buckets) > 2
     times = part.times
     for seconds in (times.backward_s, times.step_s, times.forward_s, *times.ready_s.values()):

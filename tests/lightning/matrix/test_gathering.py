@@ -64,4 +64,4 @@ def test_row(name: str, options: str, tmp_path: Path) -> None:
     row = FEATURES[name]
     if not row.needs:
         pytest.skip(f"the installed versions lack {name}")
-    run_ranks(_run, WORLD_SIZE, name, options, row.optimizers[-1], tmp_path)
+    run_ranks(_run, WORLD_SIZE, name, options, row.optimizers[-1], tmp_path, keeps_ranks=True)
