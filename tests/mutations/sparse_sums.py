@@ -27,8 +27,8 @@ SPARSE_SUMS = [
     Mutation(
         "putting back what was sent in vain",
         "Unsent.settle",
-        'latest["residual"].index_add_(0, sent.places, sent.numbers.masked_fill(has_arrived, 0.0))',
-        "pass",
+        ".scatter_add_(0, sent.places, sent.numbers.masked_fill(has_arrived, 0.0))\n",
+        "\n",
         TO_THE_BIT,
     ),
     Mutation(
@@ -230,7 +230,7 @@ SPARSE_SUMS = [
     Mutation(
         "clearing momentum where it has arrived",
         "UnsentVelocity.settle",
-        "        momentum.index_add_(0, sent.places, lost)\n",
+        "        momentum.scatter_add_(0, sent.places, lost)\n",
         "        pass\n",
         (f"{TESTS}::test_momentum_is_kept_until_it_arrives",),
     ),

@@ -135,7 +135,7 @@ class Unsent(Memory):
             has_arrived: [n] bool, False where nothing was sent.
         """
         latest = self._pending if self._has_pending else self._kept
-        latest["residual"].index_add_(0, sent.places, sent.numbers.masked_fill(has_arrived, 0.0))
+        latest["residual"].scatter_add_(0, sent.places, sent.numbers.masked_fill(has_arrived, 0.0))
 
 
 class UnsentVelocity(Unsent):
@@ -176,7 +176,7 @@ class UnsentVelocity(Unsent):
         momentum = (self._pending if self._has_pending else self._kept)["momentum"]
         # Added, not written: where a place comes again as not arrived, that would undo the 0.
         lost = (-momentum[sent.places]).masked_fill_(~has_arrived, 0.0)
-        momentum.index_add_(0, sent.places, lost)
+        momentum.scatter_add_(0, sent.places, lost)
 
 
 class Forgotten(Unsent):
