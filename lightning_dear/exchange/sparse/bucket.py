@@ -309,6 +309,9 @@ class SparseBucket(CompressedBucket):
     @override
     def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
         """See `CompressedBucket`; but what owners have of them stays with who has sent it."""
+        self._unused = ()
+        if all(used):
+            return
         sets_aside = self.is_sparse and self.configured.is_scattered
         super().note_used(used, scale, keeps=keeps and not sets_aside)
         if keeps and sets_aside:
@@ -322,14 +325,14 @@ class SparseBucket(CompressedBucket):
         if self.configured.is_scattered:
             # As if nothing had been sent of them, and no momentum had gone on.
             self.worker.keep(self._unused)
-        super().commit()
+        self.worker.commit()
         self.threshold.commit()
         self._is_counted = False
         self._left_out = []
 
     @override
     def discard(self) -> None:
-        super().discard()
+        self.worker.discard()
         self.threshold.discard()
         # What was due in that step is due in the next one.
         self.counts["reduce"] -= self._is_counted

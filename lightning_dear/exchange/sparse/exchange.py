@@ -129,6 +129,16 @@ class WholeSparseExchange(CompressedExchange):
         launch = one.pack(waiting, selected, scale)
         return Sending(partial(launch, self.first_number + bucket.number), one.sum_up)
 
+    def _prepare(self, encode: Callable[[], Sending]) -> Callable[[], Work]:
+        """Encodes here and now; what is returned starts sending that, and lets it be decoded."""
+        with device_work():
+            sending = encode()
+        return partial(self._launch, sending)
+
+    def _launch(self, sending: Sending) -> Work:
+        work = sending.launch()
+        return work if sending.decode is None else self._decoded(work, sending.decode)
+
     def _launch_all(self, bucket: Bucket) -> Callable[[], Work]:
         """What starts sending it as it is."""
         return partial(self._dense.launch_reduce, bucket)
@@ -267,38 +277,41 @@ class SparseExchange(WholeSparseExchange):
         super().note_used(used, keeps=keeps)
         # What a rank refuses, all do.
         if keeps and self._refusal is None:
-            self._choose([one for one in self.coded if one.is_sparse])
+            self._prepare(self._choose)().wait()
 
-    def _choose(self, sparse: Sequence[OwnedBucket]) -> None:
-        """Leaves in means what owners keep. All ranks call; now and then blocks."""
+    def _choose(self) -> Sending:
+        """Leaves in means what owners keep, but for those of which they have to agree first."""
         scale = self._loss_scale()
         factor = 1.0 if scale is None else float(scale)
-        static = [one for one in sparse if isinstance(one, StaticBucket)]
-        asked: list[tuple[RegionBucket, Entries]] = []
-        with device_work():
-            for one in sparse:
-                if isinstance(one, StaticBucket):
-                    one.keep_largest()
-                elif (own := one.choose(factor)) is not None:
-                    asked.append((one, own))
+        static, asked = list[StaticBucket](), list[tuple[RegionBucket, Entries]]()
+        for one in self.coded:
+            if not one.is_sparse:
+                continue
+            if isinstance(one, StaticBucket):
+                one.keep_largest()
+                static.append(one)
+            elif (own := one.choose(factor)) is not None:
+                asked.append((one, own))
         if asked:
-            self._agree(asked, factor)
-        if static:
-            add_up_summaries(static, self.collectives, self.first_number)
+            return Sending(partial(self._agree, asked), partial(_keep, asked, factor))
+        place = self.collectives, self.first_number
+        return Sending(partial(add_up_summaries, static, *place) if static else Work.done)
 
-    def _agree(self, asked: Sequence[tuple[RegionBucket, Entries]], scale: float) -> None:
-        """For an exact step's sums, and those of who keeps all: ranks hear of each other's."""
-        buckets, sums = [one for one, _ in asked], [each for _, each in asked]
+    def _agree(self, asked: list[tuple[RegionBucket, Entries]]) -> Work:
+        """Leaves what owners keep of sums of which others have to hear. All ranks call; blocks.
+
+        In an exact step the k largest of all; where all are kept it is agreed how they travel.
+        """
+        buckets, sums = [one for one, _ in asked], [own for _, own in asked]
         place = self.collectives, self.first_number
         if all(one.selection.is_regional for one in buckets):
-            sums = largest_of_all(sums, [one.selection.k for one in buckets], *place)
+            kept = largest_of_all(sums, [one.selection.k for one in buckets], *place)
+            asked[:] = zip(buckets, kept, strict=True)
         else:
             numels = [one.numel for one in buckets]
             for one, is_filled in zip(buckets, are_filled(sums, numels, *place), strict=True):
                 one.is_filled = is_filled
-        with device_work():
-            for one, own in zip(buckets, sums, strict=True):
-                one.keep(own, scale)
+        return Work.done()
 
     # --- the gather half --------------------------------------------------------------------------
 
@@ -315,25 +328,17 @@ class SparseExchange(WholeSparseExchange):
         """Packs what this rank's region keeps; what is returned sends it to all."""
         one = self.coded[bucket.number]
         if one.is_sparse and not one.is_filled:
-            with device_work():
-                message = one.message()
-            return partial(self._send, one, message, one.gathered, one.take_sent(), self._is_nan)
+            return self._prepare(partial(self._pack, one))
         if one.is_sparse:
             # Of equal regions: all of it arrives.
             one.take_sent()
             one.count_words(one.spec.padded_numel // self.collectives.world_size)
         return partial(self._send_as_it_is, one)
 
-    def _send(
-        self,
-        one: OwnedBucket,
-        message: Tensor,
-        gathered: Tensor,
-        sent: Sequence[Entries],
-        is_nan: Tensor | None,
-    ) -> Work:
-        work = one.spread(message, gathered, self.first_number + one.number)
-        return self._decoded(work, partial(one.arrive, gathered, sent, is_nan))
+    def _pack(self, one: OwnedBucket) -> Sending:
+        message, gathered, number = one.message(), one.gathered, self.first_number + one.number
+        arrive = partial(one.arrive, gathered, one.take_sent(), self._is_nan)
+        return Sending(partial(one.spread, message, gathered, number), arrive)
 
     def _send_as_it_is(self, one: OwnedBucket) -> Work:
         number = self.first_number + one.number
@@ -380,3 +385,8 @@ class SparseExchange(WholeSparseExchange):
                 f" compressor={self._codec.name!r} does not send. No weight has changed. Scale or"
                 " clip gradients in hooks, or use another compressor."
             )
+
+
+def _keep(chosen: Sequence[tuple[RegionBucket, Entries]], scale: float) -> None:
+    for one, own in chosen:
+        one.keep(own, scale)

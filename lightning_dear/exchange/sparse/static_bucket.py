@@ -190,16 +190,17 @@ class StaticBucket(SparseBucket):
 
 def add_up_summaries(
     buckets: Sequence[StaticBucket], collectives: Collectives, first_number: int
-) -> None:
-    """Tells buckets of which new regions are due what all ranks have selected. All ranks call."""
+) -> Work:
+    """Tells buckets of which new regions are due what all ranks have selected. All call; blocks."""
     due = [one for one in buckets if one.are_regions_due]
     if not due:
-        return
+        return Work.done()
     total = torch.stack([one.summary for one in due]).to(torch.int32)
     with as_metadata(collectives):
         collectives.launch_all_reduce(total.view(-1), SELECTION_NUMBERS + first_number).wait()
     for one, part in zip(due, total, strict=True):
         one.follow(part)
+    return Work.done()
 
 
 def _order_within(groups: Tensor, num_groups: int) -> Tensor:
