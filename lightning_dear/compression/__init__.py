@@ -11,12 +11,12 @@ from lightning_dear.compression.density import FewOfMany
 from lightning_dear.compression.floats import Bf16, Fp16, Fp32
 from lightning_dear.compression.integers import Int4, Int8, LoCo
 from lightning_dear.compression.low_rank import PowerSGD
-from lightning_dear.compression.ok_topk import OkTopk
 from lightning_dear.compression.signs import EFSignSGD, OneBit, SignSGD, Signum
 from lightning_dear.compression.sparse import DGC, RandomK, TopK
 from lightning_dear.compression.sparse_all_reduce import (
     Gaussiank,
     GTopk,
+    OkTopk,
     SparseAllReduce,
     TopkA,
     TopkDSA,

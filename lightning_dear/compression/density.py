@@ -17,6 +17,9 @@ class FewOfMany(Compressor):
 
     Args:
         density: Share of the numbers that travel, in (0, 1].
+
+    Raises:
+        ValueError: For another one.
     """
 
     has_density: ClassVar[bool] = True
@@ -26,7 +29,8 @@ class FewOfMany(Compressor):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_density(self.density)
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density must be in (0, 1], got {self.density}.")
 
     def entries(self, numel: int) -> int:
         """How many of `numel` numbers travel (k)."""
@@ -37,13 +41,3 @@ class FewOfMany(Compressor):
     def at_density(self, density: float) -> Self:
         """The same compressor with another density in (0, 1]."""
         return replace(self, density=density)
-
-
-def check_density(density: float) -> None:
-    """Refuse what is not in (0, 1].
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be in (0, 1], got {density}.")

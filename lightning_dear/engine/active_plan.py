@@ -57,9 +57,10 @@ class ActivePlan:
         "compression_ratio": bytes of both halves without it, over those with it; of sparse
         all-reduces, whose messages differ from step to step, what is usual (of `topkdsa` the most).
         "residual_norm": 2-norm of what this rank has still to send; with feedback at a rate, its
-        residuals over the rate; of sparse all-reduces with what is on its way. "lag": 2-norm of how
-        far parameters are behind this rank's shards, over that of the shards; of buckets that have
-        arrived. Of sparse all-reduces also what `figures_of` says of their last step.
+        residuals over the rate; of sparse all-reduces without what is on its way, of which a part
+        may come back. "lag": 2-norm of how far parameters are behind this rank's shards, over that
+        of the shards; of buckets that have arrived. Of sparse all-reduces also what `figures_of`
+        says of their last step.
         """
         exchange = self.exchange
         if not exchange.coded:

@@ -14,8 +14,11 @@ from lightning_dear.exchange.compressed_bucket import NO_SEED, CompressedBucket
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.low_rank import LowRankExchange
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.exchange.sparse.baselines import WholeSparseExchange
-from lightning_dear.exchange.sparse.exchange import SparseExchange
+from lightning_dear.exchange.sparse.exchange import (
+    SparseExchange,
+    TreeExchange,
+    WholeSparseExchange,
+)
 
 
 def new_exchange(
@@ -40,10 +43,9 @@ def new_exchange(
     if isinstance(codec, Codec):
         return CodedExchange(dense, options, codecs, uncompressed, flat.buckets, loss_scale)
     if isinstance(codec, SparseAllReduce):
-        sparse = dense, codec, uncompressed, flat.buckets, loss_scale
-        if codec.all_reduces:
-            return WholeSparseExchange(*sparse)
-        return SparseExchange(*sparse)
+        whole = TreeExchange if codec.is_tree else WholeSparseExchange
+        kind = whole if codec.all_reduces else SparseExchange
+        return kind(dense, codec, uncompressed, flat.buckets, loss_scale)
     assert isinstance(codec, PowerSGD)
     return LowRankExchange(dense, codec, uncompressed, flat, loss_scale)
 

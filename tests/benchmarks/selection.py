@@ -29,9 +29,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from lightning_dear.compression import OkTopk
-from lightning_dear.compression.thresholds import FEWEST, MOST, LocalThreshold
-from lightning_dear.compression.unsent import Unsent
-from lightning_dear.exchange.sparse.entries import Entries
+from lightning_dear.compression.selectors import FEWEST, MOST, LocalThreshold
+from lightning_dear.exchange.sparse.entries import Entries, Unsent
 from tests.compression.inputs import KINDS
 
 Result = TypeVar("Result")

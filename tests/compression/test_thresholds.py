@@ -10,8 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dear.compression.selectors import all_above
-from lightning_dear.compression.thresholds import FEWEST, MOST, LocalThreshold, largest
+from lightning_dear.compression.selectors import (
+    FEWEST,
+    MOST,
+    LocalThreshold,
+    all_above,
+    largest,
+)
 
 FEW = st.sampled_from([0.0, 0.5, -0.5, 1.0, -2.0, 3.0, 1e-44, 3e38, -math.inf])
 

@@ -21,8 +21,8 @@ from lightning_dear.compression import (
     TopkDSA,
 )
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.exchange.sparse.exchange import check_buckets
 from lightning_dear.exchange.sparse.figures import Tally, figures_of
-from lightning_dear.exchange.sparse.selection import check_buckets
 from lightning_dear.planning.plan import BucketSpec, Slice
 from tests.distributed.harness import distributed
 from tests.exchange.sparse_runs import run_of

@@ -11,22 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dear.compression.unsent import Unsent, UnsentVelocity
-from lightning_dear.exchange.sparse.entries import Entries, is_among, joined, unpacked
-from lightning_dear.exchange.sparse.largest import kth_largest
+from lightning_dear.exchange.sparse.entries import (
+    Entries,
+    Unsent,
+    UnsentVelocity,
+    added,
+    joined,
+    unpacked,
+)
 from lightning_dear.exchange.sparse.regions import (
     Report,
     Shares,
-    added_up,
     divided,
     equal_regions,
-    put_together,
+    kth_largest,
     regions_of,
     sliced,
     summary_of,
     words_of_slice,
 )
-from lightning_dear.exchange.sparse.sent import Sent, is_selected
 from tests.distributed.harness import distributed
 
 SIZES = st.floats(2.0**-149, 2.0**127, width=32)
@@ -103,10 +106,10 @@ def test_summaries_come_back_from_their_slices(of_ranks: list[list[int]]) -> Non
     num_ranks, numel = len(of_ranks), 1000
     summaries = [summary_of(torch.tensor(sorted(own)).long(), numel) for own in of_ranks]
     cut = [sliced(own, num_ranks) for own in summaries]
-    sums = [added_up(torch.stack([own[rank] for own in cut])) for rank in range(num_ranks)]
-    assert {len(one) for one in sums} == {words_of_slice(num_ranks)}
-    total = put_together(torch.stack(sums))
-    assert torch.equal(total, torch.stack(summaries).sum(0))
+    assert {len(one) for own in cut for one in own} == {words_of_slice(num_ranks)}
+    total, of_slices = torch.stack(summaries).sum(0), torch.stack(cut).sum(0, dtype=torch.int32)
+    whole = regions_of(total, numel, num_ranks)
+    assert torch.equal(regions_of(of_slices, numel, num_ranks), whole)
 
 
 # --- shares ---------------------------------------------------------------------------------------
@@ -157,8 +160,10 @@ def test_entries_come_back_from_their_message_whatever_follows() -> None:
 
 @given(st.lists(st.integers(0, 30), unique=True), st.lists(st.integers(0, 30), unique=True))
 def test_what_is_among_others(places: list[int], others: list[int]) -> None:
-    own, rest = torch.tensor(places).long(), torch.tensor(others).long()
-    assert is_among(own, rest, 30).tolist() == [place in others for place in places]
+    """Zeros, with which static messages are filled up from place 0, are not."""
+    own = Entries(torch.tensor([*places, 0]).long(), torch.tensor([*(1.0 for _ in places), 0.0]))
+    expected = [*(place in others for place in places), False]
+    assert own.are_among(torch.tensor(others).long(), 30).tolist() == expected
 
 
 @given(st.lists(st.integers(0, 99), unique=True), st.lists(st.integers(0, 100), max_size=5))
@@ -187,12 +192,22 @@ def test_what_travels_as_it_is_keeps_its_precision() -> None:
 
 def test_what_was_not_sent_has_not_arrived() -> None:
     """A static message ends with zeros from place 0, whatever comes of that place."""
-    worker = UnsentVelocity(4, torch.device("cpu"), 0.9)
-    worker.accumulate(torch.tensor([1.0, 2.0, 3.0, 4.0]), None)
-    worker.commit()
-    worker.clear(torch.tensor([0, 2]))
-    numbers = torch.tensor([1.0, 3.0, 0.0, 0.0])
-    sent = Sent([], [Entries(torch.tensor([0, 2, 0, 0]), numbers)])
-    sent.settle(worker, lambda one: is_selected(one, torch.tensor([0, 3]), 4))
-    assert worker.kept["momentum"].tolist() == [0.0, 2.0, 3.0, 4.0]
-    assert worker.kept["residual"].tolist() == [0.0, 2.0, 3.0, 4.0]
+    for is_made in (False, True):
+        worker = UnsentVelocity(4, torch.device("cpu"), 0.9)
+        waiting = worker.accumulate(torch.tensor([1.0, 2.0, 3.0, 4.0]), None)
+        waiting[[0, 2]] = 0.0
+        if is_made:
+            worker.commit()
+        sent = Entries(torch.tensor([0, 2, 0, 0]), torch.tensor([1.0, 3.0, 0.0, 0.0]))
+        worker.settle(sent, sent.are_among(torch.tensor([0, 3]), 4))
+        worker.commit()
+        assert worker.kept["momentum"].tolist() == [0.0, 2.0, 3.0, 4.0]
+        assert worker.kept["residual"].tolist() == [0.0, 2.0, 3.0, 4.0]
+
+
+def test_both_are_added() -> None:
+    one = Entries(torch.tensor([1, 4, 6]), torch.tensor([1.0, 2.0, 3.0]))
+    other = Entries(torch.tensor([0, 4], dtype=torch.int32), torch.tensor([8.0, -2.0]))
+    total = added(one, other)
+    assert total.places.tolist() == [0, 1, 4, 6]
+    assert total.numbers.tolist() == [8.0, 1.0, 0.0, 3.0]

@@ -22,9 +22,9 @@ SHARES = [
     ),
     Mutation(
         "shares of another density's k",
-        "RegionBucket.use",
-        "            self.shares = Shares.unknown(self._world_size)\n            self._follows",
-        "            self._follows",
+        "RegionBucket._make_room",
+        "        self.shares = Shares.unknown(self._world_size)\n",
+        "",
         (f"{FIGURES}::test_never_more_than_k_come_back_whatever_the_density_was",),
     ),
     Mutation(
@@ -38,7 +38,7 @@ SHARES = [
         "shares that ranks disagree on after a density that was in use for no step",
         "RegionBucket._hear",
         "        if self._follows_shares:\n",
-        "        if step.codec == self.codec:\n",
+        "        if self._settled == self.selection:\n",
         (
             "tests/exchange/test_codec_changes.py::test_ranks_agree_whether_messages_arrive_before_a_change_or_after",
         ),

@@ -9,11 +9,6 @@ PARTS = "tests/exchange/test_sparse_parts.py"
 STEPS = "tests/exchange/test_oktopk_steps.py"
 SUMS = "tests/exchange/test_sparse_all_reduces.py"
 FIGURES = "tests/exchange/test_sparse_figures.py"
-BUCKET = "exchange/sparse/region_bucket.py"
-SENT = "exchange/sparse/sent.py"
-WHOLE = "exchange/sparse/bucket.py"
-STATIC = "exchange/sparse/static_bucket.py"
-SELECTION = "exchange/sparse/largest.py"
 
 TO_THE_BIT = (f"{TESTS}::test_every_number_arrives_or_is_left_to_the_bit",)
 REFERENCE = (f"{TESTS}::test_bits_are_those_of_the_reference",)
@@ -21,40 +16,47 @@ REFERENCE = (f"{TESTS}::test_bits_are_those_of_the_reference",)
 SPARSE_SUMS = [
     Mutation(
         "knowing what has arrived without a search among places in the order of their numbers",
-        "RegionBucket.settle",
-        "            is_written = self.bucket.gradients.index_select(0, one.places) != 0\n",
-        "            sizes = self.bucket.gradients[selected].abs()\n"
-        "            by_size = selected[sizes.argsort(descending=True)]\n"
-        "            at = torch.searchsorted(by_size, one.places).clamp_(max=len(by_size) - 1)\n"
-        "            is_written = by_size[at] == one.places\n",
+        "RegionBucket.arrive",
+        "has_arrived = (gradients.index_select(0, one.places) != 0) & (one.numbers != 0)\n",
+        "by_size = selected[gradients[selected].abs().argsort(descending=True)]\n"
+        "                at = torch.searchsorted(by_size, one.places)\n"
+        "                at.clamp_(max=len(by_size) - 1)\n"
+        "                has_arrived = by_size[at] == one.places\n",
         TO_THE_BIT,
     ),
     Mutation(
         "putting back what was sent in vain",
-        "Sent.settle",
-        "            worker.put_back(one.places, one.numbers.masked_fill(arrived, 0.0))\n",
-        "            pass\n",
+        "Unsent.settle",
+        ".scatter_add_(0, sent.places, sent.numbers.masked_fill(has_arrived, 0.0))\n",
+        "\n",
         TO_THE_BIT,
     ),
     Mutation(
-        "clearing what has arrived",
-        "Sent.settle",
-        "            worker.clear(one.places.index_select(0, true_places(arrived)))\n",
-        "            pass\n",
+        "not putting back what has arrived",
+        "Unsent.settle",
+        "sent.numbers.masked_fill(has_arrived, 0.0)",
+        "sent.numbers",
         TO_THE_BIT,
     ),
     Mutation(
-        "clearing what an earlier round of the step has sent",
-        "Sent.clear",
-        "            worker.clear(one.places)\n",
-        "            pass\n",
-        (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
+        "taking out what is sent",
+        "RegionBucket.pack",
+        "        waiting.index_fill_(0, sent.places, 0.0)\n",
+        "",
+        TO_THE_BIT,
     ),
     Mutation(
-        "clearing what has arrived, where sums travel as they are",
-        "Sent.settle_all",
-        "            worker.clear(one.places.index_select(0, was_sent))\n",
-        "            pass\n",
+        "taking out what is sent, where sums travel as they are",
+        "RegionBucket.pack",
+        "        waiting.index_fill_(0, sent.places, 0.0)\n",
+        "",
+        (f"{SUMS}::test_every_number_arrives_or_is_left_to_the_bit",),
+    ),
+    Mutation(
+        "taking out what is sent to all ranks",
+        "SparseBucket.pack",
+        "        waiting.index_fill_(0, selected.places, 0.0)\n",
+        "",
         (f"{SUMS}::test_every_number_arrives_or_is_left_to_the_bit",),
     ),
     Mutation(
@@ -80,9 +82,10 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "regions of the step under way, whatever is loaded meanwhile",
-        "RegionBucket.region",
-        "        regions = self._shards if step is None else step.regions\n",
-        "        regions = self._shards if step is None else self.regions\n",
+        "RegionBucket._sums",
+        "        own = self.bucket.mean[self.region]\n",
+        "        self.region = slice(self.regions[self._rank], self.regions[self._rank + 1])\n"
+        "        own = self.bucket.mean[self.region]\n",
         ("tests/exchange/test_oktopk_resumed.py::test_a_load_leaves_what_is_under_way_alone",),
     ),
     Mutation(
@@ -109,13 +112,13 @@ SPARSE_SUMS = [
     Mutation(
         "a cap on what one owner keeps",
         "RegionBucket.choose",
-        "        return self.sums().largest(self.selection.most_owned)\n",
-        "        return self.sums()\n",
+        "            return self._sums().largest(self.selection.most_owned)\n",
+        "            return self._sums()\n",
         REFERENCE,
     ),
     Mutation(
         "a cap on what all owners keep",
-        "RegionBucket._keep_share",
+        "RegionBucket.choose",
         "        self.keep(found.largest(quota), scale, num_reached)\n",
         "        self.keep(found, scale, num_reached)\n",
         REFERENCE,
@@ -123,8 +126,8 @@ SPARSE_SUMS = [
     Mutation(
         "the first of equal numbers",
         "largest_of_all",
-        "        room -= sum(num_equal for _, num_equal in counts[:rank])\n",
-        "",
+        " - told[:, : collectives.rank, 1].sum(1)\n",
+        "\n",
         TO_THE_BIT,
     ),
     Mutation(
@@ -167,7 +170,7 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "not putting back what was kept",
-        "Sent.leave_out",
+        "SparseBucket.take_sent",
         "                one.numbers.masked_fill_(is_unused, 0.0)\n",
         "                pass\n",
         (f"{TESTS}::test_momentum_of_what_nobody_uses_waits",),
@@ -206,15 +209,15 @@ SPARSE_SUMS = [
     Mutation(
         "refusing a denser gradient than was selected",
         "RegionBucket.take_back",
-        "        is_denser = own.any()\n",
+        "        is_denser = own.index_fill_(0, places, 0.0).any()\n",
         "        is_denser = torch.zeros((), dtype=torch.bool)\n",
         (f"{STEPS}::test_hooks_may_not_make_it_dense",),
     ),
     Mutation(
         "looking for inf in what is selected",
-        "SparseExchange._encode",
-        "        self._look_for_inf(not_empty(selected))\n",
-        "",
+        "WholeSparseExchange._encode",
+        "            self._look_for_inf(selected.numbers)\n",
+        "            pass\n",
         (f"{STEPS}::test_gradients_that_are_not_finite_are_refused_and_leave_no_trace",),
     ),
     Mutation(
@@ -226,9 +229,9 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "clearing momentum where it has arrived",
-        "UnsentVelocity.note_arrived",
-        "momentum.index_add_(0, places, (-momentum[places]).masked_fill_(~has_arrived, 0.0))\n",
-        "pass\n",
+        "UnsentVelocity.settle",
+        "        momentum.scatter_add_(0, sent.places, lost)\n",
+        "        pass\n",
         (f"{TESTS}::test_momentum_is_kept_until_it_arrives",),
     ),
     Mutation(
@@ -240,9 +243,9 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "telling a place from one where nothing was sent",
-        "is_selected",
-        "    return is_among(sent.places, selected, end) & (sent.numbers != 0)\n",
-        "    return is_among(sent.places, selected, end)\n",
+        "Entries.are_among",
+        "[self.places] & (self.numbers != 0)\n",
+        "[self.places]\n",
         (f"{PARTS}::test_what_was_not_sent_has_not_arrived",),
     ),
     Mutation(
@@ -269,9 +272,9 @@ SPARSE_SUMS = [
         ("tests/exchange/test_oktopk_static.py",),
     ),
     Mutation(
-        "another round of what a static selection has left out",
-        "StaticBucket.keep_largest",
-        "        self._left_out.append((slice(None), mean.index_fill(0, self.chosen, 0.0)))\n",
+        "another round of what a selection has left out",
+        "SparseBucket._leave",
+        "        self._left_out.append((self.region, own.index_fill(0, places, 0.0)))\n",
         "",
         (f"{TESTS}::test_gradients_of_several_backwards_add_up",),
     ),

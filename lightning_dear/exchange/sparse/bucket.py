@@ -1,9 +1,10 @@
-"""A bucket of which about k numbers travel: what this rank selects, and what it keeps of it."""
+"""A bucket of which about k numbers travel: how many, what this rank selects, and what it keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,16 +14,82 @@ from lightning_dear.bucket import Bucket, shard_slice
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor, Fp32, SparseAllReduce
 from lightning_dear.compression.memory import Memory
-from lightning_dear.compression.thresholds import LocalThreshold
-from lightning_dear.compression.unsent import Unsent, new_unsent
+from lightning_dear.compression.selectors import LocalThreshold
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
-from lightning_dear.exchange.sparse.entries import Entries, unpacked
+from lightning_dear.exchange.sparse.entries import Entries, Unsent, new_unsent, unpacked
 from lightning_dear.exchange.sparse.figures import Tally
-from lightning_dear.exchange.sparse.selection import selection_of
-from lightning_dear.exchange.sparse.sent import Sent
+from lightning_dear.exchange.sparse.regions import REPORT_WORDS, words_of_slice
 
 Launch = Callable[[int], Work]
 """Starts sending a message: the bucket's number among all that travel at once -> the work."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What follows from a codec and the size of a bucket, settled when the codec begins.
+
+    Attributes:
+        is_sparse: Whether a few numbers travel, rather than all; other counts are those there would
+            be.
+        k: How many numbers are wanted.
+        most_selected: Most numbers that a rank selects.
+        most_sent: Most numbers in one message.
+        most_owned: Most numbers that one owner keeps; 0 where nobody owns a part.
+        is_regional: Whether owners keep about k of the sums of regions that follow selections.
+        report_words: Words, of 4 bytes, in which an owner reports to all.
+        slice_words: Most words of a summary of selections in one message.
+        head_words: Most words in front of the places in a message.
+        most_words: Words that a rank sends or receives at most.
+        usual_words: Those that it usually sends.
+    """
+
+    is_sparse: bool = False
+    k: int = 0
+    most_selected: int = 0
+    most_sent: int = 0
+    most_owned: int = 0
+    is_regional: bool = False
+    report_words: int = 0
+    slice_words: int = 0
+    head_words: int = 0
+    most_words: float = 0.0
+    usual_words: float = 0.0
+
+
+def selection_of(codec: Compressor, numel: int, padded_numel: int, world_size: int) -> Selection:
+    """Settles what `codec` sends of a bucket.
+
+    Args:
+        codec: One that selects, or another one, with which all numbers travel.
+        numel: Elements of parameters in the bucket.
+        padded_numel: All of its elements.
+        world_size: Number of ranks.
+    """
+    # An all-reduce of two halves, the reduce-scatter and the all-gather, sends so much.
+    dense_words = 2 * numel * (world_size - 1) / world_size
+    if not isinstance(codec, SparseAllReduce):
+        return Selection(most_words=dense_words, usual_words=dense_words)
+    # Also of what travels as it is: checkpoints say which k shares are of.
+    is_sparse, k = codec.saves(numel, world_size), codec.entries(numel)
+    most_selected, most_sent, most_owned = codec.caps(k, world_size)
+    if most_owned is None:
+        # All of a region, of which there are as many as ranks.
+        most_owned = padded_numel // world_size if codec.is_scattered else 0
+    has_notes = codec.is_regional and not codec.is_static
+    report_words, slice_words = REPORT_WORDS * has_notes, words_of_slice(world_size) * has_notes
+    return Selection(
+        is_sparse=is_sparse,
+        k=k,
+        most_selected=most_selected,
+        most_sent=most_sent,
+        most_owned=most_owned,
+        is_regional=codec.is_regional,
+        report_words=report_words,
+        slice_words=slice_words,
+        head_words=0 if codec.is_static else 1 + report_words + slice_words,
+        most_words=codec.most_words(numel, world_size),
+        usual_words=codec.usual_words(numel, world_size) if is_sparse else dense_words,
+    )
 
 
 class SparseBucket(CompressedBucket):
@@ -38,21 +105,24 @@ class SparseBucket(CompressedBucket):
         is_encoded: Whether it is sparse at all, if that saves anything.
 
     Attributes:
+        sparse: The last codec that made it sparse.
         selection: How many numbers travel, under the present codec.
+        is_sparse: Whether it travels sparsely at present.
+        is_filled: Whether sums are so many that all of them travel, without places.
+        region: Where in the mean this rank's sums lie.
         incoming: [world_size, n] int32, what each rank sends here.
         gathered: [world_size, n] int32, what each owner sends to all.
         received: Scratch to sum it as it is.
         threshold: Of this rank's selection.
         tally: Of the last sparse step, or the one under way.
-        is_filled: Whether sums are so many that all of them travel, without places.
     """
 
     worker: Unsent
     tally: Tally
-    codec: Compressor
     configured: SparseAllReduce
-    _tells_length: ClassVar[bool] = True
-    """Whether a message begins with how many numbers are in it."""
+
+    _num_notes = 0
+    """Words between count and places in the messages to owners in the step under way."""
 
     def __init__(
         self,
@@ -69,10 +139,10 @@ class SparseBucket(CompressedBucket):
         self.sparse = configured
         self._collectives = collectives
         self._rank, self._world_size = collectives.rank, collectives.world_size
-        self.numel = sum(piece.numel for piece in self.spec.slices)
-        self.tally = Tally()
-        self.is_filled = False
-        self._sent = Sent()
+        self.numel = self.spec.numel
+        self.tally, self.is_filled = Tally(), False
+        # Of what is under way, until it is known what of it has arrived.
+        self._sent: list[Entries] = []
         # Added back if another round of the step comes: sums of parameters that no rank had a
         # gradient for, and sums that this owner has not chosen.
         self._left_out: list[tuple[slice, Tensor]] = []
@@ -83,33 +153,20 @@ class SparseBucket(CompressedBucket):
     def _make_room(self) -> None:
         # Once for each codec, not for each step: nothing else changes what follows from it.
         padded_numel = self.spec.padded_numel
-        self.selection = selection_of(self.codec, self.numel, padded_numel, self._world_size)
         if isinstance(self.codec, SparseAllReduce):
             self.sparse = self.codec
+        self.selection = selection_of(self.codec, self.numel, padded_numel, self._world_size)
+        self.is_sparse = self.selection.is_sparse
         scratch = 0 if self.is_sparse else self._collectives.scratch_numel(padded_numel)
         self.received = self.bucket.gradients.new_empty(scratch)
         self.incoming = self._rows(self.selection.most_sent)
         self.gathered = self._rows(self.selection.most_owned)
 
-    @property
-    def _most_notes(self) -> int:
-        """Most words of notes in a message."""
-        return 0
-
     def _rows(self, most: int) -> Tensor:
-        """Room for a message of at most so many numbers, and notes, from each rank."""
-        most = most if self.is_sparse else 0
-        shape = self._world_size, self._tells_length + self._most_notes + 2 * most
+        """Room for a message of at most so many numbers, and what is in front, from each rank."""
+        num_words = self.selection.head_words + 2 * most if self.is_sparse else 0
+        shape = self._world_size, num_words
         return self.bucket.gradients.new_empty(shape, dtype=torch.int32)
-
-    def notes_in(self, lane: str) -> int:
-        """Words of notes in each message of the last step, between its length and places."""
-        return 0
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether it travels sparsely at present."""
-        return self.selection.is_sparse
 
     # --- across plans and checkpoints -------------------------------------------------------------
 
@@ -129,50 +186,52 @@ class SparseBucket(CompressedBucket):
         self.counts["reduce"] = int(count)
         self.threshold = LocalThreshold(threshold)
 
-    # --- the reduce half: sparse -----------------------------------------------------------------
-
-    @property
-    def _step(self) -> int:
-        """The number, from 0, of the sparse step under way."""
-        return self.counts["reduce"] - 1
+    # --- the reduce half: sparse ------------------------------------------------------------------
 
     def accumulated(self, scale: Tensor | None) -> Tensor:
         """This rank's gradients with what it has not sent of earlier ones, without the scale."""
-        self._sent.clear(self.worker)
         gradients = self.bucket.gradients.index_fill_(0, self._padding, 0.0)
         return self.worker.accumulate(gradients.float(), scale)
 
     def select(self, waiting: Tensor) -> Entries:
         """What of `waiting` is large."""
-        self._count_step()
-        found = Entries(*self.sparse.find(waiting, self.selection.k, self.threshold, self._step))
+        step = self._begin()
+        found = Entries(*self.sparse.find(waiting, self.selection.k, self.threshold, step))
         selected = found.largest(self.selection.most_selected)
-        self._start_tally(len(found.places), len(selected.places))
+        self.tally.num_selected, self.tally.num_sent = len(found.places), len(selected.places)
         return selected
 
-    def _count_step(self) -> None:
-        # Gradients may come in several rounds of one step.
+    def _begin(self) -> int:
+        """The number, from 0, of the sparse step under way; in several rounds it is the same."""
+        self.tally = Tally(self.selection.k, most_words=self.selection.most_words)
         self.counts["reduce"] += not self._is_counted
         self._is_counted = True
+        return self.counts["reduce"] - 1
 
-    def _start_tally(self, num_selected: int | Tensor, num_sent: int | Tensor) -> None:
-        self.tally = Tally(
-            self.selection.k, num_selected, num_sent, most_words=self.selection.most_words
-        )
+    def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> Launch:
+        """Takes `selected` out of `waiting`, and makes a message of it to all ranks."""
+        waiting.index_fill_(0, selected.places, 0.0)
+        messages = dict.fromkeys(range(self._world_size), selected.times(scale).packed())
+        return partial(self.launch, "reduce_scatter", messages, self.incoming, 0)
 
     def expect(self, lane: str, number: int) -> None:
         """Lets others' messages arrive from now on."""
         room = self.incoming if lane == "reduce_scatter" else self.gathered
         self._collectives.expect_messages(lane, room, number)
 
-    def launch(self, lane: str, messages: Mapping[int, Tensor], room: Tensor, number: int) -> Work:
-        """Starts sending messages, by rank, and receiving everybody's into `room`."""
-        own, num_notes = messages[self._rank], self.notes_in(lane)
+    def launch(
+        self, lane: str, messages: Mapping[int, Tensor], room: Tensor, num_notes: int, number: int
+    ) -> Work:
+        """Starts sending messages, by rank, and receiving everybody's into `room`.
+
+        Each begins with how many numbers are in it, and `num_notes` words of notes.
+        """
+        own, head = messages[self._rank], 1 + num_notes
         room[self._rank, : len(own)] = own
-        num_words = sum(len(one) for one in messages.values()) - len(own)
-        self.tally.words_sent += num_words - (len(messages) - 1) * (1 + num_notes)
-        place = range(self._world_size), room, number
-        return self._collectives.launch_messages(lane, messages, *place, 1 + num_notes)
+        others = (one for rank, one in messages.items() if rank != self._rank)
+        self.tally.words_sent += sum(len(one) - head for one in others)
+        sources = range(self._world_size)
+        return self._collectives.launch_messages(lane, messages, sources, room, number, head)
 
     def note_received(self, heads: Tensor) -> list[int]:
         """Counts in the tally what has come: [world_size, 1 or more] int32, messages' beginnings.
@@ -184,12 +243,18 @@ class SparseBucket(CompressedBucket):
         self.tally.words_received += 2 * (sum(counts) - counts[self._rank])
         return counts
 
+    def count_words(self, one_way: int) -> None:
+        """Counts in the tally so many words to each other rank, and as many from it."""
+        words = one_way * (self._world_size - 1)
+        self.tally.words_sent += words
+        self.tally.words_received += words
+
     def sum_up(self) -> None:
         """Makes the mean of `incoming`, in the order of the ranks."""
-        mean, num_notes = self.bucket.mean.zero_(), self.notes_in("reduce_scatter")
+        mean = self.bucket.mean.zero_()
         self.note_received(self.incoming)
         for row in self.incoming:
-            part = unpacked(row, num_notes)
+            part = unpacked(row, self._num_notes)
             # Of one rank no place comes twice.
             mean.scatter_add_(0, part.places.long(), part.numbers.to(mean.dtype))
 
@@ -197,14 +262,29 @@ class SparseBucket(CompressedBucket):
 
     def flushed(self, scale: Tensor | None) -> Tensor:
         """The bucket's gradients, mutated: with all that was not sent of earlier ones."""
+        self.region = shard_slice(self.spec.padded_numel, self._rank, self._world_size)
         gradients = self.bucket.gradients.index_fill_(0, self._padding, 0.0)
         self.worker.flush(gradients, scale)
         return gradients
 
-    @property
-    def own_shard(self) -> slice:
-        """Where this rank's part of what travels as it is lies."""
-        return shard_slice(self.spec.padded_numel, self._rank, self._world_size)
+    def launch_all(self, number: int) -> Work:
+        """Starts summing the gradients; of the mean this rank gets its shard, and 0 elsewhere."""
+        place = self.received, self.bucket.mean[self.region], number
+        work = self._collectives.launch_reduce_scatter(self.bucket.gradients, *place)
+        return Work(work.wait, self.clear_others)
+
+    # --- what is kept of the sums -----------------------------------------------------------------
+
+    def clear_others(self) -> None:
+        """Makes the mean 0 outside this rank's region."""
+        self.bucket.mean[: self.region.start].zero_()
+        self.bucket.mean[self.region.stop :].zero_()
+
+    def _leave(self, places: Tensor, numbers: Tensor) -> None:
+        """Leaves nothing but `numbers` in this rank's region, at [n] int64 places of the bucket."""
+        own, places = self.bucket.mean[self.region], places - self.region.start
+        self._left_out.append((self.region, own.index_fill(0, places, 0.0)))
+        own.zero_().index_copy_(0, places, numbers.to(own.dtype))
 
     def restore(self) -> None:
         """Adds to the mean what an earlier selection of the same step has left out.
@@ -215,19 +295,23 @@ class SparseBucket(CompressedBucket):
             self.bucket.mean[part].add_(numbers)
         self._left_out = []
 
-    # --- what has arrived -------------------------------------------------------------------------
-
-    def take_sent(self) -> Sent:
-        """What this rank has sent for the step under way, but 0 for parameters nobody has used."""
-        taken, self._sent = self._sent, Sent()
-        taken.leave_out(self._unused)
-        return taken
-
     # --- around a step ----------------------------------------------------------------------------
+
+    def take_sent(self) -> list[Entries]:
+        """What this rank has sent for the step under way, but 0 for parameters nobody has used."""
+        taken, self._sent = self._sent, []
+        for one in taken:
+            for part in self._unused:
+                is_unused = (one.places >= part.start) & (one.places < part.stop)
+                one.numbers.masked_fill_(is_unused, 0.0)
+        return taken
 
     @override
     def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
         """See `CompressedBucket`; but what owners have of them stays with who has sent it."""
+        self._unused = ()
+        if all(used):
+            return
         sets_aside = self.is_sparse and self.configured.is_scattered
         super().note_used(used, scale, keeps=keeps and not sets_aside)
         if keeps and sets_aside:
@@ -241,33 +325,21 @@ class SparseBucket(CompressedBucket):
         if self.configured.is_scattered:
             # As if nothing had been sent of them, and no momentum had gone on.
             self.worker.keep(self._unused)
-        super().commit()
+        self.worker.commit()
         self.threshold.commit()
         self._is_counted = False
         self._left_out = []
 
     @override
     def discard(self) -> None:
-        super().discard()
+        self.worker.discard()
         self.threshold.discard()
         # What was due in that step is due in the next one.
         self.counts["reduce"] -= self._is_counted
         self._is_counted = False
-        self._sent, self._left_out = Sent(), []
+        self._sent, self._left_out = [], []
 
     @override
     def detach(self) -> None:
         super().detach()
         del self.incoming, self.gathered, self.received
-
-
-def compression_ratio(buckets: Sequence[SparseBucket], world_size: int) -> float:
-    """Words of dense all-reduces over those that usually travel."""
-    dense = sum(2 * one.numel * (world_size - 1) / world_size for one in buckets)
-    sent = sum(one.selection.usual_words for one in buckets)
-    return dense / sent if world_size > 1 else 1.0
-
-
-def not_empty(entries: Entries) -> Tensor:
-    """Its numbers, or a zero."""
-    return entries.numbers if len(entries.numbers) else entries.numbers.new_zeros(1)

@@ -1,15 +1,19 @@
-"""Some numbers of a bucket with their places, as they are sent."""
+"""Some numbers of a bucket with their places, as they are sent, and what a rank has not sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_dear.compression.thresholds import largest
+from lightning_dear.compression import OkTopk, SparseAllReduce
+from lightning_dear.compression.memory import Memory
+from lightning_dear.compression.selectors import largest
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,14 @@ class Entries:
         parts = self.places.tensor_split(cuts), self.numbers.tensor_split(cuts)
         return [Entries(places, numbers) for places, numbers in zip(*parts, strict=True)]
 
+    def are_among(self, others: Tensor, end: int) -> Tensor:
+        """Which are no zeros and stand at one of [n] int64 `others`, from 0 to `end`; any order.
+
+        A static message is filled up with zeros from place 0, whatever comes of that place.
+        """
+        is_other = torch.zeros(end + 1, dtype=torch.bool, device=others.device)
+        return is_other.index_fill_(0, others, True)[self.places] & (self.numbers != 0)
+
 
 def joined(parts: Sequence[Entries]) -> Entries:
     """All of them, one after the other."""
@@ -64,17 +76,132 @@ def unpacked(row: Tensor, num_notes: int = 0) -> Entries:
 
 
 def added(one: Entries, other: Entries) -> Entries:
-    """The sums of both, where either has a number; places ascending."""
-    both = torch.cat([one.places, other.places.to(one.places.dtype)])
-    places: Tensor = torch.unique(both)
-    sums = one.numbers.new_zeros(len(places))
-    for part in (one, other):
-        at = torch.searchsorted(places, part.places.to(places.dtype))
-        sums.index_add_(0, at, part.numbers)
+    """The sums of both, where either has a number; places int64, ascending."""
+    both = torch.cat([one.places.long(), other.places.long()])
+    places, at = torch.unique(both, return_inverse=True)
+    # Of one rank no place comes twice, and the first rank's come first.
+    sums = one.numbers.new_zeros(len(places)).index_add_(
+        0, at, torch.cat([one.numbers, other.numbers])
+    )
     return Entries(places, sums)
 
 
-def is_among(places: Tensor, others: Tensor, end: int) -> Tensor:
-    """Which of [n] `places` are in `others`, both int64 from 0 to `end`, in any order."""
-    is_other = torch.zeros(end + 1, dtype=torch.bool, device=places.device)
-    return is_other.index_fill_(0, others, True)[places]
+# --- what is not sent -----------------------------------------------------------------------------
+
+
+class Unsent(Memory):
+    """acc = g + residual, of which what is sent is taken out, and added back if it is in vain.
+
+    Whether it has arrived is known only when the step has been made, so `settle` may come after
+    `commit`.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def accumulate(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
+        """Adds up what may be sent.
+
+        Args:
+            gradients: Flat fp32; not mutated.
+            scale: What they are multiplied by; None: 1.
+
+        Returns:
+            acc, flat, without the scale: what is pending. Whoever sends some of it makes that 0.
+        """
+        unscaled = gradients if scale is None else gradients / scale
+        waiting = self._next("residual", unscaled)
+        torch.add(self._latest("residual", unscaled), unscaled, out=waiting)
+        self._has_pending = True
+        return waiting
+
+    def flush(self, gradients: Tensor, scale: Tensor | None) -> None:
+        """Adds all that is to be sent still to `gradients`, in place: it is sent with them.
+
+        Args:
+            gradients: Flat, of any precision.
+            scale: As in `accumulate`.
+        """
+        left = self._latest("residual", gradients)
+        gradients.add_(left if scale is None else left * scale)
+        self._next("residual", gradients).zero_()
+        self._has_pending = True
+
+    def settle(self, sent: Entries, has_arrived: Tensor) -> None:
+        """Told what was sent and which of it has arrived: the rest is to be sent once more.
+
+        Args:
+            sent: Places are int64. Zeros among its numbers were not sent, and may stand several
+                times at one place.
+            has_arrived: [n] bool, False where nothing was sent.
+        """
+        latest = self._pending if self._has_pending else self._kept
+        latest["residual"].scatter_add_(0, sent.places, sent.numbers.masked_fill(has_arrived, 0.0))
+
+
+class UnsentVelocity(Unsent):
+    """The same of momentum: u = m u + g, acc = u + residual, and u becomes 0 where it has arrived.
+
+    Momentum correction and momentum factor masking, as in DGC (Lin et al. 2018, 3.2 and 3.3).
+
+    Args:
+        momentum: m, in [0, 1).
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("momentum", "residual")
+
+    def __init__(self, numel: int, device: torch.device, momentum: float) -> None:
+        super().__init__(numel, device)
+        self._momentum = momentum
+
+    @override
+    def accumulate(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
+        unscaled = gradients if scale is None else gradients / scale
+        momentum = self._next("momentum", unscaled)
+        if self._has_pending:
+            # Gradients that come in several rounds of one step add up.
+            momentum.add_(unscaled)
+            return super().accumulate(unscaled, None)
+        torch.add(unscaled, self._latest("momentum", unscaled), alpha=self._momentum, out=momentum)
+        return super().accumulate(momentum, None)
+
+    @override
+    def flush(self, gradients: Tensor, scale: Tensor | None) -> None:
+        waiting = self.accumulate(gradients.float(), scale)
+        gradients.copy_(waiting if scale is None else waiting * scale)
+        waiting.zero_()
+
+    @override
+    def settle(self, sent: Entries, has_arrived: Tensor) -> None:
+        super().settle(sent, has_arrived)
+        momentum = (self._pending if self._has_pending else self._kept)["momentum"]
+        # Added, not written: where a place comes again as not arrived, that would undo the 0.
+        lost = (-momentum[sent.places]).masked_fill_(~has_arrived, 0.0)
+        momentum.scatter_add_(0, sent.places, lost)
+
+
+class Forgotten(Unsent):
+    """The same without feedback: nothing is kept."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    @override
+    def accumulate(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
+        # New memory: who gets it may change it, and gradients must stay as they are.
+        return gradients.clone() if scale is None else gradients / scale
+
+    @override
+    def flush(self, gradients: Tensor, scale: Tensor | None) -> None:
+        return None
+
+    @override
+    def settle(self, sent: Entries, has_arrived: Tensor) -> None:
+        return None
+
+
+def new_unsent(codec: SparseAllReduce, numel: int, device: torch.device) -> Unsent:
+    """What a rank keeps of a bucket of so many elements for `codec`."""
+    if not codec.has_feedback:
+        return Forgotten(numel, device)
+    if isinstance(codec, OkTopk) and codec.momentum:
+        return UnsentVelocity(numel, device, codec.momentum)
+    return Unsent(numel, device)

@@ -1,4 +1,4 @@
-"""The sparse exchange: of about k numbers of each rank about k sums come back (Ok-Topk).
+"""The sparse exchanges: of about k numbers of each rank about k sums come back (Ok-Topk).
 
     gradients / P + residual -> local threshold -> to the regions' owners -> sum       (backward)
     sums -> each owner's share of k, the largest of its own -> u           (before the step)
@@ -8,12 +8,18 @@ Neither half waits for another rank but for what it sums and writes: regions, th
 shares of k follow from what messages of the step before have told. Only now and then ranks wait for
 each other in between, for histograms. On gloo messages are as long as what is in them, and say so.
 
+Its baselines give every rank the whole mean in backward, and gather nothing.
+
+    gradients / P + residual -> selection -> to all ranks -> sum, on every rank          (TopkA)
+    gradients / P + residual -> selection -> up a tree, k of the sums -> back down it    (gTopk)
+
 What saves nothing, because it is short, or of a dense step, travels as it is, in equal shards.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -22,35 +28,64 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.collectives.work import GRADIENT_NUMBERS, Work
+from lightning_dear.collectives.work import GRADIENT_NUMBERS, Collectives, Work
 from lightning_dear.compression import SparseAllReduce
+from lightning_dear.compression.sparse_all_reduce import FEWEST_PER_RANK
 from lightning_dear.exchange.compressed import CompressedExchange, LossScale, Sending
 from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.exchange.sparse.bucket import compression_ratio, not_empty
-from lightning_dear.exchange.sparse.entries import Entries
-from lightning_dear.exchange.sparse.largest import are_filled, largest_of_all
+from lightning_dear.exchange.sparse.bucket import Launch, SparseBucket
+from lightning_dear.exchange.sparse.entries import Entries, added, unpacked
 from lightning_dear.exchange.sparse.region_bucket import RegionBucket
-from lightning_dear.exchange.sparse.selection import check_buckets
-from lightning_dear.exchange.sparse.sent import Sent
+from lightning_dear.exchange.sparse.regions import are_filled, largest_of_all
 from lightning_dear.exchange.sparse.static_bucket import StaticBucket, add_up_summaries
 from lightning_dear.telemetry.device_work import device_work
-from lightning_dear.torch_modes import plain_mode
 
 OwnedBucket = RegionBucket | StaticBucket
 """A bucket of which each rank owns a region; the latter works with every backend."""
 
 
-class SparseExchange(CompressedExchange):
-    """Sums a few numbers of each rank at the owners of their regions, and spreads a few sums.
+def check_buckets(
+    codec: SparseAllReduce,
+    uncompressed: Collection[int],
+    collectives: Collectives,
+    buckets: Sequence[Bucket],
+) -> None:
+    """Refuses buckets whose places do not fit, and warns (rank 0) if none is long enough.
+
+    Raises:
+        ValueError: If a bucket has more elements than places, of 32 bits, can number.
+    """
+    meant = [one for one in buckets if one.number not in uncompressed]
+    longest = max((one.spec.padded_numel for one in meant), default=0)
+    if longest > torch.iinfo(torch.int32).max:
+        raise ValueError(
+            f"compressor={codec.name!r} numbers elements with 32 bits, and a bucket has"
+            f" {longest:,}. Fuse less: fusion='threshold' with a smaller bucket_cap_mb."
+        )
+    # Of a single rank nothing travels in any case.
+    num_ranks = collectives.world_size
+    is_sparse = any(codec.saves(one.spec.numel, num_ranks) for one in meant)
+    if meant and num_ranks > 1 and not is_sparse and collectives.rank == 0:
+        warnings.warn(
+            f"compressor={codec.name!r} compresses nothing: no bucket has {FEWEST_PER_RANK} numbers"
+            f" to send for each of {num_ranks} ranks (density={codec.density:g} of at most"
+            f" {longest:,}). Raise density or bucket_cap_mb, or leave it out.",
+            stacklevel=2,
+        )
+
+
+class WholeSparseExchange(CompressedExchange):
+    """Sums what all ranks have selected, on all of them.
 
     Args:
-        dense: Says what moves the bytes. What is not sparse goes another way here: each rank has
-            its shard of a mean that is as long as the bucket.
-        codec: Says which.
+        dense: Moves what is not sparse.
+        codec: Says what is selected.
         uncompressed: Numbers of buckets that travel as they are.
-        buckets: All of the plan's, each as long as its mean.
+        buckets: All of the plan's, all-reduced ones where there are several ranks.
         loss_scale: Asked at each selection.
     """
+
+    coded: Sequence[SparseBucket]
 
     def __init__(
         self,
@@ -62,11 +97,161 @@ class SparseExchange(CompressedExchange):
     ) -> None:
         super().__init__(dense, codec, loss_scale)
         check_buckets(codec, uncompressed, self.collectives, buckets)
-        kind = StaticBucket if codec.is_static else RegionBucket
-        self.coded: Sequence[OwnedBucket] = [
+        kind = self._kind(codec)
+        self.coded = [
             kind(bucket, codec, self.collectives, is_encoded=bucket.number not in uncompressed)
             for bucket in buckets
         ]
+
+    def _kind(self, codec: SparseAllReduce) -> type[SparseBucket]:
+        return SparseBucket
+
+    @override
+    def expect_reduce(self, bucket: Bucket) -> None:
+        one = self.coded[bucket.number]
+        if one.is_sparse:
+            one.expect("reduce_scatter", self.first_number + bucket.number)
+        else:
+            self._dense.expect_reduce(bucket)
+
+    @override
+    def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
+        """Selects of the bucket's gradients; what is large is sent."""
+        one = self.coded[bucket.number]
+        if not one.is_sparse:
+            self._look_for_inf(one.flushed(scale))
+            return Sending(self._launch_all(bucket))
+        waiting = one.accumulated(scale)
+        selected = one.select(waiting)
+        # Who is nan or inf is larger than the others.
+        if len(selected.numbers):
+            self._look_for_inf(selected.numbers)
+        launch = one.pack(waiting, selected, scale)
+        return Sending(partial(launch, self.first_number + bucket.number), one.sum_up)
+
+    def _prepare(self, encode: Callable[[], Sending]) -> Callable[[], Work]:
+        """Encodes here and now; what is returned starts sending that, and lets it be decoded."""
+        with device_work():
+            sending = encode()
+        return partial(self._launch, sending)
+
+    def _launch(self, sending: Sending) -> Work:
+        work = sending.launch()
+        return work if sending.decode is None else self._decoded(work, sending.decode)
+
+    def _launch_all(self, bucket: Bucket) -> Callable[[], Work]:
+        """What starts sending it as it is."""
+        return partial(self._dense.launch_reduce, bucket)
+
+    @property
+    @override
+    def compression_ratio(self) -> float:
+        """Words of dense all-reduces over those that usually travel."""
+        num_ranks = self.collectives.world_size
+        dense = sum(2 * one.numel * (num_ranks - 1) / num_ranks for one in self.coded)
+        sent = sum(one.selection.usual_words for one in self.coded)
+        return dense / sent if num_ranks > 1 else 1.0
+
+
+class TreeBucket(SparseBucket):
+    """One of which ranks pass on k sums, up a tree and back down it."""
+
+    _sums: Entries
+
+    @override
+    def expect(self, lane: str, number: int) -> None:
+        # From whom is not known before the rounds.
+        return
+
+    @override
+    def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> Launch:
+        """Takes `selected` out of `waiting`; what is returned starts nothing before its wait."""
+        waiting.index_fill_(0, selected.places, 0.0)
+        own = selected.times(scale)
+        return lambda number: Work(partial(self._through_tree, own, scale, number))
+
+    def _through_tree(self, own: Entries, scale: Tensor | None, number: int) -> None:
+        """In the same order of buckets on all ranks; blocks."""
+        rank, world_size = self._rank, self._world_size
+        below = rank & -rank if rank else 1 << (world_size - 1).bit_length()
+        # 1, 2, 4, ... behind this rank.
+        steps = (1 << place for place in range(below.bit_length() - 1))
+        children = [rank + step for step in steps if rank + step < world_size]
+        for child in children:
+            received = self._receive(child, number)
+            with device_work():
+                own = self._largest_of_both(own, received, scale)
+        if rank:
+            self._send(own, [rank - below], number)
+            own = self._receive(rank - below, number)
+        self._send(own, children[::-1], number)
+        self._sums = own
+
+    def _largest_of_both(self, own: Entries, other: Entries, scale: Tensor | None) -> Entries:
+        """The k largest sums; this rank is to send the others once more."""
+        total = added(own, other)
+        kept = total.largest(self.selection.k)
+        is_kept = total.are_among(kept.places, self.spec.padded_numel)
+        numbers = total.numbers if scale is None else total.numbers / scale
+        self.worker.settle(Entries(total.places, numbers), is_kept)
+        return kept
+
+    def _receive(self, source: int, number: int) -> Entries:
+        place = self.incoming, number
+        self._collectives.launch_messages("reduce_scatter", {}, [source], *place).wait()
+        self.tally.words_received += 2 * int(self.incoming[source, 0])
+        return unpacked(self.incoming[source])
+
+    def _send(self, own: Entries, ranks: Sequence[int], number: int) -> None:
+        self.tally.words_sent += 2 * len(own.places) * len(ranks)
+        messages, place = dict.fromkeys(ranks, own.packed()), (self.incoming, number)
+        self._collectives.launch_messages("reduce_scatter", messages, [], *place).wait()
+
+    @override
+    def sum_up(self) -> None:
+        mean = self.bucket.mean.zero_()
+        mean[self._sums.places.long()] = self._sums.numbers.to(mean.dtype)
+
+
+class TreeExchange(WholeSparseExchange):
+    """Sums what all ranks have selected up a tree, k of the sums of two at a time (gTopk)."""
+
+    _failure: BaseException | None = None
+
+    @override
+    def _kind(self, codec: SparseAllReduce) -> type[SparseBucket]:
+        return TreeBucket
+
+    @override
+    def launch_reduce(self, bucket: Bucket) -> Work:
+        work = super().launch_reduce(bucket)
+        if self.coded[bucket.number].is_sparse:
+            work.arrive = partial(self._go_through, work.arrive)
+        return work
+
+    def _go_through(self, rounds: Callable[[], None]) -> None:
+        """Once a bucket's have failed, the next ones' do so, too: other ranks are in none."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            rounds()
+        except BaseException as failure:
+            self._failure = failure
+            raise
+
+
+class SparseExchange(WholeSparseExchange):
+    """Sums a few numbers of each rank at the owners of their regions, and spreads a few sums.
+
+    Of what is not sparse each rank has its shard, of a mean that is as long as the bucket, as all
+    of them are.
+    """
+
+    coded: Sequence[OwnedBucket]
+
+    @override
+    def _kind(self, codec: SparseAllReduce) -> type[SparseBucket]:
+        return StaticBucket if codec.is_static else RegionBucket
 
     # --- the reduce half --------------------------------------------------------------------------
 
@@ -79,24 +264,8 @@ class SparseExchange(CompressedExchange):
             self.collectives.expect_reduce_scatter(one.received, number)
 
     @override
-    def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
-        """Selects of the bucket's gradients; what is large goes to the regions' owners."""
-        one, number = self.coded[bucket.number], self.first_number + bucket.number
-        if not one.is_sparse:
-            gradients = one.flushed(scale)
-            self._look_for_inf(gradients)
-            return Sending(partial(self._send_gradients, one, gradients, number))
-        waiting = one.accumulated(scale)
-        selected = one.select(waiting)
-        # Who is nan or inf is larger than the others.
-        self._look_for_inf(not_empty(selected))
-        launch = one.pack(waiting, selected, scale)
-        return Sending(partial(launch, number), one.sum_up)
-
-    def _send_gradients(self, one: OwnedBucket, gradients: Tensor, number: int) -> Work:
-        own = one.bucket.mean[one.own_shard]
-        work = self.collectives.launch_reduce_scatter(gradients, one.received, own, number)
-        return Work(work.wait, one.clear_others)
+    def _launch_all(self, bucket: Bucket) -> Callable[[], Work]:
+        return partial(self.coded[bucket.number].launch_all, self.first_number + bucket.number)
 
     @override
     def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
@@ -108,34 +277,41 @@ class SparseExchange(CompressedExchange):
         super().note_used(used, keeps=keeps)
         # What a rank refuses, all do.
         if keeps and self._refusal is None:
-            self._choose([one for one in self.coded if one.is_sparse])
+            self._prepare(self._choose)().wait()
 
-    def _choose(self, sparse: Sequence[OwnedBucket]) -> None:
-        """Leaves in means what owners keep. All ranks call; now and then blocks."""
-        scale, place = self._loss_scale(), (self.collectives, self.first_number)
+    def _choose(self) -> Sending:
+        """Leaves in means what owners keep, but for those of which they have to agree first."""
+        scale = self._loss_scale()
         factor = 1.0 if scale is None else float(scale)
-        asked: list[tuple[RegionBucket, Entries]] = []
-        static = [one for one in sparse if isinstance(one, StaticBucket)]
-        with device_work():
-            for one in sparse:
-                if isinstance(one, StaticBucket):
-                    one.keep_largest()
-                elif (own := one.choose(factor)) is not None:
-                    asked.append((one, own))
-        # An exact step's, and those of who keeps all: ranks have to hear of each other's.
-        buckets, sums = [one for one, _ in asked], [each for _, each in asked]
+        static, asked = list[StaticBucket](), list[tuple[RegionBucket, Entries]]()
+        for one in self.coded:
+            if not one.is_sparse:
+                continue
+            if isinstance(one, StaticBucket):
+                one.keep_largest()
+                static.append(one)
+            elif (own := one.choose(factor)) is not None:
+                asked.append((one, own))
+        if asked:
+            return Sending(partial(self._agree, asked), partial(_keep, asked, factor))
+        place = self.collectives, self.first_number
+        return Sending(partial(add_up_summaries, static, *place) if static else Work.done)
+
+    def _agree(self, asked: list[tuple[RegionBucket, Entries]]) -> Work:
+        """Leaves what owners keep of sums of which others have to hear. All ranks call; blocks.
+
+        In an exact step the k largest of all; where all are kept it is agreed how they travel.
+        """
+        buckets, sums = [one for one, _ in asked], [own for _, own in asked]
+        place = self.collectives, self.first_number
         if all(one.selection.is_regional for one in buckets):
-            ks = [one.selection.k for one in buckets]
-            kept = largest_of_all(sums, ks, *place)
-            sums = [own.at(which) for own, which in zip(sums, kept, strict=True)]
+            kept = largest_of_all(sums, [one.selection.k for one in buckets], *place)
+            asked[:] = zip(buckets, kept, strict=True)
         else:
             numels = [one.numel for one in buckets]
             for one, is_filled in zip(buckets, are_filled(sums, numels, *place), strict=True):
                 one.is_filled = is_filled
-        with device_work():
-            for one, own in zip(buckets, sums, strict=True):
-                one.keep(own, factor)
-        add_up_summaries(static, *place)
+        return Work.done()
 
     # --- the gather half --------------------------------------------------------------------------
 
@@ -152,34 +328,17 @@ class SparseExchange(CompressedExchange):
         """Packs what this rank's region keeps; what is returned sends it to all."""
         one = self.coded[bucket.number]
         if one.is_sparse and not one.is_filled:
-            with device_work():
-                message = one.message()
-            return partial(self._send, one, message, one.gathered, one.take_sent(), self._is_nan)
-        if isinstance(one, RegionBucket) and one.is_sparse:
+            return self._prepare(partial(self._pack, one))
+        if one.is_sparse:
             # Of equal regions: all of it arrives.
-            one.settle_all(one.take_sent())
+            one.take_sent()
+            one.count_words(one.spec.padded_numel // self.collectives.world_size)
         return partial(self._send_as_it_is, one)
 
-    def _send(
-        self,
-        one: OwnedBucket,
-        message: Tensor,
-        gathered: Tensor,
-        sent: Sent,
-        is_nan: Tensor | None,
-    ) -> Work:
-        work = one.spread(message, gathered, self.first_number + one.number)
-        return self._decoded(work, partial(self._arrive, one, gathered, sent, is_nan))
-
-    def _arrive(
-        self, one: OwnedBucket, gathered: Tensor, sent: Sent, is_nan: Tensor | None
-    ) -> None:
-        # In whatever context somebody reads a parameter.
-        with plain_mode(one.bucket.parameters.device.type):
-            one.settle(sent, one.write(gathered))
-            one.note_gathered(gathered)
-            if is_nan is not None:
-                one.bucket.gradients.masked_fill_(is_nan, math.nan)
+    def _pack(self, one: OwnedBucket) -> Sending:
+        message, gathered, number = one.message(), one.gathered, self.first_number + one.number
+        arrive = partial(one.arrive, gathered, one.take_sent(), self._is_nan)
+        return Sending(partial(one.spread, message, gathered, number), arrive)
 
     def _send_as_it_is(self, one: OwnedBucket) -> Work:
         number = self.first_number + one.number
@@ -227,7 +386,7 @@ class SparseExchange(CompressedExchange):
                 " clip gradients in hooks, or use another compressor."
             )
 
-    @property
-    @override
-    def compression_ratio(self) -> float:
-        return compression_ratio(self.coded, self.collectives.world_size)
+
+def _keep(chosen: Sequence[tuple[RegionBucket, Entries]], scale: float) -> None:
+    for one, own in chosen:
+        one.keep(own, scale)

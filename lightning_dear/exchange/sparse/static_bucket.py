@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,7 +14,7 @@ from lightning_dear.collectives.work import SELECTION_NUMBERS, Collectives, Work
 from lightning_dear.exchange.sparse.bucket import Launch, SparseBucket
 from lightning_dear.exchange.sparse.entries import Entries
 from lightning_dear.exchange.sparse.regions import equal_regions, regions_of, summary_of
-from lightning_dear.exchange.sparse.sent import Sent, is_selected
+from lightning_dear.torch_modes import plain_mode
 
 
 class StaticBucket(SparseBucket):
@@ -26,17 +27,17 @@ class StaticBucket(SparseBucket):
     Attributes:
         edges: [world_size + 1] int64, on the device: where each region begins, and the end.
         has_regions: Whether regions follow anybody's selections.
+        summary: Of this rank's selection, to be added up for the next step's regions.
         chosen: [n] int64: what this rank's region keeps.
     """
 
-    _tells_length = False
+    summary: Tensor
 
     # --- across plans and checkpoints -------------------------------------------------------------
 
     @override
     def start_anew(self, seed: int | None) -> None:
         super().start_anew(seed)
-        self._summary: Tensor | None = None
         regions = equal_regions(self.spec.padded_numel, self._world_size)
         self.edges = torch.tensor(regions, device=self.bucket.mean.device)
         self._next_edges, self.has_regions = self.edges, False
@@ -60,11 +61,13 @@ class StaticBucket(SparseBucket):
     @override
     def select(self, waiting: Tensor) -> Entries:
         """The k largest of `waiting`, these first; zeros are not."""
-        self._count_step()
+        step = self._begin()
+        self.are_regions_due = self.sparse.are_regions_due(step) or not self.has_regions
+        # Its owner does not know where its region is, and has nothing of others'.
+        self.region = slice(0, self.spec.padded_numel)
         places = waiting.abs().topk(self.selection.k).indices
         selected = Entries(places, waiting[places])
-        num_selected = (selected.numbers != 0).sum()
-        self._start_tally(num_selected, num_selected)
+        self.tally.num_selected = (selected.numbers != 0).sum()
         return selected
 
     @override
@@ -74,36 +77,28 @@ class StaticBucket(SparseBucket):
         else:
             self._collectives.expect_all_gather(self.gathered.view(-1), number)
 
+    @override
     def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> Launch:
         """Cuts `selected` into each owner's, and clears in `waiting` what there is room for."""
         room, places, numbers = self.selection.most_sent, selected.places, selected.numbers
-        self._note_selected(places, numbers)
+        is_number = (numbers != 0).long()
+        self.summary = summary_of(places, self.spec.padded_numel, is_number)
         region = torch.bucketize(places, self.edges[1:-1], right=True)
         order = _order_within(region, self._world_size)
         is_sent = (order < room) & (numbers != 0)
         waiting.index_copy_(0, places, numbers.masked_fill(is_sent, 0.0))
+        shape, num_slots = (self._world_size, room), self._world_size * room
         # Others go behind the end.
-        slots = torch.where(is_sent, region * room + order, self._world_size * room)
-        sent = Entries(*(self._in_slots(each, slots) for each in (places, numbers)))
-        self._sent.cleared.append(sent)
+        slots = torch.where(is_sent, region * room + order, num_slots)
+        ends = (each.new_zeros(num_slots + 1) for each in (places, numbers))
+        both = zip(ends, (places, numbers), strict=True)
+        sent = Entries(*(end.index_copy_(0, slots, each)[:-1] for end, each in both))
+        self._sent.append(sent)
         self.tally.num_sent = is_sent.sum()
-        self._count_words(2 * room)
-        shape = self._world_size, room
+        self.count_words(2 * room)
         scaled = sent.times(scale).numbers.view(torch.int32).view(shape)
         rows = torch.cat([sent.places.int().view(shape), scaled], dim=1)
         return partial(self._collectives.launch_all_to_all, rows, self.incoming)
-
-    def _in_slots(self, each: Tensor, slots: Tensor) -> Tensor:
-        num_slots = self._world_size * self.selection.most_sent
-        return each.new_zeros(num_slots + 1).index_copy_(0, slots, each)[:-1]
-
-    def _note_selected(self, places: Tensor, numbers: Tensor) -> None:
-        self._summary = summary_of(places, self.spec.padded_numel, (numbers != 0).long())
-
-    def _count_words(self, one_way: int) -> None:
-        words = one_way * (self._world_size - 1)
-        self.tally.words_sent += words
-        self.tally.words_received += words
 
     @override
     def sum_up(self) -> None:
@@ -113,13 +108,6 @@ class StaticBucket(SparseBucket):
         for part in _parts(self.incoming):
             mean.index_add_(0, part.places, part.numbers.to(mean.dtype))
 
-    def clear_others(self) -> None:
-        """Makes the mean 0 outside this rank's shard, where it has all of it."""
-        # Sparse sums are only in owners' regions.
-        if not self.is_sparse:
-            self.bucket.mean[: self.own_shard.start].zero_()
-            self.bucket.mean[self.own_shard.stop :].zero_()
-
     # --- what is kept of the sums -----------------------------------------------------------------
 
     def keep_largest(self) -> None:
@@ -128,8 +116,7 @@ class StaticBucket(SparseBucket):
         self.chosen = mean.abs().topk(self.selection.most_owned).indices
         kept = mean[self.chosen]
         self._is_empty = kept == 0
-        self._left_out.append((slice(None), mean.index_fill(0, self.chosen, 0.0)))
-        mean.zero_().index_copy_(0, self.chosen, kept)
+        self._leave(self.chosen, kept)
 
     def take_back(self) -> Tensor:
         """Leaves of the mean what was chosen; a bool: whether there was more than was shown."""
@@ -141,18 +128,7 @@ class StaticBucket(SparseBucket):
         mean.zero_().index_copy_(0, self.chosen, kept.masked_fill(self._is_empty, 0.0))
         return is_denser
 
-    @property
-    def are_regions_due(self) -> bool:
-        """Whether those of the next step follow the selections of this one."""
-        return self.sparse.are_regions_due(self._step) or not self.has_regions
-
-    @property
-    def summary(self) -> Tensor:
-        """Of this rank's selection, to be added up for the next step's regions."""
-        assert self._summary is not None
-        return self._summary
-
-    def note_total(self, total: Tensor) -> None:
+    def follow(self, total: Tensor) -> None:
         """Told all ranks' summaries, added up; the regions change once the step is made."""
         self._next_edges = regions_of(total, self.spec.padded_numel, self._world_size)
 
@@ -184,17 +160,19 @@ class StaticBucket(SparseBucket):
         self._shown = torch.cat([part.places for part in parts]).long().sort().values
         return self._shown
 
-    def settle(self, sent: Sent, selected: Tensor) -> None:
-        """Notes what of `sent` is among [n] int64 `selected`, which all ranks have got."""
+    def arrive(self, gathered: Tensor, sent: Sequence[Entries], is_nan: Tensor | None) -> None:
+        """What owners have sent has come: see `RegionBucket`."""
         end = self.spec.padded_numel
-        sent.settle(self.worker, lambda one: is_selected(one, selected, end))
-
-    def note_gathered(self, gathered: Tensor) -> None:
-        """Counts what owners have sent in the tally."""
-        end = self.spec.padded_numel
-        counts = torch.stack([(part.places < end).sum() for part in _parts(gathered)])
-        self.tally.num_kept, self.tally.most_kept = counts.sum(), counts.max()
-        self._count_words(gathered.shape[1])
+        # In whatever context somebody reads a parameter.
+        with plain_mode(self.bucket.parameters.device.type):
+            selected = self.write(gathered)
+            for one in sent:
+                self.worker.settle(one, one.are_among(selected, end))
+            counts = torch.stack([(part.places < end).sum() for part in _parts(gathered)])
+            self.tally.num_kept, self.tally.most_kept = counts.sum(), counts.max()
+            self.count_words(gathered.shape[1])
+            if is_nan is not None:
+                self.bucket.gradients.masked_fill_(is_nan, math.nan)
 
     # --- around a step ----------------------------------------------------------------------------
 
@@ -212,18 +190,17 @@ class StaticBucket(SparseBucket):
 
 def add_up_summaries(
     buckets: Sequence[StaticBucket], collectives: Collectives, first_number: int
-) -> None:
-    """Tells buckets of which new regions are due what all ranks have selected. All ranks call."""
+) -> Work:
+    """Tells buckets of which new regions are due what all ranks have selected. All call; blocks."""
     due = [one for one in buckets if one.are_regions_due]
     if not due:
-        return
-    summaries = [one.summary for one in due]
-    total = torch.cat(summaries).to(torch.int32)
+        return Work.done()
+    total = torch.stack([one.summary for one in due]).to(torch.int32)
     with as_metadata(collectives):
-        collectives.launch_all_reduce(total, SELECTION_NUMBERS + first_number).wait()
-    parts = torch.split(total, [len(one) for one in summaries])
-    for one, part in zip(due, parts, strict=True):
-        one.note_total(part.long())
+        collectives.launch_all_reduce(total.view(-1), SELECTION_NUMBERS + first_number).wait()
+    for one, part in zip(due, total, strict=True):
+        one.follow(part)
+    return Work.done()
 
 
 def _order_within(groups: Tensor, num_groups: int) -> Tensor:
