@@ -31,7 +31,7 @@ from lightning_dear.bucket import as_flat, storage_strides
 from lightning_dear.checkpoint.by_parameter import ByParameter, Residuals
 from lightning_dear.checkpoint.sharded_state import Chunk
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
-from lightning_dear.compression.memory import RunningMean
+from lightning_dear.compression.signs import RunningMean
 from lightning_dear.exchange import NO_SEED, CompressedBucket
 from lightning_dear.planning.plan import Slice
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.memory import Memory
+from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.ok_topk import OkTopk
 from lightning_dear.compression.sparse_all_reduce import SparseAllReduce
 

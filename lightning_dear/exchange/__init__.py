@@ -7,10 +7,8 @@ from collections.abc import Collection, Sequence
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec, PowerSGD, SparseAllReduce
-from lightning_dear.exchange.base import Exchange
+from lightning_dear.exchange.base import NO_SEED, CompressedBucket, Exchange, LossScale
 from lightning_dear.exchange.coded import CodedExchange
-from lightning_dear.exchange.compressed import LossScale
-from lightning_dear.exchange.compressed_bucket import NO_SEED, CompressedBucket
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.low_rank import LowRankExchange
 from lightning_dear.exchange.options import ExchangeOptions
@@ -40,10 +38,8 @@ def new_exchange(
     if isinstance(codec, Codec):
         return CodedExchange(dense, options, codecs, uncompressed, flat.buckets, loss_scale)
     if isinstance(codec, SparseAllReduce):
-        sparse = dense, codec, uncompressed, flat.buckets, loss_scale
-        if codec.all_reduces:
-            return WholeSparseExchange(*sparse)
-        return SparseExchange(*sparse)
+        kind = WholeSparseExchange if codec.all_reduces else SparseExchange
+        return kind(dense, codec, uncompressed, flat.buckets, loss_scale)
     assert isinstance(codec, PowerSGD)
     return LowRankExchange(dense, codec, uncompressed, flat, loss_scale)
 

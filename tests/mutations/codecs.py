@@ -7,7 +7,7 @@ from tests.mutations.mutation import Mutation
 ENGINE = "tests/exchange/test_coded.py"
 FAILURES = "tests/exchange/test_coded_failures.py"
 DGC = "tests/exchange/test_dgc_law.py"
-MEMORY = "tests/compression/test_memory.py"
+MEMORY = "tests/compression/test_error_feedback.py"
 PROPERTIES = "tests/compression/test_properties.py"
 SELECTORS = "tests/compression/test_selectors.py"
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.work import Work
 from lightning_dear.compression import SparseAllReduce
-from lightning_dear.exchange.compressed import CompressedExchange, LossScale, Sending
+from lightning_dear.exchange.base import CompressedExchange, LossScale, Sending
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.sparse.bucket import SparseBucket, compression_ratio, not_empty
 from lightning_dear.exchange.sparse.entries import Entries, added, is_among, unpacked
