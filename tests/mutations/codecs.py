@@ -93,7 +93,7 @@ CODECS = [
     ),
     Mutation(
         "a scale whose largest multiple is finite",
-        "_BlockIntegers._measure",
+        "_BlockIntegers.encode",
         "clamp_(_FP32.tiny, largest)",
         "clamp_(_FP32.tiny)",
         (PROPERTIES, "-kint8 or int4"),
