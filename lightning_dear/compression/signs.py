@@ -31,6 +31,8 @@ class _BlockSigns(BlockCodec):
     kind: ClassVar[Kind] = "contractive"
     lag: ClassVar[Lag] = "large"
     _bits: ClassVar[int] = 1
+    _num_scratch: ClassVar[int] = 0
+    """Temporaries that decoding needs."""
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
@@ -41,7 +43,7 @@ class _BlockSigns(BlockCodec):
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        for tile, packed, scales, scratch in self._tiles(rows, wire, num_scratch=1):
+        for tile, packed, scales, *scratch in self._tiles(rows, wire, self._num_scratch):
             self._scale(unpack_bits(packed, tile.shape[2]), scales, tile, scratch)
 
     @abstractmethod
@@ -52,8 +54,8 @@ class _BlockSigns(BlockCodec):
         """
 
     @abstractmethod
-    def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: Tensor) -> None:
-        """Write what elements decode to; `negative` is uint8 and may be changed, as `scratch`."""
+    def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: list[Tensor]) -> None:
+        """Write what elements decode to; `negative` is uint8 and may be changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class EFSignSGD(_BlockSigns):
         scales.copy_(parts.sum(2, keepdim=True).clamp_(max=_LARGEST))
 
     @override
-    def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: Tensor) -> None:
+    def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: list[Tensor]) -> None:
         tile.copy_(_signs(negative)).mul_(scales)
 
 
@@ -98,6 +100,7 @@ class OneBit(_BlockSigns):
 
     name: ClassVar[str] = "onebit"
     _num_statistics: ClassVar[int] = 2
+    _num_scratch: ClassVar[int] = 1
 
     block_size: int = 2048
 
@@ -113,10 +116,10 @@ class OneBit(_BlockSigns):
         torch.stack((below, others), 2, out=scales)
 
     @override
-    def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: Tensor) -> None:
+    def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: list[Tensor]) -> None:
         # Not a `where`, which on a CPU takes ten times as long; nor a `lerp`, which overflows.
         tile.copy_(negative)
-        others = torch.sub(1, tile, out=scratch).mul_(scales[..., 1:])
+        others = torch.sub(1, tile, out=scratch[0]).mul_(scales[..., 1:])
         tile.mul_(scales[..., :1]).add_(others)
 
 

@@ -38,7 +38,7 @@ from lightning_dear.torch_modes import plain_mode
 
 
 class Reduction:
-    """Moves the bytes of one bucket to the shards' owners, and makes them the shards' sums.
+    """Brings the bytes of one bucket to the shards' owners, where they become the shards' sums.
 
         all-to-all, decode world_size rows, sum them        any codec
         reduce-scatter, which sums, decode one row          codecs whose bytes add up
@@ -203,7 +203,7 @@ class CodedBucket(CompressedBucket):
         self, reduction: Reduction, encoded: Encoded, scale: Tensor | None, *, votes: bool
     ) -> None:
         mean = self.bucket.mean
-        sum_in_source_order(list(self._decoded(reduction.wires, reduction.rows, encoded)), mean)
+        sum_in_source_order(list(self._decode(reduction.wires, reduction.rows, encoded)), mean)
         if votes:
             # Signs have neither the mean's 1/P nor the loss scale.
             mean.mul_(1 / self._world_size)
@@ -249,7 +249,7 @@ class CodedBucket(CompressedBucket):
         """
         # In whatever context somebody reads a parameter.
         with plain_mode(self.bucket.parameters.device.type):
-            rows = self._decoded(wire, slice(None), encoded)
+            rows = self._decode(wire, slice(None), encoded)
             if is_nan is not None:
                 rows.masked_fill_(is_nan, math.nan)
             if self.bucket.lags:
@@ -271,7 +271,7 @@ class CodedBucket(CompressedBucket):
 
     # --- both -----------------------------------------------------------------------------------
 
-    def _decoded(self, wire: Tensor, part: slice, encoded: Encoded) -> Tensor:
+    def _decode(self, wire: Tensor, part: slice, encoded: Encoded) -> Tensor:
         """Some ranks' rows: in the gradients, or where these are not fp32 new ones."""
         rows = self.bucket.gradients.view(self._world_size, -1)[part]
         if rows.dtype != torch.float32:

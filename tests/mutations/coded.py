@@ -207,7 +207,7 @@ CODED = [
     ),
     Mutation(
         "decoding by the codec that encoded",
-        "CodedBucket._decoded",
+        "CodedBucket._decode",
         "        encoded.decode(wire, rows)\n",
         "        self.codec.decode(wire, rows, encoded.generator(rows.device))\n",
         (f"{CHANGES}::test_densities_may_change_with_gathers_still_under_way",),
