@@ -37,8 +37,7 @@ class _BlockLevels(BlockCodec):
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         generator = _given(generator, self.name)
         wire[:, self._ends(rows.shape[1])[1] :].zero_()
-        for tile, values, steps, *scratch in self._tiles(rows, wire, num_scratch=3):
-            levels, floor, draw = scratch
+        for tile, values, steps, levels, floor, draw in self._tiles(rows, wire, num_scratch=3):
             self._scale(tile, steps, levels)
             torch.floor(levels, out=floor)
             draw.uniform_(generator=generator)
@@ -185,8 +184,7 @@ class Natural(Codec):
         # Padding travels too, and bytes are to depend on numbers alone, not on what memory held.
         wire[:, rows.shape[1] :].zero_()
         low, top = 2.0 ** (self.max_exponent - 126), 2.0**self.max_exponent
-        places = wire[:, : rows.shape[1]]
-        for tile, values, magnitude, other in tiles(rows, places, num_scratch=2):
+        for tile, values, magnitude, other in tiles(rows, wire[:, : rows.shape[1]], num_scratch=2):
             torch.abs(tile, out=magnitude).clamp_(max=top)
             # 2 |x|, and below low: |x| + low, which lies between low and 2 low as x between 0 and
             # low. A random mantissa is added: it carries as often as the mantissa is large.
@@ -199,8 +197,7 @@ class Natural(Codec):
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        places = wire[:, : rows.shape[1]]
-        for tile, values, *scratch in tiles(rows, places, num_scratch=2):
+        for tile, values, *scratch in tiles(rows, wire[:, : rows.shape[1]], num_scratch=2):
             sign, code = (each.view(torch.int32) for each in scratch)
             torch.bitwise_and(sign.copy_(values), 127, out=code).add_(self.max_exponent)
             magnitude = code.bitwise_left_shift_(_MANTISSA_BITS).view(torch.float32)

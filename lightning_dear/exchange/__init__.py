@@ -44,10 +44,4 @@ def new_exchange(
     return LowRankExchange(dense, codec, uncompressed, flat, loss_scale)
 
 
-__all__ = [
-    "NO_SEED",
-    "CompressedBucket",
-    "Exchange",
-    "LossScale",
-    "new_exchange",
-]
+__all__ = ["NO_SEED", "CompressedBucket", "Exchange", "LossScale", "new_exchange"]

@@ -63,12 +63,7 @@ class CompressedBucket(ABC):
     tally: Tally | None = None
 
     def __init__(
-        self,
-        bucket: Bucket,
-        codec: Compressor,
-        worker: Memory,
-        owner: Memory,
-        world_size: int,
+        self, bucket: Bucket, codec: Compressor, worker: Memory, owner: Memory, world_size: int
     ) -> None:
         self.bucket = bucket
         self.configured = self.codec = codec

@@ -103,11 +103,9 @@ class LowRankBucket(CompressedBucket):
         self._pending: dict[int, Tensor] = {}
         self._flat = bucket.mean
         for piece in self.spec.slices:
-            tensor_shape = shapes[piece.tensor]
-            num_rows = tensor_shape[0] if len(tensor_shape) > 1 else 1
+            num_rows = shapes[piece.tensor][0] if len(shapes[piece.tensor]) > 1 else 1
             num_columns = piece.numel // num_rows
-            rank = low_rank.rank_of(num_rows, num_columns)
-            if rank:
+            if rank := low_rank.rank_of(num_rows, num_columns):
                 shape = num_columns, rank
                 factor = torch.empty(shape, dtype=torch.float32, device=device)
                 self._factors[piece.tensor] = factor
@@ -123,26 +121,24 @@ class LowRankBucket(CompressedBucket):
 
     @override
     def _make_room(self) -> None:
-        factors = {} if self.codec.is_identity else self._factors
-        pieces, firsts, seconds = self.spec.slices, list[int](), list[int]()
-        for piece in pieces:
-            num_columns, rank = factors[piece.tensor].shape if piece.tensor in factors else (0, 0)
-            firsts.append(piece.numel // num_columns * rank if rank else piece.numel)
-            seconds.append(num_columns * rank)
-        first, second = (
-            self.bucket.mean.new_empty(sum(numels), dtype=torch.float32)
-            for numels in (firsts, seconds)
-        )
+        pieces = self.spec.slices
+        own = [None if self.codec.is_identity else self._factors.get(one.tensor) for one in pieces]
+        firsts = [
+            piece.numel if factor is None else piece.numel // len(factor) * factor.shape[1]
+            for piece, factor in zip(pieces, own, strict=True)
+        ]
+        seconds = [0 if factor is None else factor.numel() for factor in own]
+        new = partial(self.bucket.mean.new_empty, dtype=torch.float32)
+        first, second = new(sum(firsts)), new(sum(seconds))
         matrices, dense = dict[int, Matrix](), list[tuple[slice, Tensor]]()
-        for piece, left, right in zip(
-            pieces, torch.split(first, firsts), torch.split(second, seconds), strict=True
-        ):
+        parts = torch.split(first, firsts), torch.split(second, seconds)
+        for piece, factor, left, right in zip(pieces, own, *parts, strict=True):
             where = slice(piece.offset, piece.offset + piece.numel)
-            if right.numel():
-                rank = factors[piece.tensor].shape[1]
-                matrices[piece.tensor] = Matrix(where, left.view(-1, rank), right.view(-1, rank))
-            else:
+            if factor is None:
                 dense.append((where, left))
+            else:
+                left = left.view(-1, factor.shape[1])
+                matrices[piece.tensor] = Matrix(where, left, right.view_as(factor))
         self.messages = Messages(first, second, matrices, dense)
 
     @property
