@@ -31,7 +31,7 @@ from torch.nn import Parameter
 from lightning_dear.bucket import as_flat, storage_strides
 from lightning_dear.checkpoint.optimizer_state import Chunk
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
-from lightning_dear.compression.memory import RunningMean
+from lightning_dear.compression.signs import RunningMean
 from lightning_dear.exchange import NO_SEED
 
 KEY = "residuals"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from inspect import signature
 
-from lightning_dear.compression.codec import Codec
-from lightning_dear.compression.compressor import Compressor
+from lightning_dear.compression.codec import Codec, Compressor
 from lightning_dear.compression.density import FewOfMany
 from lightning_dear.compression.floats import Bf16, Fp16, Fp32
 from lightning_dear.compression.integers import Int4, Int8, LoCo
@@ -24,35 +23,18 @@ from lightning_dear.compression.sparse_all_reduce import (
 from lightning_dear.compression.stochastic import QSGD, Natural, TernGrad
 from lightning_dear.names import is_meant
 
-_CODECS = (
-    Fp32,
-    Fp16,
-    Bf16,
-    Int8,
-    Int4,
-    LoCo,
-    OneBit,
-    EFSignSGD,
-    SignSGD,
-    Signum,
-    QSGD,
-    TernGrad,
-    Natural,
-    TopK,
-    RandomK,
-    DGC,
-)
+_NARROW = (Fp32, Fp16, Bf16, Int8, Int4, LoCo)
+_OF_SIGNS = (OneBit, EFSignSGD, SignSGD, Signum)
+_FEW_LEVELS = (QSGD, TernGrad, Natural)
+_FEW_OF_MANY = (TopK, RandomK, DGC)
+_NOT_BY_ROWS = (PowerSGD, OkTopk, TopkA, TopkDSA, GTopk, Gaussiank)
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _CODECS}
+CODECS: dict[str, type[Codec]] = {
+    one.name: one for one in (*_NARROW, *_OF_SIGNS, *_FEW_LEVELS, *_FEW_OF_MANY)
+}
 """All codecs by name."""
 
-_SPARSE = (OkTopk, TopkA, TopkDSA, GTopk, Gaussiank)
-
-_COMPRESSORS: dict[str, type[Compressor]] = {
-    **CODECS,
-    PowerSGD.name: PowerSGD,
-    **{one.name: one for one in _SPARSE},
-}
+_COMPRESSORS: dict[str, type[Compressor]] = CODECS | {one.name: one for one in _NOT_BY_ROWS}
 
 
 def class_with(option: str) -> type[Compressor] | None:

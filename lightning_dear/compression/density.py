@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from typing_extensions import Self, override
 
-from lightning_dear.compression.compressor import Compressor
+from lightning_dear.compression.codec import Compressor
 
 
 @dataclass(frozen=True, kw_only=True)

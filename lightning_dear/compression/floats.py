@@ -10,41 +10,32 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.codec import Codec, field, padded_bytes
-from lightning_dear.compression.compressor import Kind, Lag
-from lightning_dear.compression.tiling import tiles
+from lightning_dear.compression.blocks import tiles
+from lightning_dear.compression.codec import Codec, Kind, Lag, field, padded_bytes
 
 
 class _Float(Codec):
-    """Each number for itself, as a float of some width."""
+    """Each number for itself, as a float of some width.
 
-    @property
-    @override
-    def kind(self) -> Kind:
-        return "contractive"
-
-    @property
-    @override
-    def lag(self) -> Lag:
-        return "small"
-
-    @property
-    @override
-    def block_size(self) -> int:
-        return 1
-
-
-class _HalfFloat(_Float):
-    """Round to a float of 16 bits, and to its largest finite number what lies beyond that.
-
-    Wire: [numel x 2 bytes | zeros to a multiple of 4].
+    Wire: [numel x the float's bytes | zeros to a multiple of 4].
     """
 
+    kind: ClassVar[Kind] = "contractive"
+    lag: ClassVar[Lag] = "small"
+    block_size: ClassVar[int] = 1
     _dtype: ClassVar[torch.dtype]
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        return padded_bytes(2 * numel)
+        return padded_bytes(self._dtype.itemsize * numel)
+
+    @override
+    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
+        rows.copy_(field(wire, self._dtype, 0, rows.shape[1]))
+
+
+class _HalfFloat(_Float):
+    """Round to a float of 16 bits, and to its largest finite number what lies beyond that."""
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
@@ -61,32 +52,18 @@ class _HalfFloat(_Float):
             if not math.isfinite(place.sum().item()):
                 place.copy_(tile.clamp(-largest, largest))
 
-    @override
-    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        rows.copy_(field(wire, self._dtype, 0, rows.shape[1]))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32(_Float):
-    """Numbers as they are: C(x) = x, for steps and tensors that a compressor leaves out.
-
-    Wire: [numel x 4 bytes].
-    """
+    """Numbers as they are: C(x) = x, for steps and tensors that a compressor leaves out."""
 
     name: ClassVar[str] = "fp32"
     is_identity: ClassVar[bool] = True
-
-    @override
-    def wire_bytes(self, numel: int) -> int:
-        return 4 * numel
+    _dtype: ClassVar[torch.dtype] = torch.float32
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
-        field(wire, torch.float32, 0, rows.shape[1]).copy_(rows)
-
-    @override
-    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        rows.copy_(field(wire, torch.float32, 0, rows.shape[1]))
+        field(wire, self._dtype, 0, rows.shape[1]).copy_(rows)
 
 
 @dataclass(frozen=True, kw_only=True)

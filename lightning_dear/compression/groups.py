@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from lightning_dear.compression.codec import Codec
-from lightning_dear.compression.compressor import Compressor
+from lightning_dear.compression.codec import Codec, Compressor
 from lightning_dear.compression.floats import Fp32
 
 VECTORS = "vectors"

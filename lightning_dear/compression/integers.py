@@ -6,7 +6,6 @@ tensors into buckets does not cost accuracy.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,9 +13,9 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
+from lightning_dear.compression import error_feedback as feedback
 from lightning_dear.compression.blocks import BlockCodec
-from lightning_dear.compression.compressor import Kind, Lag
-from lightning_dear.compression.tiling import Scratch
+from lightning_dear.compression.codec import Kind, Lag
 
 _FP32 = torch.finfo(torch.float32)
 
@@ -32,25 +31,20 @@ class _BlockIntegers(BlockCodec):
     their own. It is never so large that L s overflows.
     """
 
+    kind: ClassVar[Kind] = "contractive"
+    lag: ClassVar[Lag] = "small"
     _levels: ClassVar[int]
-
-    @property
-    @override
-    def kind(self) -> Kind:
-        return "contractive"
-
-    @property
-    @override
-    def lag(self) -> Lag:
-        return "small"
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
-        self._clear_padding(rows, wire)
-        scratch = Scratch(1)
-        for tile, values, scales in self._tiles(rows, wire):
-            (integers,) = scratch.like(tile)
-            self._measure(tile, scales)
+        wire[:, self._ends(rows.shape[1])[1] :].zero_()
+        # Rounded to nearest, LARGEST / L times L may be more than LARGEST.
+        largest = _FP32.max / self._levels * (1 - _FP32.eps)
+        for tile, values, scales, integers in self._tiles(rows, wire, num_scratch=1):
+            # max|x| / L of each block; |x| itself would be a temporary.
+            torch.amax(tile, -1, keepdim=True, out=scales)
+            torch.maximum(scales, torch.amin(tile, -1, keepdim=True).neg_(), out=scales)
+            scales.div_(self._levels).clamp_(_FP32.tiny, largest)
             self._pack(torch.div(tile, scales, out=integers).round_(), values.view(torch.int8))
 
     @override
@@ -59,21 +53,14 @@ class _BlockIntegers(BlockCodec):
             self._unpack(values.view(torch.int8), tile)
             tile.mul_(scales)
 
-    def _measure(self, tile: Tensor, scales: Tensor) -> None:
-        """Write max|x| / L of each block; |x| itself would be a temporary."""
-        torch.amax(tile, -1, keepdim=True, out=scales)
-        torch.maximum(scales, torch.amin(tile, -1, keepdim=True).neg_(), out=scales)
-        # Rounded to nearest, LARGEST / L times L may be more than LARGEST.
-        largest = _FP32.max / self._levels * (1 - _FP32.eps)
-        scales.div_(self._levels).clamp_(_FP32.tiny, largest)
-
-    @abstractmethod
     def _pack(self, integers: Tensor, values: Tensor) -> None:
         """Write integers, given as fp32 [rows, blocks, elements], as bytes; may change them."""
+        # No clamp: |x| / s is at most L but for an error of fp32, which rounding has removed.
+        values.copy_(integers)
 
-    @abstractmethod
     def _unpack(self, values: Tensor, integers: Tensor) -> None:
         """The inverse of `_pack`."""
+        integers.copy_(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +80,6 @@ class Int8(_BlockIntegers):
     _levels: ClassVar[int] = 127
 
     block_size: int = 256
-
-    @override
-    def _pack(self, integers: Tensor, values: Tensor) -> None:
-        # No clamp: |x| / s is at most L but for an error of fp32, which rounding has removed.
-        values.copy_(integers)
-
-    @override
-    def _unpack(self, values: Tensor, integers: Tensor) -> None:
-        integers.copy_(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +120,32 @@ class Int4(_BlockIntegers):
         both.sub_(high, alpha=16)
 
 
+class ShortResidual(feedback.Residual):
+    """One of 8 bits: what is kept is rounded once more, and that error is lost for good."""
+
+    _codec: ClassVar[Int8] = Int8()
+
+    @override
+    def _zeros(self, numel: int, device: torch.device) -> Tensor:
+        self._numel = numel
+        num_bytes = self._codec.wire_bytes(numel)
+        return torch.zeros((1, num_bytes), dtype=torch.uint8, device=device)
+
+    @override
+    def _read(self, stored: Tensor) -> Tensor:
+        rows = torch.empty((1, self._numel), dtype=torch.float32, device=stored.device)
+        self._codec.decode(stored, rows)
+        return rows[0]
+
+    @override
+    def _write(self, stored: Tensor, flat: Tensor) -> None:
+        self._codec.encode(flat.reshape(1, -1), stored)
+
+    @override
+    def _next(self, name: str, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoCo(Int4):
     """`Int4`, whose feedback is a moving average of what was lost: e' = (1 - b) e + b (x - C(x)).
@@ -174,6 +178,13 @@ class LoCo(Int4):
                 "rate and residual_bits of loco have no effect with error_feedback=False: they say"
                 " how feedback is kept. Leave them out, or error_feedback."
             )
+
+    @override
+    def owner_memory(self, numel: int, device: torch.device) -> feedback.Memory:
+        if not self.has_feedback:
+            return feedback.Memory(numel, device)
+        kind = ShortResidual if self.residual_bits == 8 else feedback.Residual
+        return kind(numel, device, self.rate)
 
     @override
     def _check_differences_alone(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.compressor import Compressor, Kind, Setting
+from lightning_dear.compression.codec import Compressor, Kind, Setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,7 @@ class PowerSGD(Compressor):
     """
 
     name: ClassVar[str] = "powersgd"
+    kind: ClassVar[Kind] = "contractive"
     all_reduces: ClassVar[bool] = True
 
     rank: int = 4
@@ -58,11 +58,6 @@ class PowerSGD(Compressor):
                 " would travel than without it."
             )
 
-    @property
-    @override
-    def kind(self) -> Kind:
-        return "contractive"
-
     @override
     def check_with(self, setting: Setting) -> None:
         whole = "gives every rank the whole mean gradient, which gather='parameters' has no use for"
@@ -75,13 +70,10 @@ class PowerSGD(Compressor):
         return rank if saves else 0
 
 
-def starting_factor(num_columns: int, rank: int, key: str) -> Tensor:
-    """A random orthonormal Q [m, r], the same for the same key on all ranks."""
-    # Not `hash`, which Python salts anew in each process: ranks would begin with other factors.
-    digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
+def starting_factor(shape: torch.Size, seed: int) -> Tensor:
+    """A random orthonormal Q [m, r], the same for the same seed on all ranks."""
     # On the CPU, since other devices draw other numbers from the same seed.
-    generator = Generator().manual_seed(int.from_bytes(digest, "big"))
-    shape = num_columns, rank
+    generator = Generator().manual_seed(seed)
     return orthonormal(torch.randn(shape, dtype=torch.float32, generator=generator))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dear.compression.tiling import TILE_ELEMENTS
+from lightning_dear.compression.blocks import TILE_ELEMENTS
 
 FIRST_SHARE = 0.25
 """Of a row, what the first stage of `sidco` keeps (d1)."""

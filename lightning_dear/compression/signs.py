@@ -7,7 +7,6 @@ blocks, not to buckets: merging tensors of different scale then costs no accurac
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,10 +15,9 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.bits import pack_bits, unpack_bits
-from lightning_dear.compression.blocks import BlockCodec
-from lightning_dear.compression.codec import Codec, padded_bytes
-from lightning_dear.compression.compressor import Kind, Lag
-from lightning_dear.compression.tiling import BLOCK_SIZES, Scratch, block_tiles
+from lightning_dear.compression.blocks import BLOCK_SIZES, BlockCodec, Tiles, block_tiles
+from lightning_dear.compression.codec import Codec, Kind, Lag, padded_bytes
+from lightning_dear.compression.error_feedback import Memory
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -30,31 +28,22 @@ class _BlockSigns(BlockCodec):
     A bit is 1 where x_i < 0.
     """
 
+    kind: ClassVar[Kind] = "contractive"
+    lag: ClassVar[Lag] = "large"
     _bits: ClassVar[int] = 1
-
-    @property
-    @override
-    def kind(self) -> Kind:
-        return "contractive"
-
-    @property
-    @override
-    def lag(self) -> Lag:
-        return "large"
+    _num_scratch: ClassVar[int] = 0
+    """Temporaries that decoding needs."""
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
-        self._clear_padding(rows, wire)
-        scratch = Scratch(1)
-        for tile, packed, scales in self._tiles(rows, wire):
-            (negative,) = scratch.like(tile)
+        wire[:, self._ends(rows.shape[1])[1] :].zero_()
+        for tile, packed, scales, negative in self._tiles(rows, wire, num_scratch=1):
             _pack(torch.lt(tile, 0, out=negative), packed)
             self._measure(tile, negative, scales)
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        scratch = Scratch(1)
-        for tile, packed, scales in self._tiles(rows, wire):
+        for tile, packed, scales, *scratch in self._tiles(rows, wire, self._num_scratch):
             self._scale(unpack_bits(packed, tile.shape[2]), scales, tile, scratch)
 
     @abstractmethod
@@ -65,7 +54,7 @@ class _BlockSigns(BlockCodec):
         """
 
     @abstractmethod
-    def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: Scratch) -> None:
+    def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: list[Tensor]) -> None:
         """Write what elements decode to; `negative` is uint8 and may be changed."""
 
 
@@ -92,7 +81,7 @@ class EFSignSGD(_BlockSigns):
         scales.copy_(parts.sum(2, keepdim=True).clamp_(max=_LARGEST))
 
     @override
-    def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: Scratch) -> None:
+    def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: list[Tensor]) -> None:
         tile.copy_(_signs(negative)).mul_(scales)
 
 
@@ -111,6 +100,7 @@ class OneBit(_BlockSigns):
 
     name: ClassVar[str] = "onebit"
     _num_statistics: ClassVar[int] = 2
+    _num_scratch: ClassVar[int] = 1
 
     block_size: int = 2048
 
@@ -126,11 +116,10 @@ class OneBit(_BlockSigns):
         torch.stack((below, others), 2, out=scales)
 
     @override
-    def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: Scratch) -> None:
+    def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: list[Tensor]) -> None:
         # Not a `where`, which on a CPU takes ten times as long; nor a `lerp`, which overflows.
-        (others,) = scratch.like(tile)
         tile.copy_(negative)
-        torch.sub(1, tile, out=others).mul_(scales[..., 1:])
+        others = torch.sub(1, tile, out=scratch[0]).mul_(scales[..., 1:])
         tile.mul_(scales[..., :1]).add_(others)
 
 
@@ -146,16 +135,8 @@ class SignSGD(Codec):
     """
 
     name: ClassVar[str] = "signsgd"
-
-    @property
-    @override
-    def kind(self) -> Kind:
-        return "vote"
-
-    @property
-    @override
-    def block_size(self) -> int:
-        return 1
+    kind: ClassVar[Kind] = "vote"
+    block_size: ClassVar[int] = 1
 
     @override
     def wire_bytes(self, numel: int) -> int:
@@ -164,9 +145,7 @@ class SignSGD(Codec):
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         wire[:, _packed_bytes(rows.shape[1]) :].zero_()
-        scratch = Scratch(1)
-        for tile, packed in self._tiles(rows, wire):
-            (negative,) = scratch.like(tile)
+        for tile, packed, negative in self._tiles(rows, wire, num_scratch=1):
             _pack(torch.lt(tile, 0, out=negative), packed)
 
     @override
@@ -174,37 +153,63 @@ class SignSGD(Codec):
         for tile, packed in self._tiles(rows, wire):
             tile.copy_(_signs(unpack_bits(packed, tile.shape[2])))
 
-    def _tiles(self, rows: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """[r, b, elements] of `rows` and [r, b, bytes] of bits."""
-        packed = wire[:, : _packed_bytes(rows.shape[1])]
-        return block_tiles(rows, packed, block_size=BLOCK_SIZES[0], bits=1)
+    def _tiles(self, rows: Tensor, wire: Tensor, num_scratch: int = 0) -> Tiles:
+        """[r, b, elements] of `rows` and [r, b, bytes] of bits, and temporaries like the first."""
+        packed, size = wire[:, : _packed_bytes(rows.shape[1])], BLOCK_SIZES[0]
+        return block_tiles(rows, packed, block_size=size, bits=1, num_scratch=num_scratch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signum(SignSGD):
     """`SignSGD` of a running mean of the gradients, m = momentum m + (1 - momentum) g.
 
-    The exchange keeps m, before it encodes; the codec holds the option only. To be paired with an
-    optimizer without momentum (Bernstein et al. 2018, "signSGD", algorithm 2).
+    A `RunningMean` keeps m. To be paired with an optimizer without momentum (Bernstein et al. 2018,
+    "signSGD", algorithm 2).
 
     Args:
         momentum: What remains of m in a step, in [0, 1).
     """
 
     name: ClassVar[str] = "signum"
+    brings_momentum: ClassVar[bool] = True
 
     momentum: float = 0.9
-
-    @property
-    @override
-    def brings_momentum(self) -> bool:
-        return True
 
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum of signum must be in [0, 1), got {self.momentum!r}.")
+
+    @override
+    def worker_memory(self, numel: int, device: torch.device) -> Memory:
+        return RunningMean(numel, device, self.momentum)
+
+
+class RunningMean(Memory):
+    """Signum's: m' = momentum m + (1 - momentum) g is encoded (Bernstein et al. 2018).
+
+    Args:
+        momentum: In [0, 1).
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("running_mean",)
+
+    def __init__(self, numel: int, device: torch.device, momentum: float) -> None:
+        super().__init__(numel, device)
+        self._momentum = momentum
+
+    @override
+    def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
+        # Gradients that come in several rounds of one step add up.
+        decay = 1.0 if self._has_pending else self._momentum
+        before, mean = self._latest("running_mean", rows), self._next("running_mean", rows)
+        torch.mul(before, decay, out=mean)
+        gradients = rows if scale is None else rows.div_(scale)
+        rows.copy_(mean.add_(gradients, alpha=1 - self._momentum))
+        if scale is not None:
+            rows.mul_(scale)
+        self._has_pending = True
 
 
 def _packed_bytes(numel: int) -> int:

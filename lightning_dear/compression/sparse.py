@@ -10,9 +10,9 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import Self, override
 
-from lightning_dear.compression.codec import Codec, Randomness, field
-from lightning_dear.compression.compressor import Kind, Lag
+from lightning_dear.compression.codec import Codec, Kind, Lag, Randomness, field
 from lightning_dear.compression.density import FewOfMany
+from lightning_dear.compression.error_feedback import Encoded, Memory
 from lightning_dear.compression.selectors import SELECTORS, select
 
 RAMP = (0.25, 0.0625, 0.015, 0.004)
@@ -56,6 +56,7 @@ class TopK(Sparse):
     """
 
     name: ClassVar[str] = "topk"
+    kind: ClassVar[Kind] = "contractive"
 
     selector: str = "exact"
 
@@ -66,11 +67,6 @@ class TopK(Sparse):
             raise ValueError(
                 f"Unknown selector {self.selector!r}; valid names: {', '.join(SELECTORS)}."
             )
-
-    @property
-    @override
-    def kind(self) -> Kind:
-        return "contractive"
 
     @property
     @override
@@ -124,8 +120,8 @@ class TopK(Sparse):
 class DGC(TopK):
     """Deep gradient compression (Lin et al. 2018): top-k of gradients whose momentum is corrected.
 
-    On the wire it is `TopK`. The rest is done by the exchange, in place of plain feedback, for
-    which it reads the options: g is clipped to `clip_norm` (section 3.2), u = momentum u + g and
+    On the wire it is `TopK`. The rest is done before, by a `Velocity` in place of plain feedback; g
+    is clipped to `clip_norm` (section 3.2), u = momentum u + g and
     v = v + u (3.2, momentum correction), v is encoded, and u and v become 0 where `sent_mask` says
     that v was sent (3.3, momentum factor masking). The optimizer must have no momentum of its own.
 
@@ -138,17 +134,15 @@ class DGC(TopK):
     """
 
     name: ClassVar[str] = "dgc"
+    brings_momentum: ClassVar[bool] = True
+    # Its momentum belongs to gradients.
+    lag: ClassVar[Lag] = "unbounded"
 
     density: float = 0.001
     selector: str = "sampled"
     momentum: float = 0.9
     clip_norm: float | None = None
     warm_up_steps: int = 0
-
-    @property
-    @override
-    def brings_momentum(self) -> bool:
-        return True
 
     @override
     def __post_init__(self) -> None:
@@ -164,11 +158,9 @@ class DGC(TopK):
                 f"warm_up_steps must be an integer of at least 0, got {self.warm_up_steps!r}."
             )
 
-    @property
     @override
-    def lag(self) -> Lag:
-        # Its momentum belongs to gradients.
-        return "unbounded"
+    def worker_memory(self, numel: int, device: torch.device) -> Memory:
+        return Velocity(numel, device, self.momentum)
 
     @override
     def warmed_up(self, step: int) -> Self:
@@ -181,6 +173,48 @@ class DGC(TopK):
         if step >= self.warm_up_steps:
             return self.density
         return max(self.density, RAMP[step * len(RAMP) // self.warm_up_steps])
+
+
+class Velocity(Memory):
+    """DGC's: u = momentum u + g, v = v + u is encoded, and both become 0 where v was sent.
+
+    Momentum correction and momentum factor masking (Lin et al. 2018, 3.2 and 3.3).
+
+    Args:
+        momentum: In [0, 1).
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("momentum", "residual")
+
+    def __init__(self, numel: int, device: torch.device, momentum: float) -> None:
+        super().__init__(numel, device)
+        self._momentum = momentum
+
+    @override
+    def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
+        is_first, momentum = not self._has_pending, self._next("momentum", rows)
+        waiting = self._next("residual", rows)
+        gradients = rows if scale is None else rows.div_(scale)
+        if is_first:
+            torch.mul(self._latest("momentum", rows), self._momentum, out=momentum)
+            torch.add(self._latest("residual", rows), momentum, out=waiting)
+        # Gradients that come in several rounds of one step add up.
+        momentum.add_(gradients)
+        waiting.add_(gradients)
+        self._has_pending = True
+        rows.copy_(waiting) if scale is None else torch.mul(waiting, scale, out=rows)
+
+    @override
+    def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:
+        codec = encoded.codec
+        if not isinstance(codec, TopK):
+            # A dense step is one of SGD with momentum.
+            self._next("residual", rows).zero_()
+            return
+        sent = torch.empty_like(rows, dtype=torch.bool)
+        codec.sent_mask(wire, sent)
+        for name in self.names:
+            self._next(name, rows).masked_fill_(sent, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.compressor import Kind, Setting
+from lightning_dear.compression.codec import Kind, Setting
 from lightning_dear.compression.density import FewOfMany
 from lightning_dear.compression.selectors import MOST, LocalThreshold, all_above, true_places
 

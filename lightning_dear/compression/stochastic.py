@@ -15,10 +15,8 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.bits import pack_pairs, unpack_pairs
-from lightning_dear.compression.blocks import BlockCodec
-from lightning_dear.compression.codec import Codec, Randomness, padded_bytes
-from lightning_dear.compression.compressor import Kind
-from lightning_dear.compression.tiling import Scratch, tiles
+from lightning_dear.compression.blocks import BlockCodec, tiles
+from lightning_dear.compression.codec import Codec, Kind, Randomness, padded_bytes
 
 _FP32 = torch.finfo(torch.float32)
 _MANTISSA_BITS = 23
@@ -32,20 +30,14 @@ class _BlockLevels(BlockCodec):
     zeros and of denormals need no case of their own.
     """
 
+    kind: ClassVar[Kind] = "unbiased"
     randomness: ClassVar[Randomness] = "private"
-
-    @property
-    @override
-    def kind(self) -> Kind:
-        return "unbiased"
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         generator = _given(generator, self.name)
-        self._clear_padding(rows, wire)
-        scratch = Scratch(3)
-        for tile, values, steps in self._tiles(rows, wire):
-            levels, floor, draw = scratch.like(tile)
+        wire[:, self._ends(rows.shape[1])[1] :].zero_()
+        for tile, values, steps, levels, floor, draw in self._tiles(rows, wire, num_scratch=3):
             self._scale(tile, steps, levels)
             torch.floor(levels, out=floor)
             draw.uniform_(generator=generator)
@@ -64,13 +56,13 @@ class _BlockLevels(BlockCodec):
     def _scale(self, tile: Tensor, steps: Tensor, levels: Tensor) -> None:
         """Write the steps [r, b, 1] of [r, b, elements], and x / step."""
 
-    @abstractmethod
     def _pack(self, levels: Tensor, values: Tensor) -> None:
         """Write integers, given as fp32 [r, b, elements], as bytes."""
+        values.view(torch.int8).copy_(levels)
 
-    @abstractmethod
     def _unpack(self, values: Tensor, levels: Tensor) -> None:
         """The inverse of `_pack`."""
+        levels.copy_(values.view(torch.int8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +102,6 @@ class QSGD(_BlockLevels):
         steps.copy_(norm.div_(self.num_levels).mul_(largest).clamp_(_FP32.tiny, most))
         # Rounding may carry the largest number beyond s, and 128 is no int8.
         levels.mul_(largest / steps).clamp_(-self.num_levels, self.num_levels)
-
-    @override
-    def _pack(self, levels: Tensor, values: Tensor) -> None:
-        values.view(torch.int8).copy_(levels)
-
-    @override
-    def _unpack(self, values: Tensor, levels: Tensor) -> None:
-        levels.copy_(values.view(torch.int8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +160,8 @@ class Natural(Codec):
     """
 
     name: ClassVar[str] = "natural"
+    kind: ClassVar[Kind] = "unbiased"
+    block_size: ClassVar[int] = 1
     randomness: ClassVar[Randomness] = "private"
 
     max_exponent: int = 64
@@ -188,16 +174,6 @@ class Natural(Codec):
                 f"max_exponent of natural must be from 0 to 127, got {self.max_exponent!r}."
             )
 
-    @property
-    @override
-    def kind(self) -> Kind:
-        return "unbiased"
-
-    @property
-    @override
-    def block_size(self) -> int:
-        return 1
-
     @override
     def wire_bytes(self, numel: int) -> int:
         return padded_bytes(numel)
@@ -208,9 +184,7 @@ class Natural(Codec):
         # Padding travels too, and bytes are to depend on numbers alone, not on what memory held.
         wire[:, rows.shape[1] :].zero_()
         low, top = 2.0 ** (self.max_exponent - 126), 2.0**self.max_exponent
-        scratch = Scratch(2)
-        for tile, values in tiles(rows, wire[:, : rows.shape[1]]):
-            magnitude, other = scratch.like(tile)
+        for tile, values, magnitude, other in tiles(rows, wire[:, : rows.shape[1]], num_scratch=2):
             torch.abs(tile, out=magnitude).clamp_(max=top)
             # 2 |x|, and below low: |x| + low, which lies between low and 2 low as x between 0 and
             # low. A random mantissa is added: it carries as often as the mantissa is large.
@@ -223,9 +197,8 @@ class Natural(Codec):
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        scratch = Scratch(2)
-        for tile, values in tiles(rows, wire[:, : rows.shape[1]]):
-            sign, code = (each.view(torch.int32) for each in scratch.like(tile))
+        for tile, values, *scratch in tiles(rows, wire[:, : rows.shape[1]], num_scratch=2):
+            sign, code = (each.view(torch.int32) for each in scratch)
             torch.bitwise_and(sign.copy_(values), 127, out=code).add_(self.max_exponent)
             magnitude = code.bitwise_left_shift_(_MANTISSA_BITS).view(torch.float32)
             # Code 0 has become low / 2. (On a CPU, masks are slow.)

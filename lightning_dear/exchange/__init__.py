@@ -7,10 +7,8 @@ from collections.abc import Collection, Sequence
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec, PowerSGD, SparseAllReduce
-from lightning_dear.exchange.base import Exchange
+from lightning_dear.exchange.base import NO_SEED, CompressedBucket, Exchange, LossScale
 from lightning_dear.exchange.coded import CodedExchange
-from lightning_dear.exchange.compressed import LossScale
-from lightning_dear.exchange.compressed_bucket import NO_SEED, CompressedBucket
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.low_rank import LowRankExchange
 from lightning_dear.exchange.options import ExchangeOptions
@@ -50,10 +48,4 @@ def new_exchange(
     return LowRankExchange(dense, codec, uncompressed, flat, loss_scale)
 
 
-__all__ = [
-    "NO_SEED",
-    "CompressedBucket",
-    "Exchange",
-    "LossScale",
-    "new_exchange",
-]
+__all__ = ["NO_SEED", "CompressedBucket", "Exchange", "LossScale", "new_exchange"]

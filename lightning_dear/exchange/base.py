@@ -1,17 +1,195 @@
-"""What the engine asks of an exchange, whatever travels."""
+"""What the engine asks of an exchange, and what all exchanges that encode have in common.
+
+What must be known before a step may count, and what this rank keeps of a bucket between steps.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor
-from lightning_dear.exchange.compressed_bucket import CompressedBucket
+from lightning_dear.compression.error_feedback import Memory
+from lightning_dear.exchange.sparse.figures import Tally
+from lightning_dear.telemetry.device_work import as_device_work
+
+LossScale = Callable[[], "Tensor | None"]
+"""What gradients are multiplied by at present, as a tensor of one element; None: by nothing."""
+
+NO_SEED = -1
+"""In the place of a seed, which is never negative: where training began without one."""
+
+
+class GradientsNotFinite(RuntimeError):
+    """A rank's gradients have nan or inf in them; all ranks raise it before weights change."""
+
+
+class CompressedBucket(ABC):
+    """What has to be kept, and given back, of one bucket, whatever it is encoded to.
+
+    Args:
+        bucket: Its mean is read and written.
+        codec: What encodes it.
+        worker: What is kept of this rank's own gradients, for the whole bucket.
+        owner: What is kept of the mean, for this rank's shard.
+        world_size: Number of ranks.
+
+    Attributes:
+        bucket: See above.
+        number: The bucket's.
+        spec: What lies where in it.
+        own: Where this rank's shard lies in it.
+        worker: See above.
+        owner: See above.
+        codec: In use at present.
+        configured: Of this bucket, unless a schedule says otherwise.
+        counts: Half -> how often it has been encoded; equal on all ranks, not for all buckets.
+        seed: Of all that is drawn at random, equal on all ranks; or `NO_SEED`.
+        factors: Tensor number -> what all ranks alike keep of it besides.
+        tally: Of the bucket's last sparse step; None where there are none.
+    """
+
+    tally: Tally | None = None
+
+    def __init__(
+        self, bucket: Bucket, codec: Compressor, worker: Memory, owner: Memory, world_size: int
+    ) -> None:
+        self.bucket = bucket
+        self.configured = self.codec = codec
+        self.number, self.spec, self.own = bucket.number, bucket.spec, bucket.own
+        self.worker, self.owner = worker, owner
+        self.counts = {"reduce": 0, "gather": 0}
+        self.seed = NO_SEED
+        # Who owns what nobody uses gives it back to those that have sent it, each its share.
+        self._num_owners = world_size if bucket.is_all_reduced else 1
+        self._unused: tuple[slice, ...] = ()
+        self._own_unused: tuple[slice, ...] = ()
+        self._padding, self._own_padding = self._find_padding()
+
+    def _find_padding(self) -> tuple[Tensor, Tensor]:
+        """Places of elements that belong to no parameter, in the bucket and in this rank's shard.
+
+        Decoding, and marking what is not finite, leave numbers there that nothing overwrites.
+        """
+        # On the CPU, since `nonzero` on a device makes the host wait.
+        is_padding = torch.ones(self.spec.padded_numel, dtype=torch.bool)
+        for part in self.spec.slices:
+            is_padding[part.offset : part.offset + part.numel] = False
+        whole, own = is_padding.nonzero()[:, 0], is_padding[self.own].nonzero()[:, 0]
+        device = self.bucket.mean.device
+        return whole.to(device), own.to(device)
+
+    def use(self, codec: Compressor) -> None:
+        """Encodes with `codec` from the next reduction on. What is on its way keeps its bytes."""
+        if codec != self.codec:
+            # New buffers: bytes on their way are still decoded from the old ones.
+            self.codec = codec
+            self._make_room()
+
+    def start_anew(self, seed: int | None) -> None:
+        """What is counted, and factors, as before the first step; memories stay as they are.
+
+        Args:
+            seed: Of what is drawn from now on; None: the one there is.
+        """
+        self.counts.update(dict.fromkeys(self.counts, 0))
+        if seed is not None:
+            self.seed = seed
+
+    def _seed_of(self, key: str) -> int:
+        """Of a generator: another one for every `key` and under every seed, equal on all ranks."""
+        # Without a seed, as earlier versions had it.
+        seeded = key if self.seed == NO_SEED else f"{self.seed} {key}"
+        # Not `hash`, which Python salts anew in each process: ranks and resumed runs would differ.
+        return int.from_bytes(hashlib.blake2b(seeded.encode(), digest_size=7).digest(), "big")
+
+    @abstractmethod
+    def _make_room(self) -> None:
+        """Makes buffers for what `codec` sends, new ones."""
+
+    @property
+    def factors(self) -> Mapping[int, Tensor]:
+        """See the class; to be read or overwritten between steps."""
+        return {}
+
+    @property
+    def steering(self) -> Tensor | None:
+        """[n] fp64: by what this rank selects numbers in this bucket; None where by nothing."""
+        return None
+
+    def steer(self, steering: Tensor) -> None:
+        """Selects by that from now on, if it is of a bucket like this one. Between steps."""
+        return
+
+    @property
+    def rate(self) -> float:
+        """Of both memories, where they keep anything: one codec says how."""
+        return (self.worker if self.worker.names else self.owner).rate
+
+    @property
+    def residual_norms(self) -> list[Tensor]:
+        """2-norms of what is still to be sent, of this rank's gradients and of its shard's mean.
+
+        Of all of it, whatever the memories' rates: so codecs can be compared.
+        """
+        pairs = (self.worker, self._padding), (self.owner, self._own_padding)
+        return [
+            torch.linalg.vector_norm(memory.kept["residual"].index_fill(0, padding, 0.0))
+            / memory.rate
+            for memory, padding in pairs
+            if "residual" in memory.names
+        ]
+
+    def commit(self) -> None:
+        """Keeps what encoding has left over: the step was made."""
+        self.worker.commit()
+
+    def discard(self) -> None:
+        """Forgets it: the gradients are void."""
+        self.worker.discard()
+
+    def detach(self) -> None:
+        """Lets go of the bucket's buffers; what is kept between steps stays."""
+        # Who reads residuals after training holds this object, but is not to hold flat buffers.
+        del self.bucket, self._padding
+
+    def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
+        """Parameters that no rank has used will not be stepped: no gradient of theirs is sent.
+
+        Args:
+            used: By tensor number.
+            scale: What the mean is multiplied by.
+            keeps: Whether residuals that have come from other ranks are kept, rather than lost.
+        """
+        self._unused = tuple(
+            slice(piece.offset, piece.offset + piece.numel)
+            for piece in self.spec.slices
+            if not used[piece.tensor]
+        )
+        own, own_unused = self.own, []
+        for part in self._unused:
+            begin, end = max(part.start, own.start), min(part.stop, own.stop)
+            if begin >= end:
+                continue
+            own_unused.append(slice(begin - own.start, end - own.start))
+            if keeps:
+                # Its residual gets it back, without the loss scale.
+                mean = self.bucket.mean[own_unused[-1]]
+                share = mean / self._num_owners
+                self.worker.add(slice(begin, end), share if scale is None else share / scale)
+                mean.zero_()
+        self._own_unused = tuple(own_unused)
 
 
 class Exchange(ABC):
@@ -138,3 +316,166 @@ class Exchange(ABC):
     def discard(self) -> None:
         """Told that what was reduced since the last step is void."""
         return
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What is to be done once a bucket is encoded.
+
+    Attributes:
+        launch: Starts sending it. Does not block.
+        decode: What an accelerator does of what has arrived; None: nothing.
+    """
+
+    launch: Callable[[], Work]
+    decode: Callable[[], None] | None = None
+
+
+class CompressedExchange(Exchange):
+    """Looks at gradients before they are encoded, and keeps residuals only if a step was made.
+
+    Args:
+        dense: Moves what is not encoded, by the same collectives.
+        codec: What encodes.
+        loss_scale: Asked at each encoding.
+    """
+
+    def __init__(self, dense: Exchange, codec: Compressor, loss_scale: LossScale) -> None:
+        super().__init__(dense.collectives, dense.first_number)
+        self._dense, self._codec = dense, codec
+        self._loss_scale = loss_scale
+        self._found_inf: Tensor | None = None
+        self._refusal: RuntimeError | None = None
+        self._is_nan: Tensor | None = None
+        self._next: Compressor | None = None
+
+    # --- the reduce half --------------------------------------------------------------------------
+
+    @override
+    def launch_reduce(self, bucket: Bucket) -> Work:
+        """Encodes the bucket's gradients and starts sending that. Does not block."""
+        return self._prepare(partial(self._encode, bucket, self._loss_scale()))()
+
+    @abstractmethod
+    def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
+        """Encodes the bucket's gradients, which come multiplied by `scale`."""
+
+    def _prepare(self, encode: Callable[[], Sending]) -> Callable[[], Work]:
+        """Encodes here and now; what is returned starts sending that, and lets it be decoded."""
+        return partial(self._launch, as_device_work(encode))
+
+    def _launch(self, sending: Sending) -> Work:
+        work = sending.launch()
+        return work if sending.decode is None else self._decoded(work, sending.decode)
+
+    def _decoded(self, work: Work, decode: Callable[[], None]) -> Work:
+        """`work`, after which whoever waits for it decodes."""
+        return Work(work.wait, partial(as_device_work, decode))
+
+    # --- what is not encoded ----------------------------------------------------------------------
+
+    @override
+    def expect_gather(self, bucket: Bucket) -> None:
+        self._dense.expect_gather(bucket)
+
+    @override
+    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
+        return self._dense.prepare_gather(bucket)
+
+    @override
+    def launch_gather_gradients(self, bucket: Bucket) -> Work:
+        return self._dense.launch_gather_gradients(bucket)
+
+    # --- gradients that are not finite ------------------------------------------------------------
+
+    def _look_for_inf(self, rows: Tensor, largest: float = math.inf) -> None:
+        is_inf = zero_or_nan(rows) != 0
+        if largest < math.inf:
+            is_inf |= torch.linalg.vector_norm(rows, math.inf) > largest
+        self._found_inf = is_inf if self._found_inf is None else self._found_inf | is_inf
+
+    @override
+    def take_found_inf(self) -> Tensor | bool:
+        found, self._found_inf = self._found_inf, None
+        return False if found is None else found
+
+    @override
+    def hear_found_inf(self, found: Tensor) -> None:
+        """Makes all means nan, so that a loss scale backs off; `check` refuses the step without.
+
+        Where the host would have to wait for that, what is decoded becomes nan instead.
+        """
+        if self.collectives.reads_flags_freely:
+            if not found:
+                return
+            self._refusal = GradientsNotFinite(
+                "A rank's gradients have nan or inf in them, which"
+                f" compressor={self._codec.name!r} cannot send, or would keep. No weight has"
+                " changed, and no residual. Find the operation with Trainer(detect_anomaly=True),"
+                " or the hook that changes gradients; lower the learning rate or clip gradients, or"
+                " use precision='16-mixed', which leaves such steps out."
+            )
+        else:
+            is_nan = found.bool()
+            self._is_nan = is_nan if self._is_nan is None else self._is_nan | is_nan
+        for coded in self.coded:
+            coded.bucket.mean.masked_fill_(found.bool(), math.nan)
+
+    @override
+    def look_again(self) -> None:
+        for coded in self.coded:
+            self._look_for_inf(coded.bucket.mean)
+        flag = torch.zeros(1, dtype=torch.uint8, device=self.coded[0].bucket.mean.device)
+        flag[0] = self.take_found_inf()
+        self.collectives.launch_any(flag).wait()
+        self.hear_found_inf(flag)
+
+    @override
+    def check(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+
+    @override
+    def use(self, codec: Compressor, *, is_idle: bool = True) -> None:
+        """Encodes with another codec, from the next reduction on. All ranks, all alike.
+
+        It must need of what is kept between steps what the first codec has, or be `Fp32`. Buckets
+        with another codec than the first keep theirs, but for `Fp32`.
+        """
+        self._next = None if is_idle else codec
+        for coded in self.coded if is_idle else ():
+            follows = coded.configured == self._codec or codec.is_identity
+            coded.use(codec if follows else coded.configured)
+
+    # --- around a step --------------------------------------------------------------------------
+
+    @override
+    def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
+        scale = None if all(used) else self._loss_scale()
+        for coded in self.coded:
+            coded.note_used(used, scale, keeps=keeps)
+
+    @override
+    def commit(self) -> None:
+        for coded in self.coded:
+            coded.commit()
+        self._begin_anew()
+
+    @override
+    def discard(self) -> None:
+        for coded in self.coded:
+            coded.discard()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._refusal = self._is_nan = None
+        if self._next is not None:
+            self.use(self._next)
+
+
+def zero_or_nan(numbers: Tensor) -> Tensor:
+    """0 if all numbers are finite, else nan; a tensor, since a device need not be waited for.
+
+    From the largest and the smallest: sums of finite numbers may overflow.
+    """
+    return numbers.amax() * 0 + numbers.amin() * 0

@@ -20,19 +20,197 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, FlatBuffers, storage_shape
 from lightning_dear.collectives.work import Work
-from lightning_dear.compression import Fp32, PowerSGD
-from lightning_dear.exchange.compressed import CompressedExchange, LossScale, Sending
+from lightning_dear.compression import Compressor, Fp32, PowerSGD
+from lightning_dear.compression.error_feedback import Memory
+from lightning_dear.compression.low_rank import orthonormal, starting_factor
+from lightning_dear.exchange.base import CompressedBucket, CompressedExchange, LossScale, Sending
 from lightning_dear.exchange.dense import DenseExchange
-from lightning_dear.exchange.low_rank_bucket import LowRankBucket, Messages
-from lightning_dear.telemetry.device_work import device_work
+from lightning_dear.telemetry.device_work import as_device_work
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor [n, m] that travels as P [n, r] and Q [m, r].
+
+    Attributes:
+        where: Its elements in the bucket.
+        left: P; a view of the first message.
+        right: Q; a view of the second.
+    """
+
+    where: slice
+    left: Tensor
+    right: Tensor
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What one bucket sends.
+
+    Attributes:
+        first: Flat fp32: every P, and what travels as it is.
+        second: Flat fp32: every Q; empty if nothing is factored.
+        matrices: Tensor number -> what is factored.
+        dense: (elements in the bucket, view of the first message) of what travels as it is.
+    """
+
+    first: Tensor
+    second: Tensor
+    matrices: Mapping[int, Matrix]
+    dense: Sequence[tuple[slice, Tensor]]
+
+
+class LowRankBucket(CompressedBucket):
+    """What one bucket sends in two messages, and what it leaves.
+
+    Args:
+        bucket: All-reduced, or of a single rank; its mean is read and written.
+        low_rank: Says which tensors are matrices, and of which rank.
+        codec: `low_rank` itself, or another one, with which nothing is factored.
+        shapes: Of all tensors, by number.
+        world_size: Number of ranks.
+
+    Attributes:
+        messages: Of the next reduction.
+    """
+
+    messages: Messages
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        low_rank: PowerSGD,
+        codec: Compressor,
+        shapes: Sequence[torch.Size],
+        world_size: int,
+    ) -> None:
+        device = bucket.mean.device
+        worker = low_rank.worker_memory(bucket.mean.numel(), device)
+        # Every rank has the whole mean: no owner encodes it, or has anything to keep of that.
+        super().__init__(bucket, codec, worker, Memory(0, device), world_size)
+        self._factors: dict[int, Tensor] = {}
+        # Apart until the step is made: one that a loss scale leaves out must not change factors.
+        self._pending: dict[int, Tensor] = {}
+        self._flat = bucket.mean
+        for piece in self.spec.slices:
+            num_rows = shapes[piece.tensor][0] if len(shapes[piece.tensor]) > 1 else 1
+            num_columns = piece.numel // num_rows
+            if rank := low_rank.rank_of(num_rows, num_columns):
+                shape = num_columns, rank
+                factor = torch.empty(shape, dtype=torch.float32, device=device)
+                self._factors[piece.tensor] = factor
+        self.start_anew(None)
+        self._make_room()
+
+    @override
+    def start_anew(self, seed: int | None) -> None:
+        super().start_anew(seed)
+        for number, factor in self._factors.items():
+            own = self._seed_of(f"{PowerSGD.name} {number}")
+            factor.copy_(starting_factor(factor.shape, own))
+
+    @override
+    def _make_room(self) -> None:
+        pieces = self.spec.slices
+        own = [None if self.codec.is_identity else self._factors.get(one.tensor) for one in pieces]
+        firsts = [
+            piece.numel if factor is None else piece.numel // len(factor) * factor.shape[1]
+            for piece, factor in zip(pieces, own, strict=True)
+        ]
+        seconds = [0 if factor is None else factor.numel() for factor in own]
+        new = partial(self.bucket.mean.new_empty, dtype=torch.float32)
+        first, second = new(sum(firsts)), new(sum(seconds))
+        matrices, dense = dict[int, Matrix](), list[tuple[slice, Tensor]]()
+        parts = torch.split(first, firsts), torch.split(second, seconds)
+        for piece, factor, left, right in zip(pieces, own, *parts, strict=True):
+            where = slice(piece.offset, piece.offset + piece.numel)
+            if factor is None:
+                dense.append((where, left))
+            else:
+                left = left.view(-1, factor.shape[1])
+                matrices[piece.tensor] = Matrix(where, left, right.view_as(factor))
+        self.messages = Messages(first, second, matrices, dense)
+
+    @property
+    @override
+    def factors(self) -> Mapping[int, Tensor]:
+        return self._factors
+
+    # --- one reduction --------------------------------------------------------------------------
+
+    def compensated(self, scale: Tensor | None) -> Tensor:
+        """The bucket's gradients, flat, with what was not sent of earlier ones; kept for later."""
+        # Of 16-bit weights the mean is fp32 already. Of fp64 this copies: `decode` writes it back.
+        self._flat = self.bucket.mean.float()
+        self.worker.compensate(self._flat, scale)
+        return self._flat.index_fill_(0, self._padding, 0.0)
+
+    def encode_first(self) -> Messages:
+        """Writes the first message, P = M Q; returns both, for what is to come."""
+        messages = self.messages
+        self.counts["reduce"] += 1
+        for number, matrix in messages.matrices.items():
+            # A later round of the same step goes on from the factor of the round before.
+            factor = self._pending.get(number, self._factors[number])
+            torch.mm(self._own(matrix), factor, out=matrix.left)
+        for where, place in messages.dense:
+            place.copy_(self._flat[where])
+        return messages
+
+    def encode_second(self, messages: Messages, scale: Tensor | None) -> None:
+        """Writes the second message, Q = M^T P of the mean's orthonormal P."""
+        for matrix in messages.matrices.values():
+            own, left, right = self._own(matrix), matrix.left, matrix.right
+            left.copy_(orthonormal(left))
+            torch.mm(own.t(), left, out=right)
+            # What this rank's own factors do not bring; less the mean's it would grow without end.
+            own.addmm_(left, right.t(), alpha=-1)
+        for where, _ in messages.dense:
+            self._flat[where].zero_()
+        self.worker.note_lost(self._flat, scale)
+
+    def decode(self, messages: Messages) -> None:
+        """Makes the bucket's mean of both messages, P Q^T."""
+        for number, matrix in messages.matrices.items():
+            torch.mm(matrix.left, matrix.right.t(), out=self._own(matrix))
+            # Only what its columns span counts, and no loss scale can make that overflow.
+            self._pending[number] = orthonormal(matrix.right)
+        for where, place in messages.dense:
+            self._flat[where] = place
+        if self._flat.data_ptr() != self.bucket.mean.data_ptr():
+            self.bucket.mean.copy_(self._flat)
+            self._flat = self.bucket.mean
+
+    def _own(self, matrix: Matrix) -> Tensor:
+        return self._flat[matrix.where].view(len(matrix.left), -1)
+
+    # --- around a step --------------------------------------------------------------------------
+
+    @override
+    def commit(self) -> None:
+        super().commit()
+        self._factors.update(self._pending)
+        self._pending.clear()
+
+    @override
+    def discard(self) -> None:
+        super().discard()
+        self._pending.clear()
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        del self.messages, self._flat
 
 
 class LowRankExchange(CompressedExchange):
@@ -56,15 +234,10 @@ class LowRankExchange(CompressedExchange):
     ) -> None:
         super().__init__(dense, codec, loss_scale)
         shapes = [storage_shape(placement.parameter) for placement in flat.placements]
+        same = shapes, self.collectives.world_size
         self.coded: Sequence[LowRankBucket] = [
-            LowRankBucket(
-                bucket,
-                codec,
-                Fp32() if bucket.number in uncompressed else codec,
-                shapes,
-                self.collectives.world_size,
-            )
-            for bucket in flat.buckets
+            LowRankBucket(one, codec, Fp32() if one.number in uncompressed else codec, *same)
+            for one in flat.buckets
         ]
         if self.collectives.rank == 0 and not any(one.factors for one in self.coded):
             warnings.warn(
@@ -105,8 +278,7 @@ class LowRankExchange(CompressedExchange):
         self, first: Work, low: LowRankBucket, messages: Messages, scale: Tensor | None
     ) -> None:
         first.wait()
-        with device_work():
-            low.encode_second(messages, scale)
+        as_device_work(low.encode_second, messages, scale)
         self._seconds[low.number] = self._all_reduce(low.bucket, messages.second)
 
     def _arrive(self, low: LowRankBucket) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec, Compressor
-from lightning_dear.compression.compressor import Setting
+from lightning_dear.compression.codec import Setting
 from lightning_dear.compression.groups import Groups, check_groups, codec_for
 
 GATHERS = ("parameters", "gradients")

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _of_thread = threading.local()
 
@@ -32,18 +35,24 @@ def charge_device_work(charge: float) -> None:
     _charge = charge
 
 
-@contextmanager
-def device_work() -> Iterator[None]:
+class device_work:
     """Around work on tensors; must not contain itself."""
-    begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
-    try:
-        yield
-    finally:
-        spent_s = time.thread_time() - begin_cpu_s
+
+    def __enter__(self) -> None:
+        self._begin_s, self._begin_cpu_s = time.perf_counter(), time.thread_time()
+
+    def __exit__(self, *error: object) -> None:
+        spent_s = time.thread_time() - self._begin_cpu_s
         _of_thread.cpu_s = device_work_cpu_s() + spent_s
-        waited_s = time.perf_counter() - begin_s - spent_s
+        waited_s = time.perf_counter() - self._begin_s - spent_s
         _sleep(max(0.0, _charge * spent_s - waited_s))
-        _of_thread.total_s = device_work_s() + time.perf_counter() - begin_s
+        _of_thread.total_s = device_work_s() + time.perf_counter() - self._begin_s
+
+
+def as_device_work(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls `work`, which must contain no other such work, and returns what it returns."""
+    with device_work():
+        return work(*args, **kwargs)
 
 
 def _sleep(seconds: float) -> None:

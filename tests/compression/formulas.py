@@ -30,7 +30,7 @@ from lightning_dear.compression import (
     TernGrad,
     TopK,
 )
-from lightning_dear.compression.memory import worker_memory
+from lightning_dear.compression.error_feedback import Encoded
 from tests.compression.battery import (
     Again,
     check_again,
@@ -88,13 +88,13 @@ def is_within_half_a_scale(codec: Int8 | Int4, rows: Tensor) -> None:
 def is_int4_whose_loss_is_averaged(codec: LoCo, rows: Tensor) -> None:
     """e' = (1 - b) e + b (x - C(x)), from e = -g / 2, so that x = g / 2 is encoded."""
     assert torch.equal(encoded(codec, rows), encoded(Int4(block_size=codec.block_size), rows))
-    memory = worker_memory(codec, rows.numel(), rows.device)
+    memory = codec.worker_memory(rows.numel(), rows.device)
     memory.load("residual", rows.flatten() / -2)
     before = memory.kept["residual"].view_as(rows).double()
     sent = rows.clone()
     memory.compensate(sent, None)
     wire = encoded(codec, sent)
-    memory.note_sent(sent, codec, wire, None, None)
+    memory.note_sent(sent, wire, Encoded(codec), None)
     memory.commit()
     lost = sent.double() - decoded(codec, wire, rows.shape[1]).double()
     after = (1 - codec.rate) * before + codec.rate * lost
@@ -160,7 +160,7 @@ def votes(codec: SignSGD, rows: Tensor) -> None:
 def votes_by_a_running_mean(codec: Signum, rows: Tensor) -> None:
     """m' = momentum m + (1 - momentum) g, from m = -g / 2, which has another sign than g."""
     votes(codec, rows)
-    memory = worker_memory(codec, rows.numel(), rows.device)
+    memory = codec.worker_memory(rows.numel(), rows.device)
     memory.load("running_mean", rows.flatten() / -2)
     before = memory.kept["running_mean"].view_as(rows).double()
     mean = rows.clone()
@@ -256,14 +256,14 @@ def sends_what_velocity_has_gathered(codec: DGC, rows: Tensor) -> None:
     topk = TopK(density=codec.density, selector=codec.selector)
     assert torch.equal(encoded(codec, rows), encoded(topk, rows))
     sends_the_largest(codec, rows)
-    memory = worker_memory(codec, rows.numel(), rows.device)
+    memory = codec.worker_memory(rows.numel(), rows.device)
     memory.load("momentum", rows.flatten() / -2)
     u = codec.momentum * memory.kept["momentum"].view_as(rows).double() + rows.double()
     waiting = rows.clone()
     memory.compensate(waiting, None)
     _same(waiting, u, rows.double().abs())
     wire = encoded(codec, waiting)
-    memory.note_sent(waiting, codec, wire, None, None)
+    memory.note_sent(waiting, wire, Encoded(codec), None)
     memory.commit()
     was_sent = decoded(codec, wire, rows.shape[1]) != 0
     for kept in memory.kept.values():

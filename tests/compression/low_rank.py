@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
 from lightning_dear.compression import PowerSGD
-from lightning_dear.exchange.low_rank_bucket import LowRankBucket
+from lightning_dear.exchange.low_rank import LowRankBucket
 from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice, aligned
 from tests.compression.inputs import KINDS, LARGEST
 

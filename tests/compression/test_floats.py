@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_dear.compression.blocks import TILE_ELEMENTS
 from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.floats import Bf16, Fp16
-from lightning_dear.compression.tiling import TILE_ELEMENTS
 from tests.compression.battery import encoded, round_trip
 from tests.compression.formulas import FLOATS
 from tests.compression.inputs import LARGEST

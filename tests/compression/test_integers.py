@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_dear.compression.blocks import TILE_ELEMENTS
 from lightning_dear.compression.integers import Int4, Int8
-from lightning_dear.compression.tiling import TILE_ELEMENTS
 from tests.compression.battery import decoded, encoded, relative_error, round_trip
 from tests.compression.formulas import LEVELS, TINY
 from tests.compression.inputs import KINDS, LARGEST, rows

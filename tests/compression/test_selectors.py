@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dear.compression import selectors
+from lightning_dear.compression.blocks import TILE_ELEMENTS
 from lightning_dear.compression.selectors import SELECTORS, select
-from lightning_dear.compression.tiling import TILE_ELEMENTS
 from tests.compression.inputs import KINDS, heavy_tailed, normal, rows
 
 DENSITIES = (0.01, 0.1, 0.5, 1.0)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_dear.compression.blocks import TILE_ELEMENTS
 from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.signs import EFSignSGD, OneBit, SignSGD, Signum
-from lightning_dear.compression.tiling import TILE_ELEMENTS
 from tests.compression.battery import encoded, relative_error, round_trip
 from tests.compression.inputs import KINDS, LARGEST, SIZES, normal, rows
 

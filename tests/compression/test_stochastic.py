@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_dear.compression.blocks import TILE_ELEMENTS
 from lightning_dear.compression.codec import Codec
 from lightning_dear.compression.stochastic import QSGD, Natural, TernGrad
-from lightning_dear.compression.tiling import TILE_ELEMENTS
 from tests.compression.battery import decoded, encoded, generator_for, round_trip
 from tests.compression.formulas import step_and_variance
 from tests.compression.inputs import KINDS, LARGEST, SIZES, normal, rows

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_dear.compression import Fp32, Int4, Int8, LoCo, OkTopk, RandomK, TopK
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
-from lightning_dear.exchange.compressed import CompressedExchange
+from lightning_dear.exchange.base import CompressedExchange
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
 from tests.exchange.sparse_runs import check_all_alike, run_of

@@ -7,7 +7,7 @@ from tests.mutations.mutation import Mutation
 ENGINE = "tests/exchange/test_coded.py"
 FAILURES = "tests/exchange/test_coded_failures.py"
 DGC = "tests/exchange/test_dgc_law.py"
-MEMORY = "tests/compression/test_memory.py"
+MEMORY = "tests/compression/test_error_feedback.py"
 PROPERTIES = "tests/compression/test_properties.py"
 SELECTORS = "tests/compression/test_selectors.py"
 
@@ -93,7 +93,7 @@ CODECS = [
     ),
     Mutation(
         "a scale whose largest multiple is finite",
-        "_BlockIntegers._measure",
+        "_BlockIntegers.encode",
         "clamp_(_FP32.tiny, largest)",
         "clamp_(_FP32.tiny)",
         (PROPERTIES, "-kint8 or int4"),

@@ -44,15 +44,15 @@ CODED = [
     Mutation(
         "clearing what residuals leave between parameters",
         "CodedBucket.compensated",
-        "        rows.view(-1).index_fill_(0, self._padding, 0.0)\n",
+        "        flat.index_fill_(0, self._padding, 0.0)\n",
         "",
         (f"{FAILURES}::test_nothing_is_encoded_between_parameters",),
     ),
     Mutation(
         "clearing what decoding leaves between parameters before it becomes momentum",
         "CodedBucket.compensated",
-        "self.read(self.clear_padding())",
-        "self.read(self.bucket.gradients)",
+        "self.clear_padding().view(",
+        "self.bucket.gradients.view(",
         (f"{FAILURES}::test_the_norm_of_residuals_is_that_of_the_parameters",),
     ),
     Mutation(
@@ -88,7 +88,7 @@ CODED = [
     ),
     Mutation(
         "changing it after them",
-        "CompressedExchange._use_next",
+        "CompressedExchange._begin_anew",
         "        if self._next is not None:\n",
         "        if False:\n",
         (f"{CHANGES}::test_a_change_leaves_gradients_on_their_way_alone",),
@@ -137,23 +137,23 @@ CODED = [
     ),
     Mutation(
         "the mean of a vote",
-        "CodedExchange._sum",
-        "            mean.mul_(1 / self.collectives.world_size)\n",
+        "CodedBucket._sum",
+        "            mean.mul_(1 / self._world_size)\n",
         "            pass\n",
         (f"{ENGINE}::test_a_vote_is_that_of_the_majority",),
     ),
     Mutation(
         "summing on their way bytes that add up",
-        "new_reduction",
-        "    kind = SumThenDecode if codec.is_summable else DecodeThenSum\n",
-        "    kind = DecodeThenSum\n",
+        "Reduction.__init__",
+        "self._adds_up = collectives, codec.is_summable",
+        "self._adds_up = collectives, False",
         (f"{SUMMABLE}::test_only_bytes_that_add_up_are_summed_on_their_way",),
     ),
     Mutation(
         "decoding bytes that do not add up before they are summed",
-        "new_reduction",
-        "    kind = SumThenDecode if codec.is_summable else DecodeThenSum\n",
-        "    kind = SumThenDecode\n",
+        "Reduction.__init__",
+        "self._adds_up = collectives, codec.is_summable",
+        "self._adds_up = collectives, True",
         (LAW,),
     ),
     Mutation(
@@ -208,16 +208,16 @@ CODED = [
     ),
     Mutation(
         "decoding by the codec that encoded",
-        "CodedBucket.decode",
-        "        encoded.codec.decode(wire, rows, self._generator(encoded))\n",
-        "        self.codec.decode(wire, rows, self._generator(encoded))\n",
+        "CodedBucket._decode",
+        "        encoded.decode(wire, rows)\n",
+        "        self.codec.decode(wire, rows, encoded.generator(rows.device))\n",
         (f"{CHANGES}::test_densities_may_change_with_gathers_still_under_way",),
     ),
     Mutation(
         "the same places on all ranks for random-k",
-        "CodedBucket._generator",
-        '        if encoded.codec.randomness == "private":\n',
-        "        if True:\n",
+        "CodedBucket._encode",
+        '            is_private = self.codec.randomness == "private"\n',
+        "            is_private = True\n",
         (f"{BITS}::test_every_codec_leaves_the_same_bits_on_all_ranks",),
     ),
     Mutation(
@@ -265,8 +265,8 @@ CODED = [
     Mutation(
         "other random numbers for other optimizers",
         "CodedBucket.__init__",
-        "        self._stream = first_number + bucket.number\n",
-        "        self._stream = bucket.number\n",
+        "        self.stream = first_number + bucket.number\n",
+        "        self.stream = bucket.number\n",
         (f"{BITS}::test_two_optimizers_draw_other_random_numbers",),
     ),
     Mutation(

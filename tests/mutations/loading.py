@@ -40,9 +40,9 @@ LOADING = [
     ),
     Mutation(
         "nothing that follows between parameters",
-        "CodedBucket.write",
-        "            differences = rows.view(-1).index_fill_(0, self._padding, 0.0)\n",
-        "            differences = rows.view(-1)\n",
+        "CodedBucket._write",
+        "                differences = rows.view(-1).index_fill_(0, self._padding, 0.0)\n",
+        "                differences = rows.view(-1)\n",
         ("tests/exchange/test_between_parameters.py",),
     ),
     Mutation(

@@ -115,23 +115,23 @@ LOW_RANK = [
     Mutation(
         "leaving a plan's buckets as they are",
         "CodedExchange.__init__",
-        "                is_encoded=bucket.number not in uncompressed,\n",
+        ", is_encoded=one.number not in uncompressed",
         "",
         (f"{GROUPS}::test_a_plan_leaves_buckets_as_they_are",),
     ),
     Mutation(
         "what a plan leaves as it is keeps of its own",
         "CodedBucket.__init__",
-        "            owner = owner_memory(codec, numel // world_size, device)\n",
-        "            owner = owner_memory(codec if is_encoded else options.codec,"
-        " numel // world_size, device)\n",
+        "            owner = codec.owner_memory(numel // world_size, device)\n",
+        "            owner = (codec if is_encoded else options.codec).owner_memory("
+        "numel // world_size, device)\n",
         (f"{GROUPS}::test_what_a_plan_leaves_as_it_is_has_its_own_feedback",),
     ),
     Mutation(
         "no memory of what loses nothing",
-        "owner_memory",
-        "    if not codec.has_feedback or isinstance(codec, Fp32):\n",
-        "    if not codec.has_feedback:\n",
+        "Compressor.owner_memory",
+        "self.has_feedback and not self.is_identity",
+        "self.has_feedback",
         (f"{GROUPS}::test_nothing_is_kept_of_what_is_never_encoded",),
     ),
 ]

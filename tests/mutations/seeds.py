@@ -8,17 +8,10 @@ TESTS = "tests/exchange/test_seeds.py"
 
 SEEDS = [
     Mutation(
-        "the user's seed in what codecs draw",
-        "CodedBucket._next",
-        'self._seeded(f"{half} {self._stream} {self.counts[half]}")',
-        'f"{half} {self._stream} {self.counts[half]}"',
-        (f"{TESTS}::test_another_seed_draws_other_numbers",),
-    ),
-    Mutation(
-        "the user's seed in the factor that powersgd starts from",
-        "LowRankBucket.start_anew",
-        'self._seeded(f"{self._name} {number}")',
-        'f"{self._name} {number}"',
+        "the user's seed in what codecs draw, and in the factor that powersgd starts from",
+        "CompressedBucket._seed_of",
+        'key if self.seed == NO_SEED else f"{self.seed} {key}"',
+        "key",
         (f"{TESTS}::test_another_seed_draws_other_numbers",),
     ),
     Mutation(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_dear.compression import LoCo, TopK
-from lightning_dear.compression.memory import Memory, Residual, owner_memory, worker_memory
+from lightning_dear.compression.error_feedback import Encoded, Residual
 from lightning_dear.studies.convergence.broken import DoubledResidual, broken
 from lightning_dear.studies.convergence.records import CurvePoint, Metric, Trial, best_of, curve_of
 from lightning_dear.studies.convergence.statistics import Difference, paired_difference
@@ -279,13 +278,11 @@ def test_the_table_says_what_was_chosen_and_found(tmp_path: Path) -> None:
 # --- bugs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("new_memory", [worker_memory, owner_memory])
-def test_a_doubled_residual_keeps_twice_what_was_lost(
-    new_memory: Callable[..., Memory],
-) -> None:
+@pytest.mark.parametrize("whose", ["worker_memory", "owner_memory"])
+def test_a_doubled_residual_keeps_twice_what_was_lost(whose: str) -> None:
     codec = TopK(density=0.25, selector="exact")
     with broken("doubled_residual"):
-        memory = new_memory(codec, 4, CPU)
+        memory = getattr(codec, whose)(4, CPU)
     assert type(memory) is DoubledResidual
     rows = torch.tensor([[1.0, -8.0, 2.0, 0.5]])
     wire = torch.empty(1, codec.wire_bytes(4), dtype=torch.uint8)
@@ -293,7 +290,7 @@ def test_a_doubled_residual_keeps_twice_what_was_lost(
         gradients = rows.clone()
         memory.compensate(gradients, None)
         codec.encode(gradients, wire)
-        memory.note_sent(gradients, codec, wire, None, None)
+        memory.note_sent(gradients, wire, Encoded(codec), None)
         memory.commit()
         assert memory.kept["residual"].tolist() == expected
 
@@ -301,8 +298,8 @@ def test_a_doubled_residual_keeps_twice_what_was_lost(
 def test_a_bug_is_gone_afterwards() -> None:
     with pytest.raises(RuntimeError, match="in between"), broken("doubled_residual"):
         raise RuntimeError("in between")
-    assert type(worker_memory(LoCo(), 4, CPU)) is Residual
+    assert type(LoCo().worker_memory(4, CPU)) is Residual
     with broken(None):
-        assert type(worker_memory(LoCo(), 4, CPU)) is Residual
+        assert type(LoCo().worker_memory(4, CPU)) is Residual
     with pytest.raises(ValueError, match="Unknown broken='x'; valid names: doubled_residual"):
         broken("x").__enter__()

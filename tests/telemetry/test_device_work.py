@@ -10,6 +10,7 @@ import pytest
 
 from lightning_dear.telemetry import device_work as module
 from lightning_dear.telemetry.device_work import (
+    as_device_work,
     charge_device_work,
     device_work,
     device_work_charged_s,
@@ -54,6 +55,16 @@ def test_it_is_counted_by_both_clocks(clocks: Clocks) -> None:
     assert device_work_s() - before_s == pytest.approx(0.03)
     assert device_work_cpu_s() - before_cpu_s == pytest.approx(0.01)
     assert clocks.wall_s == pytest.approx(1.03)
+
+
+def test_a_call_is_counted_and_says_what_it_returns(clocks: Clocks) -> None:
+    def work(seconds: float, *, result: str) -> str:
+        clocks.work(seconds)
+        return result
+
+    before_s = device_work_s()
+    assert as_device_work(work, 0.01, result="done") == "done"
+    assert device_work_s() - before_s == pytest.approx(0.01)
 
 
 def test_what_is_charged_passes_before_anything_else(clocks: Clocks) -> None:

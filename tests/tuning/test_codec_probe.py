@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 
 from lightning_dear.collectives.work import Work
 from lightning_dear.compression import DGC, Codec, Fp32, Int8, PowerSGD, SignSGD, Signum, TopK
-from lightning_dear.exchange.low_rank_bucket import LowRankBucket
+from lightning_dear.exchange.low_rank import LowRankBucket
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import Linear, NoFusion
 from lightning_dear.planning.measured import NO_CODEC

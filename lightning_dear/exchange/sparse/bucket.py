@@ -13,9 +13,9 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket, shard_slice
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor, Fp32, SparseAllReduce
-from lightning_dear.compression.memory import Memory
+from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.selectors import LocalThreshold
-from lightning_dear.exchange.compressed_bucket import CompressedBucket
+from lightning_dear.exchange.base import CompressedBucket
 from lightning_dear.exchange.sparse.entries import Entries, Unsent, new_unsent, unpacked
 from lightning_dear.exchange.sparse.figures import Tally
 from lightning_dear.exchange.sparse.regions import REPORT_WORDS, words_of_slice

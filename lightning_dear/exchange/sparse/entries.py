@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.compression import OkTopk, SparseAllReduce
-from lightning_dear.compression.memory import Memory
+from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.selectors import largest
 
 

@@ -31,7 +31,7 @@ from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.work import GRADIENT_NUMBERS, Collectives, Work
 from lightning_dear.compression import SparseAllReduce
 from lightning_dear.compression.sparse_all_reduce import FEWEST_PER_RANK
-from lightning_dear.exchange.compressed import CompressedExchange, LossScale, Sending
+from lightning_dear.exchange.base import CompressedExchange, LossScale, Sending
 from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.sparse.bucket import Launch, SparseBucket
 from lightning_dear.exchange.sparse.entries import Entries, added, unpacked

@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Generator, Tensor
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.compression import memory
-from lightning_dear.compression.codec import Codec
-from lightning_dear.compression.memory import Residual
+from lightning_dear.compression import error_feedback
+from lightning_dear.compression.error_feedback import Encoded, Residual
 
 
 class DoubledResidual(Residual):
     """Keeps twice what was lost, e' = 2 (x - C(x)): the feedback law is broken."""
 
     @override
-    def note_sent(
-        self,
-        rows: Tensor,
-        codec: Codec,
-        wire: Tensor,
-        generator: Generator | None,
-        scale: Tensor | None,
-    ) -> None:
-        super().note_sent(rows, codec, wire, generator, scale)
+    def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:
+        super().note_sent(rows, wire, encoded, scale)
         self._next("residual", rows).mul_(2)
 
 
@@ -43,12 +35,12 @@ def broken(name: str | None) -> Iterator[None]:
         ValueError: For unknown names.
     """
     check_broken(name)
-    whole = memory.Residual
-    memory.Residual = whole if name is None else BROKEN[name]  # type: ignore[misc]
+    whole = error_feedback.Residual
+    error_feedback.Residual = whole if name is None else BROKEN[name]  # type: ignore[misc]
     try:
         yield
     finally:
-        memory.Residual = whole  # type: ignore[misc]
+        error_feedback.Residual = whole  # type: ignore[misc]
 
 
 def check_broken(name: str | None) -> None:

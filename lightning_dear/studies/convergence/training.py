@@ -18,7 +18,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_dear.exchange.compressed import GradientsNotFinite
+from lightning_dear.exchange.base import GradientsNotFinite
 from lightning_dear.studies.block import quiet_lightning
 from lightning_dear.studies.competitors import forget_mesh
 

@@ -1,8 +1,9 @@
-"""What a rank keeps of a bucket from step to step, so that what encoding loses is not lost.
+"""Error feedback: what encoding loses is kept from step to step, and sent later.
 
 A number for each element, in fp32, laid out like the bucket's gradients. What an encoding changes
 is pending until its step is made: `commit` keeps it, `discard` forgets it, as where a loss scale
-was too large or `zero_grad` was called instead of `step`.
+was too large or `zero_grad` was called instead of `step`. A codec says what is kept for it (see
+`Compressor.worker_memory`); momentum that it brings is kept the same way, beside the codec.
 
 Gradients may come multiplied by a loss scale; what is kept is not, so that a scale may change.
 """
@@ -10,18 +11,40 @@ Gradients may come multiplied by a loss scale; what is kept is not, so that a sc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.codec import Codec
-from lightning_dear.compression.compressor import Compressor
-from lightning_dear.compression.floats import Fp32
-from lightning_dear.compression.integers import Int8, LoCo
-from lightning_dear.compression.signs import Signum
-from lightning_dear.compression.sparse import DGC
+
+class Decodes(Protocol):
+    """The part of a codec that is needed here."""
+
+    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
+        """See `Codec.decode`."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """How bytes were encoded, for whoever decodes them.
+
+    Attributes:
+        codec: By which.
+        seed: Of what it has drawn; None: nothing.
+    """
+
+    codec: Decodes
+    seed: int | None = None
+
+    def generator(self, device: torch.device) -> Generator | None:
+        """A new one, in the state in which the codec has got it."""
+        return None if self.seed is None else Generator(device).manual_seed(self.seed)
+
+    def decode(self, wire: Tensor, rows: Tensor) -> None:
+        """Writes the numbers that `wire` stands for into `rows`."""
+        self.codec.decode(wire, rows, self.generator(rows.device))
 
 
 class Memory:
@@ -53,21 +76,13 @@ class Memory:
             scale: What the gradients are multiplied by; None: 1.
         """
 
-    def note_sent(
-        self,
-        rows: Tensor,
-        codec: Codec,
-        wire: Tensor,
-        generator: Generator | None,
-        scale: Tensor | None,
-    ) -> None:
+    def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:
         """Notes what of `rows` has not been sent.
 
         Args:
             rows: As `compensate` has left them; not mutated.
-            codec: That has encoded them.
-            wire: Its bytes.
-            generator: In the state in which `encode` got it, for codecs that share one.
+            wire: Bytes of them.
+            encoded: By what.
             scale: As before.
         """
 
@@ -174,18 +189,11 @@ class Residual(Memory):
             rows.addcmul_(residual, scale)
 
     @override
-    def note_sent(
-        self,
-        rows: Tensor,
-        codec: Codec,
-        wire: Tensor,
-        generator: Generator | None,
-        scale: Tensor | None,
-    ) -> None:
+    def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:
         # In a later round of a step both are the same memory, so that what was there is read first.
         before, after = self._decayed(rows), self._next("residual", rows)
         # From the bytes, as receivers do: what counts as sent is what they get, to the bit.
-        codec.decode(wire, after, generator)
+        encoded.decode(wire, after)
         self._keep(torch.sub(rows, after, out=after), before, scale)
 
     @override
@@ -204,122 +212,3 @@ class Residual(Memory):
             lost.mul_(self.rate).add_(before)
         self._write(self._pending["residual"], lost.view(-1))
         self._has_pending = True
-
-
-class ShortResidual(Residual):
-    """The same in 8 bits: what is kept is rounded once more, and that error is lost for good."""
-
-    _codec: ClassVar[Int8] = Int8()
-
-    @override
-    def _zeros(self, numel: int, device: torch.device) -> Tensor:
-        self._numel = numel
-        num_bytes = self._codec.wire_bytes(numel)
-        return torch.zeros((1, num_bytes), dtype=torch.uint8, device=device)
-
-    @override
-    def _read(self, stored: Tensor) -> Tensor:
-        rows = torch.empty((1, self._numel), dtype=torch.float32, device=stored.device)
-        self._codec.decode(stored, rows)
-        return rows[0]
-
-    @override
-    def _write(self, stored: Tensor, flat: Tensor) -> None:
-        self._codec.encode(flat.reshape(1, -1), stored)
-
-    @override
-    def _next(self, name: str, like: Tensor) -> Tensor:
-        return torch.empty_like(like)
-
-
-class RunningMean(Memory):
-    """Signum's: m' = momentum m + (1 - momentum) g is encoded (Bernstein et al. 2018).
-
-    Args:
-        momentum: In [0, 1).
-    """
-
-    names: ClassVar[tuple[str, ...]] = ("running_mean",)
-
-    def __init__(self, numel: int, device: torch.device, momentum: float) -> None:
-        super().__init__(numel, device)
-        self._momentum = momentum
-
-    @override
-    def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
-        # Gradients that come in several rounds of one step add up.
-        decay = 1.0 if self._has_pending else self._momentum
-        before, mean = self._latest("running_mean", rows), self._next("running_mean", rows)
-        torch.mul(before, decay, out=mean)
-        gradients = rows if scale is None else rows.div_(scale)
-        rows.copy_(mean.add_(gradients, alpha=1 - self._momentum))
-        if scale is not None:
-            rows.mul_(scale)
-        self._has_pending = True
-
-
-class Velocity(Memory):
-    """DGC's: u = momentum u + g, v = v + u is encoded, and both become 0 where v was sent.
-
-    Momentum correction and momentum factor masking (Lin et al. 2018, 3.2 and 3.3).
-
-    Args:
-        momentum: In [0, 1).
-    """
-
-    names: ClassVar[tuple[str, ...]] = ("momentum", "residual")
-
-    def __init__(self, numel: int, device: torch.device, momentum: float) -> None:
-        super().__init__(numel, device)
-        self._momentum = momentum
-
-    @override
-    def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
-        is_first, momentum = not self._has_pending, self._next("momentum", rows)
-        waiting = self._next("residual", rows)
-        gradients = rows if scale is None else rows.div_(scale)
-        if is_first:
-            torch.mul(self._latest("momentum", rows), self._momentum, out=momentum)
-            torch.add(self._latest("residual", rows), momentum, out=waiting)
-        # Gradients that come in several rounds of one step add up.
-        momentum.add_(gradients)
-        waiting.add_(gradients)
-        self._has_pending = True
-        rows.copy_(waiting) if scale is None else torch.mul(waiting, scale, out=rows)
-
-    @override
-    def note_sent(
-        self,
-        rows: Tensor,
-        codec: Codec,
-        wire: Tensor,
-        generator: Generator | None,
-        scale: Tensor | None,
-    ) -> None:
-        if not isinstance(codec, DGC):
-            # A dense step is one of SGD with momentum.
-            self._next("residual", rows).zero_()
-            return
-        sent = torch.empty_like(rows, dtype=torch.bool)
-        codec.sent_mask(wire, sent)
-        for name in self.names:
-            self._next(name, rows).masked_fill_(sent, 0.0)
-
-
-def worker_memory(codec: Compressor, numel: int, device: torch.device) -> Memory:
-    """What a rank keeps of its own gradients, which it encodes for their owners."""
-    if isinstance(codec, DGC):
-        return Velocity(numel, device, codec.momentum)
-    if isinstance(codec, Signum):
-        return RunningMean(numel, device, codec.momentum)
-    return owner_memory(codec, numel, device)
-
-
-def owner_memory(codec: Compressor, numel: int, device: torch.device) -> Memory:
-    """What an owner keeps of the mean, which it encodes for everybody."""
-    if not codec.has_feedback or isinstance(codec, Fp32):
-        return Memory(numel, device)
-    if isinstance(codec, LoCo):
-        kind = ShortResidual if codec.residual_bits == 8 else Residual
-        return kind(numel, device, codec.rate)
-    return Residual(numel, device)

@@ -18,13 +18,8 @@ from lightning_dear.compression import (
     Signum,
     TopK,
 )
-from lightning_dear.compression.memory import (
-    Memory,
-    Residual,
-    ShortResidual,
-    owner_memory,
-    worker_memory,
-)
+from lightning_dear.compression.error_feedback import Encoded, Memory, Residual
+from lightning_dear.compression.integers import ShortResidual
 
 NUMEL = 512
 CPU = torch.device("cpu")
@@ -39,7 +34,7 @@ def _send(
     memory.compensate(row, factor)
     wire = torch.empty((1, codec.wire_bytes(row.shape[1])), dtype=torch.uint8)
     codec.encode(row, wire)
-    memory.note_sent(row, codec, wire, None, factor)
+    memory.note_sent(row, wire, Encoded(codec), factor)
     decoded = torch.empty_like(row)
     codec.decode(wire, decoded)
     return row[0], decoded[0] if scale is None else decoded[0] / scale
@@ -67,7 +62,7 @@ def test_feedback_sends_everything_in_the_end(codec: Codec, rate: float) -> None
 def test_dgc_sends_all_of_its_velocity() -> None:
     """sum of what was sent + v = sum of u, with u = momentum u + g set to 0 where v was sent."""
     codec = DGC(density=0.05, selector="exact", momentum=0.9)
-    memory = worker_memory(codec, NUMEL, CPU)
+    memory = codec.worker_memory(NUMEL, CPU)
     u, v = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
     arrived, velocity = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
     for gradient in _gradients(30):
@@ -87,7 +82,7 @@ def test_dgc_sends_all_of_its_velocity() -> None:
 
 def test_signum_keeps_a_running_mean() -> None:
     codec = Signum(momentum=0.8)
-    memory = worker_memory(codec, NUMEL, CPU)
+    memory = codec.worker_memory(NUMEL, CPU)
     mean = torch.zeros(NUMEL).double()
     for gradient in _gradients(10):
         encoded, _ = _send(memory, codec, gradient)
@@ -102,7 +97,7 @@ def test_signum_keeps_a_running_mean() -> None:
 )
 def test_two_rounds_of_a_step_count_once(codec: Codec) -> None:
     """A step's gradients that are sent one after the other move momentum on by one step."""
-    memory = worker_memory(codec, NUMEL, CPU)
+    memory = codec.worker_memory(NUMEL, CPU)
     gradients = _gradients(8)
     arrived, total = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
     mean = torch.zeros(NUMEL).double()
@@ -121,7 +116,7 @@ def test_two_rounds_of_a_step_count_once(codec: Codec) -> None:
 
 def test_two_rounds_of_dgc_are_one_step_of_momentum() -> None:
     codec = DGC(density=1.0, selector="exact", momentum=0.5)
-    memory, dense = worker_memory(codec, NUMEL, CPU), Fp32()
+    memory, dense = codec.worker_memory(NUMEL, CPU), Fp32()
     u = torch.zeros(NUMEL).double()
     for one, other in zip(_gradients(6)[::2], _gradients(6)[1::2], strict=True):
         # Dense, so that nothing is masked: SGD with momentum.
@@ -136,7 +131,7 @@ def test_two_rounds_of_dgc_are_one_step_of_momentum() -> None:
     [Int8(block_size=64), TopK(density=0.05), DGC(density=0.05, selector="exact"), Signum()],
 )
 def test_a_loss_scale_is_not_kept(codec: Codec) -> None:
-    plain, scaled = worker_memory(codec, NUMEL, CPU), worker_memory(codec, NUMEL, CPU)
+    plain, scaled = codec.worker_memory(NUMEL, CPU), codec.worker_memory(NUMEL, CPU)
     for step, gradient in enumerate(_gradients(6)):
         sent = _send(plain, codec, gradient)[1]
         other = _send(scaled, codec, gradient, 2.0 ** (step % 3))[1]
@@ -152,7 +147,7 @@ def test_a_loss_scale_is_not_kept(codec: Codec) -> None:
     "codec", [Int8(), TopK(), DGC(selector="exact"), Signum(), LoCo(residual_bits=8)]
 )
 def test_what_is_discarded_leaves_no_trace(codec: Codec) -> None:
-    memory, other = worker_memory(codec, NUMEL, CPU), worker_memory(codec, NUMEL, CPU)
+    memory, other = codec.worker_memory(NUMEL, CPU), codec.worker_memory(NUMEL, CPU)
     for gradient in _gradients(4):
         _send(memory, codec, gradient * 5)
         memory.discard()
@@ -168,13 +163,13 @@ def test_what_is_discarded_leaves_no_trace(codec: Codec) -> None:
     "codec", [QSGD(), SignSGD(), Int8(error_feedback=False, allow_biased=True)]
 )
 def test_without_feedback_nothing_is_kept(codec: Codec) -> None:
-    assert not worker_memory(codec, NUMEL, CPU).kept
-    assert not owner_memory(codec, NUMEL, CPU).kept
+    assert not codec.worker_memory(NUMEL, CPU).kept
+    assert not codec.owner_memory(NUMEL, CPU).kept
 
 
 @pytest.mark.parametrize("codec", [Int8(), LoCo(rate=1.0, residual_bits=8)])
 def test_what_is_added_is_sent(codec: Codec) -> None:
-    memory = owner_memory(codec, NUMEL, CPU)
+    memory = codec.owner_memory(NUMEL, CPU)
     memory.add(slice(3, 5), torch.ones(2))
     row = torch.zeros(1, NUMEL)
     memory.compensate(row, None)
@@ -187,7 +182,7 @@ def test_loco_is_int4_with_a_moving_average() -> None:
     codec.encode(one, wires[0])
     Int4(block_size=64).encode(one, wires[1])
     assert torch.equal(*wires)
-    memory, before = worker_memory(codec, NUMEL, CPU), torch.zeros(NUMEL)
+    memory, before = codec.worker_memory(NUMEL, CPU), torch.zeros(NUMEL)
     for gradient in _gradients(5):
         encoded, sent = _send(memory, codec, gradient)
         memory.commit()
@@ -200,7 +195,7 @@ def test_loco_is_int4_with_a_moving_average() -> None:
 
 def test_eight_bits_keep_nearly_the_same() -> None:
     whole, short = (LoCo(block_size=64, rate=0.25, residual_bits=bits) for bits in (32, 8))
-    memories = [worker_memory(codec, NUMEL, CPU) for codec in (whole, short)]
+    memories = [codec.worker_memory(NUMEL, CPU) for codec in (whole, short)]
     for gradient in _gradients(5):
         for memory in memories:
             _send(memory, whole, gradient)
@@ -217,7 +212,7 @@ def test_eight_bits_keep_nearly_the_same() -> None:
 
 def test_keeping_no_part_does_not_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     codec = LoCo(block_size=64, residual_bits=8)
-    memory = owner_memory(codec, NUMEL, CPU)
+    memory = codec.owner_memory(NUMEL, CPU)
     _send(memory, codec, _gradients(1)[0])
     monkeypatch.setattr(ShortResidual, "_read", None)
     memory.keep([])
@@ -226,7 +221,7 @@ def test_keeping_no_part_does_not_decode(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_sent_as_it_is_leaves_what_the_average_says() -> None:
     short = LoCo(rate=0.25, residual_bits=8)
     for codec, left in ((Int4(), 0.0), (LoCo(rate=0.25), 0.75), (short, 0.75)):
-        memory = owner_memory(codec, NUMEL, CPU)
+        memory = codec.owner_memory(NUMEL, CPU)
         memory.add(slice(0, NUMEL), torch.ones(NUMEL))
         before = memory.kept["residual"].clone()
         memory.note_all_sent(but=[slice(2, 4)])
