@@ -226,7 +226,7 @@ def unpacked(
         # Regions are of as many ranks.
         if len(rows) == world_size
     }
-    rates = dict(by_parameter(state.get("rates", {})))
+    rates: dict[Tensor, float] = dict(by_parameter(state.get("rates", {})))
     return Residuals(kept, rates, dict(state["counts"]), state.get("seed", NO_SEED))
 
 
