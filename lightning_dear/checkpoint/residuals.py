@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_dear.bucket import as_flat, storage_strides
 from lightning_dear.checkpoint.optimizer_state import Chunk
@@ -191,7 +190,7 @@ def _layout(
 
 
 def unpacked(
-    state: Mapping[str, Any], parameter_of: Mapping[int, Parameter], rank: int, world_size: int
+    state: Mapping[str, Any], parameter_of: Mapping[int, Tensor], rank: int, world_size: int
 ) -> Residuals:
     """This rank's part of what stands in a state dict, copied to the parameters' device. Local.
 
@@ -202,12 +201,12 @@ def unpacked(
         # Ranks' gradients are added up, so that a sum in equal shares is still sent in whole.
         return rows[rank] if len(rows) == world_size else rows.sum(0) / world_size
 
-    def copied(parameter: Parameter, numbers: Tensor) -> Tensor:
+    def copied(parameter: Tensor, numbers: Tensor) -> Tensor:
         # In the order of the parameter's storage, where collectives need it.
         flat = as_flat(numbers, storage_strides(parameter))
         return flat.to(parameter.device, copy=True)
 
-    def by_parameter(saved: Mapping[int, T]) -> Iterator[tuple[Parameter, T]]:
+    def by_parameter(saved: Mapping[int, T]) -> Iterator[tuple[Tensor, T]]:
         return ((parameter_of[number], one) for number, one in saved.items())
 
     kept: dict[Kind, dict[Tensor, Tensor]] = {}
