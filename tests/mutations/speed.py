@@ -64,8 +64,8 @@ SPEED = [
     Mutation(
         "refusing a gradient for what has been stepped",
         "GradientReducer._finish_round",
-        "        self._check_none_came_after_its_step(said_by_any)\n",
-        "",
+        "            self._check_none_came_after_its_step(said_by_any)\n",
+        "            pass\n",
         (f"{EARLY}::test_a_second_backward_for_what_has_been_stepped_is_refused_on_all_ranks",),
     ),
     Mutation(
