@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.collectives.process_groups import GroupCollectives
-from lightning_dear.collectives.work import Work, assign, shard_of
+from lightning_dear.collectives.work import Work, shard_of
 
 # torch 2.13 renamed both; the old names warn there and are the only ones before it.
 _IS_RENAMED = hasattr(dist, "reduce_scatter_single")
@@ -40,7 +40,7 @@ class NativeCollectives(GroupCollectives):
         reduce_scatter = getattr(self.calls, REDUCE_SCATTER)
         work = reduce_scatter(own, buffer, group=self.reduce_group, async_op=True)
         self.ledger.reduce_scatter_bytes += self.ring_bytes(buffer)
-        finish = None if out.dtype == own.dtype else partial(assign, out, own)
+        finish = None if out.dtype == own.dtype else partial(out.copy_, own)
         return self.new_work("reduce_scatter", f"bucket {bucket}", [work], finish)
 
     @override

@@ -74,18 +74,6 @@ class GroupCollectives(Collectives):
         return self.new_work("reduce_scatter", f"bucket {bucket}", [work])
 
     @override
-    def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
-        return None
-
-    @override
-    def expect_all_to_all(self, incoming: Tensor, bucket: int) -> None:
-        return None
-
-    @override
-    def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
-        return None
-
-    @override
     def launch_messages(
         self,
         lane: str,
@@ -97,10 +85,6 @@ class GroupCollectives(Collectives):
     ) -> Work:
         raise NotImplementedError("Messages of unknown length need gloo.")
 
-    @override
-    def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
-        return None
-
     def ring_bytes(self, buffer: Tensor) -> int:
         """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""
         return buffer.nbytes // self.world_size * (self.world_size - 1)
@@ -111,7 +95,7 @@ class GroupCollectives(Collectives):
         reusable_groups.clear()
 
     def new_work(
-        self, lane: str, name: str, waits: Sequence[Any], finish: Callable[[], None] | None = None
+        self, lane: str, name: str, waits: Sequence[Any], finish: Callable[[], object] | None = None
     ) -> Work:
         """A work that waits for all of `waits`, and is seen by the observer; see `Work`."""
 

@@ -96,7 +96,7 @@ class Work:
     """
 
     def __init__(
-        self, arrive: Callable[[], None], finish: Callable[[], None] | None = None
+        self, arrive: Callable[[], None], finish: Callable[[], object] | None = None
     ) -> None:
         self.arrive = arrive
         self._finish = finish
@@ -166,17 +166,20 @@ class Collectives(Protocol):
 
     def expect_all_to_all(self, incoming: Tensor, bucket: int) -> None:
         """Lets others' rows arrive from now on; as `expect_reduce_scatter`."""
+        return
 
     def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
         """Lets others' parts of the bucket arrive in `received` from now on. Idempotent.
 
         The next `launch_reduce_scatter` of the bucket must come, with the same `received`. A gloo
         sender that finds no receive posted waits for a message that says there is one, and that
-        message queues behind whatever its host is sending.
+        message queues behind whatever its host is sending. NCCL has nothing to do here.
         """
+        return
 
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
         """Lets others' shards arrive in `buffer` from now on; as `expect_reduce_scatter`."""
+        return
 
     def launch_messages(
         self,
@@ -207,6 +210,7 @@ class Collectives(Protocol):
 
     def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
         """Lets messages of all others arrive from now on; as `expect_reduce_scatter`."""
+        return
 
     def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
         """Sums the flat `buffer` over ranks, in place and on every rank, as the backend does it.
@@ -259,8 +263,3 @@ def sum_in_source_order(rows: Sequence[Tensor], out: Tensor) -> None:
         torch.add(total, row, out=out if number == len(rows) else total)
     if len(rows) == 1 and total.data_ptr() != out.data_ptr():
         out.copy_(total)
-
-
-def assign(out: Tensor, value: Tensor) -> None:
-    """Copies `value` into `out`, which may have another dtype."""
-    out.copy_(value)

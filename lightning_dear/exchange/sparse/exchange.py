@@ -360,7 +360,7 @@ class SparseExchange(WholeSparseExchange):
         work = one.spread(one.message(), gathered, number)
         # It is sent once more to be stepped.
         one.tally.words_sent = words_sent
-        return Work(work.wait, partial(one.write, gathered))  # type: ignore[arg-type]
+        return Work(work.wait, partial(one.write, gathered))
 
     @override
     def look_again(self) -> None:
