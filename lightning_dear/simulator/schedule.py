@@ -253,7 +253,7 @@ class _Builder:
         }
 
     def _kept_bytes(self, number: int) -> float:
-        numel = self._nbytes[number] / self._itemsize(number)
+        numel = self._nbytes[number] / self._plan.buckets[number].itemsize
         return numel * self._workload.codecs.of(self._plan, number).kept_bytes
 
 
