@@ -35,8 +35,6 @@ STOP = b"stop"
 
 _STACK_WAIT_S = 2.0
 _EXIT_WAIT_S = 2.0
-_READY_WAIT_S = 0.5
-"""What a kept rank gets to end its process groups. Those with messages under way may never end."""
 
 
 def serve(connection: Connection, parent: int) -> None:
@@ -137,7 +135,7 @@ def _fork_rank(control: Connection, outputs: list[int]) -> _Rank:
 def _ready(ranks: list[_Rank]) -> list[_Rank]:
     """Ranks of an earlier call, if none of them was changed by it; else none: they are ended."""
     with suppress(EOFError, ConnectionError):
-        if all(rank.link.poll(_READY_WAIT_S) and rank.link.recv() for rank in ranks):
+        if all(rank.link.poll(_EXIT_WAIT_S) and rank.link.recv() for rank in ranks):
             return ranks
     _end(ranks, {})
     return []
