@@ -309,8 +309,8 @@ class SparseBucket(CompressedBucket):
     @override
     def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
         """See `CompressedBucket`; but what owners have of them stays with who has sent it."""
-        self._unused = ()
         if all(used):
+            self._unused = ()
             return
         sets_aside = self.is_sparse and self.configured.is_scattered
         super().note_used(used, scale, keeps=keeps and not sets_aside)
