@@ -129,16 +129,6 @@ class WholeSparseExchange(CompressedExchange):
         launch = one.pack(waiting, selected, scale)
         return Sending(partial(launch, self.first_number + bucket.number), one.sum_up)
 
-    def _prepare(self, encode: Callable[[], Sending]) -> Callable[[], Work]:
-        """Encodes here and now; what is returned starts sending that, and lets it be decoded."""
-        with device_work():
-            sending = encode()
-        return partial(self._launch, sending)
-
-    def _launch(self, sending: Sending) -> Work:
-        work = sending.launch()
-        return work if sending.decode is None else self._decoded(work, sending.decode)
-
     def _launch_all(self, bucket: Bucket) -> Callable[[], Work]:
         """What starts sending it as it is."""
         return partial(self._dense.launch_reduce, bucket)
