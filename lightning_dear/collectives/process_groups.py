@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -72,18 +72,6 @@ class GroupCollectives(Collectives):
         self.ledger.all_reduce_bytes += 2 * self.ring_bytes(buffer)
         # In this lane since it takes the reduce-scatters' place in backward.
         return self.new_work("reduce_scatter", f"bucket {bucket}", [work])
-
-    @override
-    def launch_messages(
-        self,
-        lane: str,
-        messages: Mapping[int, Tensor],
-        sources: Collection[int],
-        incoming: Tensor,
-        bucket: int,
-        num_notes: int = 1,
-    ) -> Work:
-        raise NotImplementedError("Messages of unknown length need gloo.")
 
     def ring_bytes(self, buffer: Tensor) -> int:
         """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""

@@ -207,6 +207,7 @@ class Collectives(Protocol):
         Raises:
             NotImplementedError: On other backends.
         """
+        raise NotImplementedError("Messages of unknown length need gloo.")
 
     def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
         """Lets messages of all others arrive from now on; as `expect_reduce_scatter`."""

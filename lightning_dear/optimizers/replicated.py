@@ -64,9 +64,6 @@ class ReplicatedOptimizer(OptimizerShards):
             is_lost |= differs(entries.pop(MASTER_KEY, None), parameter)
         return AdoptedState(brings_masters=False, loses_masters=is_lost)
 
-    def remove_hooks(self) -> None:
-        """Nothing to do: it has none."""
-
     # --- the step -----------------------------------------------------------------------------
 
     def run(self, order: Iterable[int]) -> Iterator[Sequence[int]]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import FlatBuffers, Piece, as_flat, cut_state, shard_pieces
 from lightning_dear.optimizers.elementwise import closure_skipped, inner_step
@@ -94,6 +95,7 @@ class OptimizerShards:
         self.shards = Shards(FlatBuffers([], []), (), (), {}, (), defaultdict(dict))
         self.stepped_early: set[int] = set()
         self._set_aside: SetAside | None = None
+        self._hooks: Sequence[RemovableHandle] = ()
 
     def attach(
         self, buffers: FlatBuffers, parameters: Sequence[Parameter], rank: int, world_size: int
@@ -148,6 +150,11 @@ class OptimizerShards:
     def device(self) -> torch.device:
         """Where the parameters are, once there is a plan."""
         return self.shards.parameters[0].device
+
+    def remove_hooks(self) -> None:
+        """Gives the optimizer's methods back their ordinary meaning."""
+        for hook in self._hooks:
+            hook.remove()
 
     # --- mean gradients -------------------------------------------------------------------------
 
@@ -251,11 +258,6 @@ class ShardedOptimizer(OptimizerShards):
             optimizer.register_load_state_dict_pre_hook(self._on_loading),
             optimizer.register_load_state_dict_post_hook(self._on_loaded),
         )
-
-    def remove_hooks(self) -> None:
-        """Gives `optimizer.load_state_dict` back its ordinary meaning."""
-        for hook in self._hooks:
-            hook.remove()
 
     # --- the step -------------------------------------------------------------------------------
 
