@@ -217,7 +217,7 @@ def _fill_shard(
 ) -> Tensor:
     """A buffer as long as the bucket whose own shard holds this rank's values of `key`."""
     buffer = torch.zeros(spec.padded_numel, dtype=dtype, device=sharded.device)
-    for piece in sharded.pieces_in(number):
+    for piece in sharded.shards.in_bucket[number]:
         value = sharded.state_of(piece).get(key)
         if isinstance(value, Tensor) and value.dtype == dtype:
             buffer[piece.offset : piece.offset + piece.numel] = value

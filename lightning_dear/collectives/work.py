@@ -205,9 +205,9 @@ class Collectives(Protocol):
             num_notes: How many elements each message begins with that are no payload.
 
         Raises:
-            NotImplementedError: On other backends.
+            RuntimeError: On other backends.
         """
-        raise NotImplementedError("Messages of unknown length need gloo.")
+        raise RuntimeError("Messages of unknown length need gloo.")
 
     def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
         """Lets messages of all others arrive from now on; as `expect_reduce_scatter`."""

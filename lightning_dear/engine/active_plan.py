@@ -49,7 +49,7 @@ class ActivePlan:
     gatherer: ParameterGatherer
     exchange: Exchange
 
-    def encoding_figures(self, world_size: int) -> dict[str, Tensor | float]:
+    def encoding_figures(self) -> dict[str, Tensor | float]:
         """What encoding saves and what it leaves over; empty without a codec.
 
         Local; waits only for the device, where counts of `OkTopk` in mode "static" are read.
@@ -71,7 +71,7 @@ class ActivePlan:
             figures["residual_norm"] = torch.stack(norms).norm()
         tallies = [one.tally for one in exchange.coded if one.tally and one.tally.num_wanted]
         if tallies:
-            figures.update(figures_of(tallies, world_size))
+            figures.update(figures_of(tallies, self.plan.world_size))
         arrived = [
             bucket
             for bucket in self.flat.buckets
@@ -257,12 +257,9 @@ def activate(
         lags=options.encodes_differences,
         is_scattered=options.is_scattered,
     )
-    coding = (
-        [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets],
-        plan.uncompressed,
-    )
+    codecs = [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
     place = collectives, first_number
-    exchange = new_exchange(options, *coding, *place, flat, loss_scale)
+    exchange = new_exchange(options, codecs, plan.uncompressed, *place, flat, loss_scale)
     depth = options.depth
     gatherer = ParameterGatherer(
         module,

@@ -36,8 +36,15 @@ def global_norm(
     Returns:
         A scalar; 0 if there is no gradient anywhere.
     """
-    gradients = _counted_once(pieces, collectives)
-    parts = torch.zeros(collectives.world_size, dtype=torch.float64, device=like.device)
+    num_ranks = collectives.world_size
+    # What all ranks have, one of them counts.
+    gradients = [
+        piece.parameter.grad
+        for piece in pieces
+        if piece.parameter.grad is not None
+        and (not piece.is_all_reduced or piece.tensor_index % num_ranks == collectives.rank)
+    ]
+    parts = torch.zeros(num_ranks, dtype=torch.float64, device=like.device)
     if gradients:
         norms = _norms(gradients, norm_type)
         own = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
@@ -107,17 +114,6 @@ def anyone(says: bool, collectives: Collectives) -> bool:
     flag = torch.tensor([says], dtype=torch.uint8)
     collectives.launch_any(flag).wait()
     return bool(flag)
-
-
-def _counted_once(pieces: Sequence[Piece], collectives: Collectives) -> list[Tensor]:
-    """Mean gradients whose norms this rank adds up; what all ranks have, one of them counts."""
-    num_ranks, rank = collectives.world_size, collectives.rank
-    return [
-        piece.parameter.grad
-        for piece in pieces
-        if piece.parameter.grad is not None
-        and (not piece.is_all_reduced or piece.tensor_index % num_ranks == rank)
-    ]
 
 
 def warn_of_votes(options: ExchangeOptions, rank: int) -> None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +32,6 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 
 Waiting = Callable[[str], AbstractContextManager[None]]
 """Reason -> context in which a wait for parameters happens."""
-
-
-class GathersBuckets(Protocol):
-    """The part of an exchange that is needed here; see `Exchange`."""
-
-    def expect_gather(self, bucket: Bucket) -> None:
-        """Lets other ranks' shards arrive from now on."""
-
-    def launch_gather(self, bucket: Bucket) -> Work:
-        """Starts to gather what completes `bucket`. Does not block."""
 
 
 class ParameterGatherer:
@@ -70,7 +60,7 @@ class ParameterGatherer:
         self,
         module: Module,
         buffers: FlatBuffers,
-        exchange: GathersBuckets,
+        exchange: Exchange | LimitedGathers,
         ungated: Mapping[int, Module | None],
         waiting: Waiting,
         on_arrival: Callable[[int], None] | None,
@@ -208,16 +198,13 @@ class ParameterGatherer:
             work.wait()
         if self._on_arrival is not None:
             self._on_arrival(number)
-        self._bump_versions(number)
+        # A tensor that an earlier operation saved for backward now holds other values: with the
+        # version bumped, autograd refuses to use it instead of returning a wrong gradient.
+        torch.autograd.graph.increment_version(self._parameters_of[number])
         del self._pending[number]
         for module in self._modules_of[number]:
             if not any(other in self._pending for other in self._owners[module]):
                 remove_gate(module, self)
-
-    def _bump_versions(self, number: int) -> None:
-        # A tensor that an earlier operation saved for backward now holds other values: with the
-        # version bumped, autograd refuses to use it instead of returning a wrong gradient.
-        torch.autograd.graph.increment_version(self._parameters_of[number])
 
     def is_pending(self, number: int) -> bool:
         """Whether bucket `number` is still being gathered."""

@@ -30,7 +30,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,13 +165,6 @@ class Pipeline:
             if part.optimizer is optimizer:
                 return part
         raise ValueError(f"{type(optimizer).__name__} is not an optimizer of this training.")
-
-    def sharded_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """`optimizer.state_dict()`, tensors left where they are. Collective, blocks.
-
-        See `ShardedState`; `of(optimizer).optimizer_state_dict()` has whole tensors.
-        """
-        return self.of(optimizer).sharded_state_dict()
 
     def measure_next_step(self) -> None:
         """Lets the next step be timed for the planners: see `OptimizerPipeline.times`.

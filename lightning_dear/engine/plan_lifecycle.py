@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -30,10 +31,6 @@ from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
 from lightning_dear.telemetry.statistics import Instruments, Waiting
-
-
-def _no_scale() -> None:
-    return None
 
 
 class PlanLifecycle:
@@ -87,7 +84,7 @@ class PlanLifecycle:
         self.left_weights = LeftWeights(stepper.optimizer)
         self.early_refusal: str | None = None
         self.all_reduce_refusal: str | None = None
-        self.loss_scale: LossScale = _no_scale
+        self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self._module = module
         self._stepper = stepper
@@ -151,28 +148,22 @@ class PlanLifecycle:
 
     def _without_refused(self, plan: BucketPlan) -> BucketPlan:
         """`plan` without what is not done here, of which people are told."""
-        for does, what, refusal in (
-            (
-                "gathers",
-                plan.early and f"{len(plan.early)} buckets during backward",
-                self.early_refusal,
-            ),
-            (
-                "all-reduces",
-                plan.all_reduced and f"{len(plan.all_reduced)} buckets",
-                self.all_reduce_refusal,
-            ),
+        for what, does, refusal in (
+            ("early", "gathers {} buckets during backward", self.early_refusal),
+            ("all_reduced", "all-reduces {} buckets", self.all_reduce_refusal),
         ):
-            if what and refusal is not None and self._collectives.rank == 0:
+            named = getattr(plan, what)
+            if not named or refusal is None:
+                continue
+            if self._collectives.rank == 0:
                 warnings.warn(
-                    f"The plan '{plan.name}' {does} {what}, which is not done here: {refusal}.",
+                    f"The plan '{plan.name}' {does.format(len(named))}, which is not done here:"
+                    f" {refusal}.",
                     stacklevel=2,
                 )
-        return replace(
-            plan,
-            early=plan.early if self.early_refusal is None else (),
-            all_reduced=plan.all_reduced if self.all_reduce_refusal is None else (),
-        )
+            none: dict[str, Any] = {what: ()}
+            plan = replace(plan, **none)
+        return plan
 
     # --- codecs and writes between two steps ----------------------------------------------------
 

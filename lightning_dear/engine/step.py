@@ -389,13 +389,15 @@ class OptimizerPipeline:
         The next step uses it, or what is left of it if it is encoded to be gathered.
         """
         with self._on_shards(mutates=False):
-            return self._global_norm(norm_type)
+            pieces, like = self.stepper.pieces, self._like
+            return clipping.global_norm(pieces, norm_type, self._collectives, like)
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
         clipping.warn_of_votes(self._options, self._collectives.rank)
         with self._on_shards(mutates=True) as means:
-            norm = self._global_norm(norm_type)
+            pieces, like = self.stepper.pieces, self._like
+            norm = clipping.global_norm(pieces, norm_type, self._collectives, like)
             clipping.scale_to_norm(means, norm, max_norm)
             return norm
 
@@ -404,9 +406,6 @@ class OptimizerPipeline:
         clipping.warn_of_votes(self._options, self._collectives.rank)
         with self._on_shards(mutates=True) as means:
             clipping.clip_to_value(means, clip_value)
-
-    def _global_norm(self, norm_type: float) -> Tensor:
-        return clipping.global_norm(self.stepper.pieces, norm_type, self._collectives, self._like)
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
@@ -627,7 +626,7 @@ class OptimizerPipeline:
     def encoding_figures(self) -> dict[str, Tensor | float]:
         """What encoding saves and what it leaves over; see `ActivePlan.encoding_figures`."""
         active = self.plans.active
-        return {} if active is None else active.encoding_figures(self._collectives.world_size)
+        return {} if active is None else active.encoding_figures()
 
     # --- checkpoints ----------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -47,7 +47,13 @@ class TrainedParameters:
         known = {id(parameter) for parameter in self.parameters}
         groups = optimizer.param_groups
         self._untrained = [p for group in groups for p in group["params"] if id(p) not in known]
-        self._homes = parameter_homes(module, self.parameters)
+        # Where each stands: a module's own dict, and its name in it. A shared one has several.
+        self._homes = [
+            (plain_parameters(part), name, parameter)
+            for part in module.modules()
+            for name, parameter in plain_parameters(part).items()
+            if id(parameter) in known
+        ]
         self.recorder = ForwardRecorder(module, self.parameters)
         self._hooks: list[RemovableHandle] = []
 
@@ -83,14 +89,11 @@ class TrainedParameters:
         Raises:
             ValueError: If the new parameter has another shape.
         """
-        homes = self._homes
-        for parameters, name, parameter in homes:
+        for parameters, name, parameter in self._homes:
             other = parameters.get(name)
-            if (
-                other is parameter
-                or other is None
-                or any(other is home.parameter for home in homes)
-            ):
+            if other is parameter or other is None:
+                continue
+            if any(other is known for known in self.parameters):
                 continue
             if other.shape != parameter.shape:
                 raise ValueError(
@@ -112,25 +115,6 @@ def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, 
         (name, parameter)
         for name, parameter in module.named_parameters()
         if id(parameter) in trained and parameter.requires_grad and parameter.numel()
-    ]
-
-
-class Home(NamedTuple):
-    """Where a parameter stands: `parameters[name]`, a module's own. A shared one has several."""
-
-    parameters: dict[str, Any]
-    name: str
-    parameter: Parameter
-
-
-def parameter_homes(module: Module, parameters: Sequence[Parameter]) -> list[Home]:
-    """Every place in `module` at which one of `parameters` stands."""
-    known = {id(parameter) for parameter in parameters}
-    return [
-        Home(plain_parameters(part), name, parameter)
-        for part in module.modules()
-        for name, parameter in plain_parameters(part).items()
-        if id(parameter) in known
     ]
 
 

@@ -142,10 +142,6 @@ class OptimizerShards:
         """This rank's, bucket by bucket."""
         return self.shards.pieces
 
-    def pieces_in(self, number: int) -> Sequence[Piece]:
-        """This rank's pieces of bucket `number`."""
-        return self.shards.in_bucket[number]
-
     @property
     def device(self) -> torch.device:
         """Where the parameters are, once there is a plan."""

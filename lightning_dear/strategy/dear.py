@@ -322,7 +322,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             step = 0 if self.lightning_module is None else self.lightning_module.global_step
             board.agree("collect the whole optimizer state", f"step {step}")
         if self._saves_folders:
-            return self._pipeline.sharded_state_dict(optimizer)
+            return self._pipeline.of(optimizer).sharded_state_dict()
         return self._pipeline.of(optimizer).optimizer_state_dict()
 
     @override

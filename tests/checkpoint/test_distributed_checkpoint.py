@@ -43,7 +43,7 @@ CASES = [
 
 
 def _sharded(pipeline: Pipeline, optimizer: Optimizer) -> dict[str, Any]:
-    return pipeline.sharded_state_dict(optimizer)
+    return pipeline.of(optimizer).sharded_state_dict()
 
 
 def _whole(pipeline: Pipeline, optimizer: Optimizer) -> dict[str, Any]:

@@ -284,7 +284,7 @@ def _train_and_save(folder: Path) -> dict:
     state = copy.deepcopy(pipeline.parts[0].optimizer_state_dict())
     assert_same_on_all_ranks([one["exp_avg"] for one in state["state"].values()])
     saved = {"state_dict": model.state_dict(), "lr_schedulers": []}
-    save(folder, {**saved, "optimizer_states": [pipeline.sharded_state_dict(optimizer)]})
+    save(folder, {**saved, "optimizer_states": [pipeline.of(optimizer).sharded_state_dict()]})
     values = copy.deepcopy(model.state_dict())
     ends = []
     for fusion in (None, SMALL_BUCKETS, ALL):

@@ -23,7 +23,7 @@ def test_the_lag_that_is_told_is_that_of_the_parameters() -> None:
         behind, whole, num_between = [], [], 0
         for bucket in run.part.plans.active.flat.buckets:
             is_between = torch.ones_like(bucket.shard, dtype=torch.bool)
-            for piece in run.part.stepper.pieces_in(bucket.number):
+            for piece in run.part.stepper.shards.in_bucket[bucket.number]:
                 begin = piece.offset - bucket.own.start
                 is_between[begin : begin + piece.numel] = False
             num_between += int(is_between.sum())

@@ -12,7 +12,7 @@ AUTO = "tests/planning/test_auto.py"
 ALL_REDUCED = [
     Mutation(
         "counting an all-reduced gradient's norm once",
-        "_counted_once",
+        "global_norm",
         "        and (not piece.is_all_reduced or ",
         "        and (True or ",
         (f"{ENGINE}::test_between_backward_and_step_it_is_as_with_shards",),
@@ -49,8 +49,8 @@ ALL_REDUCED = [
     Mutation(
         "leaving out all-reduces that are refused",
         "PlanLifecycle._without_refused",
-        "all_reduced=plan.all_reduced if self.all_reduce_refusal is None else ()",
-        "all_reduced=plan.all_reduced",
+        'buckets", self.all_reduce_refusal),',
+        'buckets", None),',
         (f"{LIFE}::test_where_they_are_refused_people_are_told",),
     ),
     Mutation(

@@ -103,7 +103,7 @@ WAITS = [
 GUARDS = [
     Mutation(
         "bumping versions",
-        "ParameterGatherer._bump_versions",
+        "ParameterGatherer._wait",
         "        torch.autograd.graph.increment_version(self._parameters_of[number])\n",
         "        pass\n",
         (f"{READING}::test_a_stale_read_that_no_gate_sees_is_refused",),

@@ -169,7 +169,7 @@ def test_state_is_torchs_own_and_is_read_complete() -> None:
     plain, plain_optimizer = _plain()
     _assert_equal(direct, states_of(plain_optimizer))
     part = pipeline.parts[0]
-    for state_dict in (part.optimizer_state_dict(), pipeline.sharded_state_dict(optimizer)):
+    for state_dict in (part.optimizer_state_dict(), pipeline.of(optimizer).sharded_state_dict()):
         theirs = plain_optimizer.state_dict()
         assert state_dict["param_groups"] == theirs["param_groups"]
         assert list(state_dict["state"]) == sorted(theirs["state"])
