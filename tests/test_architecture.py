@@ -126,7 +126,7 @@ FILES_ABOVE = {
     "strategy/dear.py": 700,
     "engine/step.py": 700,
 }  # At most three, none above 700.
-MAX_SMALL_FILES_OF_ONE_IMPORTER = 4  # 0
+MAX_SMALL_FILES_OF_ONE_IMPORTER = 0
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
