@@ -92,10 +92,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         **ddp_options: Any,
     ) -> None:
         refusals.check_options(ddp_options, inspect.signature(DearFabricStrategy).parameters)
-        self._take_options(compressor, fusion, bucket_cap_mb, gather, gather_depth)
+        how = compressor, fusion, bucket_cap_mb, gather, gather_depth, broadcast_buffers, audit
+        self._take_options(*how)
         check_without_trainer(self._fusion, self._options.codec)
-        self._broadcast_buffers = broadcast_buffers
-        self._audit = audit
         self._setups: list[weakref.ref[DearModule]] = []
         self._num_optimizers = 0
         super().__init__(

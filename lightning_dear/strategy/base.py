@@ -30,9 +30,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 class PipelineStrategy(ABC):
     """Trains modules through pipelines of the engine. Stands in front of Lightning's own base."""
 
-    _broadcast_buffers: bool
-    _audit: bool
-
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
@@ -45,6 +42,8 @@ class PipelineStrategy(ABC):
         bucket_cap_mb: float | None,
         gather: str | None,
         gather_depth: int | None,
+        broadcast_buffers: bool,
+        audit: bool,
         decouple: bool = True,
         compression_schedule: CompressionSchedule | None = None,
     ) -> None:
@@ -58,6 +57,7 @@ class PipelineStrategy(ABC):
         self._schedule = schedule_of(codec, compression_schedule)
         groups = () if self._schedule is None else self._schedule.groups
         self._gather = gather
+        self._broadcast_buffers, self._audit = broadcast_buffers, audit
         chosen = gather or default_gather(codec, groups)
         self._options = ExchangeOptions(chosen, gather_depth, decouple, codec, groups)
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)

@@ -137,11 +137,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._failures = FailureWatch(FailureBoard(), timeout or _NO_TIMEOUT)
         self._is_sync_blocked = self._is_last_backward = False
         self._last_of: list[Optimizer] | None = None
-        self._take_options(
-            compressor, fusion, bucket_cap_mb, gather, gather_depth, decouple, compression_schedule
-        )
-        self._broadcast_buffers = broadcast_buffers
-        self._audit = audit
+        how = compressor, fusion, bucket_cap_mb, gather, gather_depth, broadcast_buffers, audit
+        self._take_options(*how, decouple, compression_schedule)
         self._gradients_in_hooks = gradients_in_hooks
         self._saves_folders = save_distributed_checkpoint
         self._pipeline: Pipeline | None = None
