@@ -23,6 +23,8 @@ SECONDS = 20.0
 A_WHILE = 0.2
 
 
+# In ranks of its own: once torch has seen an SGD, each of its steps calls hooks, also from the step
+# of this subclass.
 class Interrupted(torch.optim.SGD):
     """Calls all of `within` whenever it steps, with whatever parameters."""
 
@@ -73,7 +75,7 @@ def after_one_step(codec: Compressor, gather: str = "gradients") -> Single:
 
 
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), keeps_ranks=False)
 def test_a_thread_that_completes_in_a_step_waits_for_its_end(gather: str) -> None:
     run = after_one_step(OkTopk() if gather == "gradients" else Int8(), gather)
     seen: list[float] = []
@@ -92,7 +94,7 @@ def test_a_thread_that_completes_in_a_step_waits_for_its_end(gather: str) -> Non
     assert run.weight == -2
 
 
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), keeps_ranks=False)
 def test_zero_grad_waits_for_an_update_that_another_thread_makes() -> None:
     run = after_one_step(OkTopk())
     run.step()
@@ -112,7 +114,7 @@ def test_zero_grad_waits_for_an_update_that_another_thread_makes() -> None:
     assert run.weight == -2
 
 
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), keeps_ranks=False)
 def test_a_step_that_breaks_off_keeps_no_thread_waiting() -> None:
     run = after_one_step(OkTopk())
 
@@ -130,7 +132,7 @@ def test_a_step_that_breaks_off_keeps_no_thread_waiting() -> None:
     assert not other.is_alive()
 
 
-@distributed(world_sizes=(1,))
+@distributed(world_sizes=(1,), keeps_ranks=False)
 def test_a_thread_that_ends_within_its_step_keeps_no_other_waiting() -> None:
     run = after_one_step(OkTopk())
 
@@ -145,7 +147,7 @@ def test_a_thread_that_ends_within_its_step_keeps_no_other_waiting() -> None:
         run.pipeline.complete_parameters()
 
 
-@distributed(world_sizes=(2,))
+@distributed(world_sizes=(2,), keeps_ranks=False)
 def test_threads_that_complete_all_the_time_change_nothing() -> None:
     run = Run(ExchangeOptions("gradients", codec=OkTopk(density=0.05, tau_prime=3)))
     is_done = threading.Event()
