@@ -10,8 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_dear.telemetry.spans import plot_timeline
-from lightning_dear.telemetry.timeline import Timeline
+from lightning_dear.telemetry.timeline import Timeline, plot_timeline
 
 _NUM_STEPS = 2
 

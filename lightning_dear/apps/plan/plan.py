@@ -44,7 +44,8 @@ from lightning_dear.simulator.ranking import (
 from lightning_dear.simulator.strategies import Strategy
 from lightning_dear.simulator.timeline import lanes_of, spans_of
 from lightning_dear.studies.progress import Progress
-from lightning_dear.telemetry.spans import plot_timeline, write_chrome_trace
+from lightning_dear.telemetry.spans import write_chrome_trace
+from lightning_dear.telemetry.timeline import plot_timeline
 
 CALIBRATE = "calibrate"
 """The command line's first word, to measure instead of to predict."""
