@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_dear.checkpoint.format import KEY, stamp
 from lightning_dear.collectives.factory import new_collectives
-from lightning_dear.compression import Compressor, NoCompression
+from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.fabric.module import (
     DearModule,
@@ -38,7 +38,7 @@ from lightning_dear.fabric.module import (
     finishing,
     part_of,
 )
-from lightning_dear.planning import BucketPlan, FusionPlanner
+from lightning_dear.planning import BucketPlan, FusionPlanner, resolve_fusion
 from lightning_dear.strategy import refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, PipelineStrategy
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
@@ -92,9 +92,10 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         **ddp_options: Any,
     ) -> None:
         refusals.check_options(ddp_options, inspect.signature(DearFabricStrategy).parameters)
+        # First: what others say of a planner or a schedule is for Trainers.
+        check_without_trainer(resolve_fusion(fusion, bucket_cap_mb), resolve_compressor(compressor))
         how = compressor, fusion, bucket_cap_mb, gather, gather_depth, broadcast_buffers, audit
         self._take_options(*how)
-        check_without_trainer(self._fusion, self._options.codec)
         self._setups: list[weakref.ref[DearModule]] = []
         self._num_optimizers = 0
         super().__init__(
@@ -197,7 +198,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         if scaler is not None:
             if "unscale_" not in scaler.__dict__:
                 scaler.unscale_ = partial(_unscale, scaler.unscale_)
-            tell_loss_scale(scaler, pipeline)
+            tell_loss_scale(scaler, pipeline, self.root_device)
 
     # --- training ---------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ class Shards:
         in_bucket: Number of a bucket -> this rank's pieces of it.
         pieces: All of them, bucket by bucket.
         state: The optimizer's, by piece.
+        device: Where the parameters were when the plan began, which is where ranks meet for their
+            state; after a fit Lightning moves them to the CPU.
     """
 
     buffers: FlatBuffers
@@ -59,6 +61,7 @@ class Shards:
     in_bucket: Mapping[int, Sequence[Piece]]
     pieces: Sequence[Piece]
     state: defaultdict[Tensor, Any]
+    device: torch.device = torch.device("cpu")
 
 
 @dataclass
@@ -111,7 +114,9 @@ class OptimizerShards:
         for piece in pieces:
             parameter = parameters[piece.tensor_index]
             piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
-        self.shards = Shards(buffers, parameters, group_of, in_bucket, pieces, defaultdict(dict))
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        own = in_bucket, pieces, state
+        self.shards = Shards(buffers, parameters, group_of, *own, parameters[0].device)
 
     def detach(self) -> None:
         """Lets go of the flat buffers; state stays readable through `state_of`."""
@@ -144,8 +149,8 @@ class OptimizerShards:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are, once there is a plan."""
-        return self.shards.parameters[0].device
+        """Where the parameters are trained."""
+        return self.shards.device
 
     def remove_hooks(self) -> None:
         """Gives the optimizer's methods back their ordinary meaning."""
@@ -283,7 +288,7 @@ class ShardedOptimizer(OptimizerShards):
         """
         if self._set_aside is None or not self._set_aside.last_run:
             raise closure_skipped(self.optimizer)
-        numbers = self._set_aside.last_run
+        numbers, self._set_aside.last_run = self._set_aside.last_run, ()
         self._note_stepped(numbers)
         return numbers
 

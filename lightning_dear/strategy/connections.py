@@ -47,13 +47,13 @@ def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
     if scaler is not None:
         unscale = scaler.unscale_
         scaler.unscale_ = lambda optimizer: part_of(optimizer).unscale(unscale)
-        tell_loss_scale(scaler, pipeline)
+        tell_loss_scale(scaler, pipeline, pipeline.parts[0].parameters[0].device)
 
 
-def tell_loss_scale(scaler: Any, pipeline: Pipeline) -> None:
-    """Lets the pipeline ask for what `scaler` multiplies losses by."""
+def tell_loss_scale(scaler: Any, pipeline: Pipeline, device: torch.device) -> None:
+    """Lets the pipeline, on `device`, ask for what `scaler` multiplies losses by."""
     for part in pipeline.parts:
-        part.plans.loss_scale = partial(loss_scale, scaler, part.parameters[0].device)
+        part.plans.loss_scale = partial(loss_scale, scaler, device)
 
 
 def loss_scale(scaler: Any, device: torch.device) -> Tensor:

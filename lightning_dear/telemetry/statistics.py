@@ -91,8 +91,10 @@ class Waiting:
     def __enter__(self) -> None:
         self._start = self.instruments.clock.mark()
 
-    def __exit__(self, *_: object) -> None:
-        self.instruments.note_wait(self.lane, self.reason, self._start)
+    def __exit__(self, kind: object, *_: object) -> None:
+        # After a failure the device may refuse a mark, which would hide what has failed.
+        if kind is None:
+            self.instruments.note_wait(self.lane, self.reason, self._start)
 
 
 class StepStatistics:

@@ -54,10 +54,12 @@ def run_rank(link: Connection) -> None:
     The outcome goes back, and then whoever returned waits until the call is over, when it is told
     whether it is kept. If so, it says whether it is as it was, and waits for the next call.
     """
+    import numpy
     import torch
 
     torch.set_num_threads(1)
-    settings, states = _settings(), (torch.get_rng_state(), random.getstate())
+    settings = _settings()
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     while True:
         call, rank, port, directory = link.recv()
         for standard in (1, 2):
@@ -66,16 +68,21 @@ def run_rank(link: Connection) -> None:
             os.close(output)
         torch.set_rng_state(states[0])
         random.setstate(states[1])
+        numpy.random.set_state(states[2])
         with warnings.catch_warnings():
             outcome = _run(call, rank, port, directory)
-        link.send(outcome)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        link.send(outcome)
         # A rank that leaves early closes sockets on which its peers may still be reading.
         if not ((call.linger or isinstance(outcome, Returned)) and link.recv()):
             return
         _end_process_groups()
-        link.send(_settings() == settings)
+        is_as_it_was = _settings() == settings
+        link.send(is_as_it_was)
+        if not is_as_it_was:
+            # A thread that was left behind would disturb whatever runs next.
+            return
 
 
 def _run(call: RankCall, rank: int, port: int, directory: Path) -> Returned | Raised:
@@ -97,6 +104,7 @@ def _settings() -> list[object]:
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         sorted(thread.name for thread in threading.enumerate()),

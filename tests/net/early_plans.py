@@ -31,10 +31,10 @@ class PlanWith(MergeCompFusion):
         self.all_reduced_share = all_reduced_share
 
     @override
-    def best_for(self, model: StepModel) -> BucketPlan:
+    def best_plan(self, model: StepModel) -> BucketPlan:
         times = replace(model.times, allows_early=self.is_early)
         allowed = StepModel(model.tensors, model.world_size, times, model.link)
-        best = super().best_for(allowed)
+        best = super().best_plan(allowed)
         if not self.all_reduced_share:
             return best
         share = self.all_reduced_share

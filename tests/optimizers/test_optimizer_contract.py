@@ -226,3 +226,14 @@ def test_a_step_after_an_interrupted_one_finds_the_users_groups() -> None:
     optimizer.step()
     assert optimizer.param_groups[0]["params"] is parameters
     pipeline.detach()
+
+
+@distributed(world_sizes=(1,))
+def test_state_is_gathered_where_it_was_trained_wherever_parameters_are_moved() -> None:
+    model = build("mlp")
+    pipeline = new_pipeline(model, _sgd(model))
+    train_steps(pipeline, model, [0])
+    pipeline.detach()
+    # As Lightning does after a fit on an accelerator, whose groups know no other device.
+    model.to("meta")
+    assert pipeline.parts[0].stepper.device == torch.device("cpu")
