@@ -114,8 +114,7 @@ class OptimizerShards:
         for piece in pieces:
             parameter = parameters[piece.tensor_index]
             piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
-        state: defaultdict[Tensor, Any] = defaultdict(dict)
-        own = in_bucket, pieces, state
+        own = in_bucket, pieces, defaultdict[Tensor, Any](dict)
         self.shards = Shards(buffers, parameters, group_of, *own, parameters[0].device)
 
     def detach(self) -> None:

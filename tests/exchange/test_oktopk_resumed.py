@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -135,3 +137,51 @@ def _check_a_plan_with_the_same_bucket_goes_on_as_before(codec: OkTopk) -> None:
         one.pipeline.complete_parameters()
     pairs = zip(run.model.weights, other.model.weights, strict=True)
     assert all(torch.equal(one, another) for one, another in pairs)
+
+
+OWNED = (*BOTH_MODES, TopkDSA(density=0.05))
+
+
+class _Interrupt(Exception):
+    """Raised in the midst of a step."""
+
+
+def _step_that_breaks_off(run: Run) -> None:
+    """Backward, and a step that raises when its gathers are launched."""
+
+    def interrupt(*_: object) -> None:
+        raise _Interrupt
+
+    run.backward()
+    hook = run.optimizer.register_step_pre_hook(interrupt)
+    with pytest.raises(_Interrupt):
+        run.optimizer.step()
+    hook.remove()
+
+
+@pytest.mark.parametrize("codec", OWNED, ids=["exact", "static", "topkdsa"])
+@distributed(world_sizes=(2,))
+def test_a_step_that_breaks_off_and_is_dropped_changes_nothing_that_is_kept(codec: Any) -> None:
+    run = run_of(codec)
+    for _ in range(3):
+        run.step()
+    before = copy.deepcopy(run.part.optimizer_state_dict()["residuals"]["worker"])
+    _step_that_breaks_off(run)
+    run.optimizer.zero_grad()
+    run.pipeline.complete_parameters()
+    after = run.part.optimizer_state_dict()["residuals"]["worker"]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("codec", [OWNED[0], OWNED[2]], ids=["exact", "topkdsa"])
+@distributed(world_sizes=(2,))
+def test_a_step_that_breaks_off_and_is_made_again_loses_nothing(codec: Any) -> None:
+    run = run_of(codec)
+    for _ in range(3):
+        run.step()
+    _step_that_breaks_off(run)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.count(run.num_steps)
+    run.pipeline.complete_parameters()
+    assert run.error() <= 1e-5

@@ -298,13 +298,16 @@ class SparseBucket(CompressedBucket):
     # --- around a step ----------------------------------------------------------------------------
 
     def take_sent(self) -> list[Entries]:
-        """What this rank has sent for the step under way, but 0 for parameters nobody has used."""
-        taken, self._sent = self._sent, []
-        for one in taken:
+        """What this rank has sent for the step under way, but 0 for parameters nobody has used.
+
+        To be emptied by whoever settles it. `discard` empties it too: of a step that was broken off
+        and dropped nothing is put back.
+        """
+        for one in self._sent:
             for part in self._unused:
                 is_unused = (one.places >= part.start) & (one.places < part.stop)
                 one.numbers.masked_fill_(is_unused, 0.0)
-        return taken
+        return self._sent
 
     @override
     def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
@@ -328,7 +331,8 @@ class SparseBucket(CompressedBucket):
         self.worker.commit()
         self.threshold.commit()
         self._is_counted = False
-        self._left_out = []
+        # A gather under way keeps its own.
+        self._sent, self._left_out = [], []
 
     @override
     def discard(self) -> None:
@@ -337,7 +341,8 @@ class SparseBucket(CompressedBucket):
         # What was due in that step is due in the next one.
         self.counts["reduce"] -= self._is_counted
         self._is_counted = False
-        self._sent, self._left_out = [], []
+        self._sent.clear()
+        self._left_out = []
 
     @override
     def detach(self) -> None:

@@ -321,7 +321,7 @@ class SparseExchange(WholeSparseExchange):
             return self._prepare(partial(self._pack, one))
         if one.is_sparse:
             # Of equal regions: all of it arrives.
-            one.take_sent()
+            one.take_sent().clear()
             one.count_words(one.spec.padded_numel // self.collectives.world_size)
         return partial(self._send_as_it_is, one)
 

@@ -210,12 +210,13 @@ class RegionBucket(SparseBucket):
         self._has_zeros = bool((numbers == 0).any())
         return places
 
-    def arrive(self, gathered: Tensor, sent: Sequence[Entries], is_nan: Tensor | None) -> None:
+    def arrive(self, gathered: Tensor, sent: list[Entries], is_nan: Tensor | None) -> None:
         """What owners have sent has come: writes it, and hears what they report.
 
         Args:
             gathered: See above.
             sent: By this rank in that step; what of it is not among it is to be sent once more.
+                Emptied.
             is_nan: Whether all of it is to be nan; None: it is not.
         """
         # In whatever context somebody reads a parameter.
@@ -227,6 +228,7 @@ class RegionBucket(SparseBucket):
                 if self._has_zeros:
                     has_arrived = one.are_among(selected, self.spec.padded_numel)
                 self.worker.settle(one, has_arrived)
+            sent.clear()
             heads = gathered[:, : 1 + self._num_told]
             counts = self.note_received(heads)
             self.tally.num_kept, self.tally.most_kept = sum(counts), max(counts)

@@ -160,7 +160,7 @@ class StaticBucket(SparseBucket):
         self._shown = torch.cat([part.places for part in parts]).long().sort().values
         return self._shown
 
-    def arrive(self, gathered: Tensor, sent: Sequence[Entries], is_nan: Tensor | None) -> None:
+    def arrive(self, gathered: Tensor, sent: list[Entries], is_nan: Tensor | None) -> None:
         """What owners have sent has come: see `RegionBucket`."""
         end = self.spec.padded_numel
         # In whatever context somebody reads a parameter.
@@ -168,6 +168,7 @@ class StaticBucket(SparseBucket):
             selected = self.write(gathered)
             for one in sent:
                 self.worker.settle(one, one.are_among(selected, end))
+            sent.clear()
             counts = torch.stack([(part.places < end).sum() for part in _parts(gathered)])
             self.tally.num_kept, self.tally.most_kept = counts.sum(), counts.max()
             self.count_words(gathered.shape[1])
