@@ -6,6 +6,7 @@ the end of the interpreter, as a script does.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_dear.collectives.factory import new_collectives
+
+@atexit.register
+def _check_ended() -> None:
+    """Leaves with 3 if a group is left, which may abort the process, or may not."""
+    if dist.is_initialized():
+        os._exit(3)
+
+
+# Last in, first out: what the package registers must run before the check.
+from lightning_dear.collectives.factory import new_collectives  # noqa: E402
 
 
 def main(folder: Path, jobs: int) -> None:
