@@ -28,6 +28,7 @@ class Background:
         self._name = name
         self._todo: _Todo = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Runs `call` in the thread, when it has run what was given before. Does not block.
@@ -36,23 +37,30 @@ class Background:
             Has `call`'s result, or raises what it has raised.
         """
         future: Future[Any] = Future()
-        if self._thread is None:
-            # A daemon, since what it waits for may never come, and must not keep the process alive.
-            self._thread = threading.Thread(
-                target=_run, args=(self._todo,), name=self._name, daemon=True
-            )
-            self._thread.start()
-            # The thread holds the queue and not `self`, so that `self` can go, which ends it.
-            weakref.finalize(self, self._todo.put, None)
-        self._todo.put(partial(_run_one, call, future))
+        with self._lock:
+            if self._thread is None:
+                # A daemon, as what it waits for may never come, and must not keep the process
+                # alive. It holds the queue and not `self`, so that `self` can go, which ends it.
+                self._todo = queue.SimpleQueue()
+                self._thread = threading.Thread(
+                    target=_run, args=(self._todo,), name=self._name, daemon=True
+                )
+                self._thread.start()
+                weakref.finalize(self, self._todo.put, None)
+            self._todo.put(partial(_run_one, call, future))
         return future
 
     def finish(self) -> None:
-        """Blocks until all has ended, and ends the thread."""
-        if self._thread is not None:
+        """Blocks until all that was given before has ended, and ends the thread.
+
+        What another thread gives meanwhile is run by a new one.
+        """
+        with self._lock:
+            thread, self._thread = self._thread, None
+            # Within the lock: behind the end nothing would be run.
             self._todo.put(None)
-            self._thread.join()
-            self._thread = None
+        if thread is not None:
+            thread.join()
 
 
 def _run(todo: _Todo) -> None:

@@ -91,7 +91,9 @@ class GroupCollectives(Collectives):
             for work in waits:
                 work.wait()
 
-        observed = self.observer(lane, name, arrive) if self.observer and waits else arrive
+        # Read once: a thread that gathers may be here when a recording ends.
+        observe = self.observer
+        observed = observe(lane, name, arrive) if observe and waits else arrive
         work = Work(observed, finish)
         work.is_done = not waits and finish is None
         return work

@@ -65,9 +65,10 @@ class HostClock:
 
     def finish(self) -> None:
         """See `Clock`; ends the threads."""
-        for thread in self._threads.values():
+        # Another thread may begin a lane meanwhile; that one ends by itself.
+        threads, self._threads = self._threads, {}
+        for thread in threads.values():
             thread.finish()
-        self._threads.clear()
 
 
 class StreamClock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -36,3 +37,24 @@ def test_its_thread_starts_with_the_first_call_and_ends_with_it() -> None:
     del background
     thread.join(timeout=5)
     assert not thread.is_alive()
+
+
+@pytest.mark.timeout(20)
+def test_what_is_given_while_it_ends_is_run() -> None:
+    background, entered, leave = Background("test"), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        entered.set()
+        assert leave.wait(5)
+
+    background.submit(slow)
+    assert entered.wait(5)
+    ending = threading.Thread(target=background.finish)
+    ending.start()
+    time.sleep(0.1)  # until it waits for the thread
+    late = background.submit(lambda: 7)
+    leave.set()
+    assert late.result(5) == 7
+    ending.join(5)
+    assert not ending.is_alive()
+    background.finish()
