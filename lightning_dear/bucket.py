@@ -83,7 +83,7 @@ class Bucket:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether this rank steps all of it: the only rank, or an all-reduced bucket."""
+        """Whether this rank steps all of it: one rank, an all-reduced bucket, or gathered sums."""
         return self.replica.numel() == self.parameters.numel()
 
     def publish(self) -> None:

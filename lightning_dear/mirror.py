@@ -4,7 +4,7 @@
 that a strategy derived from the one is none to the other's Trainer. Lightning makes its second copy
 by rewriting imports before a release; here that happens when a module is imported:
 `lightning_dear.pytorch_lightning.strategy` is `strategy/` with `lightning.pytorch` read as
-`pytorch_lightning`, and so on for every room in `MIRRORED`. The others know only torch and exist
+`pytorch_lightning`, and so on for every folder in `MIRRORED`. The others know only torch and exist
 once. Files, line numbers and sources in tracebacks are those of the original; classes have a module
 that can be imported, so they can be pickled.
 
@@ -29,7 +29,7 @@ from typing_extensions import override
 from lightning_dear.moved import AliasLoader
 
 MIRRORED = ("callbacks", "fabric", "strategy")
-"""The rooms that import Lightning, themselves or through each other."""
+"""The folders that import Lightning, themselves or through each other."""
 
 _PACKAGE = "lightning_dear"
 _MIRROR = "lightning_dear.pytorch_lightning"

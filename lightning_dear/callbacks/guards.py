@@ -1,4 +1,4 @@
-"""Completes parameters before callbacks that might read them where no gate can see it."""
+"""What hooks of the user's read: parameters are completed, and gradients gathered, in front."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Two process groups of our own, one for reduce-scatters and one for all-gathers, so that the host's
 collectives on the default group (Lightning broadcasts a flag before every batch) never queue
 behind ours, nor ours behind theirs. On gloo `gloo.py` uses them, on NCCL `nccl.py`, with a third
-group, gloo's, for objects: ranks must meet in it whatever NCCL is still waiting for. Besides these,
-`process_groups.py` and `store.py`, no module that trains talks to torch.distributed.
+group, gloo's, for objects: ranks must meet in it whatever NCCL is still waiting for.
 """
 
 from __future__ import annotations

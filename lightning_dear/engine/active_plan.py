@@ -55,7 +55,7 @@ class ActivePlan:
         Local; waits only for the device, where counts of `OkTopk` in mode "static" are read.
 
         "compression_ratio": bytes of both halves without it, over those with it; of sparse
-        all-reduces, whose messages differ from step to step, what is usual (of `topkdsa` the most).
+        all-reduces, whose messages differ from step to step, what is usual.
         "residual_norm": 2-norm of what this rank has still to send; with feedback at a rate, its
         residuals over the rate; of sparse all-reduces without what is on its way, of which a part
         may come back. "lag": 2-norm of how far parameters are behind this rank's shards, over that
@@ -241,7 +241,7 @@ def activate(
     """Makes all that `plan` needs. Local.
 
     Mutates each parameter's `data`: values stay, storage changes. `first_number`: see
-    `Exchange`; `on_arrival`: `ParameterGatherer`; `loss_scale`: `CodedExchange`.
+    `Exchange`; `on_arrival`: `ParameterGatherer`; `loss_scale`: `LossScale`.
     """
     number, num_shards = options.shards(collectives)
     uses_buckets = options.uses_buckets(collectives)

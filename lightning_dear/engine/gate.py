@@ -16,7 +16,7 @@ from typing_extensions import override
 
 
 class ParameterGate(dict[str, Any]):
-    """Stands in for `module._parameters` until `open_gate` has put `plain` back.
+    """Stands in for `module._parameters` until `remove_gate` has put `plain` back.
 
     Holds the same items, so that C-level reads find the right tensors (though without a wait).
 

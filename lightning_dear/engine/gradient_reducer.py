@@ -38,7 +38,7 @@ class _Round:
 
 
 class GradientReducer:
-    """Collects gradients and launches reduce-scatters in plan order.
+    """Collects gradients and launches reduce-scatters in reduce order.
 
     Gradients reach their owners in rounds. Usually there is one: every bucket is launched in
     backward, and `reduce` waits. What arrives after a bucket was launched, or after a `reduce`, is

@@ -4,7 +4,7 @@
        |______ during backward ______|      |__ once a step __|     |_ during the next forward _|
 
 1. backward: every gradient is copied into its bucket; a full bucket's reduce-scatter is launched,
-   in plan order (`gradient_reducer.py`).
+   in reduce order (`gradient_reducer.py`).
 2. step: when the last reduce-scatter is in, the user's optimizer steps this rank's shards bucket by
    bucket, in the order in which forward needs them, and each bucket's all-gather is launched as
    soon as it is stepped (`optimizers/sharded.py`).

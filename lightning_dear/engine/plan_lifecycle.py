@@ -39,7 +39,7 @@ class PlanLifecycle:
     Args:
         module: Mutated with each plan: parameters become views of its flat buffers.
         stepper: Gets each plan's pieces, and the state between two plans.
-        number: Position of the optimizer among the pipeline's.
+        number: Of the optimizer among all whose pipelines share process groups.
         collectives: Over which ranks agree.
         fusion: Makes the plan from the recorded first step.
         options: What travels, and how.
@@ -53,7 +53,7 @@ class PlanLifecycle:
         active: The plan at work; None while the first step is recorded.
         recording: What was seen in the recorded step; None before its end.
         trained: What the optimizer trains.
-        number: Position of the optimizer among the pipeline's.
+        number: Of the optimizer among all whose pipelines share process groups.
         fusion: Makes the first plan.
         codec: What encodes in place of the configured codec; None for that one.
         residuals: What encoding has left to be sent.

@@ -82,7 +82,7 @@ class _Backward(Enum):
 
     NONE = "no backward of ours"
     LOCAL = "a backward after which more of the same step follow"
-    LAST = "a backward whose gradients are sent while it runs"
+    LAST = "a backward whose gradients are sent: while it runs, or before the step"
 
 
 class Sending(Enum):
@@ -102,7 +102,7 @@ class OptimizerPipeline:
     Args:
         module: Mutated from the first step on: parameters become views of flat buffers.
         optimizer: Mutated: hooks, and `zero_grad`.
-        number: Position among the pipeline's optimizers.
+        number: Of the optimizer among all whose pipelines share process groups.
         collectives: What moves the bytes.
         fusion: Makes the plan from the recorded first step.
         instruments: Told of every wait.
@@ -267,7 +267,7 @@ class OptimizerPipeline:
                 self._enter(StepState.ACCUMULATING)
             return
         if self._backward is _Backward.NONE and self.state in _MEANS_ARE_THERE:
-            # Perhaps on this rank only: `reduce` asks the others.
+            # Perhaps on this rank only: the step asks the others.
             self._interrupted = self.state
             self._enter(StepState.REOPENED)
         elif self.state not in _ARE_ON_THEIR_WAY:

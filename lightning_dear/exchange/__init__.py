@@ -31,8 +31,8 @@ def new_exchange(
     """The exchange that `options` ask for, of the buckets in `flat`.
 
     `codecs`: what the tensors of each bucket are configured to be encoded by, row by row;
-    `uncompressed`: numbers of buckets that travel as they are all the same; see `LowRankExchange`
-    for the rest.
+    `uncompressed`: numbers of buckets that travel as they are all the same; `first_number`: see
+    `Exchange`; `loss_scale`: `LossScale`.
     """
     dense = DenseExchange(collectives, first_number, is_of_gradients=options.is_of_gradients)
     codec = options.codec

@@ -5,7 +5,7 @@
     mean = P Q^T, on every rank; residual = M - P Q^T of this rank's own Q
 
 A bucket's P is sent when the bucket is full. After backward the Qs follow, each made while those
-before travel. All ranks keep one order: every P in plan order, then every Q in plan order.
+before travel. All ranks keep one order: every P in reduce order, then every Q in it.
 
 Nothing in backward may wait for another rank, not even for a P. Backward can have collectives of
 its own (SyncBatchNorm's). A rank that waits in one fills no more buckets until all ranks are there;
@@ -258,7 +258,7 @@ class LowRankExchange(CompressedExchange):
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
         """Encodes the bucket's first message.
 
-        To be called for all buckets, in plan order, before the first of them is waited for: that
+        To be called for all buckets, in reduce order, before the first of them is waited for: that
         wait sends the second messages of all.
         """
         low = self.coded[bucket.number]

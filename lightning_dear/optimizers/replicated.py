@@ -69,6 +69,8 @@ class ReplicatedOptimizer(OptimizerShards):
     def run(self, order: Iterable[int]) -> Iterator[Sequence[int]]:
         """Yields the buckets whose mean gradients are to be gathered; steps none of them.
 
+        In the order of their numbers, whatever `order` is.
+
         Leaves to the call of `optimizer.step` that is under way what is whole already. Whoever
         iterates calls `restore` if anything raises.
         """

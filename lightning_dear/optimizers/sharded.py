@@ -238,7 +238,7 @@ class ShardedOptimizer(OptimizerShards):
     """Steps the user's optimizer on the pieces, bucket by bucket within one call of its `step`.
 
     `optimizer.step(closure)` keeps its meaning for whoever calls it: the closure runs once, then
-    `OptimizerPipeline` reduces, then every bucket is stepped, in plan order, with the group's
+    `OptimizerPipeline` reduces, then every bucket is stepped, in gather order, with the group's
     options at that moment. The class's own step runs for each run of buckets but the last (`run`).
     The pieces of the last one are left in the groups for the call under way, which `finish` ends.
 

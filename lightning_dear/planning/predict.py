@@ -205,8 +205,8 @@ def predict(
 ) -> Prediction:
     """The steady-state step of `plan`. Padding is encoded, sent and decoded, and not stepped.
 
-    Backward: reduce-scatters and all-reduces in plan order, each launched when its last gradient is
-    there, and early gathers in their order, each launched when its bucket is reduced; the link
+    Backward: reduce-scatters and all-reduces in reduce order, each launched when its last gradient
+    is there, and early gathers in their order, each launched when its bucket is reduced; the link
     takes what was launched first. Then the step, bucket by bucket, each other all-gather when its
     bucket is stepped (the steps of early buckets are counted here too); last those buckets that are
     all-reduced, of which a rank steps all instead of its share. Then forward, which stands still at
@@ -214,7 +214,7 @@ def predict(
 
     A codec takes turns with what else is computed: buckets are encoded before their launch, which
     delays all later gradients; after backward they are decoded and summed one after the other, in
-    plan order; a stepped shard is encoded before its gather, and what was gathered is decoded at
+    reduce order; a stepped shard is encoded before its gather, and what was gathered is decoded at
     the first read, which delays all later ones, as do steps that are made there. Codecs are not
     for plans with early or all-reduced buckets. What a codec's costs do not show is added to the
     step.

@@ -23,7 +23,6 @@ best: as NCCL: rings for halves; for all-reduces a ring or trees, whichever is f
 """
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-Half = Literal["reduce_scatter", "all_gather"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ Neither half waits for another rank but for what it sums and writes: regions, th
 shares of k follow from what messages of the step before have told. Only now and then ranks wait for
 each other in between, for histograms. On gloo messages are as long as what is in them, and say so.
 
-Its baselines give every rank the whole mean in backward, and gather nothing.
+TopK-DSA sums in regions, too, and gathers all of the sums; Gaussian-k selects by a threshold of its
+own. Two baselines give every rank the whole mean in backward, and gather nothing:
 
     gradients / P + residual -> selection -> to all ranks -> sum, on every rank          (TopkA)
     gradients / P + residual -> selection -> up a tree, k of the sums -> back down it    (gTopk)

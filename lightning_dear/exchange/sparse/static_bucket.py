@@ -60,7 +60,7 @@ class StaticBucket(SparseBucket):
 
     @override
     def select(self, waiting: Tensor) -> Entries:
-        """The k largest of `waiting`, these first; zeros are not."""
+        """The k largest of `waiting`, by falling size; fewer where others are zero."""
         step = self._begin()
         self.are_regions_due = self.sparse.are_regions_due(step) or not self.has_regions
         # Its owner does not know where its region is, and has nothing of others'.
