@@ -216,8 +216,8 @@ CODED = [
     Mutation(
         "the same places on all ranks for random-k",
         "CodedBucket._encode",
-        '            is_private = self.codec.randomness == "private"\n',
-        "            is_private = True\n",
+        '            seed = self._seed_of(f"turns {self.stream}") + turn\n',
+        '            seed = self._seed_of(f"turns {self.stream}") + turn + id(self)\n',
         (f"{BITS}::test_every_codec_leaves_the_same_bits_on_all_ranks",),
     ),
     Mutation(
