@@ -131,6 +131,9 @@ class DGC(TopK):
     that v was sent (3.3, momentum factor masking). The optimizer must have no momentum of its own,
     and no weight decay, which belongs into u.
 
+    Owners select `density` of the sums again, with plain feedback, so that bytes do not grow with the
+    number of ranks. (Lin et al. send everybody all that any rank has selected.)
+
     What waits grows as momentum does, so that a number waits about 1 / (1 - m) steps longer than
     with `TopK`, at most. With a density of 1 nothing waits, and nothing is masked: SGD with
     momentum.
@@ -139,7 +142,7 @@ class DGC(TopK):
         density: The last one, once the ramp is over.
         momentum: m, in [0, 1).
         clip_norm: Largest 2-norm of a rank's own gradient of a tensor, > 0; None: gradients are not
-            clipped.
+            clipped. (Lin et al. clip to 1 / sqrt(number of ranks) of what the mean is clipped to.)
         warm_up_steps: Steps over which the density goes through `RAMP` (3.3), at least 0.
     """
 
