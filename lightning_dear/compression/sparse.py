@@ -131,8 +131,8 @@ class DGC(TopK):
     that v was sent (3.3, momentum factor masking). The optimizer must have no momentum of its own,
     and no weight decay, which belongs into u.
 
-    Owners select `density` of the sums again, with plain feedback, so that bytes do not grow with the
-    number of ranks. (Lin et al. send everybody all that any rank has selected.)
+    Owners select `density` of the sums again, with plain feedback, so that bytes do not grow with
+    the number of ranks. (Lin et al. send everybody all that any rank has selected.)
 
     What waits grows as momentum does, so that a number waits about 1 / (1 - m) steps longer than
     with `TopK`, at most. With a density of 1 nothing waits, and nothing is masked: SGD with
