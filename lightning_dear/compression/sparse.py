@@ -311,5 +311,5 @@ def _draw(rows: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Te
     lengths = bounds.diff()
     # Integers: a fp32 number in [0, 1) reaches only 2^24 of a long stratum's places.
     # So many more than places that the remainder favours none of them noticeably.
-    drawn = torch.randint(2**62, (k,), generator=drawing, device=rows.device)
-    return bounds[:-1] + (drawn + turn) % lengths, lengths
+    drawn = torch.randint(turn, 2**62 + turn, (k,), generator=drawing, device=rows.device)
+    return bounds[:-1] + drawn % lengths, lengths

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_dear.compression import RandomK
+from lightning_dear.compression.codec import Randomness
 from lightning_dear.planning import SingleFusion
 from tests.distributed.harness import distributed
+from tests.engine.test_parity import assert_equal_on_all_ranks
 from tests.exchange.test_coded import coded
 from tests.training.linear import Run
 from tests.training.models import weights
@@ -76,6 +81,24 @@ def test_steps_that_are_not_made_take_no_turn() -> None:
     assert torch.equal(_places(plain), _places(other))
     kept = other.part.plans.residuals.taken().kept["owner", "residual"].values()
     assert not any(bool(one.any()) for one in kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DrawsAnew(RandomK):
+    """Draws for each half for itself, as codecs may that all ranks draw alike for."""
+
+    randomness: ClassVar[Randomness] = "shared"
+
+
+@distributed(world_sizes=(2,))
+def test_who_asks_for_other_draws_in_both_halves_gets_them() -> None:
+    run = Run(coded(_DrawsAnew(density=0.3)), SingleFusion())
+    for _ in range(4):
+        run.step()
+    assert run.error() <= 1e-5
+    assert_equal_on_all_ranks(([weights(run.model)], []))
+    kept = run.part.plans.residuals.taken().kept["owner", "residual"].values()
+    assert any(bool(one.any()) for one in kept)
 
 
 def _places(run: Run) -> Tensor:
