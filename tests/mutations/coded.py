@@ -237,7 +237,7 @@ CODED = [
     ),
     Mutation(
         "going through all places in turn",
-        "_draw",
+        "compression:_draw",
         "torch.randint(turn, 2**62 + turn, (k,)",
         "torch.randint(2**62, (k,)",
         ("tests/compression/test_sparse.py::test_every_number_has_its_turn",),
