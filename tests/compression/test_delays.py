@@ -106,6 +106,7 @@ def test_numbers_wait_for_mean_over_density_times_size(kind: str) -> None:
         if isinstance(made, Codec):
             steps = _sent_by(made, gradient, num_steps)
         else:
+            assert isinstance(made, SparseAllReduce)
             steps = _selected_by(made, gradient, num_steps)
         waited = _longest(steps)
         # A threshold of a normal distribution may leave a few of k.
