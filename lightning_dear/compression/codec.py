@@ -32,9 +32,15 @@ Lag = Literal["small", "large", "unbounded"]
 """How far replicas stay behind the owner's parameters if differences are encoded, which is what
 gather="parameters" does: about 1 % of the weights' norm or less, more, or ever more."""
 
-Randomness = Literal["none", "private", "shared"]
-"""Which generator a codec is given: none, one of each rank's own, or one in the same state on all
-ranks, in `encode` and in the `decode` that belongs to it."""
+Randomness = Literal["none", "private", "shared", "turns"]
+"""Which generator a codec is given.
+
+none: None.
+private: One of each rank's own.
+shared: One in the same state on all ranks, in `encode` and in the `decode` that belongs to it.
+turns: As shared, and the same in both halves of a step. Its initial seed is one more in each step,
+so that whoever draws places can go through all of them in turn.
+"""
 
 HALVES = ("both", "reduce", "gather")
 """Names of what may be encoded: both halves of an exchange, or one of them."""
@@ -70,6 +76,9 @@ class Compressor(ABC):
     Attributes:
         name: In the table of compressors.
         brings_momentum: Whether momentum is kept for it, so that the optimizer must have none.
+        takes_weight_decay: Whether weight decay that the optimizer adds to what has arrived has as
+            much effect, beside gradients, as under SGD with that momentum.
+        overflows: What else than inf counts as inf, and what to do about it; a sentence, or empty.
         all_reduces: Whether every rank gets the whole mean in backward, and nothing is gathered.
         halves: What is compressed: "both" halves of an exchange, or one of them.
         lag: See `Lag`; what is true where nothing else is known.
@@ -89,6 +98,7 @@ class Compressor(ABC):
     all_reduces: ClassVar[bool] = False
     is_identity: ClassVar[bool] = False
     has_density: ClassVar[bool] = False
+    overflows: ClassVar[str] = ""
 
     error_feedback: bool | None = None
     allow_biased: bool = False
@@ -145,6 +155,12 @@ class Compressor(ABC):
     def brings_momentum(self) -> bool:
         """See the class."""
         return False
+
+    @property
+    def takes_weight_decay(self) -> bool:
+        """See the class."""
+        # Velocity adds up to 1 / (1 - momentum) times a gradient; decay outside it does not.
+        return not self.brings_momentum
 
     @property
     def is_scattered(self) -> bool:
@@ -245,7 +261,8 @@ class Codec(Compressor):
             sum is decoded. False is right for any codec: what each rank sends is decoded, and that
             is summed.
         largest: What larger numbers are clipped to. Under a loss scale they count as inf, so that
-            it becomes smaller.
+            it becomes smaller. Without one twice that does, with feedback: what is left of a number
+            must fit into the next step, or one spike would be sent for many.
         block_size: Elements that share statistics. A row that is cut at multiples of it decodes to
             the same numbers. None: the whole row.
         clip_norm: Largest 2-norm of a rank's own gradient of a tensor; None: any.
@@ -286,6 +303,11 @@ class Codec(Compressor):
     def encodes(self, half: str) -> bool:
         """Whether the "reduce" or the "gather" half is encoded."""
         return self.halves in ("both", half)
+
+    @property
+    def of_means(self) -> Codec:
+        """What encodes the "gather" half."""
+        return self
 
     @override
     def check_with(self, setting: Setting) -> None:

@@ -27,6 +27,9 @@ class _BlockIntegers(BlockCodec):
     than the element, so that with blocks of B elements
     |C(x) - x|^2 <= (B - 1) / (4 L^2 + B - 1) |x|^2.
 
+    With feedback an element whose gradient stays g, below s / 2, is sent as 0 until its residual
+    is s / 2: it waits for at most s / |g| steps.
+
     s is never less than the smallest normal number: blocks of zeros and denormals need no case of
     their own. It is never so large that L s overflows.
     """

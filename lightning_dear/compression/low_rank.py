@@ -24,7 +24,8 @@ class PowerSGD(Compressor):
 
     So C(M) = P P^T M, a projection, where M is the mean itself: |C(M) - M| <= |M| (norms of all
     elements), and C(M) = M once Q spans the rows of an M of rank r or less. That holds as long as
-    |M| is an fp32 number, since the elements of P and Q may be as large.
+    |M| is an fp32 number, since the elements of P and Q may be as large. Where any of a bucket's
+    numbers is so large that some |M| might be none, it counts as inf.
 
     Both means are all-reduces, of P in backward and of Q after it, so that every rank has the whole
     mean gradient and all optimizer state; nothing is gathered. A tensor of more than two dimensions
@@ -43,6 +44,7 @@ class PowerSGD(Compressor):
     name: ClassVar[str] = "powersgd"
     kind: ClassVar[Kind] = "contractive"
     all_reduces: ClassVar[bool] = True
+    overflows: ClassVar[str] = " Numbers whose products might overflow count as inf."
 
     rank: int = 4
     min_saving: float = 2.0

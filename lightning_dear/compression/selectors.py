@@ -59,7 +59,9 @@ def exact(rows: Tensor, k: int) -> Tensor:
 
 def sampled(rows: Tensor, k: int) -> Tensor:
     """Those above the threshold that a strided sample gives, as in DGC (Lin et al. 2018, 5)."""
-    return first_above(rows, sampled_floor(rows, k), k)
+    # Where all are wanted, no sample knows the smallest.
+    floor = torch.zeros_like(rows[:, :1]) if k == rows.shape[1] else sampled_floor(rows, k)
+    return first_above(rows, floor, k)
 
 
 def sidco(rows: Tensor, k: int) -> Tensor:

@@ -181,6 +181,12 @@ class Signum(SignSGD):
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum of signum must be in [0, 1), got {self.momentum!r}.")
 
+    @property
+    @override
+    def takes_weight_decay(self) -> bool:
+        # Votes are of one size whatever the momentum, and decay is added to them in any case.
+        return True
+
     @override
     def worker_memory(self, numel: int, device: torch.device) -> Memory:
         return RunningMean(numel, device, self.momentum)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -49,6 +49,11 @@ class TopK(Sparse):
     et al. 2018, "Sparsified SGD with memory", section 2). Threshold selectors find about k and may
     leave slots empty; these hold the value 0 and the place 0, and decoding adds, so that they
     change nothing.
+
+    With feedback a number whose gradient stays g waits until its residual is as large as what is
+    sent, about mean|g| / density: so for about mean|g| / (density |g|) steps. An average one has
+    its turn every 1 / density steps, one of a tenth of that size every 10 / density. In the second
+    half owners select in the same way of the sums that arrive.
 
     Args:
         selector: exact: `torch.topk`. sampled: threshold from a sample. sidco: threshold from a
@@ -123,13 +128,21 @@ class DGC(TopK):
     On the wire it is `TopK`. The rest is done before, by a `Velocity` in place of plain feedback; g
     is clipped to `clip_norm` (section 3.2), u = momentum u + g and
     v = v + u (3.2, momentum correction), v is encoded, and u and v become 0 where `sent_mask` says
-    that v was sent (3.3, momentum factor masking). The optimizer must have no momentum of its own.
+    that v was sent (3.3, momentum factor masking). The optimizer must have no momentum of its own,
+    and no weight decay, which belongs into u.
+
+    Owners select `density` of the sums again, with plain feedback, so that bytes do not grow with
+    the number of ranks. (Lin et al. send everybody all that any rank has selected.)
+
+    What waits grows as momentum does, so that a number waits about 1 / (1 - m) steps longer than
+    with `TopK`, at most. With a density of 1 nothing waits, and nothing is masked: SGD with
+    momentum.
 
     Args:
         density: The last one, once the ramp is over.
         momentum: m, in [0, 1).
         clip_norm: Largest 2-norm of a rank's own gradient of a tensor, > 0; None: gradients are not
-            clipped.
+            clipped. (Lin et al. clip to 1 / sqrt(number of ranks) of what the mean is clipped to.)
         warm_up_steps: Steps over which the density goes through `RAMP` (3.3), at least 0.
     """
 
@@ -157,6 +170,11 @@ class DGC(TopK):
             raise ValueError(
                 f"warm_up_steps must be an integer of at least 0, got {self.warm_up_steps!r}."
             )
+
+    @property
+    @override
+    def takes_weight_decay(self) -> bool:
+        return not self.momentum
 
     @override
     def worker_memory(self, numel: int, device: torch.device) -> Memory:
@@ -207,8 +225,8 @@ class Velocity(Memory):
     @override
     def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:
         codec = encoded.codec
-        if not isinstance(codec, TopK):
-            # A dense step is one of SGD with momentum.
+        if not isinstance(codec, TopK) or codec.density == 1:
+            # A dense step is one of SGD with momentum: nothing waits that could have become stale.
             self._next("residual", rows).zero_()
             return
         sent = torch.empty_like(rows, dtype=torch.bool)
@@ -225,16 +243,22 @@ class RandomK(Sparse):
     stratum one number travels, the same one in all rows of a call. (Stich et al. 2018, "Sparsified
     SGD with memory", section 2, draw k places of all.)
 
+    Each stratum is gone through from a place drawn at random, which is drawn anew every
+    ceil(numel / k) steps. So every number has its turn in so many steps, and waits for at most
+    2 ceil(numel / k) - 1 of them, however small it is. Both halves of a step send the same places:
+    at others the mean has nothing that has just arrived.
+
     Values at the same places add up, so that a reduce-scatter sums them on their way.
 
     Args:
         unbiased: False: numbers travel as they are; contractive, E|C(x) - x|^2 <= (1 - d) |x|^2
             with d = 1 / ceil(numel / k). True: each is multiplied by its stratum's length, so that
-            E[C(x)] = x; products beyond the largest float are held there.
+            E[C(x)] = x; products beyond the largest float are held there. The mean of such numbers
+            is sent as it is. What a hook has added to it elsewhere waits for its turn.
     """
 
     name: ClassVar[str] = "randomk"
-    randomness: ClassVar[Randomness] = "shared"
+    randomness: ClassVar[Randomness] = "turns"
     is_summable: ClassVar[bool] = True
 
     unbiased: bool = False
@@ -243,6 +267,13 @@ class RandomK(Sparse):
     @override
     def kind(self) -> Kind:
         return "unbiased" if self.unbiased else "contractive"
+
+    @property
+    @override
+    def of_means(self) -> Codec:
+        # At the same places again, where a second factor would be one too many.
+        is_second = self.unbiased and self.halves == "both"
+        return replace(self, unbiased=False, error_feedback=None) if is_second else self
 
     @override
     def wire_bytes(self, numel: int) -> int:
@@ -267,12 +298,18 @@ class RandomK(Sparse):
 
 
 def _draw(rows: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
-    """One place of each stratum, [k] int64, ascending, and the strata's lengths, [k] int64."""
+    """One place of each stratum, [k] int64, ascending, and the strata's lengths, [k] int64.
+
+    Seeds that follow each other give all places of a stratum before any comes again.
+    """
     if generator is None:
-        raise ValueError("randomk needs a generator: the same state in encode and in decode.")
+        raise ValueError("randomk needs a generator: the same seed in encode and in decode.")
+    longest = -(-rows.shape[1] // max(1, k))
+    number, turn = divmod(generator.initial_seed(), max(1, longest))
+    drawing = Generator(generator.device).manual_seed(number)
     bounds = torch.arange(k + 1, device=rows.device) * rows.shape[1] // max(1, k)
     lengths = bounds.diff()
     # Integers: a fp32 number in [0, 1) reaches only 2^24 of a long stratum's places.
     # So many more than places that the remainder favours none of them noticeably.
-    drawn = torch.randint(2**62, (k,), generator=generator, device=rows.device)
+    drawn = torch.randint(turn, 2**62 + turn, (k,), generator=drawing, device=rows.device)
     return bounds[:-1] + drawn % lengths, lengths

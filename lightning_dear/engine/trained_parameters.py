@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import storage_strides
@@ -275,7 +275,9 @@ def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOption
 
 
 def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
-    """Refuses momentum beside a compressor that keeps it. Cheap: a schedule may bring it any step.
+    """Refuses momentum, and decay that belongs into it, beside a compressor that keeps it.
+
+    Cheap: a schedule may bring it any step.
 
     Raises:
         ValueError: Naming the parameter group and what to use.
@@ -290,6 +292,15 @@ def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
                 f" parameter group {number} has momentum, too: gradients would be averaged twice."
                 " Use an optimizer without momentum, such as SGD(momentum=0), and schedules that"
                 " leave it so (OneCycleLR(cycle_momentum=False)), or another compressor."
+            )
+        is_decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay")
+        if group.get("weight_decay") and not (codec.takes_weight_decay or is_decoupled):
+            raise ValueError(
+                f"compressor={codec.name!r} keeps momentum itself, and {type(optimizer).__name__}'s"
+                f" parameter group {number} has weight_decay={group['weight_decay']:g}, which would"
+                " stay outside of it, and do less, by 1 - momentum, than beside an SGD with"
+                " momentum. Set weight_decay=0 and add that decay to the loss, whose gradient is"
+                " momentum's too: weight_decay / 2 * sum(p.square().sum() for p in parameters)."
             )
 
 

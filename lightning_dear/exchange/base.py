@@ -410,7 +410,8 @@ class CompressedExchange(Exchange):
                 return
             self._refusal = GradientsNotFinite(
                 "A rank's gradients have nan or inf in them, which"
-                f" compressor={self._codec.name!r} cannot send, or would keep. No weight has"
+                f" compressor={self._codec.name!r} cannot send, or would keep."
+                f"{self._codec.overflows} No weight has"
                 " changed, and no residual. Find the operation with Trainer(detect_anomaly=True),"
                 " or the hook that changes gradients; lower the learning rate or clip gradients, or"
                 " use precision='16-mixed', which leaves such steps out."

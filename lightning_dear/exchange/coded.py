@@ -109,6 +109,7 @@ class CodedBucket(CompressedBucket):
         reduction: What brings it to the owners; None: gradients travel as they are.
         votes: Whether gradients are voted on.
         is_sent_back: Whether what is gathered is encoded.
+        most: Larger numbers are refused, since more than one further step would have to send them.
     """
 
     codec: Codec
@@ -136,7 +137,7 @@ class CodedBucket(CompressedBucket):
             worker = keeps.worker_memory(numel, device)
         if options.encodes("gather") and not bucket.lags:
             # What differences of parameters have not brought is in the next ones.
-            owner = codec.owner_memory(numel // world_size, device)
+            owner = codec.of_means.owner_memory(numel // world_size, device)
         # What a plan does not encode keeps what it has, as in a dense step.
         super().__init__(bucket, codec if is_encoded else Fp32(), worker, owner, world_size)
         self._collectives, self._world_size = collectives, world_size
@@ -156,6 +157,7 @@ class CodedBucket(CompressedBucket):
             self.reduction = Reduction(self.codec, self._collectives, self.outgoing)
         self.votes = self._encodes_reduce and self.codec.votes
         self.is_sent_back = self._encodes_gather and not self.codec.is_identity
+        self.most = 2 * self.codec.largest if self.codec.has_feedback else math.inf
 
     @override
     def detach(self) -> None:
@@ -212,17 +214,23 @@ class CodedBucket(CompressedBucket):
 
     # --- the gather half ------------------------------------------------------------------------
 
-    def encode_gather(self, is_nan: Tensor | None) -> Sending:
+    def encode_gather(
+        self, is_nan: Tensor | None, look: Callable[[Tensor, float], None]
+    ) -> Sending:
         """Encodes this rank's row of `outgoing`, of the mean or the lag; mutates the mean.
 
         Args:
             is_nan: Whether all that is decoded becomes nan; many codecs cannot send it.
+            look: Told what is encoded, and `most`, where there is one.
         """
         # Once the shard has been stepped, nobody needs the mean.
         lags, mean = self.bucket.lags, self.bucket.mean
         mean = self.bucket.lag(mean) if lags else mean
         row = mean.view(1, -1).float()
         self.owner.compensate(row, None)
+        if self.most < math.inf:
+            # Nothing can take this step back: the next one is refused, on all ranks.
+            look(row, self.most)
         for part in self._own_unused:
             row[:, part].zero_()
         if lags:
@@ -280,15 +288,20 @@ class CodedBucket(CompressedBucket):
         return rows
 
     def _encode(self, half: str, rows: Tensor, wire: Tensor) -> Encoded:
+        codec = self.codec if half == "reduce" else self.codec.of_means
+        # Of steps that are made: several rounds of one add up at the same places.
+        turn = self.counts["gather" if self.is_sent_back else "reduce"]
         self.counts[half] += 1
         seed = None
-        if self.codec.randomness != "none":
+        if codec.randomness == "turns":
+            seed = self._seed_of(f"turns {self.stream}") + turn
+        elif codec.randomness != "none":
             # Of the count, so that a resumed run goes on.
             key = f"{half} {self.stream} {self.counts[half]}"
-            is_private = self.codec.randomness == "private"
+            is_private = codec.randomness == "private"
             seed = self._seed_of(f"{key} {self._collectives.rank}" if is_private else key)
-        encoded = Encoded(self.codec, seed)
-        self.codec.encode(rows, wire, encoded.generator(rows.device))
+        encoded = Encoded(codec, seed)
+        codec.encode(rows, wire, encoded.generator(rows.device))
         return encoded
 
 
@@ -346,7 +359,7 @@ class CodedExchange(CompressedExchange):
             self._look_for_inf(coded.clear_padding())
             return Sending(partial(self._dense.launch_reduce, bucket))
         rows = coded.compensated(scale)
-        self._look_for_inf(rows, math.inf if scale is None else coded.codec.largest)
+        self._look_for_inf(rows, coded.most if scale is None else coded.codec.largest)
         return coded.encode_reduce(reduction, rows, scale)
 
     @override
@@ -398,7 +411,7 @@ class CodedExchange(CompressedExchange):
         """Encodes this rank's shard, of the mean or the lag; what is returned sends it to all."""
         coded = self.coded[bucket.number]
         if coded.is_sent_back:
-            return self._prepare(partial(coded.encode_gather, self._is_nan))
+            return self._prepare(partial(coded.encode_gather, self._is_nan, self._look_for_inf))
         coded.flush()
         return partial(self._send_dense, coded, self._dense.prepare_gather(bucket))
 

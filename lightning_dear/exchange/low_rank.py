@@ -18,6 +18,7 @@ ahead of the device to find a P there. So backward hides the way of the Ps, not 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -82,6 +83,7 @@ class LowRankBucket(CompressedBucket):
 
     Attributes:
         messages: Of the next reduction.
+        largest: Of larger numbers, the sums of squares of all ranks might overflow.
     """
 
     messages: Messages
@@ -99,6 +101,7 @@ class LowRankBucket(CompressedBucket):
         # Every rank has the whole mean: no owner encodes it, or has anything to keep of that.
         super().__init__(bucket, codec, worker, Memory(0, device), world_size)
         self._factors: dict[int, Tensor] = {}
+        self._world_size = world_size
         # Apart until the step is made: one that a loss scale leaves out must not change factors.
         self._pending: dict[int, Tensor] = {}
         self._flat = bucket.mean
@@ -140,6 +143,8 @@ class LowRankBucket(CompressedBucket):
                 left = left.view(-1, factor.shape[1])
                 matrices[piece.tensor] = Matrix(where, left, right.view_as(factor))
         self.messages = Messages(first, second, matrices, dense)
+        most = torch.finfo(torch.float32).max / (2 * self._world_size)
+        self.largest = most / math.sqrt(self.spec.padded_numel) if matrices else math.inf
 
     @property
     @override
@@ -263,7 +268,7 @@ class LowRankExchange(CompressedExchange):
         """
         low = self.coded[bucket.number]
         # Factors of what is not finite may look finite.
-        self._look_for_inf(low.compensated(scale))
+        self._look_for_inf(low.compensated(scale), low.largest)
         messages = low.encode_first()
         launch = partial(self._launch_first, low, messages, scale)
         return Sending(launch, partial(low.decode, messages))

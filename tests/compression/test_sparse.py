@@ -136,17 +136,44 @@ def test_randomk_keeps_its_share_on_average() -> None:
     assert abs(errors.mean() - 0.9) <= 5 * errors.std() / 20
 
 
-def test_randomk_advances_generators_alike() -> None:
-    codec, ours, theirs = RandomK(), torch.Generator(), torch.Generator()
-    some, came_back = torch.ones(1, 1000), torch.empty(1, 1000)
-    wire = torch.empty(1, codec.wire_bytes(1000), dtype=torch.uint8)
-    sent = []
-    for _ in range(2):
-        codec.encode(some, wire, ours.manual_seed(1) if not sent else ours)
-        codec.decode(wire, came_back, theirs.manual_seed(1) if not sent else theirs)
-        assert torch.equal(ours.get_state(), theirs.get_state())
-        sent.append(came_back.clone())
-    assert not torch.equal(*sent), "two calls drew the same places"
+@pytest.mark.parametrize("numel", [1, 7, 65, 1000])
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.3, 0.5, 1.0])
+def test_every_number_has_its_turn(density: float, numel: int) -> None:
+    """In rounds of ceil(numel / k) steps all of them, and in another order in each round."""
+    codec, first = RandomK(density=density), 2**55 + 12345
+    longest = -(-numel // codec.entries(numel))
+    begin = -first % longest
+    sent = torch.cat(
+        [
+            round_trip(codec, torch.ones(1, numel), first + begin + step)
+            for step in range(6 * longest)
+        ]
+    )
+    rounds = sent.split(longest)
+    # A stratum that is one number shorter than the longest gives one of them twice.
+    assert all(bool((one.sum(0) >= 1).all()) and one.sum(0).max() <= 2 for one in rounds)
+    if numel % codec.entries(numel) == 0:
+        assert all(bool((one.sum(0) == 1).all()) for one in rounds)
+    for place in range(numel):
+        gaps = sent[:, place].nonzero()[:, 0].diff()
+        assert gaps.numel() == 0 or int(gaps.max()) <= 2 * longest - 1
+    if longest > 5 and numel > 500:
+        assert not any(map(torch.equal, rounds[:-1], rounds[1:]))
+
+
+def test_randomk_leaves_the_generator_alone() -> None:
+    generator = torch.Generator().manual_seed(5)
+    before, codec = generator.get_state(), RandomK()
+    codec.encode(torch.ones(1, 4), torch.empty(1, 4, dtype=torch.uint8), generator)
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_what_encodes_means_multiplies_nothing_again() -> None:
+    assert RandomK().of_means == RandomK()
+    for halves, again in (("both", False), ("reduce", True), ("gather", True)):
+        codec = RandomK(unbiased=True, error_feedback=False, halves=halves)
+        assert codec.of_means == RandomK(unbiased=again, halves=halves) or again
+        assert (codec.of_means is codec) is again
 
 
 def test_randomk_asks_for_a_generator() -> None:

@@ -112,8 +112,8 @@ def _check_resume(gather: str, num_steps: int) -> None:
     for codec in LAGGING if gather == "parameters" else ALL:
         options = coded(codec, gather)
         model = build("mlp")
-        # DGC and signum bring momentum.
-        kind = "adagrad" if codec.brings_momentum else "adamw"
+        # DGC and signum bring momentum, into which weight decay belongs.
+        kind = "rprop" if codec.brings_momentum else "adamw"
         optimizer = optimizer_for(kind, model)
         pipeline = new_pipeline(model, optimizer, options=options)
         train_steps(pipeline, model, first)

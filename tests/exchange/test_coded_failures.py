@@ -24,6 +24,7 @@ from lightning_dear.compression import (
     Int4,
     Int8,
     LoCo,
+    OkTopk,
     PowerSGD,
     RandomK,
     SignSGD,
@@ -232,6 +233,50 @@ def test_a_loss_scale_hears_of_what_a_codec_would_clip() -> None:
             run.optimizer.step()
 
 
+@distributed(world_sizes=(1, 2))
+def test_a_spike_that_would_be_sent_for_many_steps_is_refused() -> None:
+    """Of half precision 65504 at a time; or it would outweigh all gradients of those steps."""
+    _assert_refused(Fp16(), partial(_backward_of_inf, value=1e8), "inf in them.*65504.*'bf16'")
+
+
+def _step_with(run: Run, value: float, num_steps: int = 1) -> None:
+    gradients = [torch.full_like(one, value) for one in gradients_of(0, 0) if one is not None]
+    for _ in range(num_steps):
+        with run.pipeline.forward():
+            loss = run.model(gradients)
+        with run.pipeline.backward():
+            loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@distributed(world_sizes=(1, 2))
+def test_what_one_more_step_can_send_is_sent() -> None:
+    """With twice the range nothing is refused, and nothing is lost."""
+    run = Run(ExchangeOptions("gradients", codec=Fp16()))
+    for value in (100000.0, 0.0, 0.0):
+        _step_with(run, value)
+    run.pipeline.complete_parameters()
+    for weight in weights(run.model):
+        torch.testing.assert_close(weight, torch.full_like(weight, -100000.0), rtol=1e-5, atol=0)
+
+
+@distributed(world_sizes=(1, 2))
+def test_what_piles_up_is_refused_where_ranks_cannot_see_it_alone() -> None:
+    """With two ranks each sends half of it, and owners keep what does not fit."""
+    run = Run(ExchangeOptions("gradients", codec=Fp16()))
+    with pytest.raises(RuntimeError, match="inf in them.*65504"):
+        _step_with(run, 120000.0, num_steps=5)
+
+
+@distributed(world_sizes=(1,))
+def test_what_is_clipped_on_purpose_is_not_refused() -> None:
+    run = Run(ExchangeOptions("gradients", codec=Fp16(**WITHOUT_FEEDBACK)))
+    _step_with(run, 1e8)
+    run.pipeline.complete_parameters()
+    assert all(bool((weight == -65504).all()) for weight in weights(run.model))
+
+
 @distributed(world_sizes=(2,))
 def test_huge_gradients_are_not_inf() -> None:
     """Their sum, or the sum of their squares, would be."""
@@ -321,6 +366,46 @@ def test_momentum_is_found_under_all_its_names(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"averaged twice.*OneCycleLR\(cycle_momentum=False\)"):
         check_momentum(optimizer, options)
     check_momentum(optimizer, ExchangeOptions("gradients", codec=Int8()))
+
+
+def test_weight_decay_that_belongs_into_momentum_is_refused() -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    decaying = torch.optim.SGD([weight], lr=0.1, weight_decay=0.01)
+    for codec in (DGC(), OkTopk(momentum=0.5)):
+        options = ExchangeOptions("gradients", codec=codec)
+        with pytest.raises(ValueError, match="weight_decay=0.01, which would stay outside.*loss"):
+            check_momentum(decaying, options)
+        # Which stays outside of momentum everywhere.
+        check_momentum(torch.optim.AdamW([weight], betas=(0.0, 0.9)), options)
+        check_momentum(torch.optim.SGD([weight], lr=0.1), options)
+    for other in (DGC(momentum=0.0), OkTopk(), Signum(), TopK(), Int8()):
+        check_momentum(decaying, ExchangeOptions("gradients", codec=other))
+
+
+@distributed(world_sizes=(1, 2))
+def test_decay_in_the_loss_is_that_of_sgd_with_momentum() -> None:
+    """What the refusal names instead."""
+    ours, theirs = (_decayed(codec) for codec in (DGC(density=1.0), None))
+    for one, other in zip(ours, theirs, strict=True):
+        slack = 1e-5 * float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=slack)
+
+
+def _decayed(codec: DGC | None) -> list[Tensor]:
+    run = Run(ExchangeOptions("gradients", codec=codec), momentum=0.0 if codec else 0.9)
+    weight_decay, own = 0.05, list(run.model.parameters())
+    run.optimizer.param_groups[0].update(lr=0.1, weight_decay=0.0 if codec else weight_decay)
+    for step in range(6):
+        with run.pipeline.forward():
+            loss = run.model(gradients_of(step, dist.get_rank()))
+            if codec:
+                loss = loss + weight_decay / 2 * sum(p.square().sum() for p in own)
+        with run.pipeline.backward():
+            loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    run.pipeline.complete_parameters()
+    return weights(run.model)
 
 
 @distributed(world_sizes=(1,))

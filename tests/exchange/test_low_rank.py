@@ -208,6 +208,27 @@ def test_after_a_gradient_that_is_not_finite_training_goes_on() -> None:
     assert run.error() <= 1e-5
 
 
+@distributed(world_sizes=(1, 2))
+def test_gradients_whose_products_overflow_are_refused_before_weights_change() -> None:
+    """Finite ones, on one rank; and smaller ones are not."""
+    run = Run(OPTIONS)
+    run.step()
+    run.pipeline.complete_parameters()
+    before = weights(run.model)
+    for factor in (1e36, 1e35):
+        run.backward(scale=factor if dist.get_rank() == 0 else 1.0)
+        with pytest.raises(RuntimeError, match="powersgd' cannot send.*products might overflow"):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert all(map(torch.equal, before, weights(run.model)))
+    for factor in (1e30, 1e-30):
+        run.backward(scale=factor)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    run.pipeline.complete_parameters()
+    assert all(bool(weight.isfinite().all()) for weight in weights(run.model))
+
+
 @distributed(world_sizes=(2,))
 def test_a_codec_that_is_set_again_leaves_messages_alone() -> None:
     run = Run(OPTIONS)

@@ -153,12 +153,13 @@ def test_a_state_of_earlier_versions_goes_on_without_a_seed(codec: Compressor) -
     if not isinstance(codec, PowerSGD):
         first = one.part.plans.active.exchange.coded[0]  # type: ignore[union-attr]
         assert isinstance(first, CodedBucket)
-        key = "reduce 0 5" + (f" {dist.get_rank()}" if first.codec.randomness == "private" else "")
+        is_private = first.codec.randomness == "private"
+        key, turn = (f"reduce 0 5 {dist.get_rank()}", 0) if is_private else ("turns 0", 4)
         digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
         encoded = first._encode(
             "reduce", torch.zeros(2, first.spec.padded_numel // 2), first.outgoing
         )
-        assert encoded.seed == int.from_bytes(digest, "big")
+        assert encoded.seed == int.from_bytes(digest, "big") + turn
     run.step()
     assert not torch.equal(_weights(one), _weights(run))
 

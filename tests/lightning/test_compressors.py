@@ -185,12 +185,22 @@ def test_dgc_warms_up_by_itself() -> None:
         compressor=DGC(density=0.01, warm_up_steps=4),
     )
     recorder = WeightRecorder()
-    trainer = fit(strategy, Net("mlp", "adagrad"), recorder)
+    # It has neither momentum nor weight decay.
+    trainer = fit(strategy, Net("mlp", "rprop"), recorder)
     assert sum(isinstance(one, CompressionSchedule) for one in trainer.callbacks) == 1
     assert strategy._pipeline is not None
     codec = strategy._pipeline.parts[0].plans.codec
     assert codec == DGC(density=0.01, warm_up_steps=4)
     assert_ranks_agree(recorder.seen)
+
+
+@distributed(world_sizes=(2,))
+def test_weight_decay_beside_the_momentum_of_dgc_is_refused() -> None:
+    with pytest.raises(ValueError, match="weight_decay=0.05, which would stay outside"):
+        fit(dear(compressor="dgc"), Net("mlp", "adagrad"))
+    model = build("mlp")
+    with pytest.raises(ValueError, match="weight_decay=0.05, which would stay outside"):
+        new_fabric(fabric_dear(compressor="dgc")).setup(model, optimizer_for("adagrad", model))
 
 
 @distributed(world_sizes=(2,))

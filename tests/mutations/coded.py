@@ -12,6 +12,7 @@ LAG_WARNING = "tests/lightning/test_lag_warning.py"
 LAGGING = "tests/exchange/test_lagging.py"
 OTHER_RANKS = "tests/checkpoint/test_other_ranks.py"
 SCHEDULE = "tests/callbacks/test_compression_schedule.py"
+TURNS = "tests/exchange/test_turns.py"
 TRAINER = "tests/lightning/test_compressors.py"
 VOTES = "tests/exchange/test_votes.py"
 SUMMABLE = "tests/exchange/test_summable.py"
@@ -216,9 +217,37 @@ CODED = [
     Mutation(
         "the same places on all ranks for random-k",
         "CodedBucket._encode",
-        '            is_private = self.codec.randomness == "private"\n',
-        "            is_private = True\n",
+        '            seed = self._seed_of(f"turns {self.stream}") + turn\n',
+        "            seed = turn + self._collectives.rank\n",
         (f"{BITS}::test_every_codec_leaves_the_same_bits_on_all_ranks",),
+    ),
+    Mutation(
+        "one turn for both halves of a step and for all of its rounds",
+        "CodedBucket._encode",
+        '        turn = self.counts["gather" if self.is_sent_back else "reduce"]\n',
+        "        turn = self.counts[half] + self.counts['reduce']\n",
+        (TURNS,),
+    ),
+    Mutation(
+        "factors of unbiased numbers once",
+        "CodedBucket._encode",
+        '        codec = self.codec if half == "reduce" else self.codec.of_means\n',
+        "        codec = self.codec\n",
+        (TURNS,),
+    ),
+    Mutation(
+        "going through all places in turn",
+        "compression:_draw",
+        "torch.randint(turn, 2**62 + turn, (k,)",
+        "torch.randint(2**62, (k,)",
+        ("tests/compression/test_sparse.py::test_every_number_has_its_turn",),
+    ),
+    Mutation(
+        "looking for what piles up with owners",
+        "CodedBucket.encode_gather",
+        "            look(row, self.most)\n",
+        "            pass\n",
+        (FAILURES,),
     ),
     Mutation(
         "knowing what was published, for writes from outside",

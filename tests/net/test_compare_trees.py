@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.net import compare_trees
-from tests.net.compare_trees import counts, differences, notes
+from tests.net.compare_trees import MEANT, counts, differences, meant, notes
 from tests.net.hashing import digest
 from tests.net.trees import ROOT
 
@@ -38,6 +38,11 @@ def test_what_differs_is_named(key: str, value: Any) -> None:
     now["int8/parameters/plain, rank 1"][key] = value
     (line,) = differences(RESULTS, now)
     assert line.startswith(f"int8/parameters/plain, rank 1: {key} ")
+
+
+def test_what_is_meant_to_differ_is_told_apart() -> None:
+    lines = [f"{one}/gradients/plain, rank 0: weights a1 -> a2" for one in ("int8", *MEANT)]
+    assert meant(lines) == lines[1:]
 
 
 def test_another_refusal_differs_and_other_words_are_noted() -> None:

@@ -115,13 +115,18 @@ def _batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _optimizer(model: nn.Module, case: Case, codec: Any) -> torch.optim.Optimizer:
-    """Adam or SGD with momentum, in two groups; neither where the codec keeps momentum."""
+    """Adam or SGD with momentum, in two groups; neither where the codec keeps momentum.
+
+    Weight decay that belongs into such momentum is refused, so that there is none.
+    """
     own = list(model.parameters())
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in own if p.dim() > 1], "weight_decay": 0.05},
         {"params": [p for p in own if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.03},
     ]
     if codec is not None and codec.brings_momentum:
+        if codec.kind != "vote":
+            groups[0]["weight_decay"] = 0.0
         return torch.optim.SGD(groups, lr=0.05)
     if case.variant in ("clip", "accumulate"):
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)

@@ -69,8 +69,8 @@ def check_buckets(
     if meant and num_ranks > 1 and not is_sparse and collectives.rank == 0:
         warnings.warn(
             f"compressor={codec.name!r} compresses nothing: no bucket has {FEWEST_PER_RANK} numbers"
-            f" to send for each of {num_ranks} ranks (density={codec.density:g} of at most"
-            f" {longest:,}). Raise density or bucket_cap_mb, or leave it out.",
+            f" to send for each of {num_ranks} ranks, and others to keep (density={codec.density:g}"
+            f" of at most {longest:,}). Raise density or bucket_cap_mb, or leave it out.",
             stacklevel=2,
         )
 
