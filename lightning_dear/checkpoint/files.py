@@ -38,8 +38,8 @@ def write(value: object, target: Path) -> None:
             before is still there, and nothing else.
     """
     unfinished = beside(target, "writing")
-    try:
-        with naming(target):
+    with naming(target):
+        try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with unfinished.open("wb") as file:
                 torch.save(value, file)
@@ -47,8 +47,8 @@ def write(value: object, target: Path) -> None:
                 # Before it gets its name, or a crash could leave a name without data.
                 os.fsync(file.fileno())
             unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -61,7 +61,8 @@ def naming(path: Path) -> Generator[None, None, None]:
     try:
         yield
     except Exception as error:
-        causes = (error, error.__cause__, error.__context__)
+        # What else has failed before this save is none of its causes.
+        causes = (error, error.__context__ if "enforce fail" in str(error) else None)
         cause = next((one for one in causes if isinstance(one, OSError)), None)
         if cause is None:
             raise
@@ -113,7 +114,7 @@ def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> d
         if isinstance(error, UnpicklingError) and zipfile.is_zipfile(path):
             raise UnpicklingError(f"{path}: {error}") from error
         # Without torch's advice to load with weights_only=False, which is for other cases.
-        said = f"{type(error).__name__}: {error}".splitlines()[0].partition(" failed. ")[0]
+        said = f"{type(error).__name__}: {error}".splitlines()[0].partition(" In PyTorch ")[0]
         raise CheckpointError(
             f"{path} cannot be loaded ({said}). Unless that says more, it is empty,"
             " cut off, damaged or no checkpoint: copy it again, or use another."
@@ -156,5 +157,5 @@ def _changed_tensors(file: IO[bytes], stated: set[int]) -> Iterator[str]:
         for path, one in tree_flatten_with_path(torch.load(file, "cpu", weights_only=True))[0]:
             if isinstance(one, torch.Tensor):
                 content = torch.empty(0, dtype=torch.uint8).set_(one.untyped_storage())
-                if len(content) and zlib.crc32(content.numpy()) not in stated:
+                if len(content) and zlib.crc32(content.numpy().data) not in stated:
                     yield f"checkpoint{keystr(path)}"

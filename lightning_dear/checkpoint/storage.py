@@ -257,9 +257,9 @@ class _MetadataUnpickler(pickle._Unpickler):
     """Python's own in Python, as that in C has no table of operations."""
 
     dispatch = {code: do for code, do in pickle._Unpickler.dispatch.items() if code in _OPERATIONS}
-    dispatch[ord(pickle.EMPTY_DICT)] = lambda self: self.append(_Record([]))
+    dispatch[ord(pickle.EMPTY_DICT)] = lambda me: me.append(_Record([]))  # type: ignore[attr-defined]
     # REDUCE and NEWOBJ call nothing, and copy no arguments, which may be long and many.
-    dispatch[0x52] = dispatch[0x81] = lambda me: me.append(_Record(me.stack.pop(), me.stack.pop()))
+    dispatch[0x52] = dispatch[0x81] = lambda me: me.append(_Record(me.stack.pop(), me.stack.pop()))  # type: ignore[attr-defined]
 
     @override
     def find_class(self, module: str, name: str) -> type[_Record]:

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import pytest
@@ -128,6 +129,16 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=str(target.parent)):
         save(target, content(2000))
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_failed_before_is_no_reason(tmp_path: Path) -> None:
+    """As where a checkpoint is saved since a training failed."""
+    try:
+        raise OSError(errno.EIO, "of the data", "data.csv")
+    except OSError:
+        with pytest.raises((PicklingError, AttributeError)):
+            write({"step": lambda: None}, tmp_path / "last.ckpt")
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])

@@ -126,15 +126,6 @@ HOSTILE: dict[str, bytes] = {
 }
 
 
-SLOW = (
-    "a deep key",
-    "a branching key",
-    "a record of itself",
-    "many calls with much",
-    "much that is made",
-)
-
-
 def extended() -> Iterator[None]:
     """Someone has registered a function for pickles, and has unpickled it before."""
     copyreg.add_extension(os.mkdir.__module__, "mkdir", 1)
@@ -157,13 +148,18 @@ def test_nothing_of_it_is_run(
     honest = (folder / METADATA_FILE).read_bytes()
     before = [vars(module).copy() for module in (torch, metadata, filesystem, os)]
     before += [dict(vars(getattr(metadata, record))) for record in RECORDS]
-    # What only takes long may lie below what is honest: nobody looks at it there.
-    ends = (b".", pickle.POP + honest[2:], honest[2:])
-    for end in ends[: 3 if what not in SLOW else 2]:
+    for end in (b".", pickle.POP + honest[2:], honest[2:]):
         (folder / METADATA_FILE).write_bytes(pickle.PROTO + b"\x04" + HOSTILE[what] + end)
-        with pytest.raises(ValueError, match=str(folder)) as raised:
-            load(folder, weights_only=True)
-        assert "\n" not in str(raised.value)
+        try:
+            loaded = load(folder, weights_only=True)
+        except ValueError as error:
+            said = str(error)
+        else:
+            # What is read as data may lie below what is honest: nobody looks at it there.
+            assert end == honest[2:]
+            assert loaded["global_step"] == 1
+        assert str(folder) in said
+        assert "\n" not in said
     after = [vars(module).copy() for module in (torch, metadata, filesystem, os)]
     after += [dict(vars(getattr(metadata, record))) for record in RECORDS]
     assert after == before
