@@ -7,6 +7,7 @@ import sys
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_dear.apps import job
 from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE
 from lightning_dear.emulation import EmulatedCluster, run_on_cluster
 from lightning_dear.emulation.launch import HOST_VARIABLE
@@ -24,7 +25,8 @@ def restart_on_cluster(
     """Run the Hydra job ``cfg`` on the cluster it describes, if that is an emulated one.
 
     Makes the hosts, runs ``python -m module`` on each with this job's overrides and output
-    folder, blocks until all ranks have ended, and removes the hosts.
+    folder, blocks until all ranks have ended, and removes the hosts. Under ``sudo`` the ranks run
+    as the user who called it, and the folder becomes that user's.
 
     Args:
         cfg: The job; ``cfg.cluster`` is one of conf/cluster.
@@ -53,6 +55,7 @@ def restart_on_cluster(
         node.num_hosts, node.rate_mbit, node.mtu, node.delay_ms, node.congestion_control
     )
     argv = [sys.executable, "-m", module, *_arguments(cfg)]
+    job.give_to_user()
     try:
         with hosts as cluster:
             return run_on_cluster(
@@ -62,6 +65,7 @@ def restart_on_cluster(
                 env={MESSAGE_DELAY_VARIABLE: str(node.alpha_s)} if node.alpha_s else None,
                 cwd=HydraConfig.get().runtime.cwd,
                 timeout_s=timeout_s,
+                user=job.user_of_sudo(),
             )
     except KeyboardInterrupt:
         return INTERRUPTED

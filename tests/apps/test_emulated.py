@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import pwd
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from lightning_dear.apps import emulated, job
 from lightning_dear.apps.emulated import restart_on_cluster
 from lightning_dear.emulation.janitor import NAMESPACES
 from lightning_dear.emulation.launch import HOST_VARIABLE
-from tests.apps.test_train import QUICK, run
+from tests.apps.test_train import QUICK, ROOT, run
 from tests.conf.composing import composed
 
 SEEN = """
@@ -57,6 +61,29 @@ def test_a_job_runs_on_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
     assert (config.trainer.num_nodes, config.trainer.devices) == (2, 2)
     assert config.cluster.beta_s_per_byte == pytest.approx(8e-9)
     assert set(NAMESPACES.glob("*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+def test_what_a_job_under_sudo_writes_belongs_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = pwd.getpwnam("nobody")
+    reading = f"import torch; open({str(ROOT / 'pyproject.toml')!r})"
+    drop = ["setpriv", "--reuid", "nobody", "--clear-groups", sys.executable, "-c", reading]
+    if subprocess.run(drop, check=False).returncode:
+        pytest.skip("others than root cannot read this checkout or its interpreter")
+    monkeypatch.setenv("SUDO_UID", str(nobody.pw_uid))
+    monkeypatch.setenv("SUDO_GID", str(nobody.pw_gid))
+    # pytest's own folder is for root alone.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+        quick = ("trainer.fast_dev_run=true", "hydra.run.dir=out/a", *QUICK)
+        result = run(folder, "cluster=emulated", *quick)
+        assert result.returncode == 0, result.stderr
+        paths = [*folder.rglob("*")]
+        assert {"out", "a", "config.yaml", "hydra.yaml"} <= {path.name for path in paths}
+        owners = {(path.stat().st_uid, path.stat().st_gid) for path in paths}
+        assert owners == {(nobody.pw_uid, nobody.pw_gid)}
 
 
 @pytest.mark.slow

@@ -43,7 +43,6 @@ def bench(cfg: DictConfig) -> None:
     launcher = starter.strategy.launcher
     compare = partial(_compare, starter, points)
     launcher.launch(compare) if launcher else compare()
-    job.wait_for_children(starter)
 
 
 def _compare(starter: Trainer, points: Sequence[Setting]) -> None:

@@ -40,7 +40,6 @@ def converge(cfg: DictConfig, entries: Sequence[Entry]) -> None:
     launcher = starter.strategy.launcher
     run = partial(_run, cfg, entries, starter.strategy)
     launcher.launch(run) if launcher else run()
-    job.wait_for_children(starter)
 
 
 def _folder() -> Path:

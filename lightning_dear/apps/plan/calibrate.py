@@ -188,7 +188,6 @@ def calibrate(cfg: DictConfig) -> None:
     trainer.fit(model, datamodule=datamodule)
     if trainer.is_global_zero:
         _finish(cfg, trainer.world_size, planner, probe.costs, model)
-    job.wait_for_children(trainer)
 
 
 def _check(cfg: DictConfig) -> None:

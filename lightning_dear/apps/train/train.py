@@ -49,7 +49,6 @@ def train(cfg: DictConfig) -> dict[str, float]:
         folder = HydraConfig.get().runtime.output_dir
         said = [report.format_table(title, table), *ignored, f"Config, metrics, logs: {folder}"]
         print("\n".join(said), flush=True)
-    job.wait_for_children(trainer)
     return dict(metrics)
 
 
@@ -58,7 +57,6 @@ def examine(cfg: DictConfig) -> dict[str, float]:
     seed_everything(cfg.seed, workers=True, verbose=False)
     trainer = build_trainer(cfg)
     doctor.examine_job(cfg, trainer)
-    job.wait_for_children(trainer)
     return {}
 
 
