@@ -29,18 +29,6 @@ def isolated_job() -> Iterator[None]:
     os.environ.update(environment)
 
 
-def end_unless_zero(code: int) -> None:
-    """End this process with the exit code of the ranks that did the job in its place.
-
-    Returns if they succeeded, so that a sweep goes on with its next job.
-
-    Raises:
-        SystemExit: If ``code`` is not 0.
-    """
-    if code:
-        raise SystemExit(code)
-
-
 def user_of_sudo() -> tuple[int, int] | None:
     """Numbers of the user and the group that ran ``sudo``; None where nobody did."""
     user = int(os.environ.get("SUDO_UID", 0))

@@ -71,7 +71,12 @@ def check_options(create: Callable[..., None], given: Mapping[str, Any]) -> None
             be. For an unknown name, with a list of the valid ones.
         TypeError: For a value of another kind, naming the option and what it takes.
     """
-    _check_names(given["ddp_options"], signature(create).parameters)
+    own, others = signature(create).parameters, given["ddp_options"]
+    if others:
+        reasons = [f"{one} ({_DDP_OPTIONS.get(one) or _guess(one, own)})" for one in others]
+        or_else = ", or use strategy='ddp'" if any(one in _DDP_OPTIONS for one in others) else ""
+        what = "; ".join(reasons)
+        raise ValueError(f"strategy='dear' does not take {what}. Leave it out{or_else}.")
     for option, hint in get_type_hints(create).items():
         takes = get_args(hint) or (hint,)
         # Who resolves compressors and planners refuses their names.
@@ -82,8 +87,10 @@ def check_options(create: Callable[..., None], given: Mapping[str, Any]) -> None
 def _check_value(option: str, value: Any, takes: Sequence[Any], words: str) -> None:
     names = [one for part in takes for one in get_args(part) or (part,) if isinstance(one, str)]
     kinds = [Real if one is float else get_origin(one) or one for one in takes]
-    is_number = isinstance(value, bool) and bool not in kinds
-    if is_number or (isinstance(value, list) and not all(isinstance(one, device) for one in value)):
+    if isinstance(value, bool):
+        # Elsewhere it would count as a number.
+        kinds = [one for one in kinds if one is bool]
+    if isinstance(value, list) and not all(isinstance(one, device) for one in value):
         kinds = []
     if isinstance(value, timedelta) and value <= timedelta(0):
         raise ValueError(f"{option} must be more than 0, got {value}.")
@@ -94,14 +101,6 @@ def _check_value(option: str, value: Any, takes: Sequence[Any], words: str) -> N
         meant = is_meant(str(value), names)
         raise ValueError(f"Unknown {option} {value!r}; valid names: {valid}.{meant}")
     raise TypeError(f"{option} must be {words.replace(' |', ' or')}, got {value!r}.")
-
-
-def _check_names(ddp_options: Mapping[str, Any], own: Iterable[str]) -> None:
-    if not ddp_options:
-        return
-    reasons = [f"{one} ({_DDP_OPTIONS.get(one) or _guess(one, own)})" for one in ddp_options]
-    or_else = ", or use strategy='ddp'" if any(one in _DDP_OPTIONS for one in ddp_options) else ""
-    raise ValueError(f"strategy='dear' does not take {'; '.join(reasons)}. Leave it out{or_else}.")
 
 
 def _guess(option: str, own: Iterable[str]) -> str:

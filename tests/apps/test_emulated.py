@@ -117,14 +117,16 @@ def test_other_clusters_and_the_hosts_themselves_do_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with composed(tmp_path) as cfg:
-        assert restart_on_cluster(cfg, MODULE) is None
+        assert not restart_on_cluster(cfg, MODULE)
     monkeypatch.setenv(HOST_VARIABLE, "0")
     with composed(tmp_path, "cluster=emulated") as cfg:
-        assert restart_on_cluster(cfg, MODULE) is None
+        assert not restart_on_cluster(cfg, MODULE)
 
 
 class _Started:
     """Stands in for the cluster and for the run on it."""
+
+    code = 0
 
     def __init__(self, *options: Any) -> None:
         self.options = options
@@ -138,7 +140,7 @@ class _Started:
     def run(self, cluster: _Started, argv: list[str], **options: Any) -> int:
         assert isinstance(cluster, _Started)
         self.cluster, self.argv, self.run_options = cluster, argv, options
-        return 3
+        return self.code
 
 
 @pytest.fixture
@@ -153,8 +155,11 @@ def test_the_cluster_is_as_configured_and_the_job_is_repeated(
     tmp_path: Path, started: _Started
 ) -> None:
     overrides = ("cluster.num_hosts=4", "cluster.rate_mbit=200", "cluster.mtu=1500")
+    started.code = 3
     with composed(tmp_path, "cluster=emulated", *overrides, "cluster.alpha_s=0.002") as cfg:
-        assert restart_on_cluster(cfg, MODULE, timeout_s=9) == 3
+        with pytest.raises(SystemExit) as caught:
+            restart_on_cluster(cfg, MODULE, timeout_s=9)
+        assert caught.value.code == 3
     assert started.cluster.options == (4, 200, 1500, 0, "cubic")
     assert started.argv[1:3] == ["-m", MODULE]
     for item in ("cluster=emulated", *overrides, f"hydra.run.dir='{tmp_path}'"):

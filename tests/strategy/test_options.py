@@ -38,7 +38,7 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "parallel_devices": (
         (None, [torch.device("cpu")] * 2),
         (2, "cpu", [0, 1], ["cpu"], torch.device("cpu")),
-        _HOST.replace("{type}", "list[device]"),
+        _HOST.replace("{type}", r"list\[device\]"),
     ),
     "cluster_environment": (
         (None, LightningEnvironment()),
@@ -98,7 +98,7 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "timeout": (
         (None, timedelta(seconds=30)),
         (30, 0.5, "30s", timedelta(0), timedelta(seconds=-1)),
-        "timeout must be (timedelta or None|more than 0), got {value}",
+        "timeout must be (timedelta or None|more than 0), got '?{value}",
     ),
     "start_method": (
         ("popen", "spawn", "fork", "forkserver"),

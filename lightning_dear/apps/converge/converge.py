@@ -77,11 +77,8 @@ def main(cfg: DictConfig) -> None:
         check(cfg)
         metric_of(cfg)
         entries = entries_of(cfg)
-        code = emulated.restart_on_cluster(cfg, "lightning_dear.apps.converge")
-        if code is None:
+        if not emulated.restart_on_cluster(cfg, "lightning_dear.apps.converge"):
             converge(cfg, entries)
-        else:
-            job.end_unless_zero(code)
 
 
 if __name__ == "__main__":

@@ -239,11 +239,8 @@ def _finish(
 def main(cfg: DictConfig) -> None:
     """Calibrate once."""
     with job.one_message("dear-plan calibrate"), job.isolated_job():
-        code = emulated.restart_on_cluster(cfg, MODULE)
-        if code is None:
+        if not emulated.restart_on_cluster(cfg, MODULE):
             calibrate(cfg)
-        else:
-            job.end_unless_zero(code)
 
 
 if __name__ == "__main__":

@@ -150,9 +150,7 @@ def main(cfg: DictConfig) -> float | None:
     warnings.filterwarnings("ignore", message=".*logs directory .* exists and is not empty.*")
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     with job.one_message("dear-train"), job.isolated_job():
-        code = emulated.restart_on_cluster(cfg, "lightning_dear.apps.train")
-        if code is not None:
-            job.end_unless_zero(code)
+        if emulated.restart_on_cluster(cfg, "lightning_dear.apps.train"):
             return None
         metrics = train(cfg)
     return metrics[cfg.optimized_metric] if metrics and cfg.optimized_metric else None
