@@ -36,22 +36,18 @@ from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, SearchingPlanner, save_plan
 from lightning_dear.strategy import refusals
-from lightning_dear.strategy.base import DEFAULT_TIMEOUT, PipelineStrategy
+from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from lightning_dear.strategy.connections import (
-    answer_sigterm,
-    ask_sigterm_again,
+    StopRequest,
     connect_precision,
     disconnect_precision,
     unwrapped,
 )
-from lightning_dear.strategy.failures import FailureBoard, FailureWatch
-from lightning_dear.strategy.launchers import configure_launcher
+from lightning_dear.strategy.failures import FailureBoard, FailureWatch, is_consequence
+from lightning_dear.strategy.launchers import JobLauncher, configure_launcher
 from lightning_dear.telemetry.statistics import StepStatistics
 from lightning_dear.telemetry.timeline import Timeline
-
-_NO_TIMEOUT = timedelta(minutes=30)
-"""torch's own, which `timeout=None` stands for."""
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +130,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     ) -> None:
         refusals.check_options(ddp_options, signature(DearStrategy).parameters)
         # Of the present run; before the first one, of a run without other ranks.
-        self._failures = FailureWatch(FailureBoard(), timeout or _NO_TIMEOUT)
+        self._failures = FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
+        self._stop: StopRequest | None = None
         self._is_sync_blocked = self._is_last_backward = False
         self._last_of: list[Optimizer] | None = None
         how = compressor, fusion, bucket_cap_mb, gather, gather_depth, broadcast_buffers, audit
@@ -163,16 +160,25 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             self._checkpoint_io = AtomicCheckpointIO()
 
     @override
+    def setup_distributed(self) -> None:
+        self._begin_attempt()
+        super().setup_distributed()
+
+    @override
     def setup_environment(self) -> None:
         """As ever; then all ranks begin a new board of failures. Collective, blocks."""
         super().setup_environment()
         self._failures.close()
         board = FailureBoard(self.broadcast(uuid4().hex), self.global_rank, self.world_size)
-        self._failures = FailureWatch(board, self._timeout or _NO_TIMEOUT)
         module = self.lightning_module
+        told: Any = None
         if module is not None and module._trainer is not None:
             # Before checkpoints are loaded: one may bring the plan that was found.
             self._append_callbacks(module.trainer)
+            if self.world_size > 1:
+                self._stop = StopRequest(module.trainer, board, self._stop)
+                told = self._stop.tell
+        self._failures = FailureWatch(board, self._timeout or NO_TIMEOUT, told)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -209,8 +215,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             # Its class has torch's own, which would pass the pipeline by.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         connect_precision(self.precision_plugin, self._pipeline)
-        if collectives.reads_flags_freely:
-            answer_sigterm(trainer, collectives.signal)
+        if self._stop is not None:
+            self._stop.ask_through(collectives)
         self._insert_guards(trainer)
 
     def _append_callbacks(self, trainer: pl.Trainer) -> None:
@@ -252,6 +258,12 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     # --- a step ---------------------------------------------------------------------------------
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._stop is not None:
+            self._stop.take_ctrl_c()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with nullcontext() if self._pipeline is None else self._pipeline.forward():
             return super().training_step(*args, **kwargs)
@@ -269,7 +281,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._pipeline is None else self._pipeline.stepping_early():
-            return super().optimizer_step(*args, **kwargs)
+            output = super().optimizer_step(*args, **kwargs)
+        if self._pipeline is not None and self._stop is not None:
+            self._stop.after_step(self._pipeline.collectives)
+        return output
 
     @contextmanager
     @override
@@ -386,7 +401,14 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Acts once a run. To be called before any other callback sees the exception:
         `CompletionGuard`, which stands first, does so.
         """
-        self._failures.handle(exception)
+        if isinstance(self.launcher, JobLauncher):
+            self.launcher.has_heard_signal.set()
+        if self._pipeline is not None and is_consequence(exception):
+            self._pipeline.collectives.has_given_up = True
+        if self._stop is not None and self._stop.has_ended_by(exception):
+            self._failures.stop(str(self._stop))
+        else:
+            self._failures.handle(exception)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -410,10 +432,22 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             if self._schedule is not None:
                 # Another strategy's fit is to notice that nobody drives it.
                 self._schedule.connect(None)
-            if self.lightning_module is not None and self.lightning_module._trainer is not None:
-                ask_sigterm_again(self.lightning_module.trainer)
+            if self._stop is not None:
+                self._stop.disconnect()
+            self._say_that_it_is_over()
             self._failures.close()
             super().teardown()
+
+    def _say_that_it_is_over(self) -> None:
+        module = self.lightning_module
+        if self._failures.board.has_failed or module is None or module._trainer is None:
+            return
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            num_batches = module.trainer.fit_loop.total_batch_idx + 1
+            self._failures.board.leave(
+                f"has ended its training after {num_batches} batches, and others expect more: give"
+                " all ranks equally many, such as by Trainer(limit_train_batches=...)."
+            )
 
     @override
     def __repr__(self) -> str:
@@ -422,7 +456,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """For launchers that pickle the strategy: process groups and works stay behind."""
-        return {**self.__dict__, "_pipeline": None}
+        return {**self.__dict__, "_pipeline": None, "_stop": None}
 
     # --- for users, beside what `PipelineStrategy` has: the plan, what a step cost ----------------
 

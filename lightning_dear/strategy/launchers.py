@@ -54,7 +54,8 @@ END_S = 60.0
 """Seconds the other ranks have to end once rank 0 has ended in good order."""
 
 BLOCKED_S = 10.0
-"""Seconds after which a Ctrl-C or SIGTERM that has no effect on rank 0 ends the other ranks."""
+"""Seconds, beside those of two steps, after which a Ctrl-C or SIGTERM that has no effect on rank 0
+ends the other ranks."""
 
 PARENT_VARIABLE = "LIGHTNING_DEAR_PARENT"
 """Tells a child rank the process number of rank 0."""
@@ -101,6 +102,10 @@ class JobLauncher(_SubprocessScriptLauncher):
         cluster_environment: Knows the main address, its port and this host's number.
         num_processes: Ranks on this host.
         num_nodes: Hosts.
+
+    Attributes:
+        has_heard_signal: To be set by whoever ends this rank's run.
+        step_s: What a step takes, in seconds: a signal may have its effect after one.
     """
 
     def __init__(
@@ -108,7 +113,8 @@ class JobLauncher(_SubprocessScriptLauncher):
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._is_failing = threading.Event()
-        self._has_heard_signal = threading.Event()
+        self.has_heard_signal = threading.Event()
+        self.step_s = 0.0
         self._watcher: threading.Thread | None = None
         watch_parent()
 
@@ -122,7 +128,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         kwargs.pop("trainer", None)
         # Of this launch: one before may have failed, or been interrupted, and been survived.
         self._is_failing.clear()
-        self._has_heard_signal = threading.Event()
+        self.has_heard_signal = threading.Event()
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
@@ -132,7 +138,8 @@ class JobLauncher(_SubprocessScriptLauncher):
         self._watch_children()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
-            with call_if_unheard(self._has_heard_signal, BLOCKED_S, self._end_deaf_children):
+            patience_s = lambda: BLOCKED_S + 2 * self.step_s  # noqa: E731
+            with call_if_unheard(self.has_heard_signal, patience_s, self._end_deaf_children):
                 return function(*args, **kwargs)
         except _TunerExitException:
             # Not a failure: the tuner leaves its trial fit this way, on every rank.
@@ -144,7 +151,7 @@ class JobLauncher(_SubprocessScriptLauncher):
     @override
     def kill(self, signum: signal.Signals | int) -> None:
         """Send a signal to the children; Lightning's own handler of SIGTERM does so."""
-        self._has_heard_signal.set()
+        self.has_heard_signal.set()
         super().kill(signum)
 
     def _end_deaf_children(self) -> None:
@@ -209,7 +216,7 @@ class JobLauncher(_SubprocessScriptLauncher):
 
 @contextmanager
 def call_if_unheard(
-    heard: threading.Event, after_s: float, act: Callable[[], None]
+    heard: threading.Event, after_s: Callable[[], float], act: Callable[[], None]
 ) -> Iterator[None]:
     """Within, calls `act` if the first SIGINT or SIGTERM goes unheard.
 
@@ -219,7 +226,7 @@ def call_if_unheard(
 
     Args:
         heard: Set by what the handlers do.
-        after_s: Seconds that they have for it.
+        after_s: Seconds that they have for it; asked when the signal comes.
         act: Called once, in a thread of its own.
     """
     if threading.current_thread() is not threading.main_thread() or _is_wakeup_taken():
@@ -237,7 +244,7 @@ def call_if_unheard(
             while number := signals.read(1):
                 if not has_waited and number[0] in (signal.SIGINT, signal.SIGTERM):
                     has_waited = True
-                    if not heard.wait(after_s):
+                    if not heard.wait(after_s()):
                         act()
 
     threading.Thread(target=listen, daemon=True).start()

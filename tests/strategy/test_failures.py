@@ -36,7 +36,7 @@ CLOSED = "[pair.cc:537] Read error [127.0.0.1]:57046: Connection reset by peer."
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(failures, "default_store", lambda: store)
-    monkeypatch.setattr(failures, "new_store_client", lambda: store)
+    monkeypatch.setattr(failures, "new_store_client", lambda *_: store)
     monkeypatch.setattr(failures, "REPORT_WAIT_S", 0.3)
     return store
 
@@ -281,7 +281,7 @@ def test_a_rank_that_never_notices_is_ended(
 ) -> None:
     ended: dict[int, float] = {}
     monkeypatch.setattr(
-        FailureWatch, "_end", lambda self: ended.setdefault(self.board.rank, time.monotonic())
+        FailureWatch, "_end", lambda self, _: ended.setdefault(self.board.rank, time.monotonic())
     )
     watches = watch_all(2.0)
     start_s = time.monotonic()
