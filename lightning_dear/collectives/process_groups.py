@@ -104,10 +104,9 @@ class GroupCollectives(Collectives):
                 try:
                     work.wait(*([_AT_ONCE] if self.has_given_up else []))
                 except RuntimeError as error:
-                    late_s = time.monotonic() - begin_s
                     self.has_given_up = True
-                    what = f"{name}, {lane.replace('_', '-')}: {_blame(peer, late_s, str(error))}"
-                    raise RuntimeError(what) from error
+                    how = _blame(peer, time.monotonic() - begin_s, str(error))
+                    raise RuntimeError(f"{name}, {lane.replace('_', '-')}: {how}") from error
 
         observed = self.observer(lane, name, arrive) if self.observer and waits else arrive
         work = Work(observed, finish)
@@ -118,10 +117,7 @@ class GroupCollectives(Collectives):
 def _blame(peer: int | None, late_s: float, said: str) -> str:
     """Who was silent, or has closed the connection, in words that `FailureBoard` reads as well."""
     who = f"rank {peer}" if peer is not None else "a rank that the backend does not name"
-    how = f"with {who}"
     if re.search("[Tt]imed out|[Tt]imeout", said):
-        # After an earlier failure nobody has waited.
-        how = f"nothing from {who}" + (f" for {late_s:.0f} s: link or rank" if late_s > 0.5 else "")
-    elif re.search("closed|reset|[Bb]roken pipe", said):
-        how = f"connection closed by {who}"
-    return f"{how}. ({said})"
+        return f"nothing from {who} for {late_s:.0f} s: link or rank. ({said})"
+    is_closed = re.search("closed|reset|[Bb]roken pipe", said)
+    return (f"connection closed by {who}" if is_closed else f"with {who}") + f". ({said})"

@@ -76,12 +76,20 @@ class Signal:
         ask: What this rank says at present, from 0 to 255.
         heard: The largest that any said in the last exchange; None if there was none since it was
             set to None.
+        on_heard: Called with it, unless that is 0.
     """
 
     def __init__(self) -> None:
         # `int()` is 0: this rank says nothing.
         self.ask: Callable[[], int] = int
         self.heard: int | None = None
+        self.on_heard: Callable[[int], object] = int
+
+    def hear(self, number: int) -> None:
+        """Notes what was heard."""
+        self.heard = number
+        if number:
+            self.on_heard(number)
 
 
 class Work:

@@ -397,7 +397,7 @@ class RoundFlags:
         if self._uses_all and not self._collectives.reads_flags_freely and not self._voting:
             return self._says, []
         *told, _, heard = self._flags.tolist()
-        self._collectives.signal.heard = heard
+        self._collectives.signal.hear(heard)
         said, lacks = told[: len(self._says)], told[len(self._says) :]
         split = [
             number

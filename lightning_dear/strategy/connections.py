@@ -12,10 +12,8 @@ of any rank travels with the flags of the reduce-scatters instead (`Signal`, `St
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 from lightning.fabric.wrappers import _FabricOptimizer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,7 +30,6 @@ from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.strategy.failures import FailureBoard
-from lightning_dear.strategy.launchers import JobLauncher
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +118,6 @@ class StopRequest:
     def __init__(self, trainer: Any, board: FailureBoard, before: StopRequest | None) -> None:
         self.trainer, self._board = trainer, board
         self.heard = 0
-        self._stepped_s = math.inf
         self.asked = board.asked = before.asked if before is not None and not before.heard else 0
         vars(trainer._signal_connector)[_HANDLER] = self._on_signal
 
@@ -142,7 +139,9 @@ class StopRequest:
     def ask_through(self, collectives: Collectives) -> None:
         """Lets the wish travel with the flags of `collectives`, and answers the loop's question."""
         collectives.signal.ask = lambda: self.asked
-        loop = self.trainer.fit_loop.epoch_loop
+        if collectives.reads_flags_freely:
+            # Elsewhere some ranks read them and others do not.
+            collectives.signal.on_heard = self._hear
 
         def answer() -> None:
             heard, collectives.signal.heard = collectives.signal.heard, None
@@ -153,17 +152,7 @@ class StopRequest:
                 self._hear(heard)
                 raise SIGTERMException
 
-        if hasattr(loop, _QUESTION):
-            setattr(loop, _QUESTION, answer)
-
-    def after_step(self, collectives: Collectives) -> None:
-        """To be called by all ranks after each optimizer step."""
-        begin_s, self._stepped_s = self._stepped_s, time.monotonic()
-        if isinstance(launcher := self.trainer.strategy.launcher, JobLauncher):
-            launcher.step_s = max(0.0, self._stepped_s - begin_s)
-        # Elsewhere some ranks read them and others do not.
-        if collectives.reads_flags_freely and collectives.signal.heard:
-            self._hear(collectives.signal.heard)
+        vars(self.trainer.fit_loop.epoch_loop)[_QUESTION] = answer
 
     def tell(self, asked: int) -> None:
         """What was found on the board: in a step others are waited for, and hear of it by flags."""
@@ -175,21 +164,26 @@ class StopRequest:
         self.trainer._signal_connector.received_sigterm = True
         if not self.heard:
             self.heard = asked
-            log.warning("%s: all ranks end, at step %d.", self, self.trainer.global_step)
+            log.warning("%s: all ranks end.", self)
 
     def __str__(self) -> str:
-        rank = self.heard % _CTRL_C - 1
-        who = f"Rank {rank}" if rank < _MAX_RANK else "A rank"
-        return f"{who} was asked to stop ({'Ctrl-C' if self.heard > _CTRL_C else 'SIGTERM'})"
+        rank, how = self.heard % _CTRL_C - 1, "Ctrl-C" if self.heard > _CTRL_C else "SIGTERM"
+        return f"{f'Rank {rank}' if rank < _MAX_RANK else 'A rank'} was asked to stop ({how})"
 
-    def has_ended_by(self, exception: BaseException) -> bool:
-        """Whether `exception` is the end that was asked for; Ctrl-C makes the exit code 1."""
-        is_end = self.heard > 0 and isinstance(exception, SIGTERMException)
-        if is_end and self.heard > _CTRL_C:
-            exception.code = 1  # type: ignore[attr-defined]
-        return is_end
+    def end_by(self, exception: BaseException) -> str:
+        """Who was asked for the end that `exception` is, or nothing; Ctrl-C: the exit code is 1."""
+        if not (self.heard and isinstance(exception, SIGTERMException)):
+            return ""
+        exception.code = 1 if self.heard > _CTRL_C else None
+        return str(self)
 
     def disconnect(self) -> None:
-        """Undoes what was done to the trainer."""
+        """Undoes what was done to the trainer, and tells those that expect more of this rank."""
         vars(self.trainer._signal_connector).pop(_HANDLER, None)
         vars(self.trainer.fit_loop.epoch_loop).pop(_QUESTION, None)
+        if self.trainer.state.fn == TrainerFn.FITTING and not self._board.has_failed:
+            num_batches = self.trainer.fit_loop.total_batch_idx + 1
+            self._board.leave(
+                f"has ended its training after {num_batches} batches, and others expect more: give"
+                " all ranks equally many, such as by Trainer(limit_train_batches=...)."
+            )

@@ -170,15 +170,14 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         super().setup_environment()
         self._failures.close()
         board = FailureBoard(self.broadcast(uuid4().hex), self.global_rank, self.world_size)
+        self._failures = FailureWatch(board, self._timeout or NO_TIMEOUT)
         module = self.lightning_module
-        told: Any = None
         if module is not None and module._trainer is not None:
             # Before checkpoints are loaded: one may bring the plan that was found.
             self._append_callbacks(module.trainer)
             if self.world_size > 1:
                 self._stop = StopRequest(module.trainer, board, self._stop)
-                told = self._stop.tell
-        self._failures = FailureWatch(board, self._timeout or NO_TIMEOUT, told)
+                self._failures.on_asked = self._stop.tell
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -281,10 +280,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._pipeline is None else self._pipeline.stepping_early():
-            output = super().optimizer_step(*args, **kwargs)
-        if self._pipeline is not None and self._stop is not None:
-            self._stop.after_step(self._pipeline.collectives)
-        return output
+            return super().optimizer_step(*args, **kwargs)
 
     @contextmanager
     @override
@@ -405,10 +401,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             self.launcher.has_heard_signal.set()
         if self._pipeline is not None and is_consequence(exception):
             self._pipeline.collectives.has_given_up = True
-        if self._stop is not None and self._stop.has_ended_by(exception):
-            self._failures.stop(str(self._stop))
-        else:
-            self._failures.handle(exception)
+        asked = "" if self._stop is None else self._stop.end_by(exception)
+        self._failures.handle(exception, asked)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -434,20 +428,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
                 self._schedule.connect(None)
             if self._stop is not None:
                 self._stop.disconnect()
-            self._say_that_it_is_over()
             self._failures.close()
             super().teardown()
-
-    def _say_that_it_is_over(self) -> None:
-        module = self.lightning_module
-        if self._failures.board.has_failed or module is None or module._trainer is None:
-            return
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            num_batches = module.trainer.fit_loop.total_batch_idx + 1
-            self._failures.board.leave(
-                f"has ended its training after {num_batches} batches, and others expect more: give"
-                " all ranks equally many, such as by Trainer(limit_train_batches=...)."
-            )
 
     @override
     def __repr__(self) -> str:

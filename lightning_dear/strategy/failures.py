@@ -386,18 +386,16 @@ class FailureWatch:
     Args:
         board: What to look at.
         timeout: Of a collective: the time that a rank has for noticing a failure by itself.
+
+    Attributes:
+        board: See above.
         on_asked: Told, again and again and in a thread of its own, that a rank was asked to stop;
             takes `FailureBoard.asked`.
     """
 
-    def __init__(
-        self,
-        board: FailureBoard,
-        timeout: timedelta,
-        on_asked: Callable[[int], object] | None = None,
-    ) -> None:
+    def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
         self.board = board
-        self._on_asked = on_asked
+        self.on_asked: Callable[[int], object] = int
         self._timeout_s = timeout.total_seconds()
         self._is_over = threading.Event()
         if board.world_size > 1:
@@ -405,16 +403,19 @@ class FailureWatch:
             _latest = board
             threading.Thread(target=self._run, daemon=True, name="failure watch").start()
 
-    def handle(self, exception: BaseException) -> None:
-        """See `FailureBoard.handle`; from here on this rank ends by itself."""
-        self._is_over.set()
-        self.board.handle(exception)
+    def handle(self, exception: BaseException, asked: str = "") -> None:
+        """See `FailureBoard.handle`; from here on this rank ends by itself.
 
-    def stop(self, why: str) -> None:
-        """This rank, and all others, end after the same step because one was asked to."""
+        Args:
+            exception: Why it does.
+            asked: Where all ranks end after the same step, who was asked to; nobody has failed.
+        """
         self._is_over.set()
+        if not asked:
+            self.board.handle(exception)
+            return
         self.board.has_failed = True
-        self.board.leave(f"has ended, and not all others with it: {why}.")
+        self.board.leave(f"has ended, and not all others with it: {asked}.")
 
     def close(self) -> None:
         """The run is over on this rank. Returns at once."""
@@ -438,8 +439,8 @@ class FailureWatch:
                 # An outage may pass; a connection that was lost in it does not come back.
                 with suppress(Exception):
                     client = new_store_client(STORE_WAIT_S)
-            if self.board.asked and self._on_asked is not None:
-                self._on_asked(self.board.asked)
+            if self.board.asked:
+                self.on_asked(self.board.asked)
             if self._is_over.wait(0.0 if noticed else WATCH_POLL_S) or client is None:
                 return
         end = time.monotonic() + (self._timeout_s if noticed else 0.0)
@@ -449,7 +450,7 @@ class FailureWatch:
                 self.board.notice(client)
             if self._is_over.wait(min(left_s, WATCH_POLL_S)):
                 return
-        self._end("Other ranks have waited for it in vain." if noticed else _LOST)
+        self._end("Other ranks wait for it in vain." if noticed else "Rank 0 cannot be reached.")
 
     def _end(self, why: str) -> None:
         log.critical(
@@ -462,6 +463,3 @@ class FailureWatch:
         dump_stacks()
         # An exception in this thread would not end the one that hangs.
         os._exit(1)
-
-
-_LOST = "Rank 0, which keeps what ranks report, is gone or cannot be reached."

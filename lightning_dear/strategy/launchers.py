@@ -53,9 +53,9 @@ GRACE_S = 5.0
 END_S = 60.0
 """Seconds the other ranks have to end once rank 0 has ended in good order."""
 
-BLOCKED_S = 10.0
-"""Seconds, beside those of two steps, after which a Ctrl-C or SIGTERM that has no effect on rank 0
-ends the other ranks."""
+BLOCKED_S = 30.0
+"""Seconds after which a Ctrl-C or SIGTERM that has no effect on rank 0 ends the other ranks. It has
+one when a batch has ended."""
 
 PARENT_VARIABLE = "LIGHTNING_DEAR_PARENT"
 """Tells a child rank the process number of rank 0."""
@@ -105,7 +105,6 @@ class JobLauncher(_SubprocessScriptLauncher):
 
     Attributes:
         has_heard_signal: To be set by whoever ends this rank's run.
-        step_s: What a step takes, in seconds: a signal may have its effect after one.
     """
 
     def __init__(
@@ -114,7 +113,6 @@ class JobLauncher(_SubprocessScriptLauncher):
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._is_failing = threading.Event()
         self.has_heard_signal = threading.Event()
-        self.step_s = 0.0
         self._watcher: threading.Thread | None = None
         watch_parent()
 
@@ -138,8 +136,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         self._watch_children()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
-            patience_s = lambda: BLOCKED_S + 2 * self.step_s  # noqa: E731
-            with call_if_unheard(self.has_heard_signal, patience_s, self._end_deaf_children):
+            with call_if_unheard(self.has_heard_signal, BLOCKED_S, self._end_deaf_children):
                 return function(*args, **kwargs)
         except _TunerExitException:
             # Not a failure: the tuner leaves its trial fit this way, on every rank.
@@ -216,7 +213,7 @@ class JobLauncher(_SubprocessScriptLauncher):
 
 @contextmanager
 def call_if_unheard(
-    heard: threading.Event, after_s: Callable[[], float], act: Callable[[], None]
+    heard: threading.Event, after_s: float, act: Callable[[], None]
 ) -> Iterator[None]:
     """Within, calls `act` if the first SIGINT or SIGTERM goes unheard.
 
@@ -226,7 +223,7 @@ def call_if_unheard(
 
     Args:
         heard: Set by what the handlers do.
-        after_s: Seconds that they have for it; asked when the signal comes.
+        after_s: Seconds that they have for it.
         act: Called once, in a thread of its own.
     """
     if threading.current_thread() is not threading.main_thread() or _is_wakeup_taken():
@@ -244,7 +241,7 @@ def call_if_unheard(
             while number := signals.read(1):
                 if not has_waited and number[0] in (signal.SIGINT, signal.SIGTERM):
                     has_waited = True
-                    if not heard.wait(after_s()):
+                    if not heard.wait(after_s):
                         act()
 
     threading.Thread(target=listen, daemon=True).start()

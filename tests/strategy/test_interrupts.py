@@ -28,7 +28,7 @@ def deaf() -> Iterator[None]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_without_effect(number: signal.Signals) -> None:
     acted = threading.Event()
-    with call_if_unheard(threading.Event(), lambda: 0.1, acted.set):
+    with call_if_unheard(threading.Event(), 0.1, acted.set):
         os.kill(os.getpid(), number)
         assert acted.wait(10.0)
 
@@ -37,7 +37,7 @@ def test_a_signal_without_effect(number: signal.Signals) -> None:
 def test_a_signal_that_is_heard_and_another_signal() -> None:
     acted, heard = threading.Event(), threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: None)
-    with call_if_unheard(heard, lambda: 0.2, acted.set):
+    with call_if_unheard(heard, 0.2, acted.set):
         os.kill(os.getpid(), signal.SIGUSR1)
         assert not acted.wait(0.4)
         os.kill(os.getpid(), signal.SIGINT)
@@ -49,7 +49,7 @@ def test_a_signal_that_is_heard_and_another_signal() -> None:
 @pytest.mark.usefixtures("deaf")
 def test_later_signals_are_read_and_change_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     num_calls = []
-    with call_if_unheard(threading.Event(), lambda: 0.1, lambda: num_calls.append(1)):
+    with call_if_unheard(threading.Event(), 0.1, lambda: num_calls.append(1)):
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.3)
@@ -62,7 +62,7 @@ def test_an_interrupt_that_comes_through() -> None:
     acted = threading.Event()
 
     def interrupt() -> None:
-        with call_if_unheard(threading.Event(), lambda: 0.2, acted.set):
+        with call_if_unheard(threading.Event(), 0.2, acted.set):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
 
@@ -75,7 +75,7 @@ def test_an_interrupt_that_comes_through() -> None:
 
 def test_it_leaves_nothing_behind() -> None:
     num_files = len(os.listdir("/proc/self/fd"))
-    with call_if_unheard(threading.Event(), lambda: 0.1, lambda: None):
+    with call_if_unheard(threading.Event(), 0.1, lambda: None):
         pass
     end = time.monotonic() + 10
     while len(os.listdir("/proc/self/fd")) > num_files and time.monotonic() < end:
@@ -89,7 +89,7 @@ def test_somebody_elses_wakeup_stays() -> None:
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end)
     try:
-        with call_if_unheard(threading.Event(), lambda: 0.1, lambda: None):
+        with call_if_unheard(threading.Event(), 0.1, lambda: None):
             assert signal.set_wakeup_fd(write_end) == write_end
     finally:
         assert signal.set_wakeup_fd(-1) == write_end
@@ -101,7 +101,7 @@ def test_outside_the_main_thread_it_does_nothing() -> None:
     entered = []
 
     def enter() -> None:
-        with call_if_unheard(threading.Event(), lambda: 0.1, lambda: None):
+        with call_if_unheard(threading.Event(), 0.1, lambda: None):
             entered.append(True)
 
     thread = threading.Thread(target=enter)
