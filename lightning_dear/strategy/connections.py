@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dear.collectives.store import largest_of_all_ranks
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
@@ -146,8 +147,8 @@ class StopRequest:
         def answer() -> None:
             heard, collectives.signal.heard = collectives.signal.heard, None
             if heard is None or not collectives.reads_flags_freely:
-                asked = torch.tensor(self.asked, device=self.trainer.strategy.root_device)
-                heard = int(self.trainer.strategy.reduce(asked, reduce_op="max"))
+                device = self.trainer.strategy.root_device
+                heard = largest_of_all_ranks(self.asked, device)
             if heard:
                 self._hear(heard)
                 raise SIGTERMException

@@ -29,7 +29,7 @@ from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
 )
-from lightning.pytorch.utilities.exceptions import _TunerExitException
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from typing_extensions import override
 
 from lightning_dear.strategy.failures import (
@@ -382,11 +382,18 @@ class ReportingLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls `function` on all ranks; returns rank 0's result. Blocks until all have ended."""
+        """Calls `function` on all ranks; returns rank 0's result. Blocks until all have ended.
+
+        Raises:
+            SystemExit: Where all ranks have ended since one was asked to stop.
+        """
         strategy: Any = self._strategy
-        return super().launch(
+        result = super().launch(
             partial(_reporting, strategy.report_failure, function), *args, **kwargs
         )
+        if isinstance(result, SystemExit):
+            raise result
+        return result
 
 
 def _reporting(
@@ -394,6 +401,10 @@ def _reporting(
 ) -> Any:
     try:
         return function(*args, **kwargs)
+    except SIGTERMException as end:
+        report(end)
+        # Raised in a rank, it would leave the process that started it waiting for a result.
+        return SystemExit(end.code)
     except BaseException as exception:
         report(exception)
         if is_consequence(exception):

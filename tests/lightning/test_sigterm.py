@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
+from lightning_dear.strategy import connections
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import dear, fit, new_trainer
 from tests.lightning.nets import Net, data
@@ -54,9 +55,11 @@ def _fit(
 ) -> tuple[str, object, int, list[str]]:
     """How it ended, with which exit code, at which step, and what was said."""
     torch.manual_seed(0)
+    # The harness ignores it, and so would its ranks.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     lines = _Lines()
     callbacks = _Kills(number, ranks, hook), OnExceptionCheckpoint(folder)
-    trainer = new_trainer(dear(), *callbacks, **options)
+    trainer = new_trainer(dear(), *callbacks, **{"enable_checkpointing": True, **options})
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     try:
         trainer.fit(Net("mlp"), data("mlp", 96), data("mlp", 96))
@@ -139,13 +142,10 @@ class _Hears(Callback):
 @asks
 @distributed(world_sizes=(2,))
 def test_only_the_first_batch_asks() -> None:
-    reduce = dear().reduce.__func__
-    with (
-        mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast,
-        mock.patch(
-            "lightning_dear.DearStrategy.reduce", autospec=True, side_effect=reduce
-        ) as asked,
-    ):
+    largest = mock.patch.object(
+        connections, "largest_of_all_ranks", wraps=connections.largest_of_all_ranks
+    )
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast, largest as asked:
         trainer = fit(dear(), Net("mlp"))
     assert trainer.global_step > 3
     assert (broadcast.call_count, asked.call_count) == (0, 1)

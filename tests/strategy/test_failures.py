@@ -172,8 +172,12 @@ def blamed(board: FailureBoard, message: str) -> str:
     return sentence
 
 
-def test_one_that_is_silent_is_not_called_dead(boards: list[FailureBoard]) -> None:
+def test_one_that_is_silent_is_not_called_dead(
+    boards: list[FailureBoard], store: dist.Store
+) -> None:
     """Rank 1 stands still. Rank 0 waits in vain, and by ending ends its connection to rank 2."""
+    boards[0].report(0, RuntimeError(LATE))
+    boards[2].notice(store)
     late = f"bucket 3, reduce-scatter: nothing from rank 1 for 8 s: link or rank. ({LATE})"
     assert blamed(boards[0], late).startswith("Ranks [1] neither send nor answer")
     closed = f"bucket 3, reduce-scatter: connection closed by rank 0. ({CLOSED})"
