@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -64,9 +65,9 @@ class DelayedWork:
     def __init__(self, started: Future[Any]) -> None:
         self._started = started
 
-    def wait(self) -> None:
+    def wait(self, *timeout: timedelta) -> None:
         """Blocks until the buffer may be written again; raises what the sending raised."""
-        self._started.result().wait()
+        self._started.result().wait(*timeout)
 
 
 def _start_at(due_s: float, start: Callable[[], Any]) -> Any:

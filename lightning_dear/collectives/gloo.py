@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.process_groups import GroupCollectives
+from lightning_dear.collectives.process_groups import GroupCollectives, Waits
 from lightning_dear.collectives.work import Work, nbytes_of, shard_of, sum_in_source_order
 
 # Above those of all buckets.
@@ -50,7 +50,7 @@ class PairwiseCollectives(GroupCollectives):
     ) -> None:
         # Objects: all else in the gather group is matched by tags.
         super().__init__(reduce_group, gather_group, gather_group, rank, world_size, calls)
-        self._expected: dict[tuple[str, int], tuple[int, list[Any]]] = {}
+        self._expected: dict[tuple[str, int], tuple[int, Waits]] = {}
 
     def _peers(self) -> list[int]:
         # Each rank begins with another peer, so that not all send to rank 0 first.
@@ -186,7 +186,7 @@ class PairwiseCollectives(GroupCollectives):
         if (lane, tag) not in self._expected:
             self._expected[lane, tag] = buffer.data_ptr(), self._receive(rows, group, tag)
 
-    def _take_expected(self, lane: str, buffer: Tensor, tag: int) -> list[Any] | None:
+    def _take_expected(self, lane: str, buffer: Tensor, tag: int) -> Waits | None:
         data_ptr, receives = self._expected.pop((lane, tag), (0, None))
         # A posted receive writes where it was told to, whatever this launch wants.
         if receives is not None and data_ptr != buffer.data_ptr():
@@ -199,15 +199,17 @@ class PairwiseCollectives(GroupCollectives):
         outgoing: dict[int, Tensor],
         group: Any,
         tag: int,
-        receives: list[Any] | None = None,
-    ) -> list[Any]:
+        receives: Waits | None = None,
+    ) -> Waits:
         # Before the sends: a send that finds no receive posted costs 1.7x.
         if receives is None:
             receives = self._receive(rows, group, tag)
         place = {"group": group, "tag": tag}
-        sends = [self.calls.isend(row, dst=peer, **place) for peer, row in outgoing.items()]
+        sends = [(peer, self.calls.isend(row, dst=peer, **place)) for peer, row in outgoing.items()]
         return [*receives, *sends]
 
-    def _receive(self, rows: dict[int, Tensor], group: Any, tag: int) -> list[Any]:
+    def _receive(self, rows: dict[int, Tensor], group: Any, tag: int) -> Waits:
         place = {"group": group, "tag": tag}
-        return [self.calls.irecv(row, src=source, **place) for source, row in rows.items()]
+        return [
+            (source, self.calls.irecv(row, src=source, **place)) for source, row in rows.items()
+        ]

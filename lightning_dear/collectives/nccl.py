@@ -41,14 +41,14 @@ class NativeCollectives(GroupCollectives):
         work = reduce_scatter(own, buffer, group=self.reduce_group, async_op=True)
         self.ledger.reduce_scatter_bytes += self.ring_bytes(buffer)
         finish = None if out.dtype == own.dtype else partial(out.copy_, own)
-        return self.new_work("reduce_scatter", f"bucket {bucket}", [work], finish)
+        return self.new_work("reduce_scatter", f"bucket {bucket}", [(None, work)], finish)
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
         place = {"group": self.reduce_group, "async_op": True}
         work = self.calls.all_to_all_single(incoming, rows, **place)
         self.ledger.reduce_scatter_bytes += self.ring_bytes(rows)
-        return self.new_work("reduce_scatter", f"bucket {bucket}", [work])
+        return self.new_work("reduce_scatter", f"bucket {bucket}", [(None, work)])
 
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
@@ -56,17 +56,17 @@ class NativeCollectives(GroupCollectives):
         all_gather = getattr(self.calls, ALL_GATHER)
         work = all_gather(buffer, own, group=self.gather_group, async_op=True)
         self.ledger.all_gather_bytes += self.ring_bytes(buffer)
-        return self.new_work("all_gather", f"bucket {bucket}", [work])
+        return self.new_work("all_gather", f"bucket {bucket}", [(None, work)])
 
     @override
     def launch_any(self, flags: Tensor) -> Work:
         place = {"group": self.reduce_group, "async_op": True}
         work = self.calls.all_reduce(flags, dist.ReduceOp.MAX, **place)
         self.ledger.other_bytes += 2 * self.ring_bytes(flags)
-        return self.new_work("other", "used parameters", [work])
+        return self.new_work("other", "used parameters", [(None, work)])
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
         work = self.calls.broadcast(buffer, src=0, group=self.gather_group, async_op=True)
         self.ledger.other_bytes += buffer.nbytes
-        return self.new_work("other", "module buffers", [work])
+        return self.new_work("other", "module buffers", [(None, work)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +21,11 @@ alive: WeakSet[GroupCollectives] = WeakSet()
 
 reusable_groups: dict[timedelta | None, tuple[Any, list[Any]]] = {}
 """Timeout -> the default group and ours made under it; else every fit would open new sockets."""
+
+Waits = Sequence[tuple[int | None, Any]]
+"""Torch's own works, each with its peer, or None where only the backend knows whom it waits for."""
+
+_AT_ONCE = timedelta(milliseconds=1)
 
 
 class GroupCollectives(Collectives):
@@ -53,7 +60,7 @@ class GroupCollectives(Collectives):
         self.ledger = WireLedger()
         self.observer: WorkObserver | None = None
         self.signal = Signal()
-        self.was_discarded = False
+        self.was_discarded = self.has_given_up = False
         alive.add(self)
 
     @override
@@ -71,7 +78,7 @@ class GroupCollectives(Collectives):
         work = self.calls.all_reduce(buffer, group=self.reduce_group, async_op=True)
         self.ledger.all_reduce_bytes += 2 * self.ring_bytes(buffer)
         # In this lane since it takes the reduce-scatters' place in backward.
-        return self.new_work("reduce_scatter", f"bucket {bucket}", [work])
+        return self.new_work("reduce_scatter", f"bucket {bucket}", [(None, work)])
 
     def ring_bytes(self, buffer: Tensor) -> int:
         """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""
@@ -83,13 +90,23 @@ class GroupCollectives(Collectives):
         reusable_groups.clear()
 
     def new_work(
-        self, lane: str, name: str, waits: Sequence[Any], finish: Callable[[], object] | None = None
+        self, lane: str, name: str, waits: Waits, finish: Callable[[], object] | None = None
     ) -> Work:
-        """A work that waits for all of `waits`, and is seen by the observer; see `Work`."""
+        """A work that waits for all of `waits`, and is seen by the observer; see `Work`.
+
+        What fails in it names the peer. Afterwards nobody waits for anything else: who was silent
+        for a whole timeout would be waited for again.
+        """
 
         def arrive() -> None:
-            for work in waits:
-                work.wait()
+            for peer, work in waits:
+                begin_s = time.monotonic()
+                try:
+                    work.wait(*([_AT_ONCE] if self.has_given_up else []))
+                except RuntimeError as error:
+                    self.has_given_up = True
+                    how = _blame(peer, time.monotonic() - begin_s, str(error))
+                    raise RuntimeError(f"{name}, {lane.replace('_', '-')}: {how}") from error
 
         # Read once: a thread that gathers may be here when a recording ends.
         observe = self.observer
@@ -97,3 +114,12 @@ class GroupCollectives(Collectives):
         work = Work(observed, finish)
         work.is_done = not waits and finish is None
         return work
+
+
+def _blame(peer: int | None, late_s: float, said: str) -> str:
+    """Who was silent, or has closed the connection, in words that `FailureBoard` reads as well."""
+    who = f"rank {peer}" if peer is not None else "a rank that the backend does not name"
+    if re.search("[Tt]imed out|[Tt]imeout", said):
+        return f"nothing from {who} for {late_s:.0f} s: link or rank. ({said})"
+    is_closed = re.search("closed|reset|[Bb]roken pipe", said)
+    return (f"connection closed by {who}" if is_closed else f"with {who}") + f". ({said})"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
 from datetime import timedelta
 from typing import Any, cast
+from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 
 from lightning_dear.collectives.work import T
@@ -22,13 +26,67 @@ def default_store() -> Any | None:
     return store
 
 
-def new_store_client() -> Any | None:
-    """A connection of its own to that store, for another thread; None if it is not a TCP store."""
+def new_store_client(timeout_s: float = 10.0) -> Any | None:
+    """A connection of its own to that store, for another thread; None if it is not a TCP store.
+
+    Raises:
+        RuntimeError: If it cannot be made within `timeout_s` seconds.
+    """
     store, distributed = default_store(), cast(Any, dist)
     if not isinstance(store, distributed.TCPStore):
         return None
-    timeout = timedelta(seconds=10)
+    timeout = timedelta(seconds=timeout_s)
     return distributed.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
+
+
+_ATTEMPT = "lightning_dear/attempt"
+
+
+def attempt_store(timeout: timedelta) -> Any | None:
+    """The store of torchrun, under keys that no attempt before this one has used.
+
+    It keeps one store for all its restarts, in which a rank would find the addresses of ranks that
+    are dead. Its number of the restart is no name for an attempt, since it may differ from host to
+    host. So rank 0 chooses a name, and another rank takes it once it was answered. All ranks call;
+    blocks.
+
+    Args:
+        timeout: How long ranks wait for each other.
+
+    Returns:
+        None where there is no such store, or where the default process group exists already.
+
+    Raises:
+        RuntimeError: If not all ranks come in time.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True) or dist.is_initialized():
+        return None
+    distributed = cast(Any, dist)
+    store, rank, world_size = next(distributed.rendezvous("env://", timeout=timeout))
+    own, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
+    name, answered = own, rank == 0
+    if rank == 0:
+        store.set(_ATTEMPT, own)
+        for other in range(1, world_size):
+            # Whoever has written this has read the new name, so that it is no rank of the past.
+            store.set(f"{own}/answer/{other}", store.get(f"{own}/{other}"))
+    while not answered:
+        if time.monotonic() > end:
+            raise RuntimeError(f"Rank 0 did not answer rank {rank} in time: see what it printed.")
+        time.sleep(0.05)
+        # At first perhaps that of an attempt that is over: nobody answers there.
+        name = store.get(_ATTEMPT).decode()
+        store.set(f"{name}/{rank}", own)
+        answer = f"{name}/answer/{rank}"
+        answered = store.check([answer]) and store.get(answer).decode() == own
+    return distributed.PrefixStore(name, store)
+
+
+def largest_of_all_ranks(number: int, device: torch.device) -> int:
+    """The largest `number` of any rank, over the default group. Collective, blocks."""
+    flag = torch.tensor(number, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return int(flag)
 
 
 def from_all_ranks(value: T) -> list[T]:

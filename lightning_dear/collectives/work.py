@@ -76,17 +76,26 @@ def as_metadata(collectives: Collectives) -> Iterator[None]:
 
 
 class Signal:
-    """One bit of rank 0 that all ranks hear once a step, with the flags of used parameters.
+    """A number that all ranks hear once a step, with the flags of used parameters.
 
     Attributes:
-        ask: What the bit is at present; asked on rank 0 only.
-        heard: What it was in the last exchange; None if there was none since it was set to None.
+        ask: What this rank says at present, from 0 to 255.
+        heard: The largest that any said in the last exchange; None if there was none since it was
+            set to None.
+        on_heard: Called with it, unless that is 0.
     """
 
     def __init__(self) -> None:
-        # `bool()` is False: rank 0 says nothing.
-        self.ask: Callable[[], bool] = bool
-        self.heard: bool | None = None
+        # `int()` is 0: this rank says nothing.
+        self.ask: Callable[[], int] = int
+        self.heard: int | None = None
+        self.on_heard: Callable[[int], object] = int
+
+    def hear(self, number: int) -> None:
+        """Notes what was heard."""
+        self.heard = number
+        if number:
+            self.on_heard(number)
 
 
 class Work:
@@ -139,6 +148,8 @@ class Collectives(Protocol):
     signal: Signal
     was_discarded: bool
     """Whether `discard` has been called."""
+    has_given_up: bool
+    """Whether a wait has failed, here or elsewhere: from then on nobody waits for what is late."""
     reads_flags_freely: bool
     """Whether reading flags on the host costs no wait beyond those there are in any case."""
 

@@ -361,7 +361,7 @@ class RoundFlags:
         says: Per parameter one of the three.
         voting: Which of them are voted on: of these all ranks hear whether one has no gradient.
         exchange: Has found nan or inf on this rank, or not, and is told whether any has.
-        collectives: What moves the bytes, rank 0's signal among them.
+        collectives: What moves the bytes, every rank's signal among them.
         device: Where the bytes are.
     """
 
@@ -381,7 +381,7 @@ class RoundFlags:
             lacks = [says[number] == UNUSED for number in voting]
             self._flags[:-2] = torch.tensor([*says, *lacks], dtype=torch.uint8)
         self._flags[-2] = exchange.take_found_inf()
-        self._flags[-1] = collectives.rank == 0 and collectives.signal.ask()
+        self._flags[-1] = collectives.signal.ask()
         self.work = collectives.launch_any(self._flags)
 
     def hear(self) -> tuple[list[int], list[int]]:
@@ -397,7 +397,7 @@ class RoundFlags:
         if self._uses_all and not self._collectives.reads_flags_freely and not self._voting:
             return self._says, []
         *told, _, heard = self._flags.tolist()
-        self._collectives.signal.heard = heard > 0
+        self._collectives.signal.hear(heard)
         said, lacks = told[: len(self._says)], told[len(self._says) :]
         split = [
             number

@@ -129,6 +129,11 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         atexit.register(finish_at_exit)
 
     @override
+    def _setup_distributed(self) -> None:
+        self._begin_attempt()
+        super()._setup_distributed()
+
+    @override
     def setup_module(self, module: Module) -> DearModule:  # type: ignore[override]
         """For inference: all ranks get rank 0's weights. Collective, blocks."""
         refusals.check_module_states(module)

@@ -6,13 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule, schedule_of
+from lightning_dear.collectives.store import attempt_store
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
@@ -25,6 +29,9 @@ from lightning_dear.strategy.refusals import check_planner, say_what_is_gathered
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
+
+NO_TIMEOUT = timedelta(minutes=30)
+"""torch's own, which `timeout=None` stands for."""
 
 
 class PipelineStrategy(ABC):
@@ -64,6 +71,20 @@ class PipelineStrategy(ABC):
         check_planner(self._fusion, self._options)
         if self._schedule is not None:
             self._schedule.check_use(self._fusion, self._options)
+
+    def _begin_attempt(self) -> None:
+        """Under torchrun, makes the default process group on keys that no restart has used.
+
+        To be called before Lightning would make it, which then finds it. Collective, blocks.
+        """
+        host: Any = self
+        environment, device = host.cluster_environment, host.root_device
+        if not isinstance(environment, TorchElasticEnvironment):
+            return
+        if (store := attempt_store(host._timeout or NO_TIMEOUT)) is not None:
+            options = {"timeout": host._timeout, "store": store}
+            options["device_id"] = device if device.type != "cpu" else None
+            _init_dist_connection(environment, host._get_process_group_backend(), **options)
 
     def _new_pipeline(
         self,

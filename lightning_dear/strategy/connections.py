@@ -2,14 +2,18 @@
 
 Its precision plug-ins clip and unscale `.grad`, which is not the mean gradient.
 
-From version 2.6 on it broadcasts before every batch whether rank 0 was told to end, on the default
-group, and all ranks wait for it. When a batch starts, the link is full of all-gathers, and the
-answer queues behind them: the overlap with forward would be lost. So the answer travels with the
-flags of the reduce-scatters instead (`Signal`), and is known when the batch starts.
+Its handler of SIGTERM broadcasts from within the signal, so that a rank that is told alone waits
+for others that never come. From version 2.6 on it also broadcasts before every batch whether rank 0
+was told, on the default group, and all ranks wait for it. When a batch starts, the link is full of
+all-gathers, and the answer queues behind them: the overlap with forward would be lost. So the wish
+of any rank travels with the flags of the reduce-scatters instead (`Signal`, `StopRequest`).
 """
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
 from functools import partial
 from typing import Any
 
@@ -17,12 +21,18 @@ import torch
 from lightning.fabric.wrappers import _FabricOptimizer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear.collectives.work import Signal
+from lightning_dear.collectives.store import largest_of_all_ranks
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.strategy.failures import FailureBoard
+
+log = logging.getLogger(__name__)
 
 
 def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
@@ -80,28 +90,101 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 _QUESTION = "_broadcast_sigterm_tensor"
+_HANDLER = "_sigterm_notifier_fn"
+
+_CTRL_C = 128
+_MAX_RANK = _CTRL_C - 2
 
 
-def answer_sigterm(trainer: Any, signal: Signal) -> None:
-    """Lets the trainer's loop take the answer from `signal`; it asks itself where there is none.
+class StopRequest:
+    """SIGTERM or Ctrl-C on any rank stops all ranks after the same step.
 
-    Undone by `ask_sigterm_again`. Does nothing where this Lightning does not ask.
+    What a rank was asked is one number, of which the largest counts: 1 + its rank for SIGTERM, 128
+    more for Ctrl-C. In training it travels with the flags of every step, or, before a batch whose
+    predecessor has not stepped, in the place of Lightning's own question. Elsewhere, such as in
+    validation, it travels over the board of failures, at which every rank looks twice a second. A
+    rank that has heard of it raises Lightning's `SIGTERMException` at the end of the batch.
+
+    The second Ctrl-C ends the process at once. Outside of training it raises, on this rank alone.
+
+    Args:
+        trainer: Mutated until `disconnect`: its handlers of signals, its loop's question.
+        board: Of this run.
+        before: The run before, whose wish may have come too late for it.
+
+    Attributes:
+        asked: See above; 0: nothing.
     """
-    loop = trainer.fit_loop.epoch_loop
-    ask = getattr(loop, _QUESTION, None)
-    if ask is None:
-        return
-    signal.ask = lambda: bool(getattr(trainer, "received_sigterm", False))
 
-    def answer() -> None:
-        heard, signal.heard = signal.heard, None
-        # All ranks have heard the same; if there was a signal, Lightning does what it does then.
-        if heard is not False:
-            ask()
+    def __init__(self, trainer: Any, board: FailureBoard, before: StopRequest | None) -> None:
+        self.trainer, self._board = trainer, board
+        self.heard = 0
+        self.asked = board.asked = before.asked if before is not None and not before.heard else 0
+        vars(trainer._signal_connector)[_HANDLER] = self._on_signal
 
-    setattr(loop, _QUESTION, answer)
+    def take_ctrl_c(self) -> None:
+        """From here on Ctrl-C is one's own, if nobody else handles it; Lightning puts it back."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._on_signal)
 
+    def _on_signal(self, number: int, frame: Any) -> None:
+        is_ctrl_c = number == signal.SIGINT
+        if is_ctrl_c and not self.trainer.training:
+            raise KeyboardInterrupt
+        if is_ctrl_c:
+            signal.signal(number, signal.SIG_DFL)
+        rank = min(self._board.rank, _MAX_RANK)
+        self.asked = self._board.asked = max(self.asked, 1 + rank + _CTRL_C * is_ctrl_c)
 
-def ask_sigterm_again(trainer: Any) -> None:
-    """Undoes `answer_sigterm`."""
-    trainer.fit_loop.epoch_loop.__dict__.pop(_QUESTION, None)
+    def ask_through(self, collectives: Collectives) -> None:
+        """Lets the wish travel with the flags of `collectives`, and answers the loop's question."""
+        collectives.signal.ask = lambda: self.asked
+        if collectives.reads_flags_freely:
+            # Elsewhere some ranks read them and others do not.
+            collectives.signal.on_heard = self._hear
+
+        def answer() -> None:
+            heard, collectives.signal.heard = collectives.signal.heard, None
+            if heard is None or not collectives.reads_flags_freely:
+                device = self.trainer.strategy.root_device
+                heard = largest_of_all_ranks(self.asked, device)
+            if heard:
+                self._hear(heard)
+                raise SIGTERMException
+
+        vars(self.trainer.fit_loop.epoch_loop)[_QUESTION] = answer
+
+    def tell(self, asked: int) -> None:
+        """What was found on the board: in a step others are waited for, and hear of it by flags."""
+        self.asked = max(self.asked, asked)
+        if not self.trainer.training:
+            self._hear(asked)
+
+    def _hear(self, asked: int) -> None:
+        self.trainer._signal_connector.received_sigterm = True
+        if not self.heard:
+            self.heard = asked
+            log.warning("%s: all ranks end.", self)
+
+    def __str__(self) -> str:
+        rank, how = self.heard % _CTRL_C - 1, "Ctrl-C" if self.heard > _CTRL_C else "SIGTERM"
+        return f"{f'Rank {rank}' if rank < _MAX_RANK else 'A rank'} was asked to stop ({how})"
+
+    def end_by(self, exception: BaseException) -> str:
+        """Who was asked for the end that `exception` is, or nothing; Ctrl-C: the exit code is 1."""
+        if not (self.heard and isinstance(exception, SIGTERMException)):
+            return ""
+        exception.code = 1 if self.heard > _CTRL_C else None
+        return str(self)
+
+    def disconnect(self) -> None:
+        """Undoes what was done to the trainer, and tells those that expect more of this rank."""
+        vars(self.trainer._signal_connector).pop(_HANDLER, None)
+        vars(self.trainer.fit_loop.epoch_loop).pop(_QUESTION, None)
+        if self.trainer.state.fn == TrainerFn.FITTING and not self._board.has_failed:
+            num_batches = self.trainer.fit_loop.total_batch_idx + 1
+            self._board.leave(
+                f"has ended its training after {num_batches} batches, and others expect more: give"
+                " all ranks equally many, such as by Trainer(limit_train_batches=...)."
+            )

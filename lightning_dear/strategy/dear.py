@@ -36,22 +36,18 @@ from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, SearchingPlanner, save_plan
 from lightning_dear.strategy import refusals
-from lightning_dear.strategy.base import DEFAULT_TIMEOUT, PipelineStrategy
+from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from lightning_dear.strategy.connections import (
-    answer_sigterm,
-    ask_sigterm_again,
+    StopRequest,
     connect_precision,
     disconnect_precision,
     unwrapped,
 )
-from lightning_dear.strategy.failures import FailureBoard, FailureWatch
-from lightning_dear.strategy.launchers import configure_launcher
+from lightning_dear.strategy.failures import FailureBoard, FailureWatch, is_consequence
+from lightning_dear.strategy.launchers import JobLauncher, configure_launcher
 from lightning_dear.telemetry.statistics import StepStatistics
 from lightning_dear.telemetry.timeline import Timeline
-
-_NO_TIMEOUT = timedelta(minutes=30)
-"""torch's own, which `timeout=None` stands for."""
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +134,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     ) -> None:
         refusals.check_options(DearStrategy.__init__, locals())
         # Of the present run; before the first one, of a run without other ranks.
-        self._failures = FailureWatch(FailureBoard(), timeout or _NO_TIMEOUT)
+        self._failures = FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
+        self._stop: StopRequest | None = None
         self._is_sync_blocked = self._is_last_backward = False
         self._last_of: list[Optimizer] | None = None
         how = compressor, fusion, bucket_cap_mb, gather, gather_depth, broadcast_buffers, audit
@@ -167,16 +164,24 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             self._checkpoint_io = AtomicCheckpointIO()
 
     @override
+    def setup_distributed(self) -> None:
+        self._begin_attempt()
+        super().setup_distributed()
+
+    @override
     def setup_environment(self) -> None:
         """As ever; then all ranks begin a new board of failures. Collective, blocks."""
         super().setup_environment()
         self._failures.close()
         board = FailureBoard(self.broadcast(uuid4().hex), self.global_rank, self.world_size)
-        self._failures = FailureWatch(board, self._timeout or _NO_TIMEOUT)
+        self._failures = FailureWatch(board, self._timeout or NO_TIMEOUT)
         module = self.lightning_module
         if module is not None and module._trainer is not None:
             # Before checkpoints are loaded: one may bring the plan that was found.
             self._append_callbacks(module.trainer)
+            if self.world_size > 1:
+                self._stop = StopRequest(module.trainer, board, self._stop)
+                self._failures.on_asked = self._stop.tell
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -213,8 +218,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             # Its class has torch's own, which would pass the pipeline by.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         connect_precision(self.precision_plugin, self._pipeline)
-        if collectives.reads_flags_freely:
-            answer_sigterm(trainer, collectives.signal)
+        if self._stop is not None:
+            self._stop.ask_through(collectives)
         self._insert_guards(trainer)
 
     def _append_callbacks(self, trainer: pl.Trainer) -> None:
@@ -254,6 +259,12 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
                 part.expose_gradients()
 
     # --- a step ---------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._stop is not None:
+            self._stop.take_ctrl_c()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -394,7 +405,12 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Acts once a run. To be called before any other callback sees the exception:
         `CompletionGuard`, which stands first, does so.
         """
-        self._failures.handle(exception)
+        if isinstance(self.launcher, JobLauncher):
+            self.launcher.has_heard_signal.set()
+        if self._pipeline is not None and is_consequence(exception):
+            self._pipeline.collectives.has_given_up = True
+        asked = "" if self._stop is None else self._stop.end_by(exception)
+        self._failures.handle(exception, asked)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -418,8 +434,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             if self._schedule is not None:
                 # Another strategy's fit is to notice that nobody drives it.
                 self._schedule.connect(None)
-            if self.lightning_module is not None and self.lightning_module._trainer is not None:
-                ask_sigterm_again(self.lightning_module.trainer)
+            if self._stop is not None:
+                self._stop.disconnect()
             self._failures.close()
             super().teardown()
 
@@ -430,7 +446,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """For launchers that pickle the strategy: process groups and works stay behind."""
-        return {**self.__dict__, "_pipeline": None}
+        return {**self.__dict__, "_pipeline": None, "_stop": None}
 
     # --- for users, beside what `PipelineStrategy` has: the plan, what a step cost ----------------
 

@@ -31,10 +31,11 @@ T = TypeVar("T")
 EXCEPTION_GRACE_S = 10.0
 """Seconds within which all ranks must come for a checkpoint after a failure."""
 
-REPORT_WAIT_S = 2.0
-"""Seconds that a failing rank waits for another's report, or for others to read its own."""
+REPORT_WAIT_S = 1.0
+"""Seconds that a failing rank waits for another's report, or for others to read its own. Twice
+`WATCH_POLL_S`, and not more: nobody is to end later than 2 s after a timeout."""
 
-STORE_WAIT_S = 2.0
+STORE_WAIT_S = 1.5
 """Seconds after which the store counts as gone."""
 
 WATCH_POLL_S = 0.5
@@ -51,6 +52,11 @@ _CONSEQUENCE = re.compile(
     r"|NCCL operations have failed or timed out"
 )
 """What gloo, NCCL and the store say on a rank whose peer has gone or does not come."""
+
+_CLOSED_BY = re.compile(r"connection closed by rank (\d+)")
+"""What our own collectives make of it."""
+
+_IS_LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ class FailureBoard:
     Attributes:
         has_failed: Whether this rank has failed in this run.
         seen: The first failure, once this rank knows it.
+        asked: A number for the wish to stop that this rank, or another, has heard of; 0: none.
     """
 
     def __init__(self, attempt: str = "", rank: int = 0, world_size: int = 1) -> None:
@@ -103,11 +110,13 @@ class FailureBoard:
         self.world_size = world_size
         self.has_failed = False
         self.seen: Failure | None = None
+        self.asked = 0
         self._attempt = attempt
         self._own: str | None = None
         self._suspected: str | None = None
         self._num_agreements = 0
         self._is_store_gone = False
+        self._mute: set[int] = set()
 
     def handle(self, exception: BaseException) -> None:
         """Reports the failure of this rank, or says whose it was. Acts once a run.
@@ -118,10 +127,11 @@ class FailureBoard:
         if has_failed or self.world_size == 1:
             return
         self.report(self.rank, exception)
-        self.blame(exception)
+        is_suspicion = self.blame(exception) is not None
         if self.rank == 0:
             # The store ends with this process; the others must have read it before.
             self._poll(self._all_others_know, REPORT_WAIT_S)
+            time.sleep(WATCH_POLL_S * is_suspicion)
 
     def report(self, rank: int, exception: BaseException) -> None:
         """Writes the failure on the board; the first one whose cause lies on its own rank stays."""
@@ -132,12 +142,31 @@ class FailureBoard:
             if not is_consequence(exception):
                 store.compare_set(self._key("first"), "", f"{rank} {message}")
             self.read(store)
-            store.set(self._key("failed", rank), message)
+            self._post(store, f"failed/{rank}", message)
+            self._post(store, f"alive/{rank}")
             # Last: who sees this reads the others at once.
-            store.set(self._key("noticed"), str(rank))
-            return True
+            return self._post(store, "noticed") and self._post(store, "news")
 
         self._ask(write)
+
+    def leave(self, how: str) -> None:
+        """Says, for those that still expect something of it, why this rank has ended, unfailed.
+
+        Args:
+            how: Stands behind "Rank 1" where it is told.
+        """
+        sentence = f"Rank {self.rank} {how}"
+
+        def write(store: Any) -> bool:
+            store.compare_set(self._key("suspicion"), "", sentence)
+            self._post(store, f"left/{self.rank}", sentence)
+            return self._post(store, f"alive/{self.rank}") and self._post(store, "news")
+
+        self._ask(write)
+
+    def _post(self, store: Any, key: str, text: str = "1") -> bool:
+        store.set(self._key(key), text)
+        return True
 
     def read(self, store: Any) -> bool:
         """Looks for the first failure in `store` and keeps it in `seen`; whether there is one.
@@ -153,12 +182,22 @@ class FailureBoard:
         return self.seen is not None
 
     def notice(self, store: Any) -> bool:
-        """Whether any rank has failed; if so, leaves word that this rank's process lives."""
-        if not store.check([self._key("noticed")]):
+        """Whether any rank has failed; if so, leaves word that this rank's process lives.
+
+        Tells others, or learns from them, that a rank was asked to stop.
+        """
+        if self.asked:
+            self._post(store, "stop", str(self.asked))
+            self._post(store, "news")
+        # The one thing that is asked for while nothing has happened.
+        if not store.check([self._key("news")]):
             return False
         self.read(store)
-        store.set(self._key("alive", self.rank), "1")
-        return True
+        if not self.asked and store.check([self._key("stop")]):
+            self.asked = int(store.get(self._key("stop")))
+        if not store.check([self._key("noticed")]):
+            return False
+        return self._post(store, f"alive/{self.rank}")
 
     def blame(self, exception: BaseException) -> str | None:
         """Says which rank failed first, if `exception` is only a consequence of that.
@@ -171,7 +210,8 @@ class FailureBoard:
         """
         if not is_consequence(exception):
             return None
-        self._poll(self.read, REPORT_WAIT_S)
+        everybody = [self._key("alive", rank) for rank in range(self.world_size)]
+        self._poll(lambda store: self.read(store) or store.check(everybody), REPORT_WAIT_S)
         sentence = str(self.seen) if self.seen is not None else self._suspicion()
         log.error("Rank %d ends because another rank failed. %s", self.rank, sentence)
         if hasattr(exception, "add_note"):
@@ -224,30 +264,54 @@ class FailureBoard:
             lambda store: _wait_until(lambda: question(store), timeout_s), timeout_s + STORE_WAIT_S
         )
 
-    def _without(self, store: Any, what: str) -> list[int]:
-        return [r for r in range(self.world_size) if not store.check([self._key(what, r)])]
+    def _said(self, store: Any, what: str) -> dict[int, str]:
+        keys = {rank: self._key(what, rank) for rank in range(self.world_size)}
+        return {
+            rank: store.get(key).decode(errors="replace")
+            for rank, key in keys.items()
+            if store.check([key])
+        }
 
     def _all_others_know(self, store: Any) -> bool:
-        return not set(self._without(store, "alive")) & set(self._without(store, "failed"))
+        others = set(range(self.world_size)) - self._mute
+        return bool(store.check([self._key("alive", rank) for rank in others]))
 
     def _suspicion(self) -> str:
-        found = self._ask(lambda store: [self._without(store, one) for one in ("failed", "alive")])
+        found = self._ask(
+            lambda store: [self._said(store, one) for one in ("failed", "left", "alive")]
+        )
         if found is None:
             return self._suspected or (
-                "No rank's report can be read, since rank 0, which keeps them, is gone: see what"
-                " rank 0 printed last, and whether it was killed (out of memory)."
+                "No rank's report can be read, since rank 0, which keeps them, is gone, stopped or"
+                " out of reach: see what rank 0 printed last."
             )
-        silent, mute = found
-        if dead := [rank for rank in silent if rank in mute]:
-            sentence = f"Ranks {dead} are gone without a report: were they killed (out of memory)?"
-        elif silent:
-            sentence = (
-                f"Ranks {silent} did not come to a collective: see what they do or printed last."
-            )
-        else:
-            sentence = "No rank has reported a cause of its own: see what each printed first."
-        self._ask(lambda store: store.set(self._key("suspicion"), sentence) is None)
+        sentence = self._suspect(*found)
+        self._ask(lambda store: self._post(store, "suspicion", sentence))
         return sentence
+
+    def _suspect(self, failed: dict[int, str], left: dict[int, str], alive: dict[int, str]) -> str:
+        """Tells who has ended, who is dead, who is cut off and who hangs, by what others report."""
+        silent = [rank for rank in range(self.world_size) if rank not in failed]
+        mute = self._mute = {rank for rank in silent if rank not in alive}
+        reports = " ".join(failed.values())
+        # A rank that was late for another closes its connections to all.
+        closed = {int(rank) for rank in _CLOSED_BY.findall(reports)}
+        dead = mute & closed if closed or _IS_LATE.search(reports) else mute
+        ended = [left[rank] for rank in silent if rank in left]
+        if dead:
+            return f"Ranks {[*dead]} are gone without a report: were they killed (out of memory)?"
+        if ended:
+            return " ".join(ended)
+        if mute:
+            return (
+                f"Ranks {[*mute]} neither send nor answer: is their process stopped, or the link to"
+                " them down?"
+            )
+        if silent:
+            return f"Ranks {silent} did not come to a collective: see what they do or printed last."
+        return "No rank has reported a cause of its own: see what each printed first" + (
+            "." if "rank " in reports else ", though none can know which peer it waited for."
+        )
 
     def _verdict(self, store: Any, key: str, state: str, timeout_s: float) -> str:
         store.set(f"{key}/{self.rank}", state)
@@ -321,15 +385,22 @@ class FailureWatch:
 
     A rank that hangs outside any collective never sees that the others have ended. Where nobody
     ends it from outside, this thread does: `timeout` after the first report it writes the stacks of
-    all threads to stderr and ends the process with exit code 1.
+    all threads to stderr and ends the process with exit code 1. A board that cannot be read for as
+    long is a failure too: rank 0, which keeps it, has ended, or nothing reaches it.
 
     Args:
         board: What to look at.
         timeout: Of a collective: the time that a rank has for noticing a failure by itself.
+
+    Attributes:
+        board: See above.
+        on_asked: Told, again and again and in a thread of its own, that a rank was asked to stop;
+            takes `FailureBoard.asked`.
     """
 
     def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
         self.board = board
+        self.on_asked: Callable[[int], object] = int
         self._timeout_s = timeout.total_seconds()
         self._is_over = threading.Event()
         if board.world_size > 1:
@@ -337,10 +408,19 @@ class FailureWatch:
             _latest = board
             threading.Thread(target=self._run, daemon=True, name="failure watch").start()
 
-    def handle(self, exception: BaseException) -> None:
-        """See `FailureBoard.handle`; from here on this rank ends by itself."""
+    def handle(self, exception: BaseException, asked: str = "") -> None:
+        """See `FailureBoard.handle`; from here on this rank ends by itself.
+
+        Args:
+            exception: Why it does.
+            asked: Where all ranks end after the same step, who was asked to; nobody has failed.
+        """
         self._is_over.set()
-        self.board.handle(exception)
+        if not asked:
+            self.board.handle(exception)
+            return
+        self.board.has_failed = True
+        self.board.leave(f"has ended, and not all others with it: {asked}.")
 
     def close(self) -> None:
         """The run is over on this rank. Returns at once."""
@@ -355,30 +435,35 @@ class FailureWatch:
         client = new_store_client()
         if client is None:
             return
-        try:
-            while not self.board.notice(client):
-                if self._is_over.wait(WATCH_POLL_S):
-                    return
-        except Exception:
-            # The store is gone: whatever this rank waits for fails too, and says more.
-            if self.board.seen is None:
+        noticed, answered_s = False, time.monotonic()
+        while not noticed and time.monotonic() - answered_s < self._timeout_s:
+            try:
+                noticed = self.board.notice(client)
+                answered_s = time.monotonic()
+            except Exception:
+                # An outage may pass; a connection that was lost in it does not come back.
+                with suppress(Exception):
+                    client = new_store_client(STORE_WAIT_S)
+            if self.board.asked:
+                self.on_asked(self.board.asked)
+            if self._is_over.wait(0.0 if noticed else WATCH_POLL_S) or client is None:
                 return
-        end = time.monotonic() + self._timeout_s
+        end = time.monotonic() + (self._timeout_s if noticed else 0.0)
         while (left_s := end - time.monotonic()) > 0:
             # The store may go before this rank fails, and with it what it could read then.
             with suppress(Exception):
-                self.board.read(client)
+                self.board.notice(client)
             if self._is_over.wait(min(left_s, WATCH_POLL_S)):
                 return
-        self._end()
+        self._end("Other ranks wait for it in vain." if noticed else "Rank 0 cannot be reached.")
 
-    def _end(self) -> None:
+    def _end(self, why: str) -> None:
         log.critical(
             "Rank %d has not noticed within %g s that the run has failed, and is ended where the"
             " stacks below show it. %s",
             self.board.rank,
             self._timeout_s,
-            self.board.seen or "Other ranks have waited for it in vain.",
+            self.board.seen or why,
         )
         dump_stacks()
         # An exception in this thread would not end the one that hangs.

@@ -32,7 +32,7 @@ from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher,
     subprocess_script,
 )
-from lightning.pytorch.utilities.exceptions import _TunerExitException
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from typing_extensions import override
 
 from lightning_dear.collectives.factory import leave_process_groups
@@ -57,8 +57,9 @@ GRACE_S = 5.0
 END_S = 60.0
 """Seconds the other ranks have to end once rank 0 has ended in good order."""
 
-BLOCKED_S = 10.0
-"""Seconds after which a Ctrl-C or SIGTERM that has no effect on rank 0 ends the other ranks."""
+BLOCKED_S = 30.0
+"""Seconds after which a Ctrl-C or SIGTERM that has no effect on rank 0 ends the other ranks. It has
+one when a batch has ended."""
 
 PARENT_VARIABLE = "LIGHTNING_DEAR_PARENT"
 """Tells a child rank the process number of rank 0."""
@@ -161,6 +162,9 @@ class JobLauncher(_SubprocessScriptLauncher):
         cluster_environment: Knows the main address, its port and this host's number.
         num_processes: Ranks on this host.
         num_nodes: Hosts.
+
+    Attributes:
+        has_heard_signal: To be set by whoever ends this rank's run.
     """
 
     def __init__(
@@ -168,7 +172,7 @@ class JobLauncher(_SubprocessScriptLauncher):
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._is_failing = threading.Event()
-        self._has_heard_signal = threading.Event()
+        self.has_heard_signal = threading.Event()
         self._watcher: threading.Thread | None = None
         watch_parent()
 
@@ -182,7 +186,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         kwargs.pop("trainer", None)
         # Of this launch: one before may have failed, or been interrupted, and been survived.
         self._is_failing.clear()
-        self._has_heard_signal = threading.Event()
+        self.has_heard_signal = threading.Event()
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
@@ -193,7 +197,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         self._watch_children()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
-            with call_if_unheard(self._has_heard_signal, BLOCKED_S, self._end_deaf_children):
+            with call_if_unheard(self.has_heard_signal, BLOCKED_S, self._end_deaf_children):
                 return function(*args, **kwargs)
         except _TunerExitException:
             # Not a failure: the tuner leaves its trial fit this way, on every rank.
@@ -205,7 +209,7 @@ class JobLauncher(_SubprocessScriptLauncher):
     @override
     def kill(self, signum: signal.Signals | int) -> None:
         """Send a signal to the children; Lightning's own handler of SIGTERM does so."""
-        self._has_heard_signal.set()
+        self.has_heard_signal.set()
         super().kill(signum)
 
     def _end_deaf_children(self) -> None:
@@ -457,11 +461,18 @@ class ReportingLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls `function` on all ranks; returns rank 0's result. Blocks until all have ended."""
+        """Calls `function` on all ranks; returns rank 0's result. Blocks until all have ended.
+
+        Raises:
+            SystemExit: Where all ranks have ended since one was asked to stop.
+        """
         strategy: Any = self._strategy
-        return super().launch(
+        result = super().launch(
             partial(_reporting, strategy.report_failure, function), *args, **kwargs
         )
+        if isinstance(result, SystemExit):
+            raise result
+        return result
 
 
 def _reporting(
@@ -469,6 +480,10 @@ def _reporting(
 ) -> Any:
     try:
         return function(*args, **kwargs)
+    except SIGTERMException as end:
+        report(end)
+        # Raised in a rank, it would leave the process that started it waiting for a result.
+        return SystemExit(end.code)
     except BaseException as exception:
         report(exception)
         if is_consequence(exception):

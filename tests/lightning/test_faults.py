@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
-from tests.distributed.calls import Died, Outcome, Raised
+from lightning_dear.emulation import EmulatedCluster
+from tests.distributed.calls import Died, Outcome, Raised, Returned
 from tests.distributed.harness import observe_ranks, run_ranks
 from tests.lightning.faults import (
     MESSAGE,
     NUM_STEPS,
     TIMEOUT,
     Fault,
+    FaultyNet,
     checkpoint_in,
+    new_strategy,
     random_faults,
     train,
 )
-from tests.lightning.fitting import assert_same
+from tests.lightning.fitting import assert_same, new_trainer
 
 NUM_RANKS = 3
 HAS_NOTES = sys.version_info >= (3, 11)
@@ -109,3 +120,136 @@ def test_a_rank_that_hangs_in_a_collective(fault: Fault, tmp_path: Path) -> None
     for rank, outcome in enumerate(outcomes_of(fault, tmp_path)):
         assert isinstance(outcome, Raised), f"rank {rank}: {outcome}"
         assert outcome.time_s - start_s < LATE_S / 2
+
+
+class _Uneven(IterableDataset[Tensor]):
+    """`numbers[rank]` batches."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.number = numbers[int(os.environ["RANK"])]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.zeros(self.number, 1))
+
+
+def _train_unevenly(numbers: list[int]) -> int:
+    loader = DataLoader(_Uneven(numbers), batch_size=1)
+    trainer = new_trainer(new_strategy(), max_epochs=1)
+    trainer.fit(FaultyNet(), loader)
+    # Rank 0 keeps what ranks report.
+    time.sleep(2)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("numbers", [[8, 5], [5, 8], [8, 8, 5]])
+def test_one_that_has_fewer_batches_is_named(numbers: list[int]) -> None:
+    outcomes = observe_ranks(_train_unevenly, len(numbers), numbers, init_process_group=False)
+    for rank, outcome in enumerate(outcomes):
+        if numbers[rank] == 5:
+            assert isinstance(outcome, Returned), outcome
+            continue
+        assert isinstance(outcome, Raised), f"rank {rank}: {outcome}"
+        assert f"nothing from rank {numbers.index(5)} for 5 s" in outcome.message
+        if HAS_NOTES:
+            words = f"Rank {numbers.index(5)} has ended its training after 5 batches, and others"
+            assert words in outcome.traceback
+
+
+class _Stand(Callback):
+    """One rank's process stands still in the third step, another's is killed."""
+
+    def __init__(self, path: Path, numbers: dict[int, signal.Signals]) -> None:
+        self.path, self.numbers = path, numbers
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 3 and trainer.global_rank in self.numbers:
+            self.path.write_text(str(time.monotonic()))
+            os.kill(os.getpid(), self.numbers[trainer.global_rank])
+
+
+def _train_and_stand(folder: Path, numbers: dict[int, signal.Signals], hangs: list[int]) -> None:
+    fault = Fault("hang", "forward", hangs[0], 3) if hangs else None
+    train(folder, fault, False, _Stand(folder / "struck", numbers))
+
+
+def late_s(folder: Path, outcome: Raised | Died) -> float:
+    """Seconds from the fault to the end, beyond the timeout."""
+    return outcome.time_s - float((folder / "struck").read_text()) - TIMEOUT.total_seconds()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_rank_that_stands_still_is_not_called_dead(rank: int, tmp_path: Path) -> None:
+    outcomes = observe_ranks(
+        _train_and_stand,
+        3,
+        tmp_path,
+        {rank: signal.SIGSTOP},
+        [],
+        timeout_s=30,
+        init_process_group=False,
+    )
+    reasons = []
+    for other in {0, 1, 2} - {rank}:
+        outcome = outcomes[other]
+        assert isinstance(outcome, Raised), f"rank {other}: {outcome}"
+        assert late_s(tmp_path, outcome) < 3
+        assert "killed" not in outcome.traceback
+        if HAS_NOTES:
+            words = "is gone, stopped or out of" if rank == 0 else "Ranks [1] neither send nor"
+            assert words in outcome.traceback
+        reasons.append(outcome.message)
+    assert any(f"nothing from rank {rank} for 5 s: link or rank" in one for one in reasons), reasons
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
+    outcomes = observe_ranks(
+        _train_and_stand,
+        2,
+        tmp_path,
+        {0: signal.SIGKILL},
+        [1],
+        timeout_s=40,
+        init_process_group=False,
+    )
+    assert isinstance(outcomes[1], Died), outcomes[1]
+    assert outcomes[1].exit_code == 1
+    assert late_s(tmp_path, outcomes[1]) < 4
+
+
+def _train_until_cut(folder: Path, how: str) -> None:
+    train(folder, None, False, _Cut(folder / "struck", how))
+
+
+class _Cut(Callback):
+    """Rank 1's host loses its link, or all packets above a size, in the third step."""
+
+    def __init__(self, path: Path, how: str) -> None:
+        self.path, self.how = path, how
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            self.path.write_text(str(time.monotonic()))
+            subprocess.run(self.how.split(), check=True)
+
+
+@pytest.mark.netns
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ip link set eth0 down", "ip route replace blackhole 10.0.0.1/32"])
+def test_a_link_that_goes_down(how: str, tmp_path: Path) -> None:
+    with EmulatedCluster(num_hosts=2, rate_mbit=1000) as cluster:
+        outcomes = observe_ranks(
+            _train_until_cut,
+            2,
+            tmp_path,
+            how,
+            timeout_s=40,
+            hosts=cluster.hosts,
+            init_process_group=False,
+        )
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, Raised), f"rank {rank}: {outcome}"
+        assert late_s(tmp_path, outcome) < 3
+        assert f"rank {1 - rank}" in outcome.message
+        assert "killed" not in outcome.traceback

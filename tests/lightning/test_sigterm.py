@@ -1,18 +1,25 @@
-"""Whether rank 0 was told to end is known without a message of its own before every batch."""
+"""A rank that is asked to stop stops all of them after the same step."""
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
-from tests.distributed.harness import distributed
-from tests.lightning.fitting import dear, fit
-from tests.lightning.nets import Net
+from lightning_dear.strategy import connections
+from tests.distributed.harness import distributed, run_ranks
+from tests.lightning.fitting import dear, fit, new_trainer
+from tests.lightning.nets import Net, data
 
 asks = pytest.mark.skipif(
     not hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"),
@@ -20,29 +27,134 @@ asks = pytest.mark.skipif(
 )
 
 
+class _Kills(Callback):
+    """Sends a signal to its own process, on some ranks, in the third batch or its validation."""
+
+    def __init__(self, number: int, ranks: list[int], hook: str) -> None:
+        self.number, self.ranks = number, ranks
+        setattr(self, hook, self._strike)
+
+    def _strike(self, trainer: Trainer, *_: Any) -> None:
+        is_due = trainer.global_step == 3 and trainer.global_rank in self.ranks
+        if is_due and not trainer.sanity_checking:
+            os.kill(os.getpid(), self.number)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("lightning_dear").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _fit(
+    folder: Path, number: int, ranks: list[int], hook: str, options: dict[str, Any]
+) -> tuple[str, object, int, list[str]]:
+    """How it ended, with which exit code, at which step, and what was said."""
+    torch.manual_seed(0)
+    # The harness ignores it, and so would its ranks.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    lines = _Lines()
+    callbacks = _Kills(number, ranks, hook), OnExceptionCheckpoint(folder)
+    trainer = new_trainer(dear(), *callbacks, **{"enable_checkpointing": True, **options})
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    try:
+        trainer.fit(Net("mlp"), data("mlp", 96), data("mlp", 96))
+    except SystemExit as end:
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+        return type(end).__name__, end.code, trainer.global_step, lines.lines
+    return "nothing", None, trainer.global_step, lines.lines
+
+
+def stopped(
+    folder: Path, world_size: int, number: int, ranks: list[int], hook: str, **options: Any
+) -> list[tuple[str, object, int, list[str]]]:
+    seen = run_ranks(
+        _fit, world_size, folder, number, ranks, hook, options, init_process_group=False
+    )
+    assert torch.load(folder / "on_exception.ckpt", weights_only=True)["global_step"] == seen[0][2]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("world_size", "number", "ranks", "words"),
+    [
+        (2, signal.SIGTERM, [1], "Rank 1 was asked to stop (SIGTERM)"),
+        (2, signal.SIGTERM, [0, 1], "Rank 1 was asked to stop (SIGTERM)"),
+        (3, signal.SIGTERM, [0], "Rank 0 was asked to stop (SIGTERM)"),
+        (2, signal.SIGINT, [1], "Rank 1 was asked to stop (Ctrl-C)"),
+        (3, signal.SIGINT, [0, 1, 2], "Rank 2 was asked to stop (Ctrl-C)"),
+    ],
+)
+def test_all_stop_after_the_same_step(
+    world_size: int, number: int, ranks: list[int], words: str, tmp_path: Path
+) -> None:
+    seen = stopped(tmp_path, world_size, number, ranks, "on_train_batch_start")
+    code = 1 if number == signal.SIGINT else None
+    for name, ended_with, step, lines in seen:
+        assert (name, ended_with, step) == ("SIGTERMException", code, 4)
+        assert any(words in line for line in lines), lines
+        # Nobody has failed.
+        assert not any("failed" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_batches_without_a_step(rank: int, tmp_path: Path) -> None:
+    seen = stopped(
+        tmp_path, 2, signal.SIGTERM, [rank], "on_train_batch_start", accumulate_grad_batches=4
+    )
+    assert [one[:3] for one in seen] == [("SIGTERMException", None, 3)] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_in_validation_the_board_tells(rank: int, tmp_path: Path) -> None:
+    slow = {"val_check_interval": 3, "limit_val_batches": 8}
+    seen = run_ranks(_fit_with_slow_validation, 2, tmp_path, rank, slow, init_process_group=False)
+    assert [one[:3] for one in seen] == [("SIGTERMException", None, 3)] * 2
+    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
+
+
+class _SlowNet(Net):
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        import time
+
+        time.sleep(0.4)
+
+
+def _fit_with_slow_validation(folder: Path, rank: int, options: dict[str, Any]) -> Any:
+    with mock.patch(f"{__name__}.Net", _SlowNet):
+        return _fit(folder, signal.SIGTERM, [rank], "on_validation_start", options)
+
+
 class _Hears(Callback):
-    """Rank 0 is told to end in the third batch."""
+    """Rank 1 says in the third batch that it was asked."""
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == 2 and dist.get_rank() == 0:
-            trainer.strategy._pipeline.collectives.signal.ask = lambda: True
-
-
-@asks
-@distributed(world_sizes=(2,))
-def test_all_ranks_ask_in_the_batch_after_rank_0_was_told() -> None:
-    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
-        trainer = fit(dear(), Net("mlp"), _Hears())
-    assert broadcast.call_count == 1 + trainer.global_step - 3
+        if batch_idx == 2 and dist.get_rank() == 1:
+            trainer.strategy._pipeline.collectives.signal.ask = lambda: 2
 
 
 @asks
 @distributed(world_sizes=(2,))
 def test_only_the_first_batch_asks() -> None:
-    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
+    largest = mock.patch.object(
+        connections, "largest_of_all_ranks", wraps=connections.largest_of_all_ranks
+    )
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast, largest as asked:
         trainer = fit(dear(), Net("mlp"))
     assert trainer.global_step > 3
-    assert broadcast.call_count == 1
+    assert (broadcast.call_count, asked.call_count) == (0, 1)
     assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
+    assert "_sigterm_notifier_fn" not in vars(trainer._signal_connector)
+
+
+@distributed(world_sizes=(2,), keeps_ranks=False)
+def test_what_one_rank_says_all_hear_in_that_step() -> None:
+    with pytest.raises(SystemExit) as end:
+        fit(dear(), Net("mlp"), _Hears())
+    assert end.value.code is None

@@ -29,6 +29,7 @@ from lightning_dear.strategy.failures import (
 )
 
 NUM_RANKS = 3
+LATE = "[unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete"
 CLOSED = "[pair.cc:537] Read error [127.0.0.1]:57046: Connection reset by peer."
 
 
@@ -36,7 +37,7 @@ CLOSED = "[pair.cc:537] Read error [127.0.0.1]:57046: Connection reset by peer."
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(failures, "default_store", lambda: store)
-    monkeypatch.setattr(failures, "new_store_client", lambda: store)
+    monkeypatch.setattr(failures, "new_store_client", lambda *_: store)
     monkeypatch.setattr(failures, "REPORT_WAIT_S", 0.3)
     return store
 
@@ -176,6 +177,60 @@ def test_the_dead_and_the_hanging_are_told_apart(
     assert boards[0].blame(RuntimeError(CLOSED)).startswith("No rank has reported a cause")
 
 
+def blamed(board: FailureBoard, message: str) -> str:
+    board.report(board.rank, RuntimeError(message))
+    sentence = board.blame(RuntimeError(message))
+    assert sentence is not None
+    return sentence
+
+
+def test_one_that_is_silent_is_not_called_dead(
+    boards: list[FailureBoard], store: dist.Store
+) -> None:
+    """Rank 1 stands still. Rank 0 waits in vain, and by ending ends its connection to rank 2."""
+    boards[0].report(0, RuntimeError(LATE))
+    boards[2].notice(store)
+    late = f"bucket 3, reduce-scatter: nothing from rank 1 for 8 s: link or rank. ({LATE})"
+    assert blamed(boards[0], late).startswith("Ranks [1] neither send nor answer")
+    closed = f"bucket 3, reduce-scatter: connection closed by rank 0. ({CLOSED})"
+    assert blamed(boards[2], closed).startswith("Ranks [1] neither send nor answer")
+
+
+def test_one_whose_connection_was_closed_is_dead_whoever_else_is_late(
+    boards: list[FailureBoard],
+) -> None:
+    blamed(boards[0], f"bucket 3, reduce-scatter: connection closed by rank 1. ({CLOSED})")
+    assert blamed(boards[2], LATE).startswith("Ranks [1] are gone without a report")
+
+
+def test_nobody_is_named_where_nobody_can_know(boards: list[FailureBoard]) -> None:
+    for board in boards:
+        sentence = blamed(board, LATE)
+    assert sentence.endswith("though none can know which peer it waited for.")
+
+
+def test_one_that_has_ended_well_is_named(boards: list[FailureBoard], store: dist.Store) -> None:
+    boards[1].leave("has ended its training after 5 batches")
+    boards[2].notice(store)
+    closed = f"bucket 3, reduce-scatter: connection closed by rank 1. ({CLOSED})"
+    assert blamed(boards[0], closed) == "Rank 1 has ended its training after 5 batches"
+
+
+def test_the_end_of_one_outlives_the_store(
+    boards: list[FailureBoard], store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boards[0].leave("has ended its training after 5 batches")
+    boards[1].notice(store)
+    monkeypatch.setattr(failures, "default_store", _DeadStore)
+    assert boards[1].blame(RuntimeError(CLOSED)) == "Rank 0 has ended its training after 5 batches"
+
+
+def test_a_wish_to_stop_reaches_all(boards: list[FailureBoard], store: dist.Store) -> None:
+    boards[2].asked = 3
+    assert [board.notice(store) for board in reversed(boards)] == [False] * NUM_RANKS
+    assert [board.asked for board in boards] == [3] * NUM_RANKS
+
+
 def test_a_suspicion_outlives_the_store(
     boards: list[FailureBoard], store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +348,7 @@ def test_a_rank_that_never_notices_is_ended(
 ) -> None:
     ended: dict[int, float] = {}
     monkeypatch.setattr(
-        FailureWatch, "_end", lambda self: ended.setdefault(self.board.rank, time.monotonic())
+        FailureWatch, "_end", lambda self, _: ended.setdefault(self.board.rank, time.monotonic())
     )
     watches = watch_all(2.0)
     start_s = time.monotonic()
@@ -303,6 +358,29 @@ def test_a_rank_that_never_notices_is_ended(
         time.sleep(0.05)
     assert ended.keys() == {2}
     assert ended[2] - start_s > 1.9
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_rank_whose_store_is_gone_is_ended(
+    comes_back: bool,
+    boards: list[FailureBoard],
+    store: dist.Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failures, "WATCH_POLL_S", 0.05)
+    ended: list[str] = []
+    monkeypatch.setattr(FailureWatch, "_end", lambda _, why: ended.append(why))
+    clients = [_DeadStore(), _DeadStore(), store if comes_back else _DeadStore()]
+    monkeypatch.setattr(
+        failures, "new_store_client", lambda *_: clients.pop(0) if len(clients) > 1 else clients[0]
+    )
+    start_s = time.monotonic()
+    watch = FailureWatch(boards[1], timedelta(seconds=1))
+    while not ended and time.monotonic() < start_s + (2 if comes_back else 20):
+        time.sleep(0.05)
+    watch.close()
+    assert time.monotonic() - start_s > 0.9
+    assert len(ended) == (0 if comes_back else 1)
 
 
 def test_a_watch_is_pickled_as_of_no_run(watch_all: Any) -> None:
