@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.conf import ConfigSourceInfo
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch import Trainer
@@ -75,8 +76,8 @@ def test_a_child_is_given_what_was_given(tmp_path):
         with read_write(config), open_dict(config):
             config.job.config_name = None
             config.runtime.config_sources = [
-                {"provider": "main", "schema": "pkg", "path": "theirs.conf"},
-                {"provider": "lightning-dear", "schema": "file", "path": "/elsewhere"},
+                ConfigSourceInfo("theirs.conf", "pkg", "main"),
+                ConfigSourceInfo("/elsewhere", "file", "lightning-dear"),
             ]
         found = job_arguments(config, local_rank=1)
     assert found[:3] == ["--config-path", "pkg://theirs.conf", "task_name=${seed}"]
