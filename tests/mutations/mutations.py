@@ -46,8 +46,8 @@ STRATEGY = [
     Mutation(
         "not sending while accumulating",
         "DearStrategy.backward",
-        "        synchronize = is_last and not self._is_sync_blocked\n",
-        "        synchronize = is_last\n",
+        "        synchronize = not self._is_sync_blocked and (",
+        "        synchronize = True and (",
         (f"{STATE}::test_accumulated_gradients_are_those_of_ddp", *row("accumulation")),
     ),
     Mutation(

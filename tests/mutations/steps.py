@@ -70,7 +70,7 @@ WAITS = [
     ),
     Mutation(
         "completing parameters before the step",
-        "OptimizerPipeline.reduce",
+        "OptimizerPipeline._add_round",
         '        self.complete_parameters("step")\n',
         "",
         (f"{READING}::test_nothing_is_under_way_into_a_parameter_when_it_is_stepped",),
