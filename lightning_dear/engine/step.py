@@ -19,14 +19,7 @@ from lightning_dear.engine.active_plan import ActivePlan, EarlySteps, audit
 from lightning_dear.engine.gradient_reducer import warn_of_leftovers
 from lightning_dear.engine.hooks import StepHooks, not_shown, warn_of_shown
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
-from lightning_dear.engine.step_state import (
-    ARE_ON_THEIR_WAY,
-    MEANS_ARE_THERE,
-    WERE_CHANGED,
-    Backward,
-    Sending,
-    StepState,
-)
+from lightning_dear.engine.step_state import Backward, Sending, StepState
 from lightning_dear.engine.step_times import TimesRecorder
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
@@ -36,6 +29,10 @@ from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.statistics import Instruments
+
+_MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
+_WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
+_ARE_ON_THEIR_WAY = (StepState.SENDING, StepState.REOPENED)
 
 
 class OptimizerPipeline:
@@ -142,7 +139,7 @@ class OptimizerPipeline:
         if not self.plans.trained.have_grown():
             return
         active = self.plans.active
-        if active is not None and self.state in ARE_ON_THEIR_WAY:
+        if active is not None and self.state in _ARE_ON_THEIR_WAY:
             # What other ranks wait for is sent first.
             active.reducer.reduce()
             raise RuntimeError(
@@ -184,7 +181,7 @@ class OptimizerPipeline:
     @contextmanager
     def backward(self, *, synchronize: bool | None) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
-        if self._means in WERE_CHANGED:
+        if self._means in _WERE_CHANGED:
             clipping.check_may_add(self._options)
         trained = self.plans.trained
         trained.hooks.stay_last()
@@ -194,7 +191,7 @@ class OptimizerPipeline:
         if synchronize or self.state is StepState.REOPENED:
             # Also REOPENED, in which only some ranks may be: all vote alike at the step.
             self._enter(StepState.SENDING)
-        elif self.state in MEANS_ARE_THERE:
+        elif self.state in _MEANS_ARE_THERE:
             self._enter(StepState.ACCUMULATING)
         active, recorder = self.plans.active, self._times_recorder if synchronize else None
         if synchronize and active is not None:
@@ -221,11 +218,11 @@ class OptimizerPipeline:
             if self.state is StepState.EMPTY:
                 self._enter(StepState.ACCUMULATING)
             return
-        if self._backward is Backward.NONE and self.state in MEANS_ARE_THERE:
+        if self._backward is Backward.NONE and self.state in _MEANS_ARE_THERE:
             # Perhaps on this rank only: `reduce` asks the others.
             self._interrupted = self.state
             self._enter(StepState.REOPENED)
-        elif self.state not in ARE_ON_THEIR_WAY:
+        elif self.state not in _ARE_ON_THEIR_WAY:
             self._enter(StepState.SENDING)
         if self._times_recorder is not None:
             self._times_recorder.note_gradient(index)
@@ -271,7 +268,7 @@ class OptimizerPipeline:
     def _bring_means(self, *, votes: bool = False) -> None:
         """As `reduce`, but leaves them exposed where they are, or where a rank has pre-hooks."""
         self._check_is_on()
-        if self.state not in (*MEANS_ARE_THERE, StepState.REOPENED):
+        if self.state not in (*_MEANS_ARE_THERE, StepState.REOPENED):
             self._add_round()
             if self.state is not StepState.EXPOSED:
                 return
@@ -292,7 +289,7 @@ class OptimizerPipeline:
         has_own = self._step_hooks.are_behind or self._step_hooks.are_in_front
         active.reducer.wishes = self.shows_gradients and has_own
         self.stepper.set_gradients(active.reducer.reduce(self._on_reduce))
-        was_changed = self._means in WERE_CHANGED
+        was_changed = self._means in _WERE_CHANGED
         self._enter(StepState.CHANGED if was_changed else StepState.REDUCED)
         had_hooks, self._has_hooks = self._has_hooks, active.reducer.granted
         if active.reducer.wishes and not self._has_hooks:
@@ -439,7 +436,7 @@ class OptimizerPipeline:
                     "zero_grad() was called between the backward of a step and its end, when part"
                     " of the parameters had been updated. Call it before backward."
                 )
-            if self.state in ARE_ON_THEIR_WAY:
+            if self.state in _ARE_ON_THEIR_WAY:
                 self.complete_parameters("zero_grad")
                 active.reducer.reduce()
             active.reducer.drop()
@@ -569,9 +566,9 @@ class OptimizerPipeline:
     def _enter(self, state: StepState) -> None:
         """The one place where the table of `step_state.py` is kept to."""
         self._check_is_on()
-        if state in MEANS_ARE_THERE and not self._uses_buckets:
+        if state in _MEANS_ARE_THERE and not self._uses_buckets:
             state = StepState.EMPTY
-        self._is_due = state in ARE_ON_THEIR_WAY or (self._is_due and state is not StepState.EMPTY)
+        self._is_due = state in _ARE_ON_THEIR_WAY or (self._is_due and state is not StepState.EMPTY)
         self.state = state
 
     # --- plans and codecs -----------------------------------------------------------------------

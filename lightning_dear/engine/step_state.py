@@ -48,11 +48,6 @@ class StepState(Enum):
     ENDED = "the training is over"
 
 
-MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
-WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
-ARE_ON_THEIR_WAY = (StepState.SENDING, StepState.REOPENED)
-
-
 class Backward(Enum):
     """What a gradient that arrives just now is part of."""
 

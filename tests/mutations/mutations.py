@@ -8,6 +8,7 @@ from tests.mutations.codecs import CODECS
 from tests.mutations.coded import CODED
 from tests.mutations.comparing import COMPARING
 from tests.mutations.gathering import GATHERING
+from tests.mutations.hooks import HOOKS
 from tests.mutations.kept import KEPT
 from tests.mutations.loading import LOADING
 from tests.mutations.low_rank import LOW_RANK
@@ -117,6 +118,7 @@ MUTATIONS = [
     *WAITS,
     *GUARDS,
     *FLUSHES,
+    *HOOKS,
     *STRATEGY,
     *CALLBACKS,
     *SPARSE_SUMS,
