@@ -213,18 +213,22 @@ class FlatBuffers:
     placements: list[Placement]
 
     @torch.no_grad()
-    def adopt_writes(self, but: Collection[int] = ()) -> None:
+    def adopt_writes(self, but: Collection[int] = ()) -> bool:
         """Takes over what was written from outside: to a parameter, or in place of its data.
 
         Args:
             but: Buckets that have been stepped since; nobody may have written to them.
+
+        Returns:
+            Whether a parameter had other data in its place.
         """
-        for placement in self.placements:
-            if placement.was_replaced():
-                placement.adopt_replacement()
+        replaced = [placement for placement in self.placements if placement.was_replaced()]
+        for placement in replaced:
+            placement.adopt_replacement()
         for bucket in self.buckets:
             if bucket.number not in but:
                 bucket.adopt_writes()
+        return bool(replaced)
 
 
 def allocate(

@@ -107,6 +107,22 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     return torch.stack([norm.double() for norm in norms])
 
 
+def check_may_add(options: ExchangeOptions) -> None:
+    """Refuses another backward after means were shown or changed, where they are encoded once.
+
+    Raises:
+        RuntimeError: Naming the compressor and what to do.
+    """
+    if (codec := options.codec) is not None and codec.encodes_once:
+        raise RuntimeError(
+            "Another backward would add to mean gradients that a hook was shown, that"
+            " whole_gradients() has shown or that were clipped, which"
+            f" compressor={codec.name!r} would encode once more. Run all backwards of a step"
+            " before that, or, if only hooks see them, pass"
+            " DearStrategy(gradients_in_hooks=False)."
+        )
+
+
 def anyone(says: bool, collectives: Collectives) -> bool:
     """Whether any rank says so. Collective; blocks the host."""
     flag = torch.tensor([says], dtype=torch.uint8)

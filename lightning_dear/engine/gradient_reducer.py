@@ -57,6 +57,8 @@ class GradientReducer:
     Attributes:
         steps_early: Whether early buckets may have been stepped since `reset`, here or elsewhere.
             Their gradients cannot be added to any more.
+        wishes: Whether hooks of this rank look for whole mean gradients; to be assigned to.
+        granted: Whether any rank wished so when gradients were last reduced.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class GradientReducer:
         self._scale = 1.0 / collectives.world_size
         self._early = frozenset(plan.early)
         self._waiter = Background("dear-early-steps")
+        self.wishes = self.granted = False
         self.reset()
 
     def end_step(self) -> None:
@@ -167,7 +170,9 @@ class GradientReducer:
     def _collect(self, index: int) -> None:
         placement = self._placements[index]
         gradient, home = placement.parameter.grad, placement.gradient
-        assert gradient is not None
+        if gradient is None:
+            # A hook has cleared it: DistributedDataParallel averages zeros then.
+            gradient = torch.zeros_like(placement.parameter)
         if gradient.is_sparse:
             raise RuntimeError(
                 f"'{self._names[index]}' has a sparse gradient, which strategy='dear' does not"
@@ -273,11 +278,12 @@ class GradientReducer:
         voting, placements = self._exchange.voting, enumerate(self._placements)
         voted = [n for n, one in placements if voting and not voting.isdisjoint(one.buckets)]
         device = self._buckets[0].parameters.device
-        flags = RoundFlags(says, voted, self._exchange, self._collectives, device)
+        flags = RoundFlags(says, voted, self.wishes, self._exchange, self._collectives, device)
         with self._waiting("gradients"):
             for one in (*self._round.works.values(), flags.work):
                 one.wait()
         said, split = flags.hear()
+        self.granted = flags.granted
         if split:
             self._exchange.refuse_votes([self._names[number] for number in split])
         return said
@@ -360,26 +366,36 @@ class RoundFlags:
     Args:
         says: Per parameter one of the three.
         voting: Which of them are voted on: of these all ranks hear whether one has no gradient.
+        wishes: Whether its hooks look for whole mean gradients.
         exchange: Has found nan or inf on this rank, or not, and is told whether any has.
         collectives: What moves the bytes, every rank's signal among them.
         device: Where the bytes are.
+
+    Attributes:
+        granted: Whether all ranks have heard of a wish, once `hear` has been called.
     """
 
     def __init__(
         self,
         says: list[int],
         voting: Sequence[int],
+        wishes: bool,
         exchange: Exchange,
         collectives: Collectives,
         device: torch.device,
     ) -> None:
-        self._says, self._voting = says, voting
+        self._says, self._voting, self._wishes = says, voting, wishes
+        self.granted = False
         self._exchange, self._collectives = exchange, collectives
         self._uses_all = all(one == USED for one in says)
-        self._flags = torch.ones(len(says) + len(voting) + 2, dtype=torch.uint8, device=device)
+        self._flags = torch.ones(len(says) + len(voting) + 3, dtype=torch.uint8, device=device)
         if not self._uses_all or voting:
             lacks = [says[number] == UNUSED for number in voting]
-            self._flags[:-2] = torch.tensor([*says, *lacks], dtype=torch.uint8)
+            self._flags[:-3] = torch.tensor([*says, *lacks], dtype=torch.uint8)
+        if wishes:
+            # The 1 of who wishes nothing is less where all read flags, and where only some do more:
+            # these hear whether others read them, too.
+            self._flags[-3] = 2 if collectives.reads_flags_freely else 0
         self._flags[-2] = exchange.take_found_inf()
         self._flags[-1] = collectives.signal.ask()
         self.work = collectives.launch_any(self._flags)
@@ -394,9 +410,11 @@ class RoundFlags:
         self._exchange.hear_found_inf(self._flags[-2])
         # Where reading flags blocks the host, late gradients were refused, and a rank that used
         # everything learns nothing new from them.
-        if self._uses_all and not self._collectives.reads_flags_freely and not self._voting:
+        all_read = self._collectives.reads_flags_freely
+        if self._uses_all and not (all_read or self._wishes) and not self._voting:
             return self._says, []
-        *told, _, heard = self._flags.tolist()
+        *told, wished, _, heard = self._flags.tolist()
+        self.granted = wished == (2 if all_read else 0)
         self._collectives.signal.hear(heard)
         said, lacks = told[: len(self._says)], told[len(self._says) :]
         split = [

@@ -39,7 +39,8 @@ from torch.optim import Optimizer
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor
 from lightning_dear.engine.read_order import has_compiled_region
-from lightning_dear.engine.step import OptimizerPipeline, Sending, StepState
+from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.engine.step_state import Sending, StepState
 from lightning_dear.engine.trained_parameters import check_layout
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import FusionPlanner
@@ -73,6 +74,7 @@ class Pipeline:
         options: What travels, and how.
         all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says; None if it is.
         parts: What each optimizer has of its own.
+        is_stepping: Whether somebody is in `stepping_early`.
 
     Raises:
         ValueError: If an optimizer is not element-wise where it must be, or holds foreign
@@ -104,7 +106,7 @@ class Pipeline:
         if self._has_compiled_region:
             self._warn_of_compiling()
         self._audit = audit
-        self._is_in_forward = False
+        self._is_in_forward = self.is_stepping = False
         self.parts = [
             OptimizerPipeline(
                 module,
@@ -208,19 +210,21 @@ class Pipeline:
 
     @contextmanager
     def backward(
-        self, *, synchronize: bool = True, optimizers: Sequence[Optimizer] | None = None
+        self, *, synchronize: bool | None = True, optimizers: Sequence[Optimizer] | None = None
     ) -> Iterator[None]:
         """Around a backward.
 
         Args:
             synchronize: False on all but the last backward of a step: gradients accumulate in
-                `.grad` and nothing is sent before the step.
+                `.grad` and nothing is sent before the step. None: the same where it is not known
+                whether more come, and DDP would average.
             optimizers: Those whose last backward it is; None: all.
         """
         with ExitStack() as stack:
             for part in self.parts:
                 is_meant = optimizers is None or part.optimizer in optimizers
-                stack.enter_context(part.backward(synchronize=synchronize and is_meant))
+                is_last = synchronize and (is_meant or None)
+                stack.enter_context(part.backward(synchronize=is_last))
             if (timeline := self._instruments.timeline) is not None:
                 stack.enter_context(timeline.span("backward", "backward"))
             yield
@@ -247,15 +251,15 @@ class Pipeline:
         `zero_grad`, and where nothing but the step uses the gradients: no clipping, no loss scale,
         no hook that reads or changes them.
         """
-        if self.early_refusal is not None:
-            yield
-            return
-        for part in self.parts:
+        self.is_stepping = True
+        parts = self.parts if self.early_refusal is None else ()
+        for part in parts:
             part.sending = Sending.EARLY
         try:
             yield
         finally:
-            for part in self.parts:
+            self.is_stepping = False
+            for part in parts:
                 part.sending = Sending.IN_BACKWARD
 
     def _on_reduce(self) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_dear.checkpoint.optimizer_state import whole_state
@@ -22,6 +21,7 @@ from lightning_dear.engine.active_plan import (
     agree_on_plan,
     agree_on_recording,
 )
+from lightning_dear.engine.hooks import OnGradient
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale
 from lightning_dear.exchange.options import ExchangeOptions
@@ -44,8 +44,7 @@ class PlanLifecycle:
         fusion: Makes the plan from the recorded first step.
         options: What travels, and how.
         instruments: Told of every wait.
-        on_gradient: Called with a parameter's number, and the parameter, whenever its `.grad` has
-            been accumulated.
+        on_gradient: Called whenever a parameter's `.grad` has been accumulated.
         on_arrival: Called with a bucket's number when its gather has arrived; None: nobody is.
 
     Attributes:
@@ -74,7 +73,7 @@ class PlanLifecycle:
         fusion: FusionPlanner,
         options: ExchangeOptions,
         instruments: Instruments,
-        on_gradient: Callable[[int, Tensor], None],
+        on_gradient: OnGradient,
         on_arrival: Callable[[int], None] | None,
     ) -> None:
         self.plan: BucketPlan | None = None
@@ -202,7 +201,8 @@ class PlanLifecycle:
             self.left_weights.follow(self.parameters)
         if self.active is None:
             return
-        self.active.flat.adopt_writes(but)
+        if self.active.flat.adopt_writes(but) and self._uses_buckets:
+            self.trained.watch(self._on_gradient)
         if self.adopt_state():
             self.active.flat.adopt_writes(but)
         if self._options.encodes_differences:

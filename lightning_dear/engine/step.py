@@ -1,34 +1,9 @@
-"""One optimizer's step: where its gradients are, from the first backward to the next forward.
-
-`StepState` says where the step is, and what happens moves it:
-
-    state                          event                                        next
-    -----------------------------  -------------------------------------------  ------------------
-    any                            backward(synchronize=True)                   SENDING
-    SENDING, REOPENED              backward(synchronize=False)                  SENDING
-    REDUCED, CHANGED, EXPOSED      backward(synchronize=False)                  ACCUMULATING
-    EMPTY                          a gradient in backward(synchronize=False)    ACCUMULATING
-    EMPTY, ACCUMULATING            a gradient outside any backward              SENDING
-    REDUCED, CHANGED, EXPOSED      a gradient outside any backward              REOPENED
-    EMPTY, ACCUMULATING, SENDING   reduce (by step, norm, clip, unscale)        REDUCED
-    REOPENED                       reduce                                       REDUCED or CHANGED
-    EXPOSED                        reduce, if no rank has a new gradient        CHANGED
-    REDUCED, CHANGED               clip, unscale                                CHANGED
-    REDUCED, CHANGED               expose                                       EXPOSED
-    REDUCED, CHANGED               step begins                                  STEPPING
-    STEPPING                       step ends                                    EMPTY
-    STEPPING                       step raises, and anything else follows       as before the step
-    any                            zero_grad                                    EMPTY
-    any                            detach                                       ENDED: all raise
-
-Gathering is no state of the step: it is each bucket's own, and overlaps the next forward.
-"""
+"""One optimizer's step: where its gradients are, from the first backward to the next forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
 from typing import Any
 
 import torch
@@ -42,7 +17,9 @@ from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
 from lightning_dear.engine.active_plan import ActivePlan, EarlySteps, audit
 from lightning_dear.engine.gradient_reducer import warn_of_leftovers
+from lightning_dear.engine.hooks import StepHooks, not_shown, warn_of_shown
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
+from lightning_dear.engine.step_state import Backward, Sending, StepState
 from lightning_dear.engine.step_times import TimesRecorder
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
@@ -53,44 +30,9 @@ from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.statistics import Instruments
 
-
-class StepState(Enum):
-    """Where one optimizer's step is; the table of what follows what heads this file.
-
-    Without buckets (world size 1, nothing to encode) a mean gradient is the user's own `.grad`, and
-    nobody tells of a new one: there REDUCED, CHANGED and EXPOSED are never entered.
-    """
-
-    EMPTY = "no gradient since the last step or zero_grad"
-    ACCUMULATING = "gradients add up in `.grad` or, of earlier rounds, in the shards"
-    SENDING = "buckets are on their way, other ranks may wait for ours"
-    REDUCED = "the shards hold the mean gradient, as it came"
-    CHANGED = "the shards hold the mean gradient, clipped or otherwise changed"
-    EXPOSED = "so does `.grad`, whole, and what is done to it counts"
-    REOPENED = "as one of the three above, and a gradient came outside any backward"
-    STEPPING = "the optimizer steps bucket by bucket; others' reads wait"
-    ENDED = "the training is over"
-
-
 _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
 _ARE_ON_THEIR_WAY = (StepState.SENDING, StepState.REOPENED)
-
-
-class _Backward(Enum):
-    """What a gradient that arrives just now is part of."""
-
-    NONE = "no backward of ours"
-    LOCAL = "a backward after which more of the same step follow"
-    LAST = "a backward whose gradients are sent: while it runs, or before the step"
-
-
-class Sending(Enum):
-    """When the buckets of a step are sent."""
-
-    BEFORE_STEP = "all of them in front of the step"
-    IN_BACKWARD = "each in backward, once it is full"
-    EARLY = "so, and what the plan calls early is stepped and gathered in backward, too"
 
 
 class OptimizerPipeline:
@@ -118,6 +60,8 @@ class OptimizerPipeline:
         times: Of the step that `measure_next_step` asked for, on this rank; None until its end.
         num_steps: Optimizer steps so far, without those that a GradScaler left out.
         sending: When buckets are sent; to be assigned to.
+        shows_gradients: Whether hooks of the optimizer's step find in `.grad` what they would under
+            DDP, which costs them an all-gather; to be assigned to, the same on all ranks.
     """
 
     def __init__(
@@ -136,7 +80,10 @@ class OptimizerPipeline:
         self.state = StepState.EMPTY
         # Where REOPENED and STEPPING may have to go back to.
         self._interrupted = StepState.EMPTY
-        self._has_leftovers = False
+        self._has_leftovers = self.shows_gradients = False
+        # Whether DDP would have averaged since the last step, and whether a rank has hooks of it.
+        self._is_due = self._has_hooks = False
+        self._shown: Sequence[Tensor | None] = ()
         self.times: ModelTimes | None = None
         self.num_steps = 0
         self.sending = Sending.IN_BACKWARD
@@ -147,7 +94,7 @@ class OptimizerPipeline:
         self._instruments = instruments
         self._on_reduce = on_reduce
         self._on_step = on_step
-        self._backward = _Backward.NONE
+        self._backward = Backward.NONE
         self._times_recorder: TimesRecorder | None = None
         self._early_steps: EarlySteps | None = None
         self._hooks = self._hook_into(optimizer)
@@ -171,11 +118,9 @@ class OptimizerPipeline:
         )
 
     def _hook_into(self, optimizer: Optimizer) -> list[Any]:
-        post_hook = optimizer.register_step_post_hook(self._on_inner_step)
-        # First, since other post-hooks expect the user's parameters in the groups.
-        post_hooks: Any = optimizer._optimizer_step_post_hooks
-        post_hooks.move_to_end(post_hook.id, last=False)
-        hooks = [optimizer.register_step_pre_hook(self._on_user_step), post_hook]
+        calls = self._before_hooks, self._on_user_step, self._on_inner_step
+        self._step_hooks = StepHooks(optimizer, *calls)
+        hooks: list[Any] = [self._step_hooks]
         if self._options.is_of_gradients:
             # State is read and replaced where it lives: what is pending would still change it.
             hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))
@@ -234,10 +179,15 @@ class OptimizerPipeline:
             active.gatherer.complete(active.gatherer.entry, "training_step")
 
     @contextmanager
-    def backward(self, *, synchronize: bool) -> Iterator[None]:
+    def backward(self, *, synchronize: bool | None) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
         if self._means in _WERE_CHANGED:
-            self._check_may_add_to_means()
+            clipping.check_may_add(self._options)
+        trained = self.plans.trained
+        trained.hooks.stay_last()
+        if self._is_due and self.state not in (StepState.EMPTY, StepState.EXPOSED):
+            trained.hooks.refuse_another_sum(trained.names)
+        self._is_due |= synchronize is not False
         if synchronize or self.state is StepState.REOPENED:
             # Also REOPENED, in which only some ranks may be: all vote alike at the step.
             self._enter(StepState.SENDING)
@@ -248,7 +198,7 @@ class OptimizerPipeline:
             active.reducer.expect()
             if self.sending is Sending.EARLY and recorder is None and active.plan.early:
                 self._early_steps = self._begin_early_steps(active)
-        before, self._backward = self._backward, _Backward.LAST if synchronize else _Backward.LOCAL
+        before, self._backward = self._backward, Backward.LAST if synchronize else Backward.LOCAL
         try:
             with nullcontext() if recorder is None else recorder.backward():
                 yield
@@ -258,15 +208,17 @@ class OptimizerPipeline:
             # As from the next step on: what `.grad` holds would not be the mean.
             self.reduce()
 
-    def _on_gradient(self, index: int, _: Any = None) -> None:
+    def _on_gradient(self, index: int, _: Any, gradients: tuple[Tensor | None]) -> None:
+        if gradients[0] is None:
+            return
         active = self.plans.active
         if active is not None:
             active.reducer.check_was_complete(index)
-        if self._backward is _Backward.LOCAL:
+        if self._backward is Backward.LOCAL:
             if self.state is StepState.EMPTY:
                 self._enter(StepState.ACCUMULATING)
             return
-        if self._backward is _Backward.NONE and self.state in _MEANS_ARE_THERE:
+        if self._backward is Backward.NONE and self.state in _MEANS_ARE_THERE:
             # Perhaps on this rank only: the step asks the others.
             self._interrupted = self.state
             self._enter(StepState.REOPENED)
@@ -276,6 +228,9 @@ class OptimizerPipeline:
             self._times_recorder.note_gradient(index)
         if active is None:
             self.plans.trained.recorder.note_gradient(index)
+            if (parameter := self.parameters[index]).grad is None:
+                # A hook has cleared it: see `GradientReducer`.
+                parameter.grad = torch.zeros_like(parameter)
         else:
             with self._leaving_out_codecs():
                 launches = self.sending is not Sending.BEFORE_STEP
@@ -301,14 +256,27 @@ class OptimizerPipeline:
             votes: Whether to ask all ranks, if gradients were reduced before, for new ones that
                 came outside `backward`, and perhaps on some ranks only.
         """
+        self._bring_means(votes=votes)
+        if self.state is StepState.EXPOSED:
+            self._conceal()
+
+    def _conceal(self) -> None:
+        assert self.plans.active is not None
+        self.stepper.set_gradients(self.plans.active.reducer.conceal())
+        self._enter(StepState.CHANGED)
+
+    def _bring_means(self, *, votes: bool = False) -> None:
+        """As `reduce`, but leaves them exposed where they are, or where a rank has pre-hooks."""
         self._check_is_on()
-        were_reduced = self.state in (*_MEANS_ARE_THERE, StepState.REOPENED)
-        if were_reduced and not self._has_new_gradients(votes):
-            if self.state is StepState.EXPOSED:
-                assert self.plans.active is not None
-                self.stepper.set_gradients(self.plans.active.reducer.conceal())
-                self._enter(StepState.CHANGED)
-            return
+        if self.state not in (*_MEANS_ARE_THERE, StepState.REOPENED):
+            self._add_round()
+            if self.state is not StepState.EXPOSED:
+                return
+        # Other ranks may have been here before, in front of their hooks.
+        if self._has_new_gradients(votes):
+            self._add_round()
+
+    def _add_round(self) -> None:
         if self.plans.trained.have_grown():
             raise RuntimeError(
                 "Parameters began to require gradients, or a parameter group was added, between a"
@@ -318,9 +286,36 @@ class OptimizerPipeline:
             warn_of_leftovers(self.optimizer)
         self.complete_parameters("step")
         active = self.plans.active or self.plans.start()
+        has_own = self._step_hooks.are_behind or self._step_hooks.are_in_front
+        active.reducer.wishes = self.shows_gradients and has_own
         self.stepper.set_gradients(active.reducer.reduce(self._on_reduce))
-        was_changed = were_reduced and self._means in _WERE_CHANGED
+        was_changed = self._means in _WERE_CHANGED
         self._enter(StepState.CHANGED if was_changed else StepState.REDUCED)
+        had_hooks, self._has_hooks = self._has_hooks, active.reducer.granted
+        if active.reducer.wishes and not self._has_hooks:
+            raise not_shown(self.optimizer)
+        if self._has_hooks and self._uses_buckets:
+            if not had_hooks and self._collectives.rank == 0:
+                warn_of_shown(self.optimizer)
+            # Of a step that has begun, hooks behind it alone are still to come.
+            if not active.reducer.steps_early:
+                self._expose(active)
+
+    def _before_hooks(self) -> None:
+        """In front of others' pre-hooks, which may read parameters and what DDP has in `.grad`."""
+        are_in_front = self._step_hooks.are_in_front
+        if not (are_in_front or self._has_hooks):
+            return
+        self.stepper.restore()
+        self._end_broken_step()
+        self.complete_parameters("optimizer step hook")
+        # Else it is this rank's own sum, or what the last step has used, and there already.
+        if self._is_due and self.shows_gradients and self._uses_buckets:
+            self._bring_means()
+            if self._has_hooks:
+                self.expose_gradients()
+            elif are_in_front:
+                raise not_shown(self.optimizer)
 
     @property
     def _means(self) -> StepState:
@@ -332,16 +327,6 @@ class OptimizerPipeline:
         if votes and self._collectives.reads_flags_freely:
             return clipping.anyone(has_new, self._collectives)
         return has_new
-
-    def _check_may_add_to_means(self) -> None:
-        if (codec := self._options.codec) is not None and codec.encodes_once:
-            raise RuntimeError(
-                "Another backward would add to mean gradients that a hook was shown, that"
-                " whole_gradients() has shown or that were clipped, which"
-                f" compressor={codec.name!r} would encode once more. Run all backwards of a step"
-                " before that, or, if only hooks see them, pass"
-                " DearStrategy(gradients_in_hooks=False)."
-            )
 
     def _refuse_changes(self) -> None:
         if self.plans.active is not None and self.plans.active.reducer.steps_early:
@@ -360,9 +345,13 @@ class OptimizerPipeline:
         if self._means is StepState.EXPOSED:
             return
         self._refuse_changes()
-        self.reduce()
-        assert self.plans.active is not None
-        self.plans.active.reducer.expose()
+        self._bring_means()
+        if self.state is not StepState.EXPOSED:
+            assert self.plans.active is not None
+            self._expose(self.plans.active)
+
+    def _expose(self, active: ActivePlan) -> None:
+        active.reducer.expose()
         self._enter(StepState.EXPOSED)
 
     @contextmanager
@@ -371,6 +360,8 @@ class OptimizerPipeline:
         if mutates:
             self._refuse_changes()
         was_exposed = self._means is StepState.EXPOSED
+        self._bring_means()
+        was_exposed |= self.state is StepState.EXPOSED
         self.reduce()
         if mutates:
             self._enter(StepState.CHANGED)
@@ -490,9 +481,18 @@ class OptimizerPipeline:
     def _prepare_step(self) -> ActivePlan:
         """Reduces, makes the plan at the first step, takes over what was written meanwhile."""
         check_momentum(self.optimizer, self._options)
-        self.reduce(votes=True)
+        self._shown = ()
+        self._bring_means(votes=True)
         active = self.plans.active
         assert active is not None
+        if self._has_hooks:
+            if self.state is not StepState.EXPOSED:
+                self._expose(active)
+            # Copies: gathers of this step may be decoded where the gradients lie.
+            gradients = [parameter.grad for parameter in self.parameters]
+            self._shown = [None if one is None else one.clone() for one in gradients]
+        if self._has_hooks or self.state is StepState.EXPOSED:
+            self._conceal()
         active.exchange.check()
         self.plans.take_over(but=self.stepper.stepped_early)
         # From here to the end of the step nobody reads parameters: others' may arrive.
@@ -526,7 +526,9 @@ class OptimizerPipeline:
         active.reducer.end_step()
         active.gatherer.close_gates()
         self._enter(StepState.EMPTY)
-        self._has_leftovers = self._uses_buckets
+        for parameter, gradient in zip(self.parameters, self._shown, strict=False):
+            parameter.grad = gradient
+        self._has_leftovers, self._shown = self._uses_buckets and not self._shown, ()
         self.num_steps += 1
         if self._times_recorder is not None:
             self._times_recorder.step_ends()
@@ -534,8 +536,7 @@ class OptimizerPipeline:
             if self.times is not None:
                 self._times_recorder = None
         self._on_step()
-        if len(self.optimizer._optimizer_step_post_hooks) > 1:
-            # Somebody else looks at the optimizer after each step.
+        if self._step_hooks.are_behind:
             self.complete_parameters("optimizer step hook")
 
     def _end_broken_step(self) -> None:
@@ -563,10 +564,11 @@ class OptimizerPipeline:
             raise RuntimeError("This optimizer's training is over; start another fit.")
 
     def _enter(self, state: StepState) -> None:
-        """The one place where the table at the head of this file is kept to."""
+        """The one place where the table of `step_state.py` is kept to."""
         self._check_is_on()
         if state in _MEANS_ARE_THERE and not self._uses_buckets:
             state = StepState.EMPTY
+        self._is_due = state in _ARE_ON_THEIR_WAY or (self._is_due and state is not StepState.EMPTY)
         self.state = state
 
     # --- plans and codecs -----------------------------------------------------------------------

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import AdamW, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import storage_strides
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
 from lightning_dear.compression.groups import unused_group
 from lightning_dear.engine.gate import plain_parameters
+from lightning_dear.engine.hooks import GradientHooks, OnGradient
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.tensorwise import check_steppable
@@ -36,6 +34,7 @@ class TrainedParameters:
         names: Qualified names, in registration order.
         parameters: In the same order; a shared one stands once.
         recorder: Records the first step with them.
+        hooks: Those that `watch` has put there, until `release`.
     """
 
     def __init__(self, module: Module, optimizer: Optimizer) -> None:
@@ -55,23 +54,20 @@ class TrainedParameters:
             if id(parameter) in known
         ]
         self.recorder = ForwardRecorder(module, self.parameters)
-        self._hooks: list[RemovableHandle] = []
+        self.hooks = GradientHooks((), lambda *_: None)
 
-    def watch(self, on_gradient: Callable[[int, Tensor], None]) -> None:
-        """Calls `on_gradient` with a parameter's number, and with the parameter itself.
+    def watch(self, on_gradient: OnGradient) -> None:
+        """Calls `on_gradient` whenever a gradient has been accumulated, until `release`.
 
-        Whenever its `.grad` has been accumulated, until `release`.
+        To be called again when a parameter may have been on another device or of another dtype:
+        autograd forgets the hooks then.
         """
-        watched: Sequence[Any] = self.parameters
-        self._hooks += [
-            parameter.register_post_accumulate_grad_hook(partial(on_gradient, number))
-            for number, parameter in enumerate(watched)
-        ]
+        self.release()
+        self.hooks = GradientHooks(self.parameters, on_gradient)
 
     def release(self) -> None:
         """Removes the hooks. Idempotent."""
-        for hook in self._hooks:
-            hook.remove()
+        self.hooks.remove()
 
     def have_grown(self) -> bool:
         """Whether parameters were added to the optimizer, or began to require gradients."""

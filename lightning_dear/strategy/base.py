@@ -37,6 +37,8 @@ NO_TIMEOUT = timedelta(minutes=30)
 class PipelineStrategy(ABC):
     """Trains modules through pipelines of the engine. Stands in front of Lightning's own base."""
 
+    _gradients_in_hooks = True
+
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
@@ -99,7 +101,7 @@ class PipelineStrategy(ABC):
         """
         say_what_is_gathered(self._gather, self._options)
         warn_of_lag(self._options)
-        return Pipeline(
+        pipeline = Pipeline(
             module,
             optimizers,
             collectives,
@@ -109,6 +111,9 @@ class PipelineStrategy(ABC):
             first_number=first_number,
             options=self._options,
         )
+        for part in pipeline.parts:
+            part.shows_gradients = self._gradients_in_hooks
+        return pipeline
 
     # --- for users: parameters --------------------------------------------------------------------
 

@@ -84,7 +84,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             as WFBP, MG-WFBP and DDP do.
         broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.
         gradients_in_hooks: Whether hooks between backward and step that the user overrides
-            (`on_after_backward`, `on_before_optimizer_step`, `configure_gradient_clipping`) find
+            (`on_after_backward`, `on_before_optimizer_step`, `configure_gradient_clipping`, and
+            `optimizer_step` behind the closure), and torch's hooks of the optimizer's step, find
             the mean gradient in `.grad`, as under DDP. Costs one more all-gather in steps with
             such a hook; without, `.grad` is None there.
         audit: Whether to look at every read of every forward, and raise where a parameter is read
@@ -276,10 +277,17 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         assert self._pipeline is not None
         assert self.lightning_module is not None
         # Under manual optimisation any number of backwards may come before a step.
-        is_last = self.lightning_module.automatic_optimization or self._is_last_backward
-        synchronize = is_last and not self._is_sync_blocked
+        is_automatic = self.lightning_module.automatic_optimization
+        synchronize = not self._is_sync_blocked and (is_automatic or self._is_last_backward or None)
         with self._pipeline.backward(synchronize=synchronize, optimizers=self._last_of):
-            return super().backward(*args, **kwargs)
+            loss = super().backward(*args, **kwargs)
+        # The module's `optimizer_step` has called the closure before the optimizer.
+        is_between = synchronize and is_automatic and not self._pipeline.is_stepping
+        uses_buckets = self._options.uses_buckets(self._pipeline.collectives)
+        if is_between and uses_buckets and self._gradients_in_hooks:
+            refusals.warn_about_readers({"optimizer_step": [type(self.lightning_module).__name__]})
+            self._expose_gradients(None)
+        return loss
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dear.compression import Int8, OkTopk, PowerSGD
-from lightning_dear.engine.step import Sending
+from lightning_dear.engine.step_state import Sending
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed

@@ -1,4 +1,4 @@
-"""The table at the head of `step.py`: every row, in every order."""
+"""The table at the head of `step_state.py`: every row, in every order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.compression import Int8
-from lightning_dear.engine import step
+from lightning_dear.engine import step_state
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.engine.step import StepState
+from lightning_dear.engine.step_state import StepState
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 
@@ -180,7 +180,7 @@ TestSteps.settings = settings(max_examples=30, stateful_step_count=20, deadline=
 def test_the_documents_show_the_states() -> None:
     """The table in the source, and the one in the documentation, name the states there are."""
     names = {state.name for state in StepState}
-    table = step.__doc__ or ""
+    table = step_state.__doc__ or ""
     assert set(re.findall(r"\b[A-Z]{5,}\b", table)) == names
     page = Path(__file__).resolve().parents[2] / "docs" / "how_it_works.md"
     section = page.read_text().split("## Where a step is")[1].split("\n## ")[0]

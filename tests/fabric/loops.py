@@ -70,6 +70,35 @@ def clips_value(run: Run) -> None:
         run.fabric.clip_gradients(model, optimizer, clip_val=1e-3)
 
 
+def hooks(run: Run) -> None:
+    """Clips in hooks of gradients and of steps, registered after the setup and in between."""
+    raw, model, optimizer = _set_up(run, "mlp")
+
+    def clip(parameter: Any) -> None:
+        parameter.grad.clamp_(-CLIP, CLIP)
+
+    def clip_whole(*_: Any) -> None:
+        run.note("before steps", nn.utils.clip_grad_norm_(raw.parameters(), CLIP))
+
+    def look(*_: Any) -> None:
+        run.note("behind steps", nn.utils.parameters_to_vector([p.grad for p in held]))
+        run.note("weights behind steps", nn.utils.parameters_to_vector(held))
+
+    held = list(raw.parameters())
+    for parameter in held:
+        parameter.register_post_accumulate_grad_hook(clip)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        run.fabric.backward(loss_of(model, *run.data("mlp", step)))
+        if step == 1:
+            optimizer.register_step_pre_hook(clip_whole)
+        if step == 2:
+            optimizer.register_step_post_hook(look)
+        optimizer.step()
+        run.see(raw)
+    run.end(raw)
+
+
 def accumulates(run: Run) -> None:
     """Two micro-batches per step, the first without communication."""
     raw, model, optimizer = _set_up(run, "mlp")

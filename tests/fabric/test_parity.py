@@ -73,6 +73,7 @@ ROWS = {
     "clipping by value": Row(loops.clips_value, ALL),
     # DDP adds the second gradient to the first one's mean before it averages again.
     "two backwards": Row(loops.backward_twice, ("sgd",), distance=1e-6),
+    "hooks that clip": Row(loops.hooks, ALL),
     "two forwards": Row(loops.forward_twice),
     "dropped gradients": Row(loops.drops, ALL),
     "closure": Row(loops.closure),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.work import MAX_OPTIMIZERS
-from lightning_dear.engine.step import Sending
+from lightning_dear.engine.step_state import Sending
 from tests.distributed.harness import distributed
 from tests.fabric.running import dear, new_fabric
 from tests.lightning.fitting import assert_ranks_agree, poison_until_waited

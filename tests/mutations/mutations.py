@@ -8,6 +8,7 @@ from tests.mutations.codecs import CODECS
 from tests.mutations.coded import CODED
 from tests.mutations.comparing import COMPARING
 from tests.mutations.gathering import GATHERING
+from tests.mutations.hooks import HOOKS
 from tests.mutations.kept import KEPT
 from tests.mutations.loading import LOADING
 from tests.mutations.low_rank import LOW_RANK
@@ -46,8 +47,8 @@ STRATEGY = [
     Mutation(
         "not sending while accumulating",
         "DearStrategy.backward",
-        "        synchronize = is_last and not self._is_sync_blocked\n",
-        "        synchronize = is_last\n",
+        "        synchronize = not self._is_sync_blocked and (",
+        "        synchronize = True and (",
         (f"{STATE}::test_accumulated_gradients_are_those_of_ddp", *row("accumulation")),
     ),
     Mutation(
@@ -117,6 +118,7 @@ MUTATIONS = [
     *WAITS,
     *GUARDS,
     *FLUSHES,
+    *HOOKS,
     *STRATEGY,
     *CALLBACKS,
     *SPARSE_SUMS,

@@ -68,9 +68,9 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "refusing to add to gradients that were shown and taken back",
-        "OptimizerPipeline.reduce",
-        "                self._enter(StepState.CHANGED)\n",
-        "                self._enter(StepState.REDUCED)\n",
+        "OptimizerPipeline._conceal",
+        "        self._enter(StepState.CHANGED)\n",
+        "        self._enter(StepState.REDUCED)\n",
         (f"{SUMS}::test_nothing_is_added_to_what_was_changed",),
     ),
     Mutation(

@@ -70,7 +70,7 @@ WAITS = [
     ),
     Mutation(
         "completing parameters before the step",
-        "OptimizerPipeline.reduce",
+        "OptimizerPipeline._add_round",
         '        self.complete_parameters("step")\n',
         "",
         (f"{READING}::test_nothing_is_under_way_into_a_parameter_when_it_is_stepped",),
@@ -160,8 +160,8 @@ GUARDS = [
     Mutation(
         "asking all ranks for new gradients",
         "OptimizerPipeline._prepare_step",
-        "        self.reduce(votes=True)\n",
-        "        self.reduce()\n",
+        "        self._bring_means(votes=True)\n",
+        "        self._bring_means()\n",
         (f"{GRADIENTS}::test_late_on_one_rank_only_is_reduced_by_all",),
     ),
     Mutation(
@@ -180,7 +180,7 @@ GUARDS = [
     ),
     Mutation(
         "refusing parameters that are new between forward and step",
-        "OptimizerPipeline.reduce",
+        "OptimizerPipeline._add_round",
         "        if self.plans.trained.have_grown():\n            raise",
         "        if False:\n            raise",
         (f"{CONTRACT}::test_parameters_that_are_new_at_the_step_are_refused",),
@@ -235,16 +235,16 @@ FLUSHES = [
     ),
     Mutation(
         "taking exposed gradients back",
-        "OptimizerPipeline.reduce",
-        "                self.stepper.set_gradients(self.plans.active.reducer.conceal())\n",
-        "                pass\n",
+        "OptimizerPipeline._conceal",
+        "        self.stepper.set_gradients(self.plans.active.reducer.conceal())\n",
+        "        pass\n",
         (f"{GRADIENTS}::test_what_is_done_to_exposed_gradients_counts",),
     ),
     Mutation(
         "taking over data put in place of a parameter's",
         "FlatBuffers.adopt_writes",
-        "                placement.adopt_replacement()\n",
-        "                pass\n",
+        "            placement.adopt_replacement()\n",
+        "            pass\n",
         (f"{READING}::test_writes_between_steps_are_kept",),
     ),
     Mutation(

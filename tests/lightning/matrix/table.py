@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.lightning.matrix import (
     compiled,
     gradients,
+    hooks,
     loops,
     optimization,
     parameters,
@@ -16,7 +17,7 @@ from tests.lightning.matrix.refused import REFUSED_ROWS
 from tests.lightning.matrix.rows import Feature, Refused
 from tests.lightning.matrix.uncaught import UNCAUGHT
 
-SECTIONS = (gradients, precision, optimization, parameters, weights, loops, compiled)
+SECTIONS = (gradients, hooks, precision, optimization, parameters, weights, loops, compiled)
 FEATURES: dict[str, Feature] = {
     feature.name: feature for section in SECTIONS for feature in section.FEATURES
 }

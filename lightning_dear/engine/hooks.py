@@ -1,0 +1,146 @@
+"""The engine's hooks, in their places among those that others register, whenever they do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim import optimizer as all_optimizers
+
+OnGradient = Callable[[int, tuple[()], tuple[Tensor | None]], None]
+"""(number of a parameter, nothing, its gradient of this backward alone, or None) -> None."""
+
+
+class GradientHooks:
+    """Is called for each gradient behind everybody else's hooks, as DistributedDataParallel is.
+
+    When a parameter gets a gradient, torch calls the tensor's hooks, adds the gradient to `.grad`,
+    and calls the post-accumulate hooks. Then come the hooks of the parameter's `AccumulateGrad`
+    node, and ours is one of these. So the others see this rank's own gradient, and what they do to
+    it counts.
+
+    Args:
+        parameters: Have the hooks until `remove`, also while they are frozen.
+        on_gradient: What is called.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], on_gradient: OnGradient) -> None:
+        self._parameters: Sequence[Any] = parameters
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        # Held here, since a parameter does not hold its own.
+        self._nodes = [get_gradient_edge(one.requires_grad_()).node for one in parameters]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        nodes = enumerate(self._nodes)
+        self._hooks = [node.register_hook(partial(on_gradient, number)) for number, node in nodes]
+        self._lists: list[Any] = [hook.hooks_dict_ref() for hook in self._hooks]
+
+    def stay_last(self) -> None:
+        """Moves ours behind hooks that others have registered at the same nodes since."""
+        if max(map(len, self._lists), default=0) > 1:
+            for hook, hooks in zip(self._hooks, self._lists, strict=True):
+                # Not by `move_to_end`: autograd does not look at an OrderedDict's own order.
+                hooks[hook.id] = hooks.pop(hook.id)
+
+    def refuse_another_sum(self, names: Sequence[str]) -> None:
+        """Refuses another backward of a step, if hooks would not see in `.grad` what DDP shows.
+
+        Raises:
+            RuntimeError: If a parameter has a post-accumulate hook, naming it and what to do.
+        """
+        for name, parameter in zip(names, self._parameters, strict=False):
+            if parameter._post_accumulate_grad_hooks:
+                raise RuntimeError(
+                    f"'{name}' has a post-accumulate-grad hook, and another backward came before"
+                    " the step. Under DDP the hook would see the mean of the earlier gradients plus"
+                    " this rank's new one; here the earlier ones are not averaged yet. Add up the"
+                    " losses, or run every backward of a step but its last one in `with"
+                    " trainer.strategy.block_backward_sync():`, or `with"
+                    " fabric.no_backward_sync(model):`."
+                )
+
+    def remove(self) -> None:
+        """Takes the hooks away. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class StepHooks:
+    """The engine's hooks around one optimizer's `step`, and whether others have some, too.
+
+    torch calls pre-hooks that all optimizers have in common, the optimizer's own ones, the step,
+    its own post-hooks, and common ones. Others' pre-hooks are called between `before` and `begin`,
+    and see the user's parameters in the groups. Others' post-hooks come after `end`.
+
+    Args:
+        optimizer: Has the hooks until `remove`.
+        before: Called in front of all pre-hooks.
+        begin: Called behind all pre-hooks, with torch's arguments, which it may change.
+        end: Called in front of all post-hooks, with torch's arguments.
+    """
+
+    def __init__(self, optimizer: Optimizer, before: Any, begin: Any, end: Any) -> None:
+        self._optimizer, self._before = optimizer, before
+        # torch would hold for ever whoever is not removed.
+        on_step = partial(_call, WeakMethod(self._on_step))
+        first = all_optimizers.register_optimizer_step_pre_hook(on_step)
+        last = optimizer.register_step_post_hook(end)
+        self._begin = optimizer.register_step_pre_hook(begin)
+        self._handles = first, self._begin, last
+        unused = all_optimizers.register_optimizer_step_post_hook(end)
+        self._lists: list[Any] = [one.hooks_dict_ref() for one in (*self._handles, unused)]
+        unused.remove()
+        for place, hook in (0, first), (2, last):
+            self._lists[place].move_to_end(hook.id, last=False)
+
+    def _on_step(self, optimizer: Optimizer) -> None:
+        if optimizer is self._optimizer:
+            self._lists[1].move_to_end(self._begin.id)
+            self._before()
+
+    @property
+    def are_in_front(self) -> bool:
+        """Whether somebody else has pre-hooks."""
+        ours = 1 + sum(getattr(hook, "func", None) is _call for hook in self._lists[0].values())
+        return len(self._lists[0]) + len(self._lists[1]) > ours
+
+    @property
+    def are_behind(self) -> bool:
+        """Whether somebody else has post-hooks."""
+        return len(self._lists[2]) + len(self._lists[3]) > 1
+
+    def remove(self) -> None:
+        """Takes the hooks away. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _call(method: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if (on_step := method()) is not None:
+        on_step(optimizer)
+
+
+def warn_of_shown(optimizer: Optimizer) -> None:
+    """Warns, once, that gradients are gathered for hooks that may look at them."""
+    warnings.warn(
+        "strategy='dear' gathers the mean gradient into .grad for hooks of the step of"
+        f" {type(optimizer).__name__}, which costs one more all-gather in every step. If .grad is"
+        " not needed there, pass DearStrategy(gradients_in_hooks=False).",
+        stacklevel=2,
+    )
+
+
+def not_shown(optimizer: Optimizer) -> RuntimeError:
+    """What is raised if hooks would find nothing in `.grad`, as other ranks do not know of them."""
+    return RuntimeError(
+        f"Hooks of the step of {type(optimizer).__name__} cannot be shown the mean gradient: they"
+        " were registered after it had been reduced or, with NCCL, on some ranks only. Register"
+        " them on all ranks, before the backward."
+    )

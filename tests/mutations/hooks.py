@@ -1,0 +1,59 @@
+"""What is removed of our hooks' places among others', and of what those are shown."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation, row
+
+TESTS = "tests/engine/test_hooks.py"
+
+HOOKS = [
+    Mutation(
+        "staying behind others' hooks of AccumulateGrad",
+        "OptimizerPipeline.backward",
+        "        trained.hooks.stay_last()\n",
+        "",
+        row("register_hook, register_multi_grad_hook and hooks of AccumulateGrad, at any time"),
+    ),
+    Mutation(
+        "zeros for a gradient that a hook has cleared",
+        "OptimizerPipeline._on_gradient",
+        "                parameter.grad = torch.zeros_like(parameter)\n",
+        "                pass\n",
+        row("register_post_accumulate_grad_hook that clears .grad"),
+    ),
+    Mutation(
+        "putting hooks back that autograd has forgotten",
+        "PlanLifecycle.take_over",
+        "            self.trained.watch(self._on_gradient)\n",
+        "            pass\n",
+        (f"{TESTS}::test_gradients_are_sent_in_backward_after_parameters_were_of_another_dtype",),
+    ),
+    Mutation(
+        "beginning a step behind others' pre-hooks",
+        "StepHooks._on_step",
+        "            self._lists[1].move_to_end(self._begin.id)\n",
+        "",
+        (f"{TESTS}::test_hooks_of_a_step_keep_their_places",),
+    ),
+    Mutation(
+        "completing parameters before others' pre-hooks",
+        "OptimizerPipeline._before_hooks",
+        '        self.complete_parameters("optimizer step hook")\n',
+        "",
+        (f"{TESTS}::test_a_pre_hook_sees_the_users_groups_and_the_values_of_the_last_step",),
+    ),
+    Mutation(
+        "hearing of other ranks' hooks",
+        "GradientReducer._wait",
+        "        self.granted = flags.granted\n",
+        "        self.granted = self.wishes\n",
+        (f"{TESTS}::test_hooks_on_one_rank_only_find_the_mean_until_they_are_removed",),
+    ),
+    Mutation(
+        "gradients between the closure and the step",
+        "DearStrategy.backward",
+        "            self._expose_gradients(None)\n",
+        "            pass\n",
+        row("optimizer_step that calls the closure first, and clips in between and in a pre-hook"),
+    ),
+]
