@@ -191,6 +191,8 @@ class OptimizerPipeline:
         """Takes parameters that are new in the optimizer into another plan. May block."""
         self._end_broken_step()
         self.plans.trained.restore_replaced()
+        if self.plans.trained.have_moved():
+            self.plans.look_again()
         if not self.plans.trained.have_grown():
             return
         active = self.plans.active
@@ -206,13 +208,12 @@ class OptimizerPipeline:
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
         """Around a training forward: records or times it, or audits every read, or nothing."""
         active = self.plans.active
+        if self._uses_buckets and (active is None or self.plans.looks_again):
+            return self.plans.trained.recorder.recording()
         if self._times_recorder is not None and active is not None:
             return self._times_recorder.forward()
-        if self._uses_buckets:
-            if active is None:
-                return self.plans.trained.recorder.recording()
-            if audits:
-                return audit(self.plans.trained, active)
+        if self._uses_buckets and audits and active is not None:
+            return audit(self.plans.trained, active)
         return nullcontext()
 
     def measure_next_step(self) -> None:
@@ -495,6 +496,7 @@ class OptimizerPipeline:
         assert active is not None
         active.exchange.check()
         self.plans.take_over(but=self.stepper.stepped_early)
+        self.plans.follow_readers()
         # From here to the end of the step nobody reads parameters: others' may arrive.
         active.gatherer.begin_step()
         active.gatherer.expect(early=False)
@@ -534,6 +536,7 @@ class OptimizerPipeline:
             if self.times is not None:
                 self._times_recorder = None
         self._on_step()
+        active.gatherer.complete(active.gatherer.ungatable, "TorchScript")
         if len(self.optimizer._optimizer_step_post_hooks) > 1:
             # Somebody else looks at the optimizer after each step.
             self.complete_parameters("optimizer step hook")

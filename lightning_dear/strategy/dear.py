@@ -386,6 +386,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Acts once a run. To be called before any other callback sees the exception:
         `CompletionGuard`, which stands first, does so.
         """
+        refusals.explain(exception)
         self._failures.handle(exception)
 
     @override
