@@ -52,8 +52,8 @@ class ParameterGatherer:
 
     Attributes:
         entry: Numbers of the buckets that a forward reads before any module of it runs.
-        ungatable: Numbers of the buckets that a module reads which can have no gate: nobody must
-            get to run between their step and their arrival.
+        ungatable: Numbers of the buckets that modules without a gate own (see `has_gate`): they
+            are complete when the step has ended.
         arriving: Held by whoever completes buckets; nothing arrives while another thread holds it.
     """
 
@@ -128,8 +128,9 @@ class ParameterGatherer:
             for module, hook in self._hooks.items():
                 # Not registered: TorchScript has no such method, and refuses to script hooks, so
                 # that they stand there no longer than something is waited for.
-                module._forward_pre_hooks[id(self)] = hook
-                module._forward_pre_hooks.move_to_end(id(self), last=False)
+                hooks: Any = module._forward_pre_hooks
+                hooks[id(self)] = hook
+                hooks.move_to_end(id(self), last=False)
 
     def _open(self, module: Module) -> None:
         remove_gate(module, self)
@@ -170,7 +171,10 @@ class ParameterGatherer:
         self._expect_next(1)
 
     def close_gates(self) -> None:
-        """Ends the step: every module that owns a pending parameter waits at its next read."""
+        """Ends the step: every module that owns a pending parameter waits at its next read.
+
+        Blocks for those whose reads cannot be made to wait.
+        """
         with self.arriving:
             self._pending.update(self._staged)
             self._staged.clear()
@@ -181,6 +185,7 @@ class ParameterGatherer:
                     name = type(module).__name__
                     close_gate(module, self, partial(self.complete, hook.numbers, name))
             self.end_step()
+        self.complete(self.ungatable, "TorchScript")
 
     def complete(self, numbers: Iterable[int] | None = None, reason: str = "read") -> None:
         """Blocks until buckets (all by default) hold the new parameters; idempotent, thread-safe.

@@ -152,18 +152,20 @@ class PlanLifecycle:
         self.residuals.attach(coded, self.parameters, seed)
         return self.active
 
-    def look_again(self) -> None:
-        """Other modules have the parameters: lets the next forward be recorded anew. Local.
+    def follow_parameters(self) -> None:
+        """Sees whether other parameters or modules stand in the trained module than before. Local.
 
-        Blocks until all parameters are complete, since nothing waits in those modules yet.
+        Puts the optimizer's parameters back, with the others' values. Other modules do not wait
+        yet: for them it blocks until all is complete, and lets the next forward be recorded.
         """
-        if self._uses_buckets and self.active is not None:
+        self.trained.restore_replaced()
+        if self.trained.have_moved() and self._uses_buckets and self.active is not None:
             self.active.gatherer.complete(reason="exchanged modules")
             self.trained.recorder = ForwardRecorder(self._module, self.parameters)
             self.looks_again = True
 
     def follow_readers(self) -> None:
-        """Waits in the modules that were seen since `look_again`. Local; nothing may be pending."""
+        """Waits from now on where parameters were read since. Local; nothing may be pending."""
         if not self.looks_again or self.recording is None or self.active is None:
             return
         self.looks_again = False

@@ -190,9 +190,7 @@ class OptimizerPipeline:
     def prepare_forward(self) -> None:
         """Takes parameters that are new in the optimizer into another plan. May block."""
         self._end_broken_step()
-        self.plans.trained.restore_replaced()
-        if self.plans.trained.have_moved():
-            self.plans.look_again()
+        self.plans.follow_parameters()
         if not self.plans.trained.have_grown():
             return
         active = self.plans.active
@@ -536,7 +534,6 @@ class OptimizerPipeline:
             if self.times is not None:
                 self._times_recorder = None
         self._on_step()
-        active.gatherer.complete(active.gatherer.ungatable, "TorchScript")
         if len(self.optimizer._optimizer_step_post_hooks) > 1:
             # Somebody else looks at the optimizer after each step.
             self.complete_parameters("optimizer step hook")

@@ -76,7 +76,6 @@ def test_they_stay_under_fabric() -> None:
         optimizer.step()
     _check_own(module, 3)
     assert module.shared.item() == 3
-    module.net.layers[0].weight.requires_grad_(True)
     module.place.requires_grad_(True)
     with pytest.raises(ValueError, match="'place' stands in _ddp_params_and_buffers_to_ignore"):
         model(torch.randn(2, 7))
