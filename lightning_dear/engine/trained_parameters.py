@@ -105,11 +105,11 @@ class TrainedParameters:
         """
         for part, name, number in self._homes:
             parameter, other = self.parameters[number], plain_parameters(part).get(name)
-            # `functional_call` lends a module tensors, which are gone when it returns.
-            is_lent = isinstance(parameter, Parameter) and not isinstance(other, Parameter)
-            if other is parameter or other is None or is_lent:
+            if other is parameter or other is None:
                 continue
-            if any(other is known for known in self.parameters):
+            # `functional_call` lends a module tensors of any kind, which are gone when it returns.
+            kinds = {(isinstance(one, Parameter), one.requires_grad) for one in (parameter, other)}
+            if len(kinds) > 1 or any(other is known for known in self.parameters):
                 continue
             if other.shape != parameter.shape:
                 raise ValueError(
