@@ -107,13 +107,23 @@ class ParameterGate(dict[str, Any]):
 
 
 def plain_parameters(module: Module) -> dict[str, Any]:
-    """The module's own dict of parameters, without waiting for any of them."""
-    parameters: dict[str, Any] = module.__dict__["_parameters"]
-    return parameters.plain if isinstance(parameters, ParameterGate) else parameters
+    """The module's own dict of parameters, without waiting for any; of TorchScript a copy."""
+    parameters: dict[str, Any] = module._parameters
+    if isinstance(parameters, ParameterGate):
+        return parameters.plain
+    return parameters if has_gate(module) else dict(parameters.items())
+
+
+def has_gate(module: Module) -> bool:
+    """Whether reads of the module's parameters can be made to wait; not those in TorchScript."""
+    return isinstance(module._parameters, dict)
 
 
 def close_gate(module: Module, owner: object, open_gate: Callable[[], None]) -> None:
-    """Lets reads of the module's parameters call `open_gate`, until `owner` removes its gate."""
+    """Lets reads of the module's parameters call `open_gate`, until `owner` removes its gate.
+
+    The module must have a gate; see `has_gate`.
+    """
     gate = module.__dict__["_parameters"]
     if not isinstance(gate, ParameterGate):
         gate = module.__dict__["_parameters"] = ParameterGate(gate)
@@ -122,7 +132,7 @@ def close_gate(module: Module, owner: object, open_gate: Callable[[], None]) -> 
 
 def remove_gate(module: Module, owner: object) -> None:
     """Takes `owner`'s gate away; after the last one the module has its own dict back."""
-    gate = module.__dict__["_parameters"]
+    gate = module.__dict__.get("_parameters")
     if isinstance(gate, ParameterGate):
         gate.openers.pop(id(owner), None)
         if not gate.openers:

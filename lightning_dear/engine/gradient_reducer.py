@@ -148,9 +148,10 @@ class GradientReducer:
             raise RuntimeError(
                 f"A gradient arrived for '{self._names[index]}' although its new value was still"
                 " being gathered: forward read it through a reference that strategy='dear' cannot"
-                " see (a compiled graph, or a tensor kept outside the module)."
-                " Read it as an attribute of its module, or call strategy.complete_parameters()"
-                " before reading it."
+                " see (a compiled graph, a tensor kept outside the module, or a module that was"
+                " put into the model in mid-step)."
+                " Read it as an attribute of its module, exchange modules before training_step, or"
+                " call strategy.complete_parameters() before reading it."
             )
 
     def _is_launched(self, index: int) -> bool:

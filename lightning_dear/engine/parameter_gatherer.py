@@ -9,18 +9,17 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Work
-from lightning_dear.engine.gate import close_gate, remove_gate
+from lightning_dear.engine.gate import close_gate, has_gate, plain_parameters, remove_gate
 from lightning_dear.exchange import Exchange
 
 _NUM_EXPECTED_AHEAD = 4
@@ -53,6 +52,8 @@ class ParameterGatherer:
 
     Attributes:
         entry: Numbers of the buckets that a forward reads before any module of it runs.
+        ungatable: Numbers of the buckets that modules without a gate own (see `has_gate`): they
+            are complete when the step has ended.
         arriving: Held by whoever completes buckets; nothing arrives while another thread holds it.
     """
 
@@ -81,13 +82,31 @@ class ParameterGatherer:
         for placement in buffers.placements:
             for number in placement.buckets:
                 self._parameters_of[number].append(placement.parameter)
-        self._owners = self._owning_modules(module) if is_gated else {}
-        self._modules_of: list[list[Module]] = [[] for _ in buffers.buckets]
-        for owner, numbers in self._owners.items():
-            for number in numbers:
-                self._modules_of[number].append(owner)
+        self._is_gated = is_gated
+        self._find_readers(module, ungated)
+
+    def _find_readers(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
+        owners = self._owning_modules(module) if self._is_gated else {}
+        readers = {owner: set(numbers) for owner, numbers in owners.items() if has_gate(owner)}
+        others = (numbers for owner, numbers in owners.items() if owner not in readers)
+        self.ungatable = tuple(sorted(set(chain(*others))))
         self.entry = self._buckets_of(i for i, user in ungated.items() if user is None)
-        self._hooks = self._register_hooks(ungated)
+        for index, user in ungated.items():
+            if user is not None:
+                readers.setdefault(user, set()).update(self._buffers.placements[index].buckets)
+        self._hooks = {
+            reader: _WaitBeforeForward(self, tuple(sorted(numbers)))
+            for reader, numbers in readers.items()
+        }
+        self._modules_of: list[list[Module]] = [[] for _ in self._buffers.buckets]
+        for reader, numbers in readers.items():
+            for number in numbers:
+                self._modules_of[number].append(reader)
+
+    def follow(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
+        """Waits from now on where the parameters are read now. Nothing may be pending. Local."""
+        self.detach()
+        self._find_readers(module, ungated)
 
     def _buckets_of(self, indices: Iterable[int]) -> tuple[int, ...]:
         placements = self._buffers.placements
@@ -97,25 +116,25 @@ class ParameterGatherer:
         index = {id(place.parameter): i for i, place in enumerate(self._buffers.placements)}
         owners = {}
         for part in module.modules():
-            own = [index[id(p)] for p in part._parameters.values() if id(p) in index]
+            own = [index[id(p)] for p in plain_parameters(part).values() if id(p) in index]
             if own:
                 owners[part] = self._buckets_of(own)
         return owners
-
-    def _register_hooks(self, ungated: Mapping[int, Module | None]) -> list[RemovableHandle]:
-        waits = {module: set(numbers) for module, numbers in self._owners.items()}
-        for index, user in ungated.items():
-            if user is not None:
-                waits.setdefault(user, set()).update(self._buffers.placements[index].buckets)
-        return [
-            module.register_forward_pre_hook(_WaitBeforeForward(self, tuple(sorted(numbers))))
-            for module, numbers in waits.items()
-        ]
 
     def begin_step(self) -> None:
         """From now on parameters and gradients change under the calling thread's hands."""
         with self.arriving:
             self._stepping_thread = threading.current_thread()
+            for module, hook in self._hooks.items():
+                # Not registered: TorchScript has no such method, and refuses to script hooks, so
+                # that they stand there no longer than something is waited for.
+                hooks: Any = module._forward_pre_hooks
+                hooks[id(self)] = hook
+                hooks.move_to_end(id(self), last=False)
+
+    def _open(self, module: Module) -> None:
+        remove_gate(module, self)
+        module._forward_pre_hooks.pop(id(self), None)
 
     def end_step(self) -> None:
         """Lets other threads complete parameters again, also of a step that broke off."""
@@ -152,14 +171,21 @@ class ParameterGatherer:
         self._expect_next(1)
 
     def close_gates(self) -> None:
-        """Ends the step: every module that owns a pending parameter waits at its next read."""
+        """Ends the step: every module that owns a pending parameter waits at its next read.
+
+        Blocks for those whose reads cannot be made to wait.
+        """
         with self.arriving:
             self._pending.update(self._staged)
             self._staged.clear()
-            for module, numbers in self._owners.items():
-                if any(number in self._pending for number in numbers):
-                    close_gate(module, self, partial(self.complete, numbers, type(module).__name__))
+            for module, hook in self._hooks.items():
+                if not any(number in self._pending for number in hook.numbers):
+                    self._open(module)
+                elif has_gate(module):
+                    name = type(module).__name__
+                    close_gate(module, self, partial(self.complete, hook.numbers, name))
             self.end_step()
+        self.complete(self.ungatable, "TorchScript")
 
     def complete(self, numbers: Iterable[int] | None = None, reason: str = "read") -> None:
         """Blocks until buckets (all by default) hold the new parameters; idempotent, thread-safe.
@@ -203,8 +229,8 @@ class ParameterGatherer:
         torch.autograd.graph.increment_version(self._parameters_of[number])
         del self._pending[number]
         for module in self._modules_of[number]:
-            if not any(other in self._pending for other in self._owners[module]):
-                remove_gate(module, self)
+            if not any(other in self._pending for other in self._hooks[module].numbers):
+                self._open(module)
 
     def is_pending(self, number: int) -> bool:
         """Whether bucket `number` is still being gathered."""
@@ -218,10 +244,8 @@ class ParameterGatherer:
     def detach(self) -> None:
         """Removes hooks and gates. Does not wait: complete first, or accept old values."""
         self.end_step()
-        for hook in self._hooks:
-            hook.remove()
-        for module in self._owners:
-            remove_gate(module, self)
+        for module in self._hooks:
+            self._open(module)
 
 
 class _WaitBeforeForward:
@@ -233,18 +257,14 @@ class _WaitBeforeForward:
 
     def __init__(self, gatherer: ParameterGatherer, numbers: tuple[int, ...]) -> None:
         self._gatherer = gatherer
-        self._numbers = numbers
+        self.numbers = numbers
 
     def __call__(self, module: Module, args: Any) -> None:
         if not self._gatherer.is_idle:
-            self._gatherer.complete(self._numbers, type(module).__name__)
+            self._gatherer.complete(self.numbers, type(module).__name__)
 
     def __reduce__(self) -> Any:
-        return _no_wait, ()
-
-
-def _no_wait() -> Callable[[Module, Any], None]:
-    return _wait_for_nothing
+        return partial, (_wait_for_nothing,)
 
 
 def _wait_for_nothing(module: Module, args: Any) -> None:

@@ -41,7 +41,7 @@ from lightning_dear.compression import Compressor
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import Sending, StepState
-from lightning_dear.engine.trained_parameters import check_layout
+from lightning_dear.engine.trained_parameters import check_layout, ignored_names
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.clock import Clock, clock_of
@@ -348,13 +348,13 @@ class BuffersState(Enum):
 
 
 class BufferBroadcast:
-    """Broadcasts all buffers of a module from rank 0, one flat message per dtype.
+    """Broadcasts the buffers of a module from rank 0, one flat message per dtype.
 
     DistributedDataParallel does so in front of each forward and waits; we launch it before the
     step, behind the last gradients, and wait when the step ends.
 
     Args:
-        module: Whose buffers; ranks other than 0 have theirs overwritten.
+        module: Whose buffers; ranks other than 0 have theirs overwritten, but for `ignored_names`.
         collectives: What moves them.
 
     Attributes:
@@ -371,8 +371,10 @@ class BufferBroadcast:
     def launch(self) -> None:
         """Starts the broadcast of the buffers' present values. Does not block."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self._module.buffers() if self._collectives.world_size > 1 else ():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        is_alone, ignored = self._collectives.world_size == 1, ignored_names(self._module)
+        for name, buffer in self._module.named_buffers():
+            if not is_alone and name not in ignored:
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for number, buffers in enumerate(by_dtype.values()):
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             work = self._collectives.launch_broadcast(flat, number)

@@ -22,7 +22,8 @@ from lightning_dear.engine.active_plan import (
     agree_on_recording,
 )
 from lightning_dear.engine.hooks import OnGradient
-from lightning_dear.engine.trained_parameters import TrainedParameters
+from lightning_dear.engine.read_order import ForwardRecorder
+from lightning_dear.engine.trained_parameters import TrainedParameters, why_untrainable
 from lightning_dear.exchange import LossScale
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY, LeftWeights
@@ -52,6 +53,7 @@ class PlanLifecycle:
         active: The plan at work; None while the first step is recorded.
         recording: What was seen in the recorded step; None before its end.
         trained: What the optimizer trains.
+        looks_again: Whether the next forward is recorded beside the plan at work.
         number: Of the optimizer among all whose pipelines share process groups.
         fusion: Makes the first plan.
         codec: What encodes in place of the configured codec; None for that one.
@@ -107,7 +109,11 @@ class PlanLifecycle:
     # --- from a recording to a plan -------------------------------------------------------------
 
     def _start_recording(self) -> None:
-        self.trained = TrainedParameters(self._module, self._stepper.optimizer)
+        self.looks_again = False
+        what = self._module, self._stepper.optimizer
+        if (reason := why_untrainable(*what, self._collectives.world_size)) is not None:
+            raise ValueError(reason)
+        self.trained = TrainedParameters(*what)
         if self._uses_buckets:
             self.trained.watch(self._on_gradient)
 
@@ -145,6 +151,30 @@ class PlanLifecycle:
         coded, seed = self.active.exchange.coded, self.recording.seed
         self.residuals.attach(coded, self.parameters, seed)
         return self.active
+
+    def follow_parameters(self) -> None:
+        """Sees whether other parameters or modules stand in the trained module than before. Local.
+
+        Puts the optimizer's parameters back, with the others' values. Other modules do not wait
+        yet: for them it blocks until all is complete, and lets the next forward be recorded.
+        """
+        self.trained.restore_replaced()
+        if self.trained.have_moved() and self._uses_buckets and self.active is not None:
+            self.active.gatherer.complete(reason="exchanged modules")
+            self.trained.recorder = ForwardRecorder(self._module, self.parameters)
+            self.looks_again = True
+
+    def follow_readers(self) -> None:
+        """Waits from now on where parameters were read since. Local; nothing may be pending."""
+        if not self.looks_again or self.recording is None or self.active is None:
+            return
+        self.looks_again = False
+        ungated, present = self.trained.recorder.ungated, set(self._module.modules())
+        for index, user in self.recording.ungated.items():
+            # Whoever reads in place of a module that is gone is waited for before forward.
+            ungated.setdefault(index, user if user in present else None)
+        self.recording = replace(self.recording, ungated=ungated)
+        self.active.gatherer.follow(self._module, ungated)
 
     def _without_refused(self, plan: BucketPlan) -> BucketPlan:
         """`plan` without what is not done here, of which people are told."""

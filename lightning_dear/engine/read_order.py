@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from lightning_dear.engine.gate import close_gate, remove_gate
+from lightning_dear.engine.gate import close_gate, has_gate, plain_parameters, remove_gate
 
 _METADATA = frozenset(
     {
@@ -56,7 +56,8 @@ class ForwardRecorder:
     Attributes:
         first_use: Parameter index -> position of its first read.
         ungated: Parameter index -> module that was running at its first read, for reads that
-            did not go through a module's `_parameters`; None if no module was running.
+            did not go through a module's `_parameters`; None if no module was running, and
+            for parameters of TorchScript, which reads where nobody sees it.
         gradients: Parameter index -> how often its gradient was accumulated, in the order of
             the last accumulations.
     """
@@ -75,7 +76,11 @@ class ForwardRecorder:
         stack = ExitStack()
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in self._module.modules():
-            if any(id(parameter) in self._index for parameter in module._parameters.values()):
+            ids = map(id, plain_parameters(module).values())
+            own = [self._index[one] for one in ids if one in self._index]
+            if not has_gate(module):
+                self.ungated.update(dict.fromkeys(own))
+            elif own:
                 close_gate(module, self, self._opener(module))
                 stack.callback(remove_gate, module, self)
         stack.callback(register_module_forward_pre_hook(self._enter).remove)

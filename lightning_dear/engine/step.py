@@ -135,7 +135,7 @@ class OptimizerPipeline:
     def prepare_forward(self) -> None:
         """Takes parameters that are new in the optimizer into another plan. May block."""
         self._end_broken_step()
-        self.plans.trained.restore_replaced()
+        self.plans.follow_parameters()
         if not self.plans.trained.have_grown():
             return
         active = self.plans.active
@@ -151,13 +151,12 @@ class OptimizerPipeline:
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
         """Around a training forward: records or times it, or audits every read, or nothing."""
         active = self.plans.active
+        if self._uses_buckets and (active is None or self.plans.looks_again):
+            return self.plans.trained.recorder.recording()
         if self._times_recorder is not None and active is not None:
             return self._times_recorder.forward()
-        if self._uses_buckets:
-            if active is None:
-                return self.plans.trained.recorder.recording()
-            if audits:
-                return audit(self.plans.trained, active)
+        if self._uses_buckets and audits and active is not None:
+            return audit(self.plans.trained, active)
         return nullcontext()
 
     def measure_next_step(self) -> None:
@@ -495,6 +494,7 @@ class OptimizerPipeline:
             self._conceal()
         active.exchange.check()
         self.plans.take_over(but=self.stepper.stepped_early)
+        self.plans.follow_readers()
         # From here to the end of the step nobody reads parameters: others' may arrive.
         active.gatherer.begin_step()
         active.gatherer.expect(early=False)

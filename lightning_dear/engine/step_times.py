@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn import Module, Parameter
 
-from lightning_dear.engine.gate import close_gate, plain_parameters, remove_gate
+from lightning_dear.engine.gate import close_gate, has_gate, plain_parameters, remove_gate
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.clock import Clock
@@ -105,10 +105,10 @@ class TimesRecorder:
         readers: dict[Module, set[int]] = {}
         for part in self._module.modules():
             known = (self._index.get(id(own)) for own in plain_parameters(part).values())
-            if indices := {index for index in known if index is not None}:
+            if (indices := {one for one in known if one is not None}) and has_gate(part):
                 readers[part] = indices
         for index, user in self._ungated.items():
-            if user is not None:
+            if user is not None and has_gate(user):
                 readers.setdefault(user, set()).add(index)
         return readers
 

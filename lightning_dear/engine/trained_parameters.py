@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor, strided
 from torch.nn import Module, Parameter
 from torch.optim import AdamW, Optimizer
 
@@ -33,7 +35,7 @@ class TrainedParameters:
     Attributes:
         names: Qualified names, in registration order.
         parameters: In the same order; a shared one stands once.
-        recorder: Records the first step with them.
+        recorder: Records the first step with them; to be replaced for another one.
         hooks: Those that `watch` has put there, until `release`.
     """
 
@@ -46,13 +48,8 @@ class TrainedParameters:
         known = {id(parameter) for parameter in self.parameters}
         groups = optimizer.param_groups
         self._untrained = [p for group in groups for p in group["params"] if id(p) not in known]
-        # Where each stands: a module's own dict, and its name in it. A shared one has several.
-        self._homes = [
-            (plain_parameters(part), name, parameter)
-            for part in module.modules()
-            for name, parameter in plain_parameters(part).items()
-            if id(parameter) in known
-        ]
+        self._module = module
+        self._homes = self._find_homes()
         self.recorder = ForwardRecorder(module, self.parameters)
         self.hooks = GradientHooks((), lambda *_: None)
 
@@ -76,6 +73,24 @@ class TrainedParameters:
             parameter.requires_grad and parameter.numel() for parameter in self._untrained
         )
 
+    def _find_homes(self) -> list[tuple[Module, str, int]]:
+        """Where each stands, by its number: a module, and its name there. Some have several."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        return [
+            (part, name, numbers[id(parameter)])
+            for part in self._module.modules()
+            for name, parameter in plain_parameters(part).items()
+            if id(parameter) in numbers
+        ]
+
+    def have_moved(self) -> bool:
+        """Whether other modules hold them than when this was asked before. Local.
+
+        Users exchange modules for others with the same parameters, such as fused or scripted ones.
+        """
+        before, self._homes = self._homes, self._find_homes()
+        return before != self._homes
+
     def restore_replaced(self) -> None:
         """Puts the optimizer's parameters back where others stand, with the others' values.
 
@@ -85,11 +100,13 @@ class TrainedParameters:
         Raises:
             ValueError: If the new parameter has another shape.
         """
-        for parameters, name, parameter in self._homes:
-            other = parameters.get(name)
+        for part, name, number in self._homes:
+            parameter, other = self.parameters[number], plain_parameters(part).get(name)
             if other is parameter or other is None:
                 continue
-            if any(other is known for known in self.parameters):
+            # `functional_call` lends a module tensors of any kind, which are gone when it returns.
+            kinds = {(isinstance(one, Parameter), one.requires_grad) for one in (parameter, other)}
+            if len(kinds) > 1 or any(other is known for known in self.parameters):
                 continue
             if other.shape != parameter.shape:
                 raise ValueError(
@@ -98,7 +115,7 @@ class TrainedParameters:
                     " for it."
                 )
             parameter.data = other.data.to(parameter.dtype)
-            parameters[name] = parameter
+            part._parameters[name] = parameter
 
 
 def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
@@ -112,6 +129,41 @@ def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, 
         for name, parameter in module.named_parameters()
         if id(parameter) in trained and parameter.requires_grad and parameter.numel()
     ]
+
+
+def ignored_names(module: Module) -> set[str]:
+    """Parameters and buffers that are each rank's own, as torch's DDP is told of them."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def why_untrainable(module: Module, optimizer: Optimizer, world_size: int) -> str | None:
+    """Why what the optimizer holds cannot be trained as torch would; None if it can. Local."""
+    kind, managed = type(optimizer).__name__, dict(managed_parameters(module, optimizer))
+    held = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
+    if twice := [name for name, parameter in managed.items() if held[id(parameter)] > 1]:
+        return (
+            f"'{twice[0]}' stands twice in the parameter groups of {kind}, and torch would step it"
+            " twice. Name each parameter once: list(dict.fromkeys(parameters)) leaves out repeats."
+        )
+    if world_size > 1 and (ignored := ignored_names(module).intersection(managed)):
+        return (
+            f"'{min(ignored)}' stands in _ddp_params_and_buffers_to_ignore, and {kind} trains it,"
+            " but strategy='dear' keeps what it trains equal on all ranks. Take the name out of"
+            " that set, freeze the parameter (requires_grad_(False)), or use strategy='ddp'."
+        )
+    names_at: dict[Any, str] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        # Of other classes it is not known whether they have memory of their own.
+        if type(tensor) in (Parameter, Tensor) and tensor.layout is strided and tensor.numel():
+            other = names_at.setdefault((tensor.device, tensor.data_ptr() or name), name)
+            if other != name and not managed.keys().isdisjoint((name, other)):
+                return (
+                    f"'{other}' and '{name}' are two tensors in the same memory, of which"
+                    " strategy='dear' would move one. To tie weights assign the Parameter itself"
+                    " (b.weight = a.weight), also after load_state_dict(assign=True). Otherwise"
+                    " clone one of them."
+                )
+    return None
 
 
 def tensor_specs(
@@ -157,7 +209,10 @@ def check_layout(
     Raises:
         ValueError: Saying what is wrong and what to change.
     """
-    problems = [_local_problem(module, optimizer, options) for optimizer in optimizers]
+    problems = [
+        _local_problem(module, one, options) or why_untrainable(module, one, collectives.world_size)
+        for one in optimizers
+    ]
     # What is frozen now may be trained later.
     named = module.named_parameters()
     unused = unused_group(options.groups, [(name, one.ndim) for name, one in named])

@@ -6,6 +6,7 @@ the end of the inner step do pieces of them, bucket by bucket, stand in their pl
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -252,7 +253,9 @@ class ShardedOptimizer(OptimizerShards):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
         self._inner_step = inner_step(optimizer)
-        self._was_loaded = False
+        self._was_loaded = self._has_warned = False
+        # Not among `_hooks`: after the training the state is still here.
+        optimizer.register_state_dict_pre_hook(self._warn_of_shards)
         self._loading: dict[str, Any] | None = None
         self._hooks = (
             optimizer.register_load_state_dict_pre_hook(self._on_loading),
@@ -374,6 +377,19 @@ class ShardedOptimizer(OptimizerShards):
                 weights = cut_state(MASTER_KEY, parameter.detach(), parameter, piece)
                 piece.parameter.copy_(weights)
                 piece.was_stepped = False
+
+    def _warn_of_shards(self, optimizer: Optimizer) -> None:
+        """Whoever wants the whole state lends it to `optimizer` while asking, see `consolidate`."""
+        has_shards, is_lent = (any(s.values()) for s in (self.shards.state, optimizer.state))
+        if has_shards and not is_lent and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(optimizer).__name__}.state_dict() is without its state, of which each rank"
+                " has its shards elsewhere. All ranks call trainer.save_checkpoint(path) to save"
+                " it, strategy.optimizer_state(optimizer) to have it whole, or under Fabric"
+                " fabric.save(path, state) and state_dict() of what fabric.setup returned.",
+                stacklevel=2,
+            )
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._loading = state_dict

@@ -413,6 +413,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Acts once a run. To be called before any other callback sees the exception:
         `CompletionGuard`, which stands first, does so.
         """
+        refusals.explain(exception)
         if isinstance(self.launcher, JobLauncher):
             self.launcher.has_heard_signal.set()
         if self._pipeline is not None and is_consequence(exception):

@@ -16,13 +16,15 @@ from lightning.fabric.plugins import precision as fabric_precision
 from lightning.pytorch.plugins import precision as trainer_precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import device
+from torch import Tensor, device
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_dear.callbacks.fusion_tuner import option_of
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.compression import class_with
+from lightning_dear.engine.trained_parameters import ignored_names
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.names import is_meant
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
@@ -160,6 +162,15 @@ def warn_of_lag(options: ExchangeOptions) -> None:
         )
 
 
+def explain(exception: BaseException) -> None:
+    """Adds what to do instead, if a method of DistributedDataParallel was looked for in vain."""
+    if isinstance(exception, AttributeError) and str(exception).endswith("attribute 'no_sync'"):
+        exception.args = (
+            f"{exception}. strategy='dear' puts no DistributedDataParallel around the model: use"
+            " `with trainer.strategy.block_backward_sync():` instead.",
+        )
+
+
 _PRECISIONS = {
     getattr(plugins, name)
     for plugins in (fabric_precision, trainer_precision)
@@ -220,15 +231,23 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
 def check_module_states(module: Module) -> None:
     """Refuses ranks whose parameters or buffers differ in name, shape or dtype. Collective, blocks.
 
+    Those that each rank has of its own are left out. Lazy layers are refused: they have no shape.
+
     To be called before rank 0's values are broadcast: a broadcast into tensors of another size ends
     a process at once, without a word.
 
     Raises:
         ValueError: On every rank alike, naming the first difference.
     """
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    own = {name: f"shape {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in tensors}
-    first, *others = from_all_ranks(own)
+    tensors, ignored = (*module.named_parameters(), *module.named_buffers()), ignored_names(module)
+    own = {name: _shape(tensor) for name, tensor in tensors if name not in ignored}
+    first, *others = reports = from_all_ranks(own)
+    if lazy := [name for report in reports for name, shape in report.items() if not shape]:
+        raise ValueError(
+            f"'{lazy[0]}' has no shape yet: its layer is lazy. Run a dummy forward pass before"
+            " training, which initializes it, as in the model's __init__:"
+            " self.net(torch.zeros(1, ...))."
+        )
     for rank, report in enumerate(others, start=1):
         pairs = zip_longest(first.items(), report.items()) if report != first else ()
         for left, right in pairs:
@@ -237,6 +256,10 @@ def check_module_states(module: Module) -> None:
                     f"Ranks hold different models: rank 0 has {_words(left)}, rank {rank} has"
                     f" {_words(right)}. Build the same model on every rank."
                 )
+
+
+def _shape(tensor: Tensor) -> str:
+    return "" if is_lazy(tensor) else f"shape {tuple(tensor.shape)}, {tensor.dtype}"
 
 
 def _words(named: tuple[str, str] | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation, row
 
+MODULES = "tests/engine/test_modules.py"
 READING = "tests/engine/test_reading.py"
 GRADIENTS = "tests/engine/test_gradients.py"
 CONTRACT = "tests/optimizers/test_optimizer_contract.py"
@@ -335,10 +336,24 @@ FLUSHES = [
     ),
     Mutation(
         "putting assigned parameters back",
-        "OptimizerPipeline.prepare_forward",
-        "        self.plans.trained.restore_replaced()\n",
+        "PlanLifecycle.follow_parameters",
+        "        self.trained.restore_replaced()\n",
         "",
         (f"{READING}::test_writes_between_steps_are_kept",),
+    ),
+    Mutation(
+        "waiting in modules that took others' place",
+        "OptimizerPipeline._prepare_step",
+        "        self.plans.follow_readers()\n",
+        "",
+        (f"{MODULES}::test_exchanged_modules_wait_where_they_read",),
+    ),
+    Mutation(
+        "the wait for what TorchScript reads",
+        "ParameterGatherer.close_gates",
+        '        self.complete(self.ungatable, "TorchScript")\n',
+        "",
+        (f"{MODULES}::test_what_torchscript_reads_is_complete_when_the_step_returns",),
     ),
     Mutation(
         "the users' groups after a step that raised",

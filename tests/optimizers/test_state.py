@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed, run_ranks
 from tests.training.models import (
     OPTIMIZERS,
@@ -42,6 +44,39 @@ def test_a_rank_holds_its_share_of_the_state(world_size: int) -> None:
     assert abs(float(own_bytes) * world_size / whole_bytes - 1) < 0.02
     dist.all_reduce(own_bytes)
     assert int(own_bytes) == whole_bytes
+
+
+@distributed(world_sizes=(1, 2))
+def test_who_asks_the_optimizer_for_its_state_is_warned_once() -> None:
+    model = build("mlp")
+    optimizer = torch.optim.AdamW(model.parameters())
+    pipeline = new_pipeline(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not optimizer.state_dict()["state"]
+        train_steps(pipeline, model, range(2))
+        assert pipeline.parts[0].optimizer_state_dict()["state"]
+    pipeline.detach()
+    with pytest.warns(
+        UserWarning, match=r"without its state.*strategy\.optimizer_state\(optimizer"
+    ):
+        assert not optimizer.state_dict()["state"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.state_dict()
+
+
+@distributed(world_sizes=(1, 2))
+def test_who_asks_where_nothing_is_missing_is_not_warned() -> None:
+    for kind, gather in ((torch.optim.SGD, "parameters"), (torch.optim.AdamW, "gradients")):
+        model = build("mlp")
+        optimizer = kind(model.parameters(), lr=0.1)
+        pipeline = new_pipeline(model, optimizer, options=ExchangeOptions(gather))
+        train_steps(pipeline, model, range(2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.state_dict()
+        pipeline.detach()
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))

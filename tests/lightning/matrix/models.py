@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -36,6 +37,62 @@ class FunctionalCall(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parameters = dict(self.layers.named_parameters())
         return torch.func.functional_call(self.layers, parameters, (x,))
+
+
+class InTorchScript(nn.Module):
+    """Parts that are scripted, traced, loaded, and of the older kind, between two that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, WIDTH)
+        self.scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+        self.traced = torch.jit.trace(nn.Linear(WIDTH, WIDTH), torch.zeros(2, WIDTH))
+        file = io.BytesIO()
+        torch.jit.save(self.scripted, file)
+        file.seek(0)
+        self.loaded = torch.jit.load(file)
+        self.older = _ScriptedScale()
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Optimized, its bits depend on how often parts of this kind have run in the process.
+        with torch.jit.optimized_execution(False):
+            x = self.loaded(self.traced(self.scripted(torch.tanh(self.first(x)))))
+            return self.last(self.older(x))
+
+
+class _ScriptedScale(torch.jit.ScriptModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    @torch.jit.script_method
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Parametrized(nn.Module):
+    """Weights that are computed from others at each read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(7, WIDTH))
+        self.middle = nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+class HoldsAnothers(nn.Module):
+    """Takes over the very parameters of a linear layer, as fusing and quantizing tools do."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 class NoGradTeacher(nn.Module):

@@ -148,6 +148,29 @@ class _Evaluated(RowNet):
         self.note("evaluated", [self.loss(batch)])
 
 
+class _Exchanged(RowNet):
+    """Modules are exchanged for others with the same parameters, the recurrent one twice."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer, lambda: nn.Linear(40, 3))
+        self.first = nn.Linear(7, 7)
+        self.gru = nn.GRU(7, 40, batch_first=True)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        hidden = self.gru(torch.tanh(self.first(batch[0])).unsqueeze(1))[0][:, -1]
+        return super().loss([hidden, batch[1]])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (2, 4):
+            old, self.gru = self.gru, nn.GRU(7, 40, batch_first=True).to(self.gru.weight_ih_l0)
+            for name, parameter in old.named_parameters():
+                setattr(self.gru, name, parameter)
+        if batch_idx == 2:
+            self.first = models.HoldsAnothers(self.first)
+        if batch_idx == 4:
+            self.net = torch.jit.script(models.HoldsAnothers(self.net))
+
+
 FEATURES = (
     *UNUSED,
     row(name="tied weights", net=gpt, data="gpt"),
@@ -175,6 +198,18 @@ FEATURES = (
     row(name="parameters of the LightningModule itself", net=_Owner),
     row(name="functional use (F.linear with a layer's weight)", net=_odd("functional")),
     row(name="torch.func.functional_call", net=_net(models.FunctionalCall)),
+    row(
+        name="parts in TorchScript",
+        net=_net(models.InTorchScript),
+        remark="their parameters arrive at the end of the step, since reads in TorchScript cannot"
+        " be made to wait; the rest overlaps with forward",
+    ),
+    row(name="parametrizations (weight_norm, orthogonal)", net=_net(models.Parametrized)),
+    row(
+        name="modules exchanged in mid-training for others with the same parameters",
+        net=_Exchanged,
+        remark="before the first forward after it all parameters are waited for",
+    ),
     row(name="a module called several times", net=_odd("called_twice")),
     row(
         name="a layer used twice in some steps",

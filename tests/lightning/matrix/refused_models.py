@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -98,6 +99,31 @@ def _frozen(module: nn.Module) -> Optimizer:
 
 def _none(module: nn.Module) -> None:
     return None
+
+
+def _twice(module: nn.Module) -> Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        return torch.optim.SGD([*module.parameters(), *module.layers[0].parameters()], lr=0.1)
+
+
+def _fit_in_one_memory() -> None:
+    net = UntouchedNet(sgd)
+    net.net.layers[2].bias = nn.Parameter(net.net.layers[2].weight.data[0, :61])
+    fit(dear(), net)
+
+
+def _fit_ignored() -> None:
+    net = UntouchedNet(sgd)
+    net._ddp_params_and_buffers_to_ignore = {"net.layers.2.weight"}
+    fit(dear(), net)
+
+
+def _fit_lazy() -> None:
+    net = UntouchedNet(sgd)
+    if os.environ["RANK"] == "1":
+        net.net.layers.append(nn.LazyLinear(3))
+    fit(dear(), net)
 
 
 def _of(kind: Callable[[Any], Optimizer], module: nn.Module) -> Optimizer:
@@ -205,6 +231,35 @@ OPTIMIZERS = (
         message="SGD's parameter group 0 holds 2 parameter(s) that are not the module's",
         why="no rank would send them",
         instead="make them attributes of the LightningModule",
+    ),
+    row(
+        name="a parameter twice in an optimizer's groups",
+        run=partial(_fit, _twice),
+        message="'net.layers.0.weight' stands twice in the parameter groups of SGD",
+        why="torch steps it twice",
+        instead="name each once",
+    ),
+    row(
+        name="two parameters over the same memory",
+        run=_fit_in_one_memory,
+        message="'net.layers.2.weight' and 'net.layers.2.bias' are two tensors in the same memory",
+        why="each would be moved into another place",
+        instead="assign the Parameter itself",
+    ),
+    row(
+        name="training what `_ddp_params_and_buffers_to_ignore` names",
+        run=_fit_ignored,
+        message="'net.layers.2.weight' stands in _ddp_params_and_buffers_to_ignore, and SGD trains",
+        why="weights are equal on all ranks after every step; buffers and frozen parameters may be"
+        " named there",
+        instead="freeze it, or take its name out",
+    ),
+    row(
+        name="lazy layers before their first forward",
+        run=_fit_lazy,
+        message="'net.layers.6.weight' has no shape yet",
+        why="parameters are laid out before the first batch",
+        instead="run a dummy forward pass in `__init__`",
     ),
     row(
         name="complex parameters with a compressor",
