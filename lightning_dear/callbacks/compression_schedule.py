@@ -174,16 +174,10 @@ def schedule_of(
 
     Raises:
         ValueError: If the schedule is for another kind of codec.
-        TypeError: If it is none.
     """
     if schedule is None:
         warms_up = codec is not None and codec.warm_up_steps
         return CompressionSchedule() if warms_up else None
-    if not isinstance(schedule, CompressionSchedule):
-        raise TypeError(
-            "compression_schedule must be a lightning_dear.callbacks.CompressionSchedule, such as"
-            f" CompressionSchedule(densities={{1000: 0.01}}), got {schedule!r}."
-        )
     schedule.check(codec)
     return schedule
 

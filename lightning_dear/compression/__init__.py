@@ -56,7 +56,7 @@ ENTRY_POINTS = "lightning_dear.compressors"
 """Group of entry points under which other packages name codecs of theirs."""
 
 
-def resolve_compressor(compressor: str | Compressor | NoCompression) -> Compressor | None:
+def resolve_compressor(compressor: str | Compressor | NoCompression | None) -> Compressor | None:
     """What a name or an instance means; None for no compression.
 
     Names that other packages have registered (`ENTRY_POINTS`) count, after ours.
@@ -67,7 +67,7 @@ def resolve_compressor(compressor: str | Compressor | NoCompression) -> Compress
     """
     if isinstance(compressor, Compressor):
         return compressor
-    if compressor == "none" or type(compressor) is NoCompression:
+    if compressor in (None, "none") or type(compressor) is NoCompression:
         return None
     if not isinstance(compressor, str):
         kind = compressor if isinstance(compressor, type) else type(compressor)

@@ -68,6 +68,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     Raises:
         ValueError: For unknown names (the message lists the valid ones) and impossible options.
+        TypeError: For values of another kind than an option takes.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
         *,
-        compressor: str | Compressor | NoCompression = "none",
+        compressor: str | Compressor | NoCompression | None = "none",
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,
@@ -86,12 +87,12 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         broadcast_buffers: bool = True,
         audit: bool = False,
         find_unused_parameters: bool = False,
-        process_group_backend: str | None = None,
+        process_group_backend: Literal["gloo", "nccl"] | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        refusals.check_options(ddp_options, inspect.signature(DearFabricStrategy).parameters)
+        refusals.check_options(DearFabricStrategy.__init__, locals())
         # First: what others say of a planner or a schedule is for Trainers.
         check_without_trainer(resolve_fusion(fusion, bucket_cap_mb), resolve_compressor(compressor))
         how = compressor, fusion, bucket_cap_mb, gather, gather_depth, broadcast_buffers, audit

@@ -78,10 +78,10 @@ def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> 
             )
         if fusion == "threshold":
             return ThresholdFusion(bucket_cap_mb=bucket_cap_mb)
-    elif not callable(getattr(fusion, "plan", None)):
+    elif isinstance(fusion, type) or not callable(getattr(fusion, "plan", None)):
         raise TypeError(
             f"fusion must be one of {', '.join(FUSIONS)} or an object with a plan() method,"
-            f" got {type(fusion).__name__}."
+            f" got {fusion!r}."
         )
     if bucket_cap_mb is not None:
         name = repr(fusion) if isinstance(fusion, str) else type(fusion).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from numbers import Real
 from typing import Protocol, TypeVar
 
 from lightning_dear.planning.plan import (
@@ -56,8 +57,8 @@ class ThresholdFusion:
         self.first_bucket_cap_mb = first_bucket_cap_mb
         for option in ("bucket_cap_mb", "first_bucket_cap_mb"):
             value = getattr(self, option)
-            if value is not None and not value > 0:
-                raise ValueError(f"{option} must be > 0 MiB, got {value}.")
+            if value is not None and not (isinstance(value, Real) and value > 0):
+                raise ValueError(f"{option} must be > 0 MiB, got {value!r}.")
 
     def caps_mb(self, world_size: int) -> tuple[float, float]:
         """Caps of the bucket nearest the input and of the others among so many ranks, MiB."""

@@ -37,7 +37,7 @@ class PipelineStrategy(ABC):
 
     def _take_options(
         self,
-        compressor: str | Compressor | NoCompression,
+        compressor: str | Compressor | NoCompression | None,
         fusion: str | FusionPlanner,
         bucket_cap_mb: float | None,
         gather: str | None,

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -71,8 +70,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         checkpoint_io: Reads and writes checkpoints.
         precision_plugin: Of `Trainer(precision=)`: 32, 16 or bf16 (mixed or true), or 64 bits.
             16-bit parameters are stepped as fp32 masters, which DDP does not do.
-        compressor: "none", or what encodes gradients: a name ("bf16", "int8", "topk", ...) or an
-            instance from `lightning_dear.compression`; see docs/compressors.md.
+        compressor: "none", None, or what encodes gradients: a name ("bf16", "int8", "topk", ...)
+            or an instance from `lightning_dear.compression`; see docs/compressors.md.
         compression_schedule: Dense steps first, densities by step, and other compressors for some
             parameters.
         fusion: "threshold", "none", "single", or one that plans from measurements: "mgwfbp",
@@ -99,12 +98,13 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             `python -m lightning_dear.checkpoint.folder FOLDER FILE` makes a file of a folder.
         find_unused_parameters: Accepted and unnecessary: unused parameters always work.
         process_group_backend: "gloo" or "nccl"; None: by device.
-        timeout: Of a collective; a rank that waits longer raises.
+        timeout: Of a collective; a rank that waits longer raises. None: torch's 30 minutes.
         start_method: "popen", "spawn", "fork" or "forkserver".
         **ddp_options: None of `DDPStrategy`'s other options applies; each is refused by name.
 
     Raises:
         ValueError: For unknown names (the message lists the valid ones) and impossible options.
+        TypeError: For values of another kind than an option takes.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         *,
-        compressor: str | Compressor | NoCompression = "none",
+        compressor: str | Compressor | NoCompression | None = "none",
         compression_schedule: CompressionSchedule | None = None,
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
@@ -127,12 +127,12 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         audit: bool = False,
         save_distributed_checkpoint: bool = False,
         find_unused_parameters: bool = False,
-        process_group_backend: str | None = None,
+        process_group_backend: Literal["gloo", "nccl"] | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        refusals.check_options(ddp_options, signature(DearStrategy).parameters)
+        refusals.check_options(DearStrategy.__init__, locals())
         # Of the present run; before the first one, of a run without other ranks.
         self._failures = FailureWatch(FailureBoard(), timeout or _NO_TIMEOUT)
         self._is_sync_blocked = self._is_last_backward = False

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from difflib import get_close_matches
+from inspect import signature
 from itertools import zip_longest
-from typing import Any
+from numbers import Real
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import precision as fabric_precision
 from lightning.pytorch.plugins import precision as trainer_precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import device
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -19,6 +24,7 @@ from lightning_dear.callbacks.fusion_tuner import option_of
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.compression import class_with
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.names import is_meant
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.planning.search import PredictingPlanner
 
@@ -51,21 +57,50 @@ _DDP_OPTIONS = {
 }
 
 
-def check_options(ddp_options: Mapping[str, Any], own: Iterable[str]) -> None:
-    """Refuses options of `DDPStrategy` that cannot apply, and unknown ones, all in one message.
+def check_options(create: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """Refuses options of `DDPStrategy` that cannot apply, unknown ones, and values of other kinds.
+
+    Which compressors and planners there are is not looked at here.
 
     Args:
-        ddp_options: What is left when the strategy has taken its `own`.
-        own: Their names.
+        create: A strategy's `__init__`: its annotations say what each option takes.
+        given: Its arguments by name; in `ddp_options` all that are not its own.
 
     Raises:
-        ValueError: Naming each option, why, and what it may have been meant to be.
+        ValueError: Naming each option that does not apply, why, and what it may have been meant to
+            be. For an unknown name, with a list of the valid ones.
+        TypeError: For a value of another kind, naming the option and what it takes.
     """
-    if not ddp_options:
+    own, others = signature(create).parameters, given["ddp_options"]
+    if others:
+        reasons = [f"{one} ({_DDP_OPTIONS.get(one) or _guess(one, own)})" for one in others]
+        or_else = ", or use strategy='ddp'" if any(one in _DDP_OPTIONS for one in others) else ""
+        what = "; ".join(reasons)
+        raise ValueError(f"strategy='dear' does not take {what}. Leave it out{or_else}.")
+    for option, hint in get_type_hints(create).items():
+        takes = get_args(hint) or (hint,)
+        # Who resolves compressors and planners refuses their names.
+        if option in given and not {str, Any} & {*takes}:
+            _check_value(option, given[option], takes, create.__annotations__[option])
+
+
+def _check_value(option: str, value: Any, takes: Sequence[Any], words: str) -> None:
+    names = [one for part in takes for one in get_args(part) or (part,) if isinstance(one, str)]
+    kinds = [Real if one is float else get_origin(one) or one for one in takes]
+    if isinstance(value, bool):
+        # Elsewhere it would count as a number.
+        kinds = [one for one in kinds if one is bool]
+    if isinstance(value, list) and not all(isinstance(one, device) for one in value):
+        kinds = []
+    if isinstance(value, timedelta) and value <= timedelta(0):
+        raise ValueError(f"{option} must be more than 0, got {value}.")
+    if value in names or isinstance(value, tuple(one for one in kinds if isinstance(one, type))):
         return
-    reasons = [f"{one} ({_DDP_OPTIONS.get(one) or _guess(one, own)})" for one in ddp_options]
-    or_else = ", or use strategy='ddp'" if any(one in _DDP_OPTIONS for one in ddp_options) else ""
-    raise ValueError(f"strategy='dear' does not take {'; '.join(reasons)}. Leave it out{or_else}.")
+    if names:
+        valid = ", ".join(names) + (", or None" if NoneType in takes else "")
+        meant = is_meant(str(value), names)
+        raise ValueError(f"Unknown {option} {value!r}; valid names: {valid}.{meant}")
+    raise TypeError(f"{option} must be {words.replace(' |', ' or')}, got {value!r}.")
 
 
 def _guess(option: str, own: Iterable[str]) -> str:

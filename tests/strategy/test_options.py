@@ -1,0 +1,167 @@
+"""What options of both strategies take: everything else is refused when one is constructed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_dear import DearStrategy
+from lightning_dear.callbacks import CompressionSchedule
+from lightning_dear.compression import Int8, NoCompression
+from lightning_dear.fabric import DearFabricStrategy
+from lightning_dear.planning import ThresholdFusion
+
+_FLAG: tuple[tuple[Any, ...], tuple[Any, ...], str] = (
+    (True, False),
+    ("yes", "", None, 2, 1.0, []),
+    "{name} must be bool, got {value!r}",
+)
+_HOST = "{name} must be {type} or None, got {value!r}"
+
+OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
+    "accelerator": (
+        (None, CPUAccelerator()),
+        ("cpu", CPUAccelerator),
+        _HOST.replace("{type}", "Accelerator"),
+    ),
+    "parallel_devices": (
+        (None, [torch.device("cpu")] * 2),
+        (2, "cpu", [0, 1], ["cpu"], torch.device("cpu")),
+        _HOST.replace("{type}", r"list\[device\]"),
+    ),
+    "cluster_environment": (
+        (None, LightningEnvironment()),
+        ("slurm", LightningEnvironment),
+        _HOST.replace("{type}", "ClusterEnvironment"),
+    ),
+    "checkpoint_io": (
+        (None, TorchCheckpointIO()),
+        ("torch", 1),
+        _HOST.replace("{type}", "CheckpointIO"),
+    ),
+    "precision_plugin": (
+        (None, Precision()),
+        ("16-mixed", 16),
+        _HOST.replace("{type}", "Precision"),
+    ),
+    "precision": (
+        (None, FabricPrecision()),
+        ("16-mixed", 16),
+        _HOST.replace("{type}", "Precision"),
+    ),
+    "compressor": (
+        (None, "none", "int8", Int8(), NoCompression()),
+        (5, True, Int8, "int9", ["int8"]),
+        "compressor",
+    ),
+    "compression_schedule": (
+        (None,),
+        (5, {"dense_steps": 1}, CompressionSchedule),
+        _HOST.replace("{type}", "CompressionSchedule"),
+    ),
+    "fusion": (
+        ("none", "single", ThresholdFusion(bucket_cap_mb=2)),
+        (None, 5, True, "thresh", ThresholdFusion),
+        "fusion",
+    ),
+    "bucket_cap_mb": (
+        (None, 5, 0.5),
+        ("5MB", "5", True, [5], 0, -1.0, float("nan")),
+        "bucket_cap_mb must be (float or None|> 0 MiB), got {value!r}",
+    ),
+    "gather": (
+        (None, "parameters", "gradients"),
+        ("weights", True, 3),
+        "Unknown gather {value!r}; valid names: parameters, gradients, or None",
+    ),
+    "gather_depth": (
+        (None, 1, 2),
+        ("2", 1.0, True, 0, -1),
+        "gather_depth must be (int|an integer >= 1,) or None.*got {value!r}",
+    ),
+    "process_group_backend": (
+        (None, "gloo", "nccl"),
+        ("glo", 1, True, "mpi"),
+        "Unknown process_group_backend {value!r}; valid names: gloo, nccl, or None",
+    ),
+    "timeout": (
+        (None, timedelta(seconds=30)),
+        (30, 0.5, "30s", timedelta(0), timedelta(seconds=-1)),
+        "timeout must be (timedelta or None|more than 0), got '?{value}",
+    ),
+    "start_method": (
+        ("popen", "spawn", "fork", "forkserver"),
+        ("forkk", None, 1),
+        "Unknown start_method {value!r}; valid names: popen, spawn, fork, forkserver",
+    ),
+    **{
+        name: _FLAG
+        for name in (
+            "decouple",
+            "broadcast_buffers",
+            "gradients_in_hooks",
+            "audit",
+            "save_distributed_checkpoint",
+            "find_unused_parameters",
+        )
+    },
+}
+"""Option -> what it takes, what it does not, and what is said of that."""
+
+STRATEGIES = (DearStrategy, DearFabricStrategy)
+
+
+def _cases(place: int) -> Iterator[Any]:
+    for strategy in STRATEGIES:
+        for name in [*signature(strategy).parameters][:-1]:
+            for value in OPTIONS[name][place]:
+                yield pytest.param(strategy, name, value, id=f"{strategy.__name__}-{name}-{value}")
+
+
+@pytest.mark.parametrize(("strategy", "name", "value"), _cases(0))
+def test_what_an_option_takes(strategy: Any, name: str, value: Any) -> None:
+    others = {"gather": "gradients"} if name == "decouple" else {}
+    strategy(**{name: value, **others})
+
+
+@pytest.mark.parametrize(("strategy", "name", "value"), _cases(1))
+def test_what_an_option_does_not_take(strategy: Any, name: str, value: Any) -> None:
+    said = OPTIONS[name][2].replace("{name}", name)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        strategy(**{name: value})
+    pattern = re.compile(
+        said.replace("{value!r}", re.escape(repr(value))).replace("{value}", re.escape(str(value)))
+    )
+    assert pattern.search(str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_misspelt_name_is_guessed(strategy: Any) -> None:
+    for name, value, meant in (
+        ("process_group_backend", "glo", "gloo"),
+        ("start_method", "forkk", "fork"),
+        ("gather", "gradient", "gradients"),
+    ):
+        with pytest.raises(ValueError, match=rf"Is '{meant}' meant\?"):
+            strategy(**{name: value})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_compressor_is_none(strategy: Any) -> None:
+    assert strategy(compressor=None)._options.codec is None
+
+
+def test_a_cap_is_a_number_for_its_planner_too() -> None:
+    with pytest.raises(ValueError, match="bucket_cap_mb must be > 0 MiB, got '5MB'"):
+        ThresholdFusion(bucket_cap_mb="5MB")  # type: ignore[arg-type]
