@@ -10,6 +10,7 @@ something besides for their shards. In a state dict both stand beside the optimi
                seed:    of what codecs draw at random; rank 0's, when training began
                rates:   parameter number -> of its feedback: a "residual" is what is still to be
                         sent, times this
+               compressor: the configured one's name
                steering: number of a bucket's first parameter -> [number of ranks, n] fp64: by what
                         each rank selects numbers in that bucket
 
@@ -20,7 +21,7 @@ drew without: what goes on from theirs does so too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -59,12 +60,14 @@ class Residuals:
         rates: Parameter -> `CompressedBucket.rate` of where its numbers come from.
         counts: Half -> how often it was encoded.
         seed: `CompressedBucket.seed` of all of them; None: not known.
+        compressor: Name of the training's compressor; None: not known.
     """
 
     kept: dict[Kind, dict[Tensor, Tensor]] = field(default_factory=dict)
     rates: dict[Tensor, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     seed: int | None = None
+    compressor: str | None = None
 
     @property
     def is_of_nothing(self) -> bool:
@@ -85,7 +88,7 @@ class Residuals:
             return {one: number for one, number in numbers.items() if belongs(one)}
 
         kept = {kind: left for kind, all_own in self.kept.items() if (left := own(all_own))}
-        return Residuals(kept, own(self.rates), dict(self.counts), self.seed)
+        return replace(self, kept=kept, rates=own(self.rates), counts=dict(self.counts))
 
     def joined(self, other: Residuals) -> Residuals:
         """This and what `other` has besides; tensors are shared."""
@@ -97,6 +100,7 @@ class Residuals:
             {**other.rates, **self.rates},
             {**other.counts, **self.counts},
             other.seed if self.seed is None else self.seed,
+            self.compressor or other.compressor,
         )
 
 
@@ -167,7 +171,7 @@ def _as_saved(
     state: dict[str, Any] = {"worker": {}, "owner": {}, "factors": {}}
     state["counts"], state["seed"] = dict(residuals.counts), residuals.seed
     state["rates"] = {number_of[one]: rate for one, rate in residuals.rates.items()}
-    state["steering"] = {}
+    state["steering"], state["compressor"] = {}, residuals.compressor
     for kind, all_own in kept.items():
         of, name = kind
         place = state[of].setdefault(name, {}) if name else state[of]
@@ -214,7 +218,7 @@ def unpacked(
         kept["worker", name] = {one: copied(one, own(rows)) for one, rows in by_parameter(saved)}
     for name, saved in state["owner"].items():
         kept["owner", name] = {one: copied(one, numbers) for one, numbers in by_parameter(saved)}
-    # Earlier versions have saved no factors, no rates, no seed and no steering.
+    # Earlier versions have saved no factors, no rates, no seed, no steering and no name.
     kept[FACTORS] = {
         one: factor.to(one.device, copy=True)
         for one, factor in by_parameter(state.get("factors", {}))
@@ -226,7 +230,8 @@ def unpacked(
         if len(rows) == world_size
     }
     rates: dict[Tensor, float] = dict(by_parameter(state.get("rates", {})))
-    return Residuals(kept, rates, dict(state["counts"]), state.get("seed", NO_SEED))
+    seed, compressor = state.get("seed", NO_SEED), state.get("compressor")
+    return Residuals(kept, rates, dict(state["counts"]), seed, compressor)
 
 
 def _as_named_now(worker: Mapping[str, Mapping[int, Tensor]]) -> dict[str, Mapping[int, Tensor]]:

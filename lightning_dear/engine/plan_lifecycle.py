@@ -80,7 +80,8 @@ class PlanLifecycle:
         self.plan: BucketPlan | None = None
         self.active: ActivePlan | None = None
         self.recording: Recording | None = None
-        self.residuals = ResidualKeeper(stepper.optimizer, collectives)
+        name = None if options.codec is None else options.codec.name
+        self.residuals = ResidualKeeper(stepper.optimizer, collectives, name)
         self.left_weights = LeftWeights(stepper.optimizer)
         self.early_refusal: str | None = None
         self.all_reduce_refusal: str | None = None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from lightning_dear.checkpoint.residuals import FACTORS, unpacked
-from lightning_dear.compression import DGC, Codec, Signum
+from lightning_dear.compression import DGC, Codec, Int4, Int8, Signum
 from tests.distributed.harness import distributed
 from tests.exchange.test_coded import coded
 from tests.training.linear import Run
@@ -47,6 +47,31 @@ def test_a_running_mean_is_no_momentum() -> None:
             assert f"({names}) is dropped" in message
         for kept in begins_with.values():
             assert not any(numbers.any() for numbers in kept.values())
+
+
+@distributed(world_sizes=(1, 2))
+def test_another_compressor_says_that_it_goes_on_with_what_was_left() -> None:
+    """Once, on rank 0, and only where another one has kept it."""
+    state = _state_of(Int8())
+    old = copy.deepcopy(state)
+    del old["residuals"]["compressor"]
+    for codec, saved, is_said in (
+        (Int4(), state, True),
+        (Int8(), state, False),
+        (Int4(), old, False),
+    ):
+        run = Run(coded(codec))
+        run.step()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run.optimizer.load_state_dict(copy.deepcopy(saved))
+        messages = [str(one.message) for one in said if "left to be sent" in str(one.message)]
+        sentence = "What int8 had left to be sent is kept, and int4 sends it."
+        assert messages == [sentence] * (is_said and dist.get_rank() == 0)
+        kept = run.part.optimizer_state_dict()["residuals"]
+        assert kept["compressor"] == codec.name
+        for number, numbers in kept["worker"]["residual"].items():
+            assert torch.equal(numbers, saved["residuals"]["worker"]["residual"][number])
 
 
 @distributed(world_sizes=(2,))
