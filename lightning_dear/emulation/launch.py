@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ def run_on_cluster(
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
     timeout_s: float | None = None,
+    user: tuple[int, int] | None = None,
 ) -> int:
     """Run a command once per rank, spread over the hosts; block until all have ended.
 
@@ -44,7 +46,8 @@ def run_on_cluster(
     `WORLD_SIZE`, `MASTER_ADDR`, ...), and `GLOO_SOCKET_IFNAME`. Rank 0 writes to this process's
     stdout and stderr. What the others write is kept, and its end is printed if the run fails.
     When a rank fails, the others have 5 s to say so and to end, then they are killed, with
-    everything else that runs on the cluster. Ctrl-C goes to all ranks, with the same 5 s.
+    everything else that runs on the cluster. Ctrl-C goes to all ranks, with the same 5 s. When the
+    thread that called this is killed, the kernel kills the ranks.
 
     Args:
         cluster: A cluster that is entered.
@@ -53,6 +56,7 @@ def run_on_cluster(
         env: Variables for all ranks, over those of this process and those set here.
         cwd: Folder in which the ranks start; None: this process's.
         timeout_s: Seconds until everything is killed; None: no limit.
+        user: Numbers of the user and of the group as whom ranks run; None: as this process.
 
     Returns:
         0 if all ranks ended with 0; else that of the first rank to fail, 128 + the signal's
@@ -67,10 +71,12 @@ def run_on_cluster(
         raise RuntimeError("enter the cluster first: with EmulatedCluster(...) as cluster")
     if ranks_per_host < 1:
         raise ValueError(f"ranks_per_host must be at least 1, not {ranks_per_host}")
+    prefix, users_own = _as_user(user)
+    command, variables = [*prefix, *argv], {**users_own, **(env or {})}
     ranks: list[_Rank] = []
     try:
         for rank in range(len(cluster.hosts) * ranks_per_host):
-            ranks.append(_start(cluster.hosts, rank, ranks_per_host, argv, env or {}, cwd))
+            ranks.append(_start(cluster.hosts, rank, ranks_per_host, command, variables, cwd))
         code = _watch(ranks, timeout_s)
     except KeyboardInterrupt:
         _interrupt(ranks)
@@ -111,6 +117,17 @@ class _Tail:
     def lines(self) -> list[str]:
         self._thread.join(timeout=1)
         return self.text.decode(errors="replace").splitlines()[-_TAIL_LINES:]
+
+
+def _as_user(user: tuple[int, int] | None) -> tuple[list[str], dict[str, str]]:
+    """What to put before a rank's command on its host, and the variables of its user."""
+    # The janitor ends ranks too, but it may be killed together with this process.
+    prefix = ["setpriv", "--pdeathsig", "KILL"]
+    if user is None:
+        return prefix, {}
+    prefix += ["--reuid", str(user[0]), "--regid", str(user[1]), "--init-groups"]
+    known = pwd.getpwuid(user[0])
+    return prefix, {"HOME": known.pw_dir, "USER": known.pw_name, "LOGNAME": known.pw_name}
 
 
 def _start(

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-TOOLS = ("ip", "tc")
-"""Programs of iproute2 that the emulation runs."""
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "setpriv": "util-linux"}
+"""Programs that the emulation runs, and what they belong to."""
 
 _COMMAND_TIMEOUT_S = 30.0
 
@@ -30,7 +30,8 @@ def why_unavailable() -> str | None:
         return "an emulated cluster needs root, to create network namespaces: use sudo"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
-        return f"an emulated cluster needs {' and '.join(missing)}: install iproute2"
+        packages = " and ".join(dict.fromkeys(TOOLS[tool] for tool in missing))
+        return f"an emulated cluster needs {' and '.join(missing)}: install {packages}"
     return None
 
 

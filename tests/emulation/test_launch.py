@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dear.emulation import EmulatedCluster, run_on_cluster
+from lightning_dear.emulation import (
+    EmulatedCluster,
+    remove_stale_namespaces,
+    run_on_cluster,
+)
 from lightning_dear.emulation.janitor import NAMESPACES, processes_in
 from lightning_dear.emulation.launch import TIMED_OUT
 
@@ -169,6 +176,50 @@ def test_nothing_is_left_whatever_ends_the_run(number: signal.Signals, rest: str
         assert process.stdout.read() == rest
     _until(lambda: not list(NAMESPACES.glob(f"{prefix}*")))
     assert not _runs(pid)
+
+
+def test_ranks_end_with_their_parent_though_nobody_ends_them() -> None:
+    """The janitor is killed first, and then there is nobody but the kernel."""
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN, WAIT], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        names = [path.name for path in NAMESPACES.glob(f"dear-{process.pid}-0-*")]
+        assert len(processes_in(names)) == 2
+        (janitor,) = _children(process.pid, "janitor.py")
+        os.kill(janitor, signal.SIGKILL)
+        process.kill()
+        process.wait()
+        try:
+            _until(lambda: not any(_runs(str(one)) for one in processes_in(names)))
+        finally:
+            assert set(names) <= set(remove_stale_namespaces())
+
+
+def _children(parent: int, word: str) -> list[int]:
+    """Numbers of the children of `parent` in whose command line `word` stands."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(one) for one in children if word in Path(f"/proc/{one}/cmdline").read_text()]
+
+
+def test_ranks_run_as_the_user_that_is_named(cluster: EmulatedCluster) -> None:
+    tell = (
+        "import os; open(os.environ['RANK'], 'w').write(' '.join(map(str, (*os.getresuid(),"
+        " *os.getresgid(), os.environ['USER'], os.environ['HOME']))))"
+    )
+    nobody = pwd.getpwnam("nobody")
+    user = nobody.pw_uid, nobody.pw_gid
+    # pytest's own folder is for root alone, and so may be the interpreter that runs the tests.
+    with tempfile.TemporaryDirectory() as folder:
+        os.chown(folder, *user)
+        argv = ["/usr/bin/env", "python3", "-S", "-c", tell]
+        assert run_on_cluster(cluster, argv, cwd=folder, user=user) == 0
+        ids = f"{nobody.pw_uid} " * 3 + f"{nobody.pw_gid} " * 3
+        for rank in range(2):
+            path = Path(folder, str(rank))
+            assert path.read_text() == f"{ids}nobody {nobody.pw_dir}"
+            assert (path.stat().st_uid, path.stat().st_gid) == user
 
 
 def test_a_cluster_must_be_entered_and_have_ranks(cluster: EmulatedCluster) -> None:
