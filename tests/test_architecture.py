@@ -79,11 +79,8 @@ ROOMS = {
     "emulation": Room(torch=False),
     # What other strategies are made of, and what that costs.
     "studies": Room(_STUDIES, distributed=True, lightning=True),
-    # Messages between two ranks, which training never sends but a measurement of a link does; and
-    # ending the default process group after a job.
-    "apps": Room(
-        ("studies", *_STUDIES), distributed=("job.py", "doctor/"), lightning=True, hydra=True
-    ),
+    # Messages between two ranks, which training never sends but a measurement of a link does.
+    "apps": Room(("studies", *_STUDIES), distributed=("doctor/",), lightning=True, hydra=True),
     # The package's root.
     "__init__": Room(("mirror", "moved", "registration", "strategy", "versions"), torch=False),
     "pytorch_lightning": Room(("callbacks", "strategy", "versions"), torch=False, lightning=True),

@@ -7,6 +7,7 @@ import sys
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_dear.apps import job
 from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE
 from lightning_dear.emulation import EmulatedCluster, run_on_cluster
 from lightning_dear.emulation.launch import HOST_VARIABLE
@@ -18,13 +19,12 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 
-def restart_on_cluster(
-    cfg: DictConfig, module: str, *, timeout_s: float | None = None
-) -> int | None:
+def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None = None) -> bool:
     """Run the Hydra job ``cfg`` on the cluster it describes, if that is an emulated one.
 
     Makes the hosts, runs ``python -m module`` on each with this job's overrides and output
-    folder, blocks until all ranks have ended, and removes the hosts.
+    folder, blocks until all ranks have ended, and removes the hosts. Under ``sudo`` the ranks run
+    as the user who called it, and the folder becomes that user's.
 
     Args:
         cfg: The job; ``cfg.cluster`` is one of conf/cluster.
@@ -32,16 +32,17 @@ def restart_on_cluster(
         timeout_s: Seconds until the ranks are killed; None: no limit.
 
     Returns:
-        None if this process is to do the job itself: the cluster is not emulated, or this is one
-        of its ranks. Else the exit code for this process, as ``run_on_cluster`` returns it;
-        ``INTERRUPTED`` after Ctrl-C.
+        Whether the job was done there. If not, this process is to do it itself: the cluster is not
+        emulated, or this is one of its ranks.
 
     Raises:
+        SystemExit: With what ``run_on_cluster`` returns, if that is not 0; with ``INTERRUPTED``
+            after Ctrl-C.
         EmulationUnavailable: This machine cannot emulate hosts; the message says why.
         ValueError: An option of the cluster is out of range.
     """
     if not is_emulated(cfg) or HOST_VARIABLE in os.environ:
-        return None
+        return False
     node = cfg.cluster
     if cfg.get("optimized_metric"):
         raise ValueError(
@@ -53,18 +54,23 @@ def restart_on_cluster(
         node.num_hosts, node.rate_mbit, node.mtu, node.delay_ms, node.congestion_control
     )
     argv = [sys.executable, "-m", module, *_arguments(cfg)]
+    job.give_to_user()
     try:
         with hosts as cluster:
-            return run_on_cluster(
+            code = run_on_cluster(
                 cluster,
                 argv,
                 ranks_per_host=node.ranks_per_host,
                 env={MESSAGE_DELAY_VARIABLE: str(node.alpha_s)} if node.alpha_s else None,
                 cwd=HydraConfig.get().runtime.cwd,
                 timeout_s=timeout_s,
+                user=job.user_of_sudo(),
             )
     except KeyboardInterrupt:
-        return INTERRUPTED
+        code = INTERRUPTED
+    if code:
+        raise SystemExit(code)
+    return True
 
 
 def is_emulated(cfg: DictConfig) -> bool:

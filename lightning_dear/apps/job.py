@@ -7,68 +7,50 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.collectives.factory import forget_process_groups
-from lightning_dear.strategy.launchers import JobLauncher, end_processes, ending
-
-CHILD_END_S = 60.0
-"""Seconds that child ranks have for ending after the last collective of a job."""
+from lightning_dear.strategy.launchers import job_end
 
 
 @contextmanager
 def isolated_job() -> Iterator[None]:
     """Give the next job of a sweep the environment this one found, and no process group.
 
-    Lightning leaves LOCAL_RANK, MASTER_PORT and the group behind, and takes them, at the next
-    Trainer, for a sign that somebody else has started the ranks.
+    Blocks in the end until the ranks that the job has started have ended.
     """
-    environment = dict(os.environ)
-    num_threads = torch.get_num_threads()
+    environment, end = dict(os.environ), job_end()
     yield
     # Not after an error: the process is about to end, and an NCCL group may block in here.
-    forget_process_groups()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end()
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
-    torch.set_num_threads(num_threads)
 
 
-def wait_for_children(trainer: Trainer) -> None:
-    """Block until the ranks that ``trainer`` started have ended; at most ``CHILD_END_S`` seconds.
+def user_of_sudo() -> tuple[int, int] | None:
+    """Numbers of the user and the group that ran ``sudo``; None where nobody did."""
+    user = int(os.environ.get("SUDO_UID", 0))
+    group = int(os.environ.get("SUDO_GID", user))
+    return (user, group) if user and os.geteuid() == 0 else None
 
-    Raises:
-        RuntimeError: If one of them failed after the last collective.
+
+def give_to_user() -> None:
+    """Give the job's folder, with all in it, to the user that ran ``sudo``; elsewhere a no-op.
+
+    So that what does not run as root can write there. Also the folders above it, up to the one in
+    which the program was started. What belongs to others than root stays theirs.
     """
-    launcher = trainer.strategy.launcher
-    if not isinstance(launcher, JobLauncher):
+    user = user_of_sudo()
+    if user is None:
         return
-    codes = end_processes(launcher.procs, CHILD_END_S)
-    failed = [f"local rank {index + 1} {ending(code)}" for index, code in enumerate(codes) if code]
-    if failed:
-        raise RuntimeError(
-            "The job is done and its results are saved, but while shutting down"
-            f" {', '.join(failed)}; what it printed is above."
-        )
-
-
-def end_unless_zero(code: int) -> None:
-    """End this process with the exit code of the ranks that did the job in its place.
-
-    Returns if they succeeded, so that a sweep goes on with its next job.
-
-    Raises:
-        SystemExit: If ``code`` is not 0.
-    """
-    if code:
-        raise SystemExit(code)
+    runtime = HydraConfig.get().runtime
+    folder, cwd = Path(runtime.output_dir), Path(runtime.cwd)
+    above = [one for one in folder.parents if cwd in one.parents]
+    for path in (folder, *above, *folder.rglob("*")):
+        if path.lstat().st_uid == 0:
+            os.chown(path, *user, follow_symlinks=False)
 
 
 def folder_with(cfg: DictConfig) -> Path:
@@ -83,7 +65,7 @@ def one_message(program: str) -> Iterator[None]:
     """Turn an exception into one message on stderr and exit code 1.
 
     The traceback goes to a file in the job's folder. With HYDRA_FULL_ERROR=1 the exception goes
-    on unchanged.
+    on unchanged. In the end the folder belongs to the user, see ``give_to_user``.
 
     Args:
         program: Name to print in front of the message.
@@ -100,6 +82,8 @@ def one_message(program: str) -> Iterator[None]:
         path.write_text(traceback.format_exc())
         print(f"The traceback is in {path} (HYDRA_FULL_ERROR=1 prints it).", file=sys.stderr)
         raise SystemExit(1) from None
+    finally:
+        give_to_user()
 
 
 def describe(error: BaseException) -> str:

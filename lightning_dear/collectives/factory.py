@@ -99,6 +99,16 @@ def forget_process_groups() -> None:
         one.reduce_group = one.gather_group = one.object_group = None
 
 
+def leave_process_groups() -> None:
+    """Ends our groups and the default one, so that the next job begins without. May block on NCCL.
+
+    For a process that goes on, in good order, or after its peers have ended.
+    """
+    forget_process_groups()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def end_process_groups() -> None:
     """Ends gloo's threads with the training they served, before the interpreter is taken down.
 

@@ -2,7 +2,8 @@
 
 Lightning starts child ranks by running the command line again. In a Hydra sweep that line names
 the whole sweep, so that each child runs all of it in a folder of its own. Here a child is given
-the overrides of the one job that is running, and that job's folder.
+the overrides of the one job that is running, and that job's folder. It ends with its job, and the
+next one starts ranks of its own.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
+    subprocess_script,
 )
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
+from lightning_dear.collectives.factory import leave_process_groups
 from lightning_dear.strategy.failures import (
     REPORT_WAIT_S,
     dump_stacks,
@@ -65,6 +69,12 @@ _REPLACED = re.compile(
 )
 """Beginnings of Hydra's own overrides that a child is given anew, or must not have."""
 
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Tell Lightning and torch of the ranks that were started, and stay in the environment."""
+
+_launched: list[JobLauncher] = []
+"""Those whose children belong to the present job."""
+
 
 def configure_launcher(strategy: Strategy) -> None:
     """Make ``strategy`` start its child ranks through a launcher of this package.
@@ -82,12 +92,62 @@ def configure_launcher(strategy: Strategy) -> None:
         strategy._launcher = ReportingLauncher(launcher._strategy, launcher._start_method)
     if not isinstance(launcher, _SubprocessScriptLauncher) or isinstance(launcher, JobLauncher):
         return
+    if not launcher.cluster_environment.creates_processes_externally:
+        _part_jobs()
     if launcher.num_processes * launcher.num_nodes == 1:
         strategy._launcher = None
         return
     strategy._launcher = JobLauncher(
         launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
     )
+
+
+def _part_jobs() -> None:
+    """In a sweep, has each later job of it begin as this one does. Elsewhere a no-op."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    if hydra is None or not hydra.HydraConfig.initialized():
+        return
+    holder, number = hydra.HydraConfig.instance(), hydra.HydraConfig.get().job.get("num")
+    if number is None or "set_config" in vars(holder):
+        return
+    end = job_end()
+
+    def set_config(config: Any) -> None:
+        nonlocal number
+        type(holder).set_config(holder, config)
+        before, number = number, hydra.HydraConfig.get().job.get("num", number)
+        if number != before:
+            end()
+
+    # Hydra tells nobody that a job is over, unless its config says so; but this is how the next one
+    # begins, whatever its strategy.
+    holder.set_config = set_config
+    # Children of other strategies must not repeat this sweep either: some of its jobs are over.
+    subprocess_script._hydra_subprocess_cmd = child_command  # type: ignore[attr-defined]
+
+
+def job_end() -> Callable[[], None]:
+    """What to call between two jobs of one process, to be made before the first starts ranks.
+
+    Lightning leaves variables and the process group behind, and takes them, at the next Trainer,
+    for a sign that somebody else has started the ranks.
+
+    Returns:
+        Waits for the children of this job, ends all process groups, and removes what has come into
+        the environment.
+    """
+    absent = {*_VARIABLES, "OMP_NUM_THREADS"} - os.environ.keys()
+    num_threads = torch.get_num_threads()
+
+    def end() -> None:
+        while _launched:
+            _launched.pop().part()
+        leave_process_groups()
+        for name in absent:
+            os.environ.pop(name, None)
+        torch.set_num_threads(num_threads)
+
+    return end
 
 
 class JobLauncher(_SubprocessScriptLauncher):
@@ -129,6 +189,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             atexit.register(self._end_children)
+            _launched.append(self)
         self._watch_children()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -187,15 +248,25 @@ class JobLauncher(_SubprocessScriptLauncher):
         rank, code = next((index + 1, code) for index, code in enumerate(codes) if code)
         self._end_at_once(f"Local rank {rank} {ending(code)}, which rank 0 has not noticed")
 
-    def _end_children(self) -> None:
+    def part(self) -> None:
+        """Ends the children of a job that is over, while this process goes on. Blocks until then.
+
+        If one fails although rank 0 was done, this process will end as if there were no other jobs.
+        """
+        atexit.unregister(self._end_children)
+        self._end_children(partial(atexit.register, self._end_at_once))
+
+    def _end_children(self, end: Callable[[str], Any] | None = None) -> None:
         """Runs when this process ends, after its traceback has been printed."""
         is_failing = self._is_failing.is_set()
         codes = end_processes(self.procs, GRACE_S if is_failing else END_S)
+        # Nobody is left to be watched.
+        self._is_failing.set()
         if is_failing:
             print_first_failure()
         elif any(codes):
             rank, code = next((index + 1, code) for index, code in enumerate(codes) if code)
-            self._end_at_once(f"Rank 0 was done, but local rank {rank} {ending(code)}")
+            (end or self._end_at_once)(f"Rank 0 was done, but local rank {rank} {ending(code)}")
 
     def _end_at_once(self, reason: str) -> None:
         log.error("%s: ending all ranks.", reason)
@@ -296,6 +367,9 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
     if hydra is None or not hydra.HydraConfig.initialized():
         return [*_program(Path.cwd()), *sys.argv[1:]], None
     config = hydra.HydraConfig.get()
+    if not config.runtime.get("output_dir"):
+        # Composed by a script of which Hydra has started no job.
+        return [*_program(Path.cwd()), *sys.argv[1:]], None
     cwd = config.runtime.cwd
     return [*_program(Path(cwd)), *job_arguments(config, local_rank)], cwd
 
@@ -307,13 +381,18 @@ def job_arguments(config: HydraConf, local_rank: int) -> list[str]:
         config: The ``hydra`` node of the running job.
         local_rank: The child's rank on this host.
     """
-    arguments = ["--config-name", str(config.job.config_name)]
+    from omegaconf import OmegaConf
+
+    # As they were given: a child looks up for itself what they refer to.
+    overrides: Any = OmegaConf.to_container(config.overrides)
+    arguments = [] if config.job.config_name is None else ["--config-name", config.job.config_name]
     for flag, provider in (("--config-path", "main"), ("--config-dir", "command-line")):
         for source in config.runtime.config_sources:
-            if source.provider == provider and source.schema == "file":
-                arguments += [flag, source.path]
-    arguments += list(config.overrides.task)
-    arguments += [item for item in config.overrides.hydra if not _REPLACED.match(item)]
+            if source.provider == provider:
+                prefix = "pkg://" if source.schema == "pkg" else ""
+                arguments += [flag, f"{prefix}{source.path}"]
+    arguments += overrides["task"]
+    arguments += [item for item in overrides["hydra"] if not _REPLACED.match(item)]
     arguments += [
         "hydra.mode=RUN",
         f"hydra.run.dir={_quoted(config.runtime.output_dir)}",

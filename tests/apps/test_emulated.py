@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import pwd
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from lightning_dear.apps import emulated, job
 from lightning_dear.apps.emulated import restart_on_cluster
 from lightning_dear.emulation.janitor import NAMESPACES
 from lightning_dear.emulation.launch import HOST_VARIABLE
-from tests.apps.test_train import QUICK, run
+from tests.apps.test_train import QUICK, ROOT, run
 from tests.conf.composing import composed
 
 SEEN = """
@@ -61,6 +65,29 @@ def test_a_job_runs_on_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.netns
+def test_what_a_job_under_sudo_writes_belongs_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = pwd.getpwnam("nobody")
+    reading = f"import torch; open({str(ROOT / 'pyproject.toml')!r})"
+    drop = ["setpriv", "--reuid", "nobody", "--clear-groups", sys.executable, "-c", reading]
+    if subprocess.run(drop, check=False).returncode:
+        pytest.skip("others than root cannot read this checkout or its interpreter")
+    monkeypatch.setenv("SUDO_UID", str(nobody.pw_uid))
+    monkeypatch.setenv("SUDO_GID", str(nobody.pw_gid))
+    # pytest's own folder is for root alone.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+        quick = ("trainer.fast_dev_run=true", "hydra.run.dir=out/a", *QUICK)
+        result = run(folder, "cluster=emulated", *quick)
+        assert result.returncode == 0, result.stderr
+        paths = [*folder.rglob("*")]
+        assert {"out", "a", "config.yaml", "hydra.yaml"} <= {path.name for path in paths}
+        owners = {(path.stat().st_uid, path.stat().st_gid) for path in paths}
+        assert owners == {(nobody.pw_uid, nobody.pw_gid)}
+
+
+@pytest.mark.slow
+@pytest.mark.netns
 def test_an_error_on_the_hosts_is_the_commands_own(tmp_path: Path) -> None:
     before = set(NAMESPACES.glob("*"))
     result = run(tmp_path, "cluster=emulated", "cluster.interface=eth9", *QUICK)
@@ -90,14 +117,16 @@ def test_other_clusters_and_the_hosts_themselves_do_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with composed(tmp_path) as cfg:
-        assert restart_on_cluster(cfg, MODULE) is None
+        assert not restart_on_cluster(cfg, MODULE)
     monkeypatch.setenv(HOST_VARIABLE, "0")
     with composed(tmp_path, "cluster=emulated") as cfg:
-        assert restart_on_cluster(cfg, MODULE) is None
+        assert not restart_on_cluster(cfg, MODULE)
 
 
 class _Started:
     """Stands in for the cluster and for the run on it."""
+
+    code = 0
 
     def __init__(self, *options: Any) -> None:
         self.options = options
@@ -111,7 +140,7 @@ class _Started:
     def run(self, cluster: _Started, argv: list[str], **options: Any) -> int:
         assert isinstance(cluster, _Started)
         self.cluster, self.argv, self.run_options = cluster, argv, options
-        return 3
+        return self.code
 
 
 @pytest.fixture
@@ -126,8 +155,11 @@ def test_the_cluster_is_as_configured_and_the_job_is_repeated(
     tmp_path: Path, started: _Started
 ) -> None:
     overrides = ("cluster.num_hosts=4", "cluster.rate_mbit=200", "cluster.mtu=1500")
+    started.code = 3
     with composed(tmp_path, "cluster=emulated", *overrides, "cluster.alpha_s=0.002") as cfg:
-        assert restart_on_cluster(cfg, MODULE, timeout_s=9) == 3
+        with pytest.raises(SystemExit) as caught:
+            restart_on_cluster(cfg, MODULE, timeout_s=9)
+        assert caught.value.code == 3
     assert started.cluster.options == (4, 200, 1500, 0, "cubic")
     assert started.argv[1:3] == ["-m", MODULE]
     for item in ("cluster=emulated", *overrides, f"hydra.run.dir='{tmp_path}'"):

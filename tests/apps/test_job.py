@@ -1,16 +1,11 @@
 import os
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from hydra.utils import instantiate
-from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_dear.apps import job
-from lightning_dear.strategy.launchers import JobLauncher
 from tests.conf.composing import composed
 
 
@@ -59,15 +54,3 @@ def test_the_whole_error_on_request(tmp_path, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with composed(tmp_path), pytest.raises(ValueError, match="shape"), job.one_message("program"):
         raise ValueError("no such shape")
-
-
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_child_that_fails_at_the_end_fails_the_job(code):
-    launcher = JobLauncher(LightningEnvironment(), 2, 1)
-    launcher.procs = [subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])]
-    trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
-    if code == 0:
-        job.wait_for_children(trainer)
-    else:
-        with pytest.raises(RuntimeError, match="local rank 1 exited with code 3"):
-            job.wait_for_children(trainer)

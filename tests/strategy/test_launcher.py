@@ -10,13 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.conf import ConfigSourceInfo
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from omegaconf import read_write
+from omegaconf import open_dict, read_write
 
 from lightning_dear.paths import conf_dir
 from lightning_dear.strategy import launchers
@@ -68,6 +69,31 @@ def test_a_child_of_a_sweep_runs_one_job_of_it(tmp_path):
     assert found[-2:] == ["hydra.job.num=3", "hydra.job.id='job 3'"]
 
 
+def test_a_child_is_given_what_was_given(tmp_path):
+    """Neither a config's name, where there is none, nor what a reference means, but a package."""
+    with composed(tmp_path, "task_name=${seed}"):
+        config = HydraConfig.get()
+        with read_write(config), open_dict(config):
+            config.job.config_name = None
+            config.runtime.config_sources = [
+                ConfigSourceInfo("theirs.conf", "pkg", "main"),
+                ConfigSourceInfo("/elsewhere", "file", "lightning-dear"),
+            ]
+        found = job_arguments(config, local_rank=1)
+    assert found[:3] == ["--config-path", "pkg://theirs.conf", "task_name=${seed}"]
+    assert not {"None", "--config-name", "/elsewhere"} & set(found)
+
+
+def test_a_script_that_only_composes_is_repeated_as_it_was_called(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.touch()
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", [str(script), "x=1"])
+    with composed(tmp_path), read_write(HydraConfig.get()):
+        HydraConfig.get().runtime.output_dir = "???"
+        assert launchers.child_command(1) == ([sys.executable, str(script), "x=1"], None)
+
+
 def trainer_of(devices, tmp_path, **options):
     strategy = DDPStrategy(**options)
     Trainer(strategy=strategy, accelerator="cpu", devices=devices, default_root_dir=tmp_path)
@@ -105,6 +131,7 @@ def make_launcher(monkeypatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(launchers, "_launched", [])
     all_made = []
 
     def make(statement):
@@ -179,6 +206,31 @@ def test_rank_0_does_not_succeed_without_the_others(
     assert codes == [1]
     # For the thread that also watches.
     made._is_failing.set()
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_job_that_is_over_leaves_no_children(
+    make_launcher, monkeypatch, exit_codes, code, is_failing
+):
+    """And if one has failed, the process will, unless its own failure is known."""
+    registered = []
+    made = make_launcher(f"raise SystemExit({code})")
+    end = launchers.job_end()
+    made.launch(lambda: None)
+    if is_failing:
+        made._is_failing.set()
+    monkeypatch.setattr(atexit, "register", lambda *call: registered.append(call))
+    end()
+    assert made.procs[0].returncode == code
+    # It is not ended now, as the watch would have it.
+    assert made._is_failing.is_set()
+    assert not set(LAUNCH_VARIABLES) & os.environ.keys()
+    if code and not is_failing:
+        ((_, reason),) = registered
+        assert reason == "Rank 0 was done, but local rank 1 exited with code 3"
+    else:
+        assert not registered
 
 
 def test_the_tuner_may_leave_its_trial_without_ending_anybody(make_launcher):

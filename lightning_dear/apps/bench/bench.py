@@ -12,10 +12,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig
 
-from lightning_dear.apps import job
+from lightning_dear.apps import emulated, job
 from lightning_dear.apps.bench.build import build_starter
 from lightning_dear.apps.bench.config import Setting, by_cluster, entries_of, points_of
-from lightning_dear.apps.bench.points import restart, run_groups
+from lightning_dear.apps.bench.points import MODULE, run_groups
 from lightning_dear.apps.bench.run import Comparison
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.paths import conf_dir
@@ -43,7 +43,6 @@ def bench(cfg: DictConfig) -> None:
     launcher = starter.strategy.launcher
     compare = partial(_compare, starter, points)
     launcher.launch(compare) if launcher else compare()
-    job.wait_for_children(starter)
 
 
 def _compare(starter: Trainer, points: Sequence[Setting]) -> None:
@@ -105,11 +104,10 @@ def main(cfg: DictConfig) -> None:
         # All ranks come by here before any of them has measured something.
         check_is_new(Path(HydraConfig.get().runtime.output_dir))
         groups = by_cluster(points_of(cfg))
-        code = run_groups(groups) if len(groups) > 1 else restart(cfg)
-        if code is None:
+        if len(groups) > 1:
+            run_groups(groups)
+        elif not emulated.restart_on_cluster(cfg, MODULE):
             bench(cfg)
-        else:
-            job.end_unless_zero(code)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 
-from lightning_dear.apps import emulated
 from lightning_dear.apps.bench.config import Setting, as_override, label_of, merged, overrides_of
 from lightning_dear.strategy.launchers import job_arguments
 from lightning_dear.studies.files import join_csv
@@ -21,14 +19,14 @@ FILES = ("raw.csv", "summary.csv", "table.txt")
 """What each group leaves in its folder, and what is joined in the job's."""
 
 
-def run_groups(groups: Sequence[tuple[Setting, Sequence[Setting]]]) -> int:
+def run_groups(groups: Sequence[tuple[Setting, Sequence[Setting]]]) -> None:
     """Run one process for each group, and join what they have written. Blocks.
 
     Args:
         groups: Settings of the cluster, and the points to compare on it.
 
-    Returns:
-        0, or the exit code of the first group that failed; later ones are not run.
+    Raises:
+        SystemExit: With the exit code of the first group that failed; later ones are not run.
     """
     config = HydraConfig.get()
     folder = Path(config.runtime.output_dir)
@@ -47,11 +45,10 @@ def run_groups(groups: Sequence[tuple[Setting, Sequence[Setting]]]) -> int:
             argv = [sys.executable, "-m", MODULE, *merged(job_arguments(config, 0), own)]
             code = subprocess.run(argv, cwd=config.runtime.cwd, check=False).returncode
             if code:
-                return code
+                raise SystemExit(code)
     finally:
         join(folder, parts)
         print(f"\nAll parts:\n\n{(folder / 'table.txt').read_text()}", flush=True)
-    return 0
 
 
 def join(folder: Path, parts: Sequence[Path]) -> None:
@@ -67,8 +64,3 @@ def join(folder: Path, parts: Sequence[Path]) -> None:
         plot = part / "plot.png"
         if plot.is_file():
             shutil.copy(plot, folder / f"plot{part.name}.png")
-
-
-def restart(cfg: DictConfig) -> int | None:
-    """Run the job on the emulated cluster it names; None if this process is to do it itself."""
-    return emulated.restart_on_cluster(cfg, MODULE)

@@ -40,7 +40,6 @@ def converge(cfg: DictConfig, entries: Sequence[Entry]) -> None:
     launcher = starter.strategy.launcher
     run = partial(_run, cfg, entries, starter.strategy)
     launcher.launch(run) if launcher else run()
-    job.wait_for_children(starter)
 
 
 def _folder() -> Path:
@@ -78,11 +77,8 @@ def main(cfg: DictConfig) -> None:
         check(cfg)
         metric_of(cfg)
         entries = entries_of(cfg)
-        code = emulated.restart_on_cluster(cfg, "lightning_dear.apps.converge")
-        if code is None:
+        if not emulated.restart_on_cluster(cfg, "lightning_dear.apps.converge"):
             converge(cfg, entries)
-        else:
-            job.end_unless_zero(code)
 
 
 if __name__ == "__main__":

@@ -188,7 +188,6 @@ def calibrate(cfg: DictConfig) -> None:
     trainer.fit(model, datamodule=datamodule)
     if trainer.is_global_zero:
         _finish(cfg, trainer.world_size, planner, probe.costs, model)
-    job.wait_for_children(trainer)
 
 
 def _check(cfg: DictConfig) -> None:
@@ -240,11 +239,8 @@ def _finish(
 def main(cfg: DictConfig) -> None:
     """Calibrate once."""
     with job.one_message("dear-plan calibrate"), job.isolated_job():
-        code = emulated.restart_on_cluster(cfg, MODULE)
-        if code is None:
+        if not emulated.restart_on_cluster(cfg, MODULE):
             calibrate(cfg)
-        else:
-            job.end_unless_zero(code)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ def train(cfg: DictConfig) -> dict[str, float]:
         folder = HydraConfig.get().runtime.output_dir
         said = [report.format_table(title, table), *ignored, f"Config, metrics, logs: {folder}"]
         print("\n".join(said), flush=True)
-    job.wait_for_children(trainer)
     return dict(metrics)
 
 
@@ -58,7 +57,6 @@ def examine(cfg: DictConfig) -> dict[str, float]:
     seed_everything(cfg.seed, workers=True, verbose=False)
     trainer = build_trainer(cfg)
     doctor.examine_job(cfg, trainer)
-    job.wait_for_children(trainer)
     return {}
 
 
@@ -152,9 +150,7 @@ def main(cfg: DictConfig) -> float | None:
     warnings.filterwarnings("ignore", message=".*logs directory .* exists and is not empty.*")
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     with job.one_message("dear-train"), job.isolated_job():
-        code = emulated.restart_on_cluster(cfg, "lightning_dear.apps.train")
-        if code is not None:
-            job.end_unless_zero(code)
+        if emulated.restart_on_cluster(cfg, "lightning_dear.apps.train"):
             return None
         metrics = train(cfg)
     return metrics[cfg.optimized_metric] if metrics and cfg.optimized_metric else None
