@@ -135,8 +135,8 @@ class DGC(TopK):
     the number of ranks. (Lin et al. send everybody all that any rank has selected.)
 
     What waits grows as momentum does, so that a number waits about 1 / (1 - m) steps longer than
-    with `TopK`, at most. With a density of 1 nothing waits, and nothing is masked: SGD with
-    momentum.
+    with `TopK`, at most; of heavy-tailed gradients about half as long. With a density of 1
+    nothing waits, and nothing is masked: SGD with momentum.
 
     Args:
         density: The last one, once the ramp is over.

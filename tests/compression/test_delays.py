@@ -115,7 +115,9 @@ def test_numbers_wait_for_mean_over_density_times_size(kind: str) -> None:
         assert bool((waited <= factor * law + 12)[is_told].all()), (made, kind)
         if factor < 2:
             ratio = (waited / law)[is_told & (law > 15)]
-            assert 0.6 <= float(ratio.median()) <= 1.3, (made, kind)
+            # What goes often has little momentum then, so that the others' threshold is lower.
+            least = 0.4 if isinstance(made, DGC) else 0.6
+            assert least <= float(ratio.median()) <= 1.3, (made, kind)
 
 
 def test_of_the_exact_ones_none_waits_two_steps_longer() -> None:
