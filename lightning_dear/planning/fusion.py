@@ -57,7 +57,7 @@ class ThresholdFusion:
         self.first_bucket_cap_mb = first_bucket_cap_mb
         for option in ("bucket_cap_mb", "first_bucket_cap_mb"):
             value = getattr(self, option)
-            if value is not None and not (isinstance(value, Real) and value > 0):
+            if value is not None and not (isinstance(value, Real) and float(value) > 0):
                 raise ValueError(f"{option} must be > 0 MiB, got {value!r}.")
 
     def caps_mb(self, world_size: int) -> tuple[float, float]:

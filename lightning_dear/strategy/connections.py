@@ -119,7 +119,8 @@ class StopRequest:
     def __init__(self, trainer: Any, board: FailureBoard, before: StopRequest | None) -> None:
         self.trainer, self._board = trainer, board
         self.heard = 0
-        self.asked = board.asked = before.asked if before is not None and not before.heard else 0
+        self.asked: int = before.asked if before is not None and not before.heard else 0
+        board.asked = self.asked
         vars(trainer._signal_connector)[_HANDLER] = self._on_signal
 
     def take_ctrl_c(self) -> None:

@@ -124,7 +124,7 @@ def _part_jobs() -> None:
     # begins, whatever its strategy.
     holder.set_config = set_config
     # Children of other strategies must not repeat this sweep either: some of its jobs are over.
-    subprocess_script._hydra_subprocess_cmd = child_command  # type: ignore[attr-defined]
+    subprocess_script._hydra_subprocess_cmd = child_command  # type: ignore[attr-defined,assignment]
 
 
 def job_end() -> Callable[[], None]:
@@ -258,7 +258,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         If one fails although rank 0 was done, this process will end as if there were no other jobs.
         """
         atexit.unregister(self._end_children)
-        self._end_children(partial(atexit.register, self._end_at_once))
+        self._end_children(lambda said: atexit.register(self._end_at_once, said))
 
     def _end_children(self, end: Callable[[str], Any] | None = None) -> None:
         """Runs when this process ends, after its traceback has been printed."""
