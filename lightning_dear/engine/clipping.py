@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_dear.bucket import Piece
 from lightning_dear.collectives.work import Collectives
+from lightning_dear.compression import Compressor
+from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.sharded import OptimizerShards
 
@@ -109,11 +111,29 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     return torch.stack([norm.double() for norm in norms])
 
 
-def anyone(says: bool, collectives: Collectives) -> bool:
-    """Whether any rank says so. Collective; blocks the host."""
-    flag = torch.tensor([says], dtype=torch.uint8)
-    collectives.launch_any(flag).wait()
-    return bool(flag)
+def anyone(says: bool, collectives: Collectives, shared: SharedOptions) -> bool:
+    """Whether any rank says so. Collective; blocks the host; raises as `SharedOptions.hear`."""
+    flags = torch.zeros(1 + shared.NUM_BYTES, dtype=torch.uint8)
+    flags[0], flags[1:] = says, shared.digest(flags.device)
+    collectives.launch_any(flags).wait()
+    shared.hear(flags[1:])
+    return bool(flags[0])
+
+
+def check_may_add(codec: Compressor | None) -> None:
+    """Refuses a backward after means were shown or changed, where these would be encoded again.
+
+    Raises:
+        RuntimeError: Saying what to do.
+    """
+    if codec is not None and codec.encodes_once:
+        raise RuntimeError(
+            "Another backward would add to mean gradients that a hook was shown, that"
+            " whole_gradients() has shown or that were clipped, which"
+            f" compressor={codec.name!r} would encode once more. Run all backwards of a step"
+            " before that, or, if only hooks see them, pass"
+            " DearStrategy(gradients_in_hooks=False)."
+        )
 
 
 def warn_of_votes(options: ExchangeOptions, rank: int) -> None:

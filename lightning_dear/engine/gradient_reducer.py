@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.engine.shared_options import SharedOptions
+from lightning_dear.engine.trained_parameters import sparse_gradient
 from lightning_dear.exchange import Exchange
 from lightning_dear.planning.plan import BucketPlan
 
@@ -53,6 +55,7 @@ class GradientReducer:
         collectives: For the flags that say which parameters were used.
         is_pending: Whether a bucket's parameters are still being gathered.
         waiting: Entered around the wait for the last reduce-scatters.
+        shared: Told in every round what other ranks say of the optimizer's options.
 
     Attributes:
         steps_early: Whether early buckets may have been stepped since `reset`, here or elsewhere.
@@ -69,6 +72,7 @@ class GradientReducer:
         collectives: Collectives,
         is_pending: Callable[[int], bool],
         waiting: Callable[[str], AbstractContextManager[None]],
+        shared: SharedOptions,
     ) -> None:
         self._placements = buffers.placements
         self._buckets = buffers.buckets
@@ -80,6 +84,7 @@ class GradientReducer:
         self._collectives = collectives
         self._is_pending = is_pending
         self._waiting = waiting
+        self._shared = shared
         # Scaled before the sum, as DistributedDataParallel does: at two ranks the bits are its own.
         self._scale = 1.0 / collectives.world_size
         self._early = frozenset(plan.early)
@@ -169,10 +174,7 @@ class GradientReducer:
         gradient, home = placement.parameter.grad, placement.gradient
         assert gradient is not None
         if gradient.is_sparse:
-            raise RuntimeError(
-                f"'{self._names[index]}' has a sparse gradient, which strategy='dear' does not"
-                " reduce; use sparse=False in its embedding."
-            )
+            raise sparse_gradient(self._names[index])
         is_first = not self._round.collected[index]
         if home is not None:
             if is_first:
@@ -273,7 +275,7 @@ class GradientReducer:
         voting, placements = self._exchange.voting, enumerate(self._placements)
         voted = [n for n, one in placements if voting and not voting.isdisjoint(one.buckets)]
         device = self._buckets[0].parameters.device
-        flags = RoundFlags(says, voted, self._exchange, self._collectives, device)
+        flags = RoundFlags(says, voted, self._exchange, self._collectives, device, self._shared)
         with self._waiting("gradients"):
             for one in (*self._round.works.values(), flags.work):
                 one.wait()
@@ -363,6 +365,7 @@ class RoundFlags:
         exchange: Has found nan or inf on this rank, or not, and is told whether any has.
         collectives: What moves the bytes, rank 0's signal among them.
         device: Where the bytes are.
+        shared: Gives the bytes that stand for the optimizer's options, and hears of others'.
     """
 
     def __init__(
@@ -372,14 +375,18 @@ class RoundFlags:
         exchange: Exchange,
         collectives: Collectives,
         device: torch.device,
+        shared: SharedOptions,
     ) -> None:
         self._says, self._voting = says, voting
         self._exchange, self._collectives = exchange, collectives
         self._uses_all = all(one == USED for one in says)
-        self._flags = torch.ones(len(says) + len(voting) + 2, dtype=torch.uint8, device=device)
+        self._shared, num_told = shared, len(says) + len(voting)
+        self._digests = slice(num_told, num_told + shared.NUM_BYTES)
+        self._flags = torch.ones(self._digests.stop + 2, dtype=torch.uint8, device=device)
         if not self._uses_all or voting:
             lacks = [says[number] == UNUSED for number in voting]
-            self._flags[:-2] = torch.tensor([*says, *lacks], dtype=torch.uint8)
+            self._flags[:num_told] = torch.tensor([*says, *lacks], dtype=torch.uint8)
+        self._flags[self._digests] = shared.digest(device)
         self._flags[-2] = exchange.take_found_inf()
         self._flags[-1] = collectives.rank == 0 and collectives.signal.ask()
         self.work = collectives.launch_any(self._flags)
@@ -390,15 +397,19 @@ class RoundFlags:
         Returns:
             The most that any rank says per parameter, and the numbers of those that are voted on
             and that some ranks have a gradient for, but not all.
+
+        Raises:
+            ValueError: See `SharedOptions.hear`.
         """
+        self._shared.hear(self._flags[self._digests])
         self._exchange.hear_found_inf(self._flags[-2])
         # Where reading flags blocks the host, late gradients were refused, and a rank that used
         # everything learns nothing new from them.
         if self._uses_all and not self._collectives.reads_flags_freely and not self._voting:
             return self._says, []
-        *told, _, heard = self._flags.tolist()
-        self._collectives.signal.heard = heard > 0
-        said, lacks = told[: len(self._says)], told[len(self._says) :]
+        told = self._flags.tolist()
+        self._collectives.signal.heard = told[-1] > 0
+        said, lacks = told[: len(self._says)], told[len(self._says) : self._digests.start]
         split = [
             number
             for number, lacked in zip(self._voting, lacks, strict=True)

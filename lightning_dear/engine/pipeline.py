@@ -27,21 +27,26 @@ they share. This file and all below it know torch, not Lightning.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline, Sending, StepState
-from lightning_dear.engine.trained_parameters import check_layout
+from lightning_dear.engine.trained_parameters import OtherGradients, check_layout
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
+from lightning_dear.optimizers.masters import MASTER_KEY
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.clock import Clock, clock_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics, Waiting
@@ -58,7 +63,8 @@ class Pipeline:
         module: Mutated from the first step on: parameters become views of flat buffers.
         optimizers: Over parameters of `module`, each parameter in one of them. Element-wise where
             shards are stepped; with `gather="gradients"` any that treats every tensor on its own.
-            Mutated: step hooks and `zero_grad`.
+            Mutated: step hooks and `zero_grad`. Their groups may change between a step and the next
+            forward, on all ranks alike.
         collectives: What moves the bytes; at world size 1 nothing does.
         fusion: Makes each optimizer's plan from its recorded first step.
         broadcast_buffers: Whether module buffers follow rank 0 after each step.
@@ -72,7 +78,8 @@ class Pipeline:
         collectives: What moves the bytes.
         options: What travels, and how.
         all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says; None if it is.
-        parts: What each optimizer has of its own.
+        parts: What each optimizer has of its own, in the order of the optimizers.
+        others: Averages what no optimizer holds.
 
     Raises:
         ValueError: If an optimizer is not element-wise where it must be, or holds foreign
@@ -92,11 +99,12 @@ class Pipeline:
         options: ExchangeOptions | None = None,
         clock: Clock | None = None,
     ) -> None:
-        options = options or ExchangeOptions()
-        options.check(collectives, len(optimizers))
-        check_layout(module, optimizers, collectives, options)
         self.collectives = collectives
-        self.options = options
+        self.options = options = options or ExchangeOptions()
+        self._module = module
+        self._fusion = fusion
+        self._first_number = first_number
+        self._check(optimizers, optimizers)
         clock = clock or clock_of(next(module.parameters()).device)
         self._instruments = Instruments(clock, collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
@@ -105,27 +113,80 @@ class Pipeline:
             self._warn_of_compiling()
         self._audit = audit
         self._is_in_forward = False
-        self.parts = [
+        self.parts: list[OptimizerPipeline] = []
+        self._start(optimizers)
+        refuse = partial(_refuse_stranger, weakref.ref(self))
+        self._strangers = register_optimizer_step_pre_hook(refuse)
+
+    def _check(self, optimizers: Sequence[Optimizer], unknown: Sequence[Optimizer]) -> None:
+        self.options.check(self.collectives, len(optimizers))
+        check_layout(self._module, optimizers, unknown, self.collectives, self.options)
+
+    def _start(self, optimizers: Sequence[Optimizer]) -> None:
+        """Makes the parts of `optimizers`, which have been checked."""
+        self.parts[:] = [
             OptimizerPipeline(
-                module,
+                self._module,
                 optimizer,
                 number,
-                collectives,
-                fusion,
+                self.collectives,
+                self._fusion,
                 self._instruments,
                 on_reduce=self._on_reduce,
                 on_step=self._on_step,
-                options=options,
+                options=self.options,
             )
-            for number, optimizer in enumerate(optimizers, start=first_number)
+            for number, optimizer in enumerate(optimizers, start=self._first_number)
         ]
-        self._refuse_early(self._first_refusal(options))
-        is_one = len(optimizers) == 1 and first_number == 0
-        self.all_reduce_refusal = why_not_all_reduce(options, is_one_optimizer=is_one)
+        self.others = OtherGradients(self._module, optimizers, self.collectives)
+        self._refuse_early(self._first_refusal(self.options))
+        is_one = len(optimizers) == 1 and self._first_number == 0
+        self.all_reduce_refusal = why_not_all_reduce(self.options, is_one_optimizer=is_one)
         for part in self.parts:
             part.plans.all_reduce_refusal = self.all_reduce_refusal
         if len(optimizers) > 1:
             self.hold_back()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that train at present."""
+        return [part.optimizer for part in self.parts]
+
+    def use_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Trains on with these, in new plans. All ranks call, between steps; collective, blocks.
+
+        Optimizers that were there before and are no more are free again, with their whole state in
+        `optimizer.state`. What a compressor has left to be sent is not lost.
+
+        Raises:
+            RuntimeError: Within a forward, or with gradients that no step has used yet.
+            ValueError: As the constructor; nothing has changed then.
+        """
+        if self._is_in_forward:
+            raise RuntimeError(
+                "The optimizers were exchanged within a training_step; do it in a hook before it,"
+                " such as on_train_batch_start."
+            )
+        self._check(optimizers, optimizers)
+        residuals = [part.plans.residuals for part in self.parts]
+        for part in self.parts:
+            part.sync_replicas()
+            part.follow()
+            part.detach()
+            gone = part.optimizer.state if part.optimizer not in optimizers else {}
+            for state in gone.values():
+                # It would be old, should the optimizer come back.
+                state.pop(MASTER_KEY, None)
+        self._start(optimizers)
+        for part in self.parts:
+            part.plans.residuals.inherit(residuals)
+
+    def _follow(self, changed: Sequence[OptimizerPipeline]) -> None:
+        """Goes on with what optimizers hold now. Collective, blocks."""
+        self._check(self.optimizers, [part.optimizer for part in changed])
+        for part in changed:
+            part.follow()
+        self.others = OtherGradients(self._module, self.optimizers, self.collectives)
 
     def hold_back(self) -> None:
         """Where collectives must keep one order, sends gradients before each step from now on.
@@ -191,8 +252,11 @@ class Pipeline:
         """Around a training forward. May block for parameters read outside any module."""
         self._finish_buffers()
         with ExitStack() as stack:
-            for part in self.parts:
-                part.prepare_forward()
+            if changed := [part for part in self.parts if part.prepare_forward()]:
+                self._follow(changed)
+            if self.others.are_trained:
+                # Their collectives come after backward, when some ranks have launched all buckets.
+                self.hold_back()
             for part in self.parts:
                 part.complete_entry(completes_all=self._has_compiled_region)
                 stack.enter_context(part.watching(audits=self._audit))
@@ -208,7 +272,11 @@ class Pipeline:
 
     @contextmanager
     def backward(
-        self, *, synchronize: bool = True, optimizers: Sequence[Optimizer] | None = None
+        self,
+        *,
+        synchronize: bool = True,
+        optimizers: Sequence[Optimizer] | None = None,
+        averages_others: bool = True,
     ) -> Iterator[None]:
         """Around a backward.
 
@@ -216,6 +284,8 @@ class Pipeline:
             synchronize: False on all but the last backward of a step: gradients accumulate in
                 `.grad` and nothing is sent before the step.
             optimizers: Those whose last backward it is; None: all.
+            averages_others: Whether gradients that no optimizer holds are averaged when it ends;
+                blocks, see `OtherGradients`.
         """
         with ExitStack() as stack:
             for part in self.parts:
@@ -224,6 +294,9 @@ class Pipeline:
             if (timeline := self._instruments.timeline) is not None:
                 stack.enter_context(timeline.span("backward", "backward"))
             yield
+        if averages_others and self.others.are_trained:
+            with Waiting(self._instruments, "reduce_scatter", "gradients of no optimizer"):
+                self.others.average()
 
     def refuse_early(self, reason: str | None) -> None:
         """Lets plans gather nothing early if a rank gives a reason, for people. Collective."""
@@ -295,6 +368,7 @@ class Pipeline:
         (see `abandon`) a gather that fails is warned about instead of raised, so that it does not
         hide what happened first. Idempotent.
         """
+        self._strangers.remove()
         if all(part.state is StepState.ENDED for part in self.parts):
             return
         if not self.collectives.was_discarded:
@@ -333,6 +407,26 @@ class Pipeline:
     @timeline.setter
     def timeline(self, timeline: Timeline | None) -> None:
         self._instruments.record_in(timeline)
+
+
+def _refuse_stranger(
+    pipeline_ref: weakref.ref[Pipeline], optimizer: Optimizer, args: Any, kwargs: Any
+) -> None:
+    """Pre-hook of every optimizer's step: refuses those that step what ours train."""
+    pipeline = pipeline_ref()
+    if pipeline is None or any(one is optimizer for one in pipeline.optimizers):
+        return
+    if not pipeline.options.uses_buckets(pipeline.collectives):
+        # Gradients are where anybody finds them.
+        return
+    trained = {id(one) for part in pipeline.parts for one in part.parameters}
+    if any(id(one) in trained for group in optimizer.param_groups for one in group["params"]):
+        raise RuntimeError(
+            f"A {type(optimizer).__name__} that the training does not know steps parameters that"
+            " another optimizer trains, and whose .grad is not the mean over ranks. Return it from"
+            " configure_optimizers in place of the other, or assign it to trainer.optimizers before"
+            " a training_step; under Fabric pass it to fabric.setup."
+        )
 
 
 class BuffersState(Enum):

@@ -22,6 +22,7 @@ from lightning_dear.engine.active_plan import (
     agree_on_plan,
     agree_on_recording,
 )
+from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale
 from lightning_dear.exchange.options import ExchangeOptions
@@ -58,6 +59,7 @@ class PlanLifecycle:
         codec: What encodes in place of the configured codec; None for that one.
         residuals: What encoding has left to be sent.
         left_weights: Weights that are in no plan, and whose masters wait.
+        shared: Whether all ranks step with the same options.
         early_refusal: See `Pipeline`; to be assigned to.
         all_reduce_refusal: See `Pipeline`; to be assigned to.
         loss_scale: See `CodedExchange`; to be assigned to by whoever scales losses.
@@ -82,6 +84,8 @@ class PlanLifecycle:
         self.recording: Recording | None = None
         self.residuals = ResidualKeeper(stepper.optimizer, collectives)
         self.left_weights = LeftWeights(stepper.optimizer)
+        clock = instruments.clock
+        self.shared = SharedOptions(stepper.optimizer, number, collectives, clock)
         self.early_refusal: str | None = None
         self.all_reduce_refusal: str | None = None
         self.loss_scale: LossScale = lambda: None
@@ -137,6 +141,7 @@ class PlanLifecycle:
             self._options,
             self._on_arrival,
             lambda: self.loss_scale(),
+            self.shared,
         )
         if self.codec is not None:
             self.active.exchange.use(self.codec)
@@ -260,7 +265,9 @@ class PlanLifecycle:
             state = whole_state(self._stepper, self.plan, self.parameters, self._collectives)
             self.residuals.release()
         self._stepper.detach()
-        self._stepper.optimizer.state.update(state)
+        # Not of parameters that are gone, which nobody could remove here.
+        known = set(self._module.parameters())
+        self._stepper.optimizer.state.update({p: own for p, own in state.items() if p in known})
 
     def release(self) -> None:
         """Removes hooks and gates; parameters have storage of their own again."""

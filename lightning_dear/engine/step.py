@@ -13,6 +13,7 @@
     EMPTY, ACCUMULATING, SENDING   reduce (by step, norm, clip, unscale)        REDUCED
     REOPENED                       reduce                                       REDUCED or CHANGED
     EXPOSED                        reduce, if no rank has a new gradient        CHANGED
+    REDUCED, CHANGED, EXPOSED      the optimizer's parameters are exchanged     ACCUMULATING
     REDUCED, CHANGED               clip, unscale                                CHANGED
     REDUCED, CHANGED               expose                                       EXPOSED
     REDUCED, CHANGED               step begins                                  STEPPING
@@ -187,19 +188,33 @@ class OptimizerPipeline:
 
     # --- forward and backward -----------------------------------------------------------------
 
-    def prepare_forward(self) -> None:
-        """Takes parameters that are new in the optimizer into another plan. May block."""
+    def prepare_forward(self) -> bool:
+        """Puts right what was written outside; says whether `follow` is due. Local."""
         self._end_broken_step()
         self.plans.trained.restore_replaced()
-        if not self.plans.trained.have_grown():
-            return
+        return self.plans.trained.have_changed()
+
+    def follow(self) -> None:
+        """Goes on with what the optimizer holds now, in another plan. Collective, blocks.
+
+        Raises:
+            RuntimeError: With gradients under way, or of several rounds, that no step has used.
+        """
         active = self.plans.active
-        if active is not None and self.state in _ARE_ON_THEIR_WAY:
+        if active is not None and self.state in _MEANS_ARE_THERE:
+            # In `.grad` they outlive the plan: of equal gradients the mean is what they are.
+            clipping.check_may_add(self._options.codec)
+            self._refuse_changes()
+            if self.state is not StepState.EXPOSED:
+                active.reducer.expose()
+            self._enter(StepState.ACCUMULATING)
+        elif active is not None and (self.state in _ARE_ON_THEIR_WAY or active.reducer.has_begun):
             # What other ranks wait for is sent first.
             active.reducer.reduce()
             raise RuntimeError(
-                "Parameters began to require gradients after a backward whose gradients no step"
-                " has used yet; let them do so between an optimizer step and the next forward."
+                "Parameters began to require gradients, or the optimizer's were exchanged, after a"
+                " backward whose gradients no step has used yet; let that happen between an"
+                " optimizer step and the next forward."
             )
         self.plans.dissolve()
 
@@ -237,7 +252,7 @@ class OptimizerPipeline:
     def backward(self, *, synchronize: bool) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
         if self._means in _WERE_CHANGED:
-            self._check_may_add_to_means()
+            clipping.check_may_add(self._options.codec)
         if synchronize or self.state is StepState.REOPENED:
             # Also REOPENED, in which only some ranks may be: all vote alike at the step.
             self._enter(StepState.SENDING)
@@ -303,17 +318,18 @@ class OptimizerPipeline:
         """
         self._check_is_on()
         were_reduced = self.state in (*_MEANS_ARE_THERE, StepState.REOPENED)
-        if were_reduced and not self._has_new_gradients(votes):
+        has_all = were_reduced and not self._has_new_gradients(votes)
+        if self.plans.trained.have_changed(counts_thawed=not has_all):
+            raise RuntimeError(
+                "Parameters began to require gradients, or the optimizer's parameter groups hold"
+                " others, since the forward of this step; change that before the forward."
+            )
+        if has_all:
             if self.state is StepState.EXPOSED:
                 assert self.plans.active is not None
                 self.stepper.set_gradients(self.plans.active.reducer.conceal())
                 self._enter(StepState.CHANGED)
             return
-        if self.plans.trained.have_grown():
-            raise RuntimeError(
-                "Parameters began to require gradients, or a parameter group was added, between a"
-                " forward and its optimizer step; do it before the forward."
-            )
         if self._has_leftovers and self._collectives.rank == 0:
             warn_of_leftovers(self.optimizer)
         self.complete_parameters("step")
@@ -330,18 +346,8 @@ class OptimizerPipeline:
     def _has_new_gradients(self, votes: bool) -> bool:
         has_new = self.state is StepState.REOPENED
         if votes and self._collectives.reads_flags_freely:
-            return clipping.anyone(has_new, self._collectives)
+            return clipping.anyone(has_new, self._collectives, self.plans.shared)
         return has_new
-
-    def _check_may_add_to_means(self) -> None:
-        if (codec := self._options.codec) is not None and codec.encodes_once:
-            raise RuntimeError(
-                "Another backward would add to mean gradients that a hook was shown, that"
-                " whole_gradients() has shown or that were clipped, which"
-                f" compressor={codec.name!r} would encode once more. Run all backwards of a step"
-                " before that, or, if only hooks see them, pass"
-                " DearStrategy(gradients_in_hooks=False)."
-            )
 
     def _refuse_changes(self) -> None:
         if self.plans.active is not None and self.plans.active.reducer.steps_early:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from uuid import uuid4
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -142,6 +144,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._gradients_in_hooks = gradients_in_hooks
         self._saves_folders = save_distributed_checkpoint
         self._pipeline: Pipeline | None = None
+        self._connected: Sequence[LightningOptimizer] = ()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -205,13 +208,40 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
         for part, state in zip(parts, states, strict=True):
             part.optimizer.load_state_dict(state)
-        for wrapper in self._lightning_optimizers:
-            # Its class has torch's own, which would pass the pipeline by.
-            wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
-        connect_precision(self.precision_plugin, self._pipeline)
+        self._connect(trainer)
         if collectives.reads_flags_freely:
             answer_sigterm(trainer, collectives.signal)
+
+    def _connect(self, trainer: pl.Trainer) -> None:
+        """Connects what asks for the pipeline's optimizers."""
+        assert self._pipeline is not None
+        self._connected = self._lightning_optimizers
+        for wrapper in self._connected:
+            # Its class has torch's own, which would pass the pipeline by.
+            wrapper.zero_grad = partial(_zero_grad, wrapper.optimizer)  # type: ignore[attr-defined]
+        connect_precision(self.precision_plugin, self._pipeline)
         self._insert_guards(trainer)
+
+    def _follow_optimizers(self) -> None:
+        """Trains on with the optimizers that the trainer was given since. Collective then, blocks.
+
+        Raises:
+            RuntimeError: See `Pipeline.use_optimizers`.
+            ValueError: For optimizers that would have been refused at first.
+        """
+        # Whoever assigns optimizers gets new wrappers.
+        if self._pipeline is None or self._connected is self._lightning_optimizers:
+            return
+        assert self.lightning_module is not None
+        optimizers = [wrapper.optimizer for wrapper in self._lightning_optimizers]
+        refusals.check_optimizers(optimizers, self.precision_plugin)
+        self._pipeline.use_optimizers(optimizers)
+        disconnect_precision(self.precision_plugin)
+        trainer = self.lightning_module.trainer
+        self._connect(trainer)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, FusionTuner):
+                callback.on_train_start(trainer, self.lightning_module)
 
     def _append_callbacks(self, trainer: pl.Trainer) -> None:
         """Those that work between two steps; once for a trainer."""
@@ -253,6 +283,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._follow_optimizers()
         with nullcontext() if self._pipeline is None else self._pipeline.forward():
             return super().training_step(*args, **kwargs)
 
@@ -263,11 +294,16 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         # Under manual optimisation any number of backwards may come before a step.
         is_last = self.lightning_module.automatic_optimization or self._is_last_backward
         synchronize = is_last and not self._is_sync_blocked
-        with self._pipeline.backward(synchronize=synchronize, optimizers=self._last_of):
+        with self._pipeline.backward(
+            synchronize=synchronize,
+            optimizers=self._last_of,
+            averages_others=not self._is_sync_blocked,
+        ):
             return super().backward(*args, **kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._follow_optimizers()
         with nullcontext() if self._pipeline is None else self._pipeline.stepping_early():
             return super().optimizer_step(*args, **kwargs)
 
@@ -311,6 +347,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state in torch's format: whole on every rank, or for a folder. Collective, blocks."""
         optimizer = unwrapped(optimizer)
+        self._follow_optimizers()
         if self._pipeline is None or optimizer not in self.optimizers:
             return super().optimizer_state(optimizer)
         board = self._failures.board
@@ -494,6 +531,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             yield
         finally:
             self._is_last_backward, self._last_of = before
+
+
+def _zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    # Looked up when it is called: another pipeline may have put another in its place.
+    optimizer.zero_grad(*args, **kwargs)
 
 
 __all__ = ["DearStrategy"]

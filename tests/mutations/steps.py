@@ -181,13 +181,13 @@ GUARDS = [
     Mutation(
         "refusing parameters that are new between forward and step",
         "OptimizerPipeline.reduce",
-        "        if self.plans.trained.have_grown():\n            raise",
+        "        if self.plans.trained.have_changed(counts_thawed=not has_all):\n            raise",
         "        if False:\n            raise",
         (f"{CONTRACT}::test_parameters_that_are_new_at_the_step_are_refused",),
     ),
     Mutation(
         "a new plan for new parameters",
-        "OptimizerPipeline.prepare_forward",
+        "OptimizerPipeline.follow",
         "        self.plans.dissolve()\n",
         "",
         (f"{STATE}::test_unfreezing_in_mid_training_rebuilds_the_plan_and_keeps_state",),
