@@ -1,4 +1,4 @@
-"""Ranks that step with other learning rates, or other options, say so in the step in which they do."""
+"""Ranks that step with other learning rates, or other options, say so in that step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _run(
     model = build("mlp")
     optimizer = optimizer_for(name, model)
     for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(0.01) if name == "adamw" else group["lr"]
+        group["lr"] = torch.tensor(0.25) if name == "adamw" else group["lr"]
     pipeline = new_pipeline(model, optimizer)
     pipeline.collectives.reads_flags_freely = not as_on_nccl
 
@@ -59,7 +59,7 @@ CHANGES = {
     "momentum": ("sgd", _set(0, "momentum", 0.5), "SGD 0, parameter group 0: momentum is 0.9 on"),
     "decay": ("adamw", _set(0, "weight_decay", 0.5), "group 0: weight_decay is 0.05 on rank 0"),
     "betas": ("adamw", _set(1, "betas", (0.5, 0.9)), "group 1: betas is (0.9, 0.999) on rank 0"),
-    "tensor": ("adamw", _scale_in_place, "AdamW 0, parameter group 1: lr is 0.01"),
+    "tensor": ("adamw", _scale_in_place, "AdamW 0, parameter group 1: lr is 0.25 on rank 0"),
 }
 
 
