@@ -164,8 +164,7 @@ class Pipeline:
         """
         if self._is_in_forward:
             raise RuntimeError(
-                "The optimizers were exchanged within a training_step; do it in a hook before it,"
-                " such as on_train_batch_start."
+                "Optimizers were exchanged within a training_step; do it in a hook before it."
             )
         self._check(optimizers, optimizers)
         residuals = [part.plans.residuals for part in self.parts]
@@ -173,9 +172,8 @@ class Pipeline:
             part.sync_replicas()
             part.follow()
             part.detach()
-            gone = part.optimizer.state if part.optimizer not in optimizers else {}
-            for state in gone.values():
-                # It would be old, should the optimizer come back.
+            # It would be old, should the optimizer come back.
+            for state in part.optimizer.state.values() if part.optimizer not in optimizers else ():
                 state.pop(MASTER_KEY, None)
         self._start(optimizers)
         for part in self.parts:
@@ -254,9 +252,6 @@ class Pipeline:
         with ExitStack() as stack:
             if changed := [part for part in self.parts if part.prepare_forward()]:
                 self._follow(changed)
-            if self.others.are_trained:
-                # Their collectives come after backward, when some ranks have launched all buckets.
-                self.hold_back()
             for part in self.parts:
                 part.complete_entry(completes_all=self._has_compiled_region)
                 stack.enter_context(part.watching(audits=self._audit))
@@ -295,6 +290,10 @@ class Pipeline:
                 stack.enter_context(timeline.span("backward", "backward"))
             yield
         if averages_others and self.others.are_trained:
+            for part in self.parts:
+                # Some ranks have launched all buckets, and one order must be kept.
+                if part.state is StepState.SENDING and not self.collectives.reads_flags_freely:
+                    part.reduce()
             with Waiting(self._instruments, "reduce_scatter", "gradients of no optimizer"):
                 self.others.average()
 
@@ -414,18 +413,17 @@ def _refuse_stranger(
 ) -> None:
     """Pre-hook of every optimizer's step: refuses those that step what ours train."""
     pipeline = pipeline_ref()
-    if pipeline is None or any(one is optimizer for one in pipeline.optimizers):
+    if pipeline is None or optimizer in pipeline.optimizers:
         return
-    if not pipeline.options.uses_buckets(pipeline.collectives):
-        # Gradients are where anybody finds them.
-        return
-    trained = {id(one) for part in pipeline.parts for one in part.parameters}
-    if any(id(one) in trained for group in optimizer.param_groups for one in group["params"]):
+    trained = {one for part in pipeline.parts for one in part.parameters}
+    is_one = any(one in trained for group in optimizer.param_groups for one in group["params"])
+    # Without buckets gradients are where anybody finds them.
+    if is_one and pipeline.options.uses_buckets(pipeline.collectives):
         raise RuntimeError(
             f"A {type(optimizer).__name__} that the training does not know steps parameters that"
-            " another optimizer trains, and whose .grad is not the mean over ranks. Return it from"
-            " configure_optimizers in place of the other, or assign it to trainer.optimizers before"
-            " a training_step; under Fabric pass it to fabric.setup."
+            " another optimizer trains, and whose .grad is not the mean over ranks. Let one of both"
+            " hold them. What is to be trained is returned from configure_optimizers, or assigned"
+            " to trainer.optimizers before a training_step; under Fabric fabric.setup takes it."
         )
 
 

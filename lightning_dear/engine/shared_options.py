@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -32,26 +32,25 @@ def options_of(optimizer: Optimizer) -> Options:
     }
 
 
-def check_options(what: str, rank: int, first: Options, other: Options) -> None:
-    """Refuses options that are others on `rank` than on rank 0.
+def check_options(what: str, reports: Sequence[Options]) -> None:
+    """Refuses options that are others on some rank than on rank 0.
 
     Args:
         what: What ranks do, and with which optimizer, for the message.
-        rank: Whose are the others.
-        first: Rank 0's.
-        other: The rank's.
+        reports: Every rank's options.
 
     Raises:
         ValueError: Naming the first that differs.
     """
-    for place, key in {**first, **other}:
-        left, right = first.get((place, key)), other.get((place, key))
-        if left != right:
-            raise ValueError(
-                f"Ranks {what}, parameter group {place}: {key} is {left} on rank 0 and {right} on"
-                f" rank {rank}. Each rank steps a part of the model: set the same on all, and let"
-                " schedules follow a metric that all share, such as self.log(..., sync_dist=True)."
-            )
+    for rank, other in enumerate(reports):
+        for place, key in {**reports[0], **other}:
+            left, right = (one.get((place, key)) for one in (reports[0], other))
+            if left != right:
+                raise ValueError(
+                    f"Ranks {what}, parameter group {place}: {key} is {left} on rank 0 and {right}"
+                    f" on rank {rank}. Each rank steps a part of the model: set the same on all,"
+                    " and let schedules follow a metric that all share (sync_dist=True)."
+                )
 
 
 class SharedOptions:
@@ -108,6 +107,4 @@ class SharedOptions:
         if sum(told.tolist()) == 255 * self.NUM_BYTES // 2:
             return
         what = f"step with other options: {type(self._optimizer).__name__} {self._number}"
-        first, *others = self._collectives.all_gather_object(options)
-        for rank, other in enumerate(others, start=1):
-            check_options(what, rank, first, other)
+        check_options(what, self._collectives.all_gather_object(options))

@@ -430,7 +430,7 @@ class OptimizerPipeline:
             warn_of_zeros(self.optimizer)
         if self.state is StepState.ENDED:
             # Lightning's wrapper of the optimizer keeps this method after the fit.
-            self._zero_grad(*args, **kwargs)
+            self.optimizer.zero_grad(*args, **kwargs)
             return
         active = self.plans.active
         # No other thread completes parameters meanwhile, which might use `.grad`.

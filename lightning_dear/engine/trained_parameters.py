@@ -209,10 +209,9 @@ def check_layout(
                 f"Ranks exchange in other ways: {reports[0][3]} on rank 0 and {other_options} on"
                 f" rank {rank}. Give all the same compressor, gather and gather_depth."
             )
-    for rank, (_, _, others, _) in enumerate(reports):
-        for number, (ours, theirs) in enumerate(zip(reports[0][2], others, strict=True)):
-            what = f"set up other optimizers: {type(optimizers[number]).__name__} {number}"
-            check_options(what, rank, ours, theirs)
+    for number, optimizer in enumerate(optimizers):
+        what = f"set up other optimizers: {type(optimizer).__name__} {number}"
+        check_options(what, [settings[number] for _, _, settings, _ in reports])
 
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:
@@ -349,21 +348,17 @@ class OtherGradients:
         Raises:
             RuntimeError: On all ranks, if a gradient is sparse on one.
         """
-        says = [
-            0 if one.grad is None or not one.requires_grad else 1 + one.grad.is_sparse
-            for _, one in self._named
-        ]
-        flags = torch.tensor(says, dtype=torch.uint8, device=self._named[0][1].device)
+        own = [one.grad if one.requires_grad else None for _, one in self._named]
+        flags = torch.tensor([one is not None and 1 + one.is_sparse for one in own])
+        flags = flags.to(self._named[0][1].device, torch.uint8)
         # Asked first, so that what nobody has used is not sent, and keeps a `.grad` of None.
         self._collectives.launch_any(flags).wait()
-        used: dict[torch.dtype, list[Parameter]] = {}
-        for (name, one), said in zip(self._named, flags.tolist(), strict=True):
+        used = [(*one, said) for one, said in zip(self._named, flags.tolist(), strict=True) if said]
+        for name, _, said in used:
             if said > 1:
                 raise sparse_gradient(name)
-            if said:
-                used.setdefault(one.dtype, []).append(one)
-        for number, parameters in enumerate(used.values(), start=OTHER_NUMBERS):
-            self._average(parameters, number)
+        for number, dtype in enumerate(dict.fromkeys(one.dtype for _, one, _ in used)):
+            self._average([one for _, one, _ in used if one.dtype == dtype], OTHER_NUMBERS + number)
 
     def _average(self, parameters: Sequence[Parameter], number: int) -> None:
         num_ranks = self._collectives.world_size

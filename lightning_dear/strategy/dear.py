@@ -9,7 +9,6 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -218,7 +217,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._connected = self._lightning_optimizers
         for wrapper in self._connected:
             # Its class has torch's own, which would pass the pipeline by.
-            wrapper.zero_grad = partial(_zero_grad, wrapper.optimizer)  # type: ignore[attr-defined]
+            wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         connect_precision(self.precision_plugin, self._pipeline)
         self._insert_guards(trainer)
 
@@ -229,19 +228,17 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             RuntimeError: See `Pipeline.use_optimizers`.
             ValueError: For optimizers that would have been refused at first.
         """
+        module, wrappers = self.lightning_module, self._lightning_optimizers
         # Whoever assigns optimizers gets new wrappers.
-        if self._pipeline is None or self._connected is self._lightning_optimizers:
+        if self._pipeline is None or module is None or wrappers is self._connected:
             return
-        assert self.lightning_module is not None
-        optimizers = [wrapper.optimizer for wrapper in self._lightning_optimizers]
-        refusals.check_optimizers(optimizers, self.precision_plugin)
-        self._pipeline.use_optimizers(optimizers)
+        refusals.check_optimizers(self.optimizers, self.precision_plugin)
+        self._pipeline.use_optimizers([unwrapped(one) for one in self.optimizers])
         disconnect_precision(self.precision_plugin)
-        trainer = self.lightning_module.trainer
-        self._connect(trainer)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        self._connect(module.trainer)
+        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, FusionTuner):
-                callback.on_train_start(trainer, self.lightning_module)
+                callback.on_train_start(module.trainer, module)
 
     def _append_callbacks(self, trainer: pl.Trainer) -> None:
         """Those that work between two steps; once for a trainer."""
@@ -348,7 +345,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """The state in torch's format: whole on every rank, or for a folder. Collective, blocks."""
         optimizer = unwrapped(optimizer)
         self._follow_optimizers()
-        if self._pipeline is None or optimizer not in self.optimizers:
+        if self._pipeline is None or optimizer not in self._pipeline.optimizers:
             return super().optimizer_state(optimizer)
         board = self._failures.board
         if board.has_failed:
@@ -531,11 +528,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             yield
         finally:
             self._is_last_backward, self._last_of = before
-
-
-def _zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    # Looked up when it is called: another pipeline may have put another in its place.
-    optimizer.zero_grad(*args, **kwargs)
 
 
 __all__ = ["DearStrategy"]

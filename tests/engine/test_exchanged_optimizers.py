@@ -287,7 +287,10 @@ def test_one_optimizer_becomes_two_and_one_again() -> None:
 def test_optimizers_are_not_exchanged_within_a_forward() -> None:
     model = build("mlp")
     pipeline = new_pipeline(model, _sgd(model))
-    with pipeline.forward(), pytest.raises(RuntimeError, match="exchanged within a training_step"):
+    with (
+        pipeline.forward(),
+        pytest.raises(RuntimeError, match="were exchanged within a training_step"),
+    ):
         pipeline.use_optimizers([_sgd(model)])
 
 

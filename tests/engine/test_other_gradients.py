@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.engine.step import Sending
+from lightning_dear.engine.step import StepState
 from tests.distributed.harness import distributed
 from tests.training.models import build, optimizer_for
 from tests.training.three_ways import new_pipeline, train_steps
@@ -71,10 +71,10 @@ def _train(strategy: str, *, zeroes: bool, as_on_nccl: bool = False) -> list[Ten
             if pipeline is not None:
                 with pipeline.forward():
                     loss = _step(model, step, synchronizes)
-                if as_on_nccl:
-                    assert pipeline.parts[0].sending is Sending.BEFORE_STEP
                 with pipeline.backward(synchronize=synchronizes, averages_others=synchronizes):
                     loss.backward()
+                if as_on_nccl and synchronizes:
+                    assert pipeline.parts[0].state is StepState.REDUCED
             else:
                 with nullcontext() if synchronizes else ddp.no_sync():
                     _step(ddp, step, synchronizes).backward()
@@ -105,7 +105,7 @@ def _compare(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
 
 
 @distributed(world_sizes=(2,))
-def test_buckets_are_held_back_where_collectives_must_keep_one_order() -> None:
+def test_buckets_go_first_where_collectives_must_keep_one_order() -> None:
     ours = _train("dear", zeroes=True, as_on_nccl=True)
     _compare(ours, _train("ddp", zeroes=True))
 

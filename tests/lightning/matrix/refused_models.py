@@ -302,7 +302,7 @@ OPTIMIZERS = (
     row(
         name="other optimizers within a training_step",
         run=_fit_hasty,
-        message="The optimizers were exchanged within a training_step",
+        message="Optimizers were exchanged within a training_step; do it in a hook before it",
         why="gradients are on their way for the first ones",
         instead="assign them in a hook before the training step",
         error="RuntimeError",
