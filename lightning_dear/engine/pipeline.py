@@ -168,6 +168,7 @@ class Pipeline:
             )
         self._check(optimizers, optimizers)
         residuals = [part.plans.residuals for part in self.parts]
+        codec = self.parts[0].plans.codec
         for part in self.parts:
             part.sync_replicas()
             part.follow()
@@ -178,6 +179,8 @@ class Pipeline:
         self._start(optimizers)
         for part in self.parts:
             part.plans.residuals.inherit(residuals)
+            if codec is not None:
+                part.use_codec(codec)
 
     def _follow(self, changed: Sequence[OptimizerPipeline]) -> None:
         """Goes on with what optimizers hold now. Collective, blocks."""

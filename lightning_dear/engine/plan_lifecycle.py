@@ -84,8 +84,7 @@ class PlanLifecycle:
         self.recording: Recording | None = None
         self.residuals = ResidualKeeper(stepper.optimizer, collectives)
         self.left_weights = LeftWeights(stepper.optimizer)
-        clock = instruments.clock
-        self.shared = SharedOptions(stepper.optimizer, number, collectives, clock)
+        self.shared = SharedOptions(stepper.optimizer, number, collectives)
         self.early_refusal: str | None = None
         self.all_reduce_refusal: str | None = None
         self.loss_scale: LossScale = lambda: None

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.telemetry.clock import Clock
 
 Options = Mapping[tuple[int, str], Any]
 """(number of a parameter group, key) -> value."""
 
+_SELDOM = 64
 _KINDS = (bool, int, float, str, tuple, type(None), Tensor)
 
 
@@ -60,26 +60,22 @@ class SharedOptions:
         optimizer: Its groups are looked at.
         number: Of the optimizer, for messages.
         collectives: Over all ranks.
-        clock: Tells when what is read from a device has arrived.
     """
 
     NUM_BYTES = 8
     """Of a digest, beside the flags that travel in any case."""
 
-    def __init__(
-        self, optimizer: Optimizer, number: int, collectives: Collectives, clock: Clock
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, number: int, collectives: Collectives) -> None:
         self._optimizer, self._number = optimizer, number
         self._collectives = collectives
-        self._clock = clock
-        self._options: Options | None = None
-        self._digest = torch.empty(0)
-        self._unheard: tuple[Tensor, Any, Any] | None = None
+        self._options: Options = {}
+        self._digest: Tensor | None = None
+        self._num_heard = 0
 
     def digest(self, device: torch.device) -> Tensor:
         """A hash of the present options, and its complement: [NUM_BYTES], uint8, on `device`."""
         options = options_of(self._optimizer)
-        if options != self._options:
+        if self._digest is None or options != self._options:
             self._options = options
             hashed = crc32(repr(options).encode()).to_bytes(self.NUM_BYTES // 2, "little")
             both = int.from_bytes([*hashed, *(255 - one for one in hashed)], "little", signed=True)
@@ -90,21 +86,16 @@ class SharedOptions:
     def hear(self, told: Tensor) -> None:
         """Takes the maximum over ranks of the last digest.
 
-        Where the host would have to wait for it, it is looked at in the next step.
+        Where the host has to wait for it, only every `_SELDOM`-th is looked at.
 
         Raises:
             ValueError: If ranks have other options, on all of them, naming the option.
         """
-        options: Any = self._options
-        if not self._collectives.reads_flags_freely:
-            here = told.to("cpu", non_blocking=True)
-            before, self._unheard = self._unheard, (here, options, self._clock.mark())
-            if before is None:
-                return
-            told, options, mark = before
-            self._clock.seconds(mark)
+        self._num_heard += 1
+        if not self._collectives.reads_flags_freely and self._num_heard % _SELDOM:
+            return
         # A byte and its complement are 255 together, and the maxima are more if any two differ.
         if sum(told.tolist()) == 255 * self.NUM_BYTES // 2:
             return
         what = f"step with other options: {type(self._optimizer).__name__} {self._number}"
-        check_options(what, self._collectives.all_gather_object(options))
+        check_options(what, self._collectives.all_gather_object(self._options))

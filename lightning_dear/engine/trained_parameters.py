@@ -231,8 +231,6 @@ def _describe(module: Module, optimizer: Optimizer) -> Described:
 
 
 def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
-    if not optimizers:
-        return "strategy='dear' needs an optimizer, and configure_optimizers returned none."
     seen: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         for parameter in {p for group in optimizer.param_groups for p in group["params"]}:

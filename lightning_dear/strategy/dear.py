@@ -236,9 +236,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline.use_optimizers([unwrapped(one) for one in self.optimizers])
         disconnect_precision(self.precision_plugin)
         self._connect(module.trainer)
-        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, FusionTuner):
-                callback.on_train_start(module.trainer, module)
 
     def _append_callbacks(self, trainer: pl.Trainer) -> None:
         """Those that work between two steps; once for a trainer."""
@@ -344,7 +341,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state in torch's format: whole on every rank, or for a folder. Collective, blocks."""
         optimizer = unwrapped(optimizer)
-        self._follow_optimizers()
         if self._pipeline is None or optimizer not in self._pipeline.optimizers:
             return super().optimizer_state(optimizer)
         board = self._failures.board

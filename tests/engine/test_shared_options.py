@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_dear.engine import shared_options
 from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import distributed
-from tests.training.models import build, optimizer_for
+from tests.training.models import batch, build, loss_of, optimizer_for
 from tests.training.three_ways import new_pipeline, train_steps
 
 
@@ -19,7 +21,6 @@ def _run(
     change: Callable[[torch.optim.Optimizer], None],
     name: str = "sgd",
     before: Callable[[Pipeline], Any] = lambda pipeline: None,
-    as_on_nccl: bool = False,
 ) -> None:
     """Changes the options of the last rank's optimizer in front of its third step."""
     model = build("mlp")
@@ -27,7 +28,6 @@ def _run(
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(0.25) if name == "adamw" else group["lr"]
     pipeline = new_pipeline(model, optimizer)
-    pipeline.collectives.reads_flags_freely = not as_on_nccl
 
     def between(step: int) -> None:
         if step == 2:
@@ -37,10 +37,8 @@ def _run(
 
     try:
         train_steps(pipeline, model, range(3), between=between)
-        if as_on_nccl:
-            train_steps(pipeline, model, [3])
     finally:
-        assert pipeline.parts[0].num_steps == (3 if as_on_nccl else 2)
+        assert pipeline.parts[0].num_steps == 2
 
 
 def _set(group: int, key: str, value: Any) -> Callable[[torch.optim.Optimizer], None]:
@@ -79,9 +77,31 @@ def test_also_if_gradients_were_reduced_before() -> None:
 
 
 @distributed(world_sizes=(2,))
-def test_a_step_later_where_reading_flags_costs_a_wait() -> None:
-    with pytest.raises(ValueError, match="group 1: lr is 0.03 on rank 0 and 0.1 on rank 1"):
-        _run(_set(1, "lr", 0.1), as_on_nccl=True)
+def test_also_if_all_is_sent_at_the_step() -> None:
+    model = build("mlp")
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer)
+    _set(0, "lr", 0.01 * (1 + dist.get_rank()))(optimizer)
+    for step in range(2):
+        with pipeline.forward():
+            loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
+        with pipeline.backward(synchronize=False):
+            loss.backward()
+    with pytest.raises(ValueError, match="group 0: lr is 0.01 on rank 0 and 0.02 on rank 1"):
+        optimizer.step()
+
+
+@distributed(world_sizes=(2,))
+def test_seldom_where_reading_flags_costs_a_wait() -> None:
+    model = build("mlp")
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer)
+    pipeline.collectives.reads_flags_freely = False  # as on NCCL
+    _set(1, "lr", 0.01 * (1 + dist.get_rank()))(optimizer)
+    with mock.patch.object(shared_options, "_SELDOM", 3):
+        train_steps(pipeline, model, range(2))
+        with pytest.raises(ValueError, match="group 1: lr is 0.01 on rank 0 and 0.02 on rank 1"):
+            train_steps(pipeline, model, [2])
 
 
 @distributed(world_sizes=(1, 2))

@@ -192,7 +192,7 @@ FEATURES = (
         num_steps=3,
         remark="its gradients are averaged when backward ends, without overlap",
     ),
-    row(name="the same in manual optimisation", net=_OwnInManual),
+    row(name="an optimizer that is not returned, in manual optimisation", net=_OwnInManual),
     row(
         name="trainer.optimizers assigned in mid-training",
         net=_Exchanging,
