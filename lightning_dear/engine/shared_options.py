@@ -20,7 +20,7 @@ _KINDS = (bool, int, float, str, tuple, type(None), Tensor)
 
 
 def options_of(optimizer: Optimizer) -> Options:
-    """What is set in the parameter groups; numbers in tensors, too.
+    """What is set in the parameter groups; single numbers in tensors, too.
 
     Not those on a device, for which the host would have to wait.
     """
@@ -28,7 +28,8 @@ def options_of(optimizer: Optimizer) -> Options:
         (place, key): value.tolist() if isinstance(value, Tensor) else value
         for place, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
-        if isinstance(value, _KINDS) and not getattr(value, "is_cuda", False)
+        if isinstance(value, _KINDS)
+        and not (isinstance(value, Tensor) and (value.numel() > 1 or not value.is_cpu))
     }
 
 
