@@ -251,7 +251,7 @@ def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOption
     except ValueError as error:
         return str(error)
     for number, group in enumerate(optimizer.param_groups):
-        foreign = [p for p in group["params"] if id(p) not in own]
+        foreign = [p for p in group["params"] if id(p) not in own and p.requires_grad]
         if foreign:
             return (
                 f"{type(optimizer).__name__}'s parameter group {number} holds {len(foreign)}"
