@@ -95,8 +95,15 @@ ROOMS = {
 }
 """The one table of who may import whom, top-down like the package itself."""
 
-# Private names of torch and Lightning that classes of ours have, too.
-THEIRS = {"_launcher", "_optimizer", "_parameters", "_strategy"}
+# Private names of torch and Lightning that ours have, too, or that are set on theirs.
+THEIRS = {
+    "_hydra_subprocess_cmd",
+    "_launcher",
+    "_optimizer",
+    "_parameters",
+    "_strategy",
+    "_timeout",
+}
 
 DO_NOT_TRAIN = ("apps", "studies", "simulator", "workloads", "emulation")
 

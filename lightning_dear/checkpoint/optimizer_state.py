@@ -166,7 +166,12 @@ def sharded_state(
 def _packed(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
     """`optimizer.state_dict()` as if it had `state` too, ordered by parameter number."""
     # torch numbers parameters inside `state_dict` alone, so that it is lent the state.
-    own, optimizer.state = optimizer.state, defaultdict(dict, {**optimizer.state, **state})
+    whole = {**optimizer.state, **state}
+    held = {one for group in optimizer.param_groups for one in group["params"]}
+    # Of those that left the groups it would say KeyError, and nobody could remove them here.
+    for gone in {key for key in whole if isinstance(key, Tensor)} - held:
+        del whole[gone]
+    own, optimizer.state = optimizer.state, defaultdict(dict, whole)
     try:
         packed = optimizer.state_dict()
         return {**packed, "state": dict(sorted(packed["state"].items()))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,12 @@ class ResidualKeeper:
         if self._coded:
             self._held = self.taken()
         self._coded = self._parameters = ()
+
+    def inherit(self, others: Iterable[ResidualKeeper]) -> None:
+        """Holds what others hold, whose plans have ended; to be called before the first plan."""
+        for held in (other.taken() for other in others):
+            if not held.is_of_nothing:
+                self._held = held if self._held is None else self._held.joined(held)
 
     def detach(self) -> None:
         """Removes the hook and lets go of the flat buffers; residuals stay readable. Idempotent."""

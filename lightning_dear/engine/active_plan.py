@@ -18,6 +18,7 @@ from lightning_dear.compression import Codec
 from lightning_dear.engine.gradient_reducer import GradientReducer
 from lightning_dear.engine.parameter_gatherer import LimitedGathers, ParameterGatherer
 from lightning_dear.engine.read_order import ReadMode
+from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters, tensor_specs
 from lightning_dear.exchange import Exchange, LossScale, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
@@ -237,11 +238,13 @@ def activate(
     options: ExchangeOptions,
     on_arrival: Callable[[int], None] | None,
     loss_scale: LossScale,
+    shared: SharedOptions,
 ) -> ActivePlan:
     """Makes all that `plan` needs. Local.
 
     Mutates each parameter's `data`: values stay, storage changes. `first_number`: see
-    `Exchange`; `on_arrival`: `ParameterGatherer`; `loss_scale`: `LossScale`.
+    `Exchange`; `on_arrival`: `ParameterGatherer`; `loss_scale`: `LossScale`; `shared`:
+    `GradientReducer`.
     """
     number, num_shards = options.shards(collectives)
     uses_buckets = options.uses_buckets(collectives)
@@ -279,6 +282,7 @@ def activate(
         collectives,
         gatherer.is_pending,
         partial(waiting, "reduce_scatter"),
+        shared,
     )
     return ActivePlan(plan, flat, reducer, gatherer, exchange)
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_dear.bucket import Piece
 from lightning_dear.collectives.work import NORM_NUMBER, Collectives
+from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.sharded import OptimizerShards
 
@@ -123,11 +124,22 @@ def check_may_add(options: ExchangeOptions) -> None:
         )
 
 
-def anyone(says: bool, collectives: Collectives) -> bool:
-    """Whether any rank says so. Collective; blocks the host."""
-    flag = torch.tensor([says], dtype=torch.uint8)
-    collectives.launch_any(flag).wait()
-    return bool(flag)
+def used_early() -> RuntimeError:
+    """What is raised if gradients are to be changed of which a part has been used."""
+    return RuntimeError(
+        "Gradients cannot be changed after a backward that has used part of them for its early"
+        " gathers. Override on_before_optimizer_step or configure_gradient_clipping to change them"
+        " there, which turns early gathers off, or use fusion='threshold'."
+    )
+
+
+def anyone(says: bool, collectives: Collectives, shared: SharedOptions) -> bool:
+    """Whether any rank says so. Collective; blocks the host; raises as `SharedOptions.hear`."""
+    flags = torch.zeros(1 + shared.NUM_BYTES, dtype=torch.uint8)
+    flags[0], flags[1:] = says, shared.digest(flags.device)
+    collectives.launch_any(flags).wait()
+    shared.hear(flags[1:])
+    return bool(flags[0])
 
 
 def warn_of_votes(options: ExchangeOptions, rank: int) -> None:

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.engine.shared_options import SharedOptions
+from lightning_dear.engine.trained_parameters import sparse_gradient
 from lightning_dear.exchange import Exchange
 from lightning_dear.planning.plan import BucketPlan
 
@@ -53,6 +55,7 @@ class GradientReducer:
         collectives: For the flags that say which parameters were used.
         is_pending: Whether a bucket's parameters are still being gathered.
         waiting: Entered around the wait for the last reduce-scatters.
+        shared: Told in every round what other ranks say of the optimizer's options.
 
     Attributes:
         steps_early: Whether early buckets may have been stepped since `reset`, here or elsewhere.
@@ -71,6 +74,7 @@ class GradientReducer:
         collectives: Collectives,
         is_pending: Callable[[int], bool],
         waiting: Callable[[str], AbstractContextManager[None]],
+        shared: SharedOptions,
     ) -> None:
         self._placements = buffers.placements
         self._buckets = buffers.buckets
@@ -82,6 +86,7 @@ class GradientReducer:
         self._collectives = collectives
         self._is_pending = is_pending
         self._waiting = waiting
+        self._shared = shared
         # Scaled before the sum, as DistributedDataParallel does: at two ranks the bits are its own.
         self._scale = 1.0 / collectives.world_size
         self._early = frozenset(plan.early)
@@ -175,10 +180,7 @@ class GradientReducer:
             # A hook has cleared it: DistributedDataParallel averages zeros then.
             gradient = torch.zeros_like(placement.parameter)
         if gradient.is_sparse:
-            raise RuntimeError(
-                f"'{self._names[index]}' has a sparse gradient, which strategy='dear' does not"
-                " reduce; use sparse=False in its embedding."
-            )
+            raise sparse_gradient(self._names[index])
         is_first = not self._round.collected[index]
         if home is not None:
             if is_first:
@@ -279,7 +281,8 @@ class GradientReducer:
         voting, placements = self._exchange.voting, enumerate(self._placements)
         voted = [n for n, one in placements if voting and not voting.isdisjoint(one.buckets)]
         device = self._buckets[0].parameters.device
-        flags = RoundFlags(says, voted, self.wishes, self._exchange, self._collectives, device)
+        exchange, collectives = self._exchange, self._collectives
+        flags = RoundFlags(says, voted, self.wishes, exchange, collectives, device, self._shared)
         with self._waiting("gradients"):
             for one in (*self._round.works.values(), flags.work):
                 one.wait()
@@ -371,6 +374,7 @@ class RoundFlags:
         exchange: Has found nan or inf on this rank, or not, and is told whether any has.
         collectives: What moves the bytes, every rank's signal among them.
         device: Where the bytes are.
+        shared: Gives the bytes that stand for the optimizer's options, and hears of others'.
 
     Attributes:
         granted: Whether all ranks have heard of a wish, once `hear` has been called.
@@ -384,15 +388,20 @@ class RoundFlags:
         exchange: Exchange,
         collectives: Collectives,
         device: torch.device,
+        shared: SharedOptions,
     ) -> None:
         self._says, self._voting, self._wishes = says, voting, wishes
         self.granted = False
         self._exchange, self._collectives = exchange, collectives
         self._uses_all = all(one == USED for one in says)
-        self._flags = torch.ones(len(says) + len(voting) + 3, dtype=torch.uint8, device=device)
+        self._shared, num_told = shared, len(says) + len(voting)
+        self._digests = slice(num_told, num_told + shared.NUM_BYTES)
+        # Behind them: the wish, inf or nan, the signal.
+        self._flags = torch.ones(self._digests.stop + 3, dtype=torch.uint8, device=device)
         if not self._uses_all or voting:
             lacks = [says[number] == UNUSED for number in voting]
-            self._flags[:-3] = torch.tensor([*says, *lacks], dtype=torch.uint8)
+            self._flags[:num_told] = torch.tensor([*says, *lacks], dtype=torch.uint8)
+        self._flags[self._digests] = shared.digest(device)
         if wishes:
             # The 1 of who wishes nothing is less where all read flags, and where only some do more:
             # these hear whether others read them, too.
@@ -407,7 +416,11 @@ class RoundFlags:
         Returns:
             The most that any rank says per parameter, and the numbers of those that are voted on
             and that some ranks have a gradient for, but not all.
+
+        Raises:
+            ValueError: See `SharedOptions.hear`.
         """
+        self._shared.hear(self._flags[self._digests])
         self._exchange.hear_found_inf(self._flags[-2])
         # Where reading flags blocks the host, late gradients were refused, and a rank that used
         # everything learns nothing new from them.
@@ -417,7 +430,7 @@ class RoundFlags:
         *told, wished, _, heard = self._flags.tolist()
         self.granted = wished == (2 if all_read else 0)
         self._collectives.signal.hear(heard)
-        said, lacks = told[: len(self._says)], told[len(self._says) :]
+        said, lacks = told[: len(self._says)], told[len(self._says) : self._digests.start]
         split = [
             number
             for number, lacked in zip(self._voting, lacks, strict=True)

@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim import optimizer as all_optimizers
+from torch.utils.hooks import RemovableHandle
 
 OnGradient = Callable[[int, tuple[()], tuple[Tensor | None]], None]
 """(number of a parameter, nothing, its gradient of this backward alone, or None) -> None."""
@@ -88,9 +89,7 @@ class StepHooks:
 
     def __init__(self, optimizer: Optimizer, before: Any, begin: Any, end: Any) -> None:
         self._optimizer, self._before = optimizer, before
-        # torch would hold for ever whoever is not removed.
-        on_step = partial(_call, WeakMethod(self._on_step))
-        first = all_optimizers.register_optimizer_step_pre_hook(on_step)
+        first = before_every_step(self._on_step)
         last = optimizer.register_step_post_hook(end)
         self._begin = optimizer.register_step_pre_hook(begin)
         self._handles = first, self._begin, last
@@ -107,7 +106,7 @@ class StepHooks:
 
     @property
     def are_in_front(self) -> bool:
-        """Whether somebody else has pre-hooks."""
+        """Whether somebody has pre-hooks who is not the engine."""
         ours = 1 + sum(getattr(hook, "func", None) is _call for hook in self._lists[0].values())
         return len(self._lists[0]) + len(self._lists[1]) > ours
 
@@ -120,6 +119,13 @@ class StepHooks:
         """Takes the hooks away. Idempotent."""
         for handle in self._handles:
             handle.remove()
+
+
+def before_every_step(method: Callable[[Optimizer], None]) -> RemovableHandle:
+    """Calls a bound method before each step of any optimizer, while its object is there."""
+    # torch would hold for ever whoever is not removed.
+    on_step = partial(_call, WeakMethod(method))
+    return all_optimizers.register_optimizer_step_pre_hook(on_step)
 
 
 def _call(method: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

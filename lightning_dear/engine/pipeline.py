@@ -38,11 +38,13 @@ from torch.optim import Optimizer
 
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor
+from lightning_dear.engine.hooks import before_every_step
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import Sending, StepState
-from lightning_dear.engine.trained_parameters import check_layout, ignored_names
+from lightning_dear.engine.trained_parameters import OtherGradients, check_layout, ignored_names
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
+from lightning_dear.optimizers.masters import MASTER_KEY
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.clock import Clock, clock_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics, Waiting
@@ -59,7 +61,8 @@ class Pipeline:
         module: Mutated from the first step on: parameters become views of flat buffers.
         optimizers: Over parameters of `module`, each parameter in one of them. Element-wise where
             shards are stepped; with `gather="gradients"` any that treats every tensor on its own.
-            Mutated: step hooks and `zero_grad`.
+            Mutated: step hooks and `zero_grad`. Their groups may change between a step and the next
+            forward, on all ranks alike.
         collectives: What moves the bytes; at world size 1 nothing does.
         fusion: Makes each optimizer's plan from its recorded first step.
         broadcast_buffers: Whether module buffers follow rank 0 after each step.
@@ -73,7 +76,8 @@ class Pipeline:
         collectives: What moves the bytes.
         options: What travels, and how.
         all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says; None if it is.
-        parts: What each optimizer has of its own.
+        parts: What each optimizer has of its own, in the order of the optimizers.
+        others: Averages what no optimizer holds.
         is_stepping: Whether somebody is in `stepping_early`.
 
     Raises:
@@ -94,11 +98,12 @@ class Pipeline:
         options: ExchangeOptions | None = None,
         clock: Clock | None = None,
     ) -> None:
-        options = options or ExchangeOptions()
-        options.check(collectives, len(optimizers))
-        check_layout(module, optimizers, collectives, options)
         self.collectives = collectives
-        self.options = options
+        self.options = options = options or ExchangeOptions()
+        self._module = module
+        self._fusion = fusion
+        self._first_number = first_number
+        self._check(optimizers, optimizers)
         clock = clock or clock_of(next(module.parameters()).device)
         self._instruments = Instruments(clock, collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
@@ -107,27 +112,96 @@ class Pipeline:
             self._warn_of_compiling()
         self._audit = audit
         self._is_in_forward = self.is_stepping = False
-        self.parts = [
+        self.parts: list[OptimizerPipeline] = []
+        self._start(optimizers)
+        self._strangers = before_every_step(self._refuse_stranger)
+
+    def _check(self, optimizers: Sequence[Optimizer], unknown: Sequence[Optimizer]) -> None:
+        self.options.check(self.collectives, len(optimizers))
+        check_layout(self._module, optimizers, unknown, self.collectives, self.options)
+
+    def _start(self, optimizers: Sequence[Optimizer]) -> None:
+        """Makes the parts of `optimizers`, which have been checked."""
+        self.parts[:] = [
             OptimizerPipeline(
-                module,
+                self._module,
                 optimizer,
                 number,
-                collectives,
-                fusion,
+                self.collectives,
+                self._fusion,
                 self._instruments,
                 on_reduce=self._on_reduce,
                 on_step=self._on_step,
-                options=options,
+                options=self.options,
             )
-            for number, optimizer in enumerate(optimizers, start=first_number)
+            for number, optimizer in enumerate(optimizers, start=self._first_number)
         ]
-        self._refuse_early(self._first_refusal(options))
-        is_one = len(optimizers) == 1 and first_number == 0
-        self.all_reduce_refusal = why_not_all_reduce(options, is_one_optimizer=is_one)
+        self.others = OtherGradients(self._module, optimizers, self.collectives)
+        self._refuse_early(self._first_refusal(self.options))
+        is_one = len(optimizers) == 1 and self._first_number == 0
+        self.all_reduce_refusal = why_not_all_reduce(self.options, is_one_optimizer=is_one)
         for part in self.parts:
             part.plans.all_reduce_refusal = self.all_reduce_refusal
         if len(optimizers) > 1:
             self.hold_back()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that train at present."""
+        return [part.optimizer for part in self.parts]
+
+    def use_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Trains on with these, in new plans. All ranks call, between steps; collective, blocks.
+
+        Optimizers that were there before and are no more are free again, with their whole state in
+        `optimizer.state`. What a compressor has left to be sent is not lost.
+
+        Raises:
+            RuntimeError: Within a forward, or with gradients that no step has used yet.
+            ValueError: As the constructor; nothing has changed then.
+        """
+        if self._is_in_forward:
+            raise RuntimeError(
+                "Optimizers were exchanged within a training_step; do it in a hook before it."
+            )
+        self._check(optimizers, optimizers)
+        residuals = [part.plans.residuals for part in self.parts]
+        codec, shows = self.parts[0].plans.codec, self.parts[0].shows_gradients
+        for part in self.parts:
+            part.sync_replicas()
+            part.follow()
+            part.detach()
+            # It would be old, should the optimizer come back.
+            for state in part.optimizer.state.values() if part.optimizer not in optimizers else ():
+                state.pop(MASTER_KEY, None)
+        self._start(optimizers)
+        for part in self.parts:
+            part.shows_gradients = shows
+            part.plans.residuals.inherit(residuals)
+            if codec is not None:
+                part.use_codec(codec)
+
+    def _follow(self, changed: Sequence[OptimizerPipeline]) -> None:
+        """Goes on with what optimizers hold now. Collective, blocks."""
+        self._check(self.optimizers, [part.optimizer for part in changed])
+        for part in changed:
+            part.follow()
+        self.others = OtherGradients(self._module, self.optimizers, self.collectives)
+
+    def _refuse_stranger(self, optimizer: Optimizer) -> None:
+        """In front of every optimizer's step: refuses those that step what ours train."""
+        # Without buckets gradients are where anybody finds them.
+        if optimizer in self.optimizers or not self.options.uses_buckets(self.collectives):
+            return
+        trained = {one for part in self.parts for one in part.parameters}
+        if any(one in trained for group in optimizer.param_groups for one in group["params"]):
+            raise RuntimeError(
+                f"A {type(optimizer).__name__} that the training does not know steps parameters"
+                " that another optimizer trains, and whose .grad is not the mean over ranks. Let"
+                " one of both hold them. What is to be trained is returned from"
+                " configure_optimizers, or assigned to trainer.optimizers before a training_step;"
+                " under Fabric fabric.setup takes it."
+            )
 
     def hold_back(self) -> None:
         """Where collectives must keep one order, sends gradients before each step from now on.
@@ -193,8 +267,8 @@ class Pipeline:
         """Around a training forward. May block for parameters read outside any module."""
         self._finish_buffers()
         with ExitStack() as stack:
-            for part in self.parts:
-                part.prepare_forward()
+            if changed := [part for part in self.parts if part.prepare_forward()]:
+                self._follow(changed)
             for part in self.parts:
                 part.complete_entry(completes_all=self._has_compiled_region)
                 stack.enter_context(part.watching(audits=self._audit))
@@ -210,7 +284,11 @@ class Pipeline:
 
     @contextmanager
     def backward(
-        self, *, synchronize: bool | None = True, optimizers: Sequence[Optimizer] | None = None
+        self,
+        *,
+        synchronize: bool | None = True,
+        optimizers: Sequence[Optimizer] | None = None,
+        averages_others: bool = True,
     ) -> Iterator[None]:
         """Around a backward.
 
@@ -219,6 +297,8 @@ class Pipeline:
                 `.grad` and nothing is sent before the step. None: the same where it is not known
                 whether more come, and DDP would average.
             optimizers: Those whose last backward it is; None: all.
+            averages_others: Whether gradients that no optimizer holds are averaged when it ends;
+                blocks, see `OtherGradients`.
         """
         with ExitStack() as stack:
             for part in self.parts:
@@ -228,6 +308,13 @@ class Pipeline:
             if (timeline := self._instruments.timeline) is not None:
                 stack.enter_context(timeline.span("backward", "backward"))
             yield
+        if averages_others and self.others.are_trained:
+            for part in self.parts:
+                # Some ranks have launched all buckets, and one order must be kept.
+                if part.state is StepState.SENDING and not self.collectives.reads_flags_freely:
+                    part.reduce()
+            with Waiting(self._instruments, "reduce_scatter", "gradients of no optimizer"):
+                self.others.average()
 
     def refuse_early(self, reason: str | None) -> None:
         """Lets plans gather nothing early if a rank gives a reason, for people. Collective."""
@@ -299,6 +386,7 @@ class Pipeline:
         (see `abandon`) a gather that fails is warned about instead of raised, so that it does not
         hide what happened first. Idempotent.
         """
+        self._strangers.remove()
         if all(part.state is StepState.ENDED for part in self.parts):
             return
         if not self.collectives.was_discarded:

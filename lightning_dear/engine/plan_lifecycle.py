@@ -23,7 +23,8 @@ from lightning_dear.engine.active_plan import (
 )
 from lightning_dear.engine.hooks import OnGradient
 from lightning_dear.engine.read_order import ForwardRecorder
-from lightning_dear.engine.trained_parameters import TrainedParameters, why_untrainable
+from lightning_dear.engine.shared_options import SharedOptions
+from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY, LeftWeights
@@ -59,6 +60,7 @@ class PlanLifecycle:
         codec: What encodes in place of the configured codec; None for that one.
         residuals: What encoding has left to be sent.
         left_weights: Weights that are in no plan, and whose masters wait.
+        shared: Whether all ranks step with the same options.
         early_refusal: See `Pipeline`; to be assigned to.
         all_reduce_refusal: See `Pipeline`; to be assigned to.
         loss_scale: See `CodedExchange`; to be assigned to by whoever scales losses.
@@ -84,6 +86,7 @@ class PlanLifecycle:
         name = None if options.codec is None else options.codec.name
         self.residuals = ResidualKeeper(stepper.optimizer, collectives, name)
         self.left_weights = LeftWeights(stepper.optimizer)
+        self.shared = SharedOptions(stepper.optimizer, number, collectives)
         self.early_refusal: str | None = None
         self.all_reduce_refusal: str | None = None
         self.loss_scale: LossScale = lambda: None
@@ -110,10 +113,7 @@ class PlanLifecycle:
 
     def _start_recording(self) -> None:
         self.looks_again = False
-        what = self._module, self._stepper.optimizer
-        if (reason := why_untrainable(*what, self._collectives.world_size)) is not None:
-            raise ValueError(reason)
-        self.trained = TrainedParameters(*what)
+        self.trained = TrainedParameters(self._module, self._stepper.optimizer)
         if self._uses_buckets:
             self.trained.watch(self._on_gradient)
 
@@ -143,6 +143,7 @@ class PlanLifecycle:
             self._options,
             self._on_arrival,
             lambda: self.loss_scale(),
+            self.shared,
         )
         if self.codec is not None:
             self.active.exchange.use(self.codec)
@@ -291,7 +292,9 @@ class PlanLifecycle:
             state = whole_state(self._stepper, self.plan, self.parameters, self._collectives)
             self.residuals.release()
         self._stepper.detach()
-        self._stepper.optimizer.state.update(state)
+        # Not of parameters that are gone, which nobody could remove here.
+        known = set(self._module.parameters())
+        self._stepper.optimizer.state.update({p: own for p, own in state.items() if p in known})
 
     def release(self) -> None:
         """Removes hooks and gates; parameters have storage of their own again."""

@@ -21,7 +21,7 @@ from lightning_dear.engine.hooks import StepHooks, not_shown, warn_of_shown
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import Backward, Sending, StepState
 from lightning_dear.engine.step_times import TimesRecorder
-from lightning_dear.engine.trained_parameters import check_momentum
+from lightning_dear.engine.trained_parameters import changed_with_gradients, check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.elementwise import warn_of_zeros
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
@@ -132,20 +132,30 @@ class OptimizerPipeline:
 
     # --- forward and backward -----------------------------------------------------------------
 
-    def prepare_forward(self) -> None:
-        """Takes parameters that are new in the optimizer into another plan. May block."""
+    def prepare_forward(self) -> bool:
+        """Puts right what was written outside; says whether `follow` is due. Local; may block."""
         self._end_broken_step()
         self.plans.follow_parameters()
-        if not self.plans.trained.have_grown():
-            return
+        return self.plans.trained.have_changed()
+
+    def follow(self) -> None:
+        """Goes on with what the optimizer holds now, in another plan. Collective, blocks.
+
+        Raises:
+            RuntimeError: With gradients under way, or of several rounds, that no step has used.
+        """
         active = self.plans.active
-        if active is not None and self.state in _ARE_ON_THEIR_WAY:
+        if active is not None and self.state in _MEANS_ARE_THERE:
+            # In `.grad` they outlive the plan: of equal gradients the mean is what they are.
+            clipping.check_may_add(self._options)
+            self._refuse_changes()
+            if self.state is not StepState.EXPOSED:
+                active.reducer.expose()
+            self._enter(StepState.ACCUMULATING)
+        elif active is not None and (self.state in _ARE_ON_THEIR_WAY or active.reducer.has_begun):
             # What other ranks wait for is sent first.
             active.reducer.reduce()
-            raise RuntimeError(
-                "Parameters began to require gradients after a backward whose gradients no step"
-                " has used yet; let them do so between an optimizer step and the next forward."
-            )
+            raise changed_with_gradients()
         self.plans.dissolve()
 
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
@@ -274,13 +284,11 @@ class OptimizerPipeline:
         # Other ranks may have been here before, in front of their hooks.
         if self._has_new_gradients(votes):
             self._add_round()
+        else:
+            self.plans.trained.check_unchanged(counts_thawed=False)
 
     def _add_round(self) -> None:
-        if self.plans.trained.have_grown():
-            raise RuntimeError(
-                "Parameters began to require gradients, or a parameter group was added, between a"
-                " forward and its optimizer step; do it before the forward."
-            )
+        self.plans.trained.check_unchanged()
         if self._has_leftovers and self._collectives.rank == 0:
             warn_of_leftovers(self.optimizer)
         self.complete_parameters("step")
@@ -324,16 +332,12 @@ class OptimizerPipeline:
     def _has_new_gradients(self, votes: bool) -> bool:
         has_new = self.state is StepState.REOPENED
         if votes and self._collectives.reads_flags_freely:
-            return clipping.anyone(has_new, self._collectives)
+            return clipping.anyone(has_new, self._collectives, self.plans.shared)
         return has_new
 
     def _refuse_changes(self) -> None:
         if self.plans.active is not None and self.plans.active.reducer.steps_early:
-            raise RuntimeError(
-                "Gradients cannot be changed after a backward that has used part of them for its"
-                " early gathers. Override on_before_optimizer_step or configure_gradient_clipping"
-                " to change them there, which turns early gathers off, or use fusion='threshold'."
-            )
+            raise clipping.used_early()
 
     def expose_gradients(self) -> None:
         """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
@@ -414,7 +418,7 @@ class OptimizerPipeline:
             warn_of_zeros(self.optimizer)
         if self.state is StepState.ENDED:
             # Lightning's wrapper of the optimizer keeps this method after the fit.
-            self._zero_grad(*args, **kwargs)
+            self.optimizer.zero_grad(*args, **kwargs)
             return
         active = self.plans.active
         # No other thread completes parameters meanwhile, which might use `.grad`.

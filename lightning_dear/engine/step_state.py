@@ -14,6 +14,7 @@
     REOPENED                       reduce                                       REDUCED or CHANGED
     EXPOSED                        reduce, if no rank has a new gradient        CHANGED
     the four above                 reduce, if a rank has hooks of the step      EXPOSED, CHANGED
+    REDUCED, CHANGED, EXPOSED      the optimizer's parameters are exchanged     ACCUMULATING
     REDUCED, CHANGED               clip, unscale                                CHANGED
     REDUCED, CHANGED               expose                                       EXPOSED
     REDUCED, CHANGED               step begins                                  STEPPING

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, strided
 from torch.nn import Module, Parameter
 from torch.optim import AdamW, Optimizer
 
 from lightning_dear.bucket import storage_strides
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.collectives.work import OTHER_NUMBERS, Collectives, shard_of
 from lightning_dear.compression import Codec
 from lightning_dear.compression.groups import unused_group
 from lightning_dear.engine.gate import plain_parameters
 from lightning_dear.engine.hooks import GradientHooks, OnGradient
 from lightning_dear.engine.read_order import ForwardRecorder
+from lightning_dear.engine.shared_options import check_options, options_of
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.tensorwise import check_steppable
 from lightning_dear.planning import TensorSpec
@@ -44,7 +47,7 @@ class TrainedParameters:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._optimizer = optimizer
-        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._held = _held_by(optimizer)
         known = {id(parameter) for parameter in self.parameters}
         groups = optimizer.param_groups
         self._untrained = [p for group in groups for p in group["params"] if id(p) not in known]
@@ -66,12 +69,28 @@ class TrainedParameters:
         """Removes the hooks. Idempotent."""
         self.hooks.remove()
 
-    def have_grown(self) -> bool:
-        """Whether parameters were added to the optimizer, or began to require gradients."""
-        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
-        return sizes != self._group_sizes or any(
-            parameter.requires_grad and parameter.numel() for parameter in self._untrained
+    def have_changed(self, *, counts_thawed: bool = True) -> bool:
+        """Whether the optimizer holds other parameters than before.
+
+        Args:
+            counts_thawed: Whether also if one that it held has begun to require gradients.
+        """
+        return _held_by(self._optimizer) != self._held or (
+            counts_thawed
+            and any(parameter.requires_grad and parameter.numel() for parameter in self._untrained)
         )
+
+    def check_unchanged(self, *, counts_thawed: bool = True) -> None:
+        """Refuses a step if the optimizer holds other parameters than in its forward.
+
+        Raises:
+            RuntimeError: See `have_changed`.
+        """
+        if self.have_changed(counts_thawed=counts_thawed):
+            raise RuntimeError(
+                "Parameters began to require gradients, or the optimizer's parameter groups hold"
+                " others, since the forward of this step; change that before the forward."
+            )
 
     def _find_homes(self) -> list[tuple[Module, str, int]]:
         """Where each stands, by its number: a module, and its name there. Some have several."""
@@ -95,7 +114,7 @@ class TrainedParameters:
         """Puts the optimizer's parameters back where others stand, with the others' values.
 
         `load_state_dict(assign=True)` leaves new parameters in the module, which no optimizer
-        knows.
+        knows. Those that were exchanged in the optimizer, too, are left alone.
 
         Raises:
             ValueError: If the new parameter has another shape.
@@ -108,14 +127,22 @@ class TrainedParameters:
             kinds = {(isinstance(one, Parameter), one.requires_grad) for one in (parameter, other)}
             if len(kinds) > 1 or any(other is known for known in self.parameters):
                 continue
+            held = set(chain(*_held_by(self._optimizer)))
+            if id(other) in held or id(parameter) not in held:
+                continue
             if other.shape != parameter.shape:
                 raise ValueError(
                     f"A '{name}' was replaced by a parameter of shape {tuple(other.shape)}; the"
-                    f" optimizer trains one of shape {tuple(parameter.shape)}. Make a new optimizer"
-                    " for it."
+                    f" optimizer trains one of shape {tuple(parameter.shape)}. Put the new one into"
+                    " the optimizer's parameter group, in place of the old one."
                 )
             parameter.data = other.data.to(parameter.dtype)
             part._parameters[name] = parameter
+
+
+def _held_by(optimizer: Optimizer) -> list[list[int]]:
+    """Of each parameter group, which objects stand in it."""
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
@@ -201,17 +228,25 @@ def tensor_specs(
 def check_layout(
     module: Module,
     optimizers: Sequence[Optimizer],
+    unknown: Sequence[Optimizer],
     collectives: Collectives,
     options: ExchangeOptions,
 ) -> None:
     """Refuses what cannot be trained, on every rank alike. Collective, blocks.
+
+    Args:
+        module: Whose parameters are trained.
+        optimizers: All that train it.
+        unknown: Those that were not looked at before, or hold other parameters since.
+        collectives: Over all ranks.
+        options: What travels, and how.
 
     Raises:
         ValueError: Saying what is wrong and what to change.
     """
     problems = [
         _local_problem(module, one, options) or why_untrainable(module, one, collectives.world_size)
-        for one in optimizers
+        for one in unknown
     ]
     # What is frozen now may be trained later.
     named = module.named_parameters()
@@ -222,7 +257,7 @@ def check_layout(
         for number, optimizer in enumerate(optimizers)
         for name, what in _describe(module, optimizer)
     ]
-    settings = [_options(optimizer, number) for number, optimizer in enumerate(optimizers)]
+    settings = [options_of(optimizer) for optimizer in optimizers]
     reports = collectives.all_gather_object((problem, described, settings, repr(options)))
     if problem is not None:
         raise ValueError(problem)
@@ -237,9 +272,9 @@ def check_layout(
                 f"Ranks exchange in other ways: {reports[0][3]} on rank 0 and {other_options} on"
                 f" rank {rank}. Give all the same compressor, gather and gather_depth."
             )
-    for rank, (_, _, others, _) in enumerate(reports):
-        for ours, theirs in zip(reports[0][2], others, strict=True):
-            _check_options(rank, ours, theirs)
+    for number, optimizer in enumerate(optimizers):
+        what = f"set up other optimizers: {type(optimizer).__name__} {number}"
+        check_options(what, [settings[number] for _, _, settings, _ in reports])
 
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:
@@ -258,30 +293,7 @@ def _describe(module: Module, optimizer: Optimizer) -> Described:
     ]
 
 
-def _options(optimizer: Optimizer, number: int) -> dict[str, Any]:
-    """What is set in the parameter groups, by place; tensors are left out."""
-    kinds = (bool, int, float, str, tuple, type(None))
-    return {
-        f"{type(optimizer).__name__} {number}, parameter group {place}: {key}": value
-        for place, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key != "params" and isinstance(value, kinds)
-    }
-
-
-def _check_options(rank: int, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    for key in {**first, **other}:
-        left, right = first.get(key), other.get(key)
-        if left != right:
-            raise ValueError(
-                f"Ranks set up other optimizers: {key} is {left} on rank 0 and {right} on rank"
-                f" {rank}. Each rank steps a part of the model: set the same on all."
-            )
-
-
 def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
-    if not optimizers:
-        return "strategy='dear' needs an optimizer, and configure_optimizers returned none."
     seen: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         for parameter in {p for group in optimizer.param_groups for p in group["params"]}:
@@ -302,7 +314,7 @@ def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOption
     except ValueError as error:
         return str(error)
     for number, group in enumerate(optimizer.param_groups):
-        foreign = [p for p in group["params"] if id(p) not in own]
+        foreign = [p for p in group["params"] if id(p) not in own and p.requires_grad]
         if foreign:
             return (
                 f"{type(optimizer).__name__}'s parameter group {number} holds {len(foreign)}"
@@ -365,4 +377,90 @@ def _difference(rank: int, first: Described, other: Described) -> str:
     return (
         f"Ranks hold different models: rank 0 trains {len(first)} parameters, rank {rank}"
         f" {len(other)}. Build the same model on every rank."
+    )
+
+
+class OtherGradients:
+    """Averages gradients of parameters that no optimizer of the training holds.
+
+    Somebody steps them by hand, or with an optimizer of their own. DistributedDataParallel leaves
+    the mean in `.grad` at the end of backward, and so does this: a local sum that was there before,
+    is averaged with the rest.
+
+    Args:
+        module: Whose parameters count.
+        optimizers: Those of the training.
+        collectives: What moves the bytes.
+    """
+
+    def __init__(
+        self, module: Module, optimizers: Sequence[Optimizer], collectives: Collectives
+    ) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        ignored = ignored_names(module)
+        self._collectives = collectives
+        self._named = [
+            (name, one)
+            for name, one in module.named_parameters()
+            if id(one) not in held and one.numel() and name not in ignored
+        ]
+
+    @property
+    def are_trained(self) -> bool:
+        """Whether there are any, more ranks than one, and something to do in each backward."""
+        return self._collectives.world_size > 1 and any(one.requires_grad for _, one in self._named)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Puts the mean into the `.grad` of those that have one on any rank.
+
+        All ranks call, at the end of the same backward; blocks.
+
+        Raises:
+            RuntimeError: On all ranks, if a gradient is sparse on one.
+        """
+        own = [one.grad if one.requires_grad else None for _, one in self._named]
+        flags = torch.tensor([one is not None and 1 + one.is_sparse for one in own])
+        flags = flags.to(self._named[0][1].device, torch.uint8)
+        # Asked first, so that what nobody has used is not sent, and keeps a `.grad` of None.
+        self._collectives.launch_any(flags).wait()
+        used = [(*one, said) for one, said in zip(self._named, flags.tolist(), strict=True) if said]
+        for name, _, said in used:
+            if said > 1:
+                raise sparse_gradient(name)
+        for number, dtype in enumerate(dict.fromkeys(one.dtype for _, one, _ in used)):
+            self._average([one for _, one, _ in used if one.dtype == dtype], OTHER_NUMBERS + number)
+
+    def _average(self, parameters: Sequence[Parameter], number: int) -> None:
+        num_ranks = self._collectives.world_size
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        sizes = [gradient.numel() for gradient in own]
+        padding = -sum(sizes) % num_ranks
+        flat = torch.cat([*(one.reshape(-1) for one in own), own[0].new_zeros(padding)])
+        # Scaled before the sum, as in buckets.
+        flat.mul_(1.0 / num_ranks)
+        shard = shard_of(flat, self._collectives.rank, num_ranks)
+        received = flat.new_empty(self._collectives.scratch_numel(flat.numel()))
+        self._collectives.launch_reduce_scatter(flat, received, shard, number).wait()
+        self._collectives.launch_all_gather(flat, number).wait()
+        *means, _ = torch.split(flat, [*sizes, padding])
+        for parameter, gradient, mean in zip(parameters, own, means, strict=True):
+            parameter.grad = gradient.copy_(mean.view_as(gradient))
+
+
+def changed_with_gradients() -> RuntimeError:
+    """What is raised if an optimizer holds other parameters while gradients wait for its step."""
+    return RuntimeError(
+        "Parameters began to require gradients, or the optimizer's were exchanged, after a backward"
+        " whose gradients no step has used yet; let that happen between an optimizer step and the"
+        " next forward."
+    )
+
+
+def sparse_gradient(name: str) -> RuntimeError:
+    """What is raised where `name` has a sparse gradient."""
+    return RuntimeError(
+        f"'{name}' has a sparse gradient, which strategy='dear' does not reduce; use sparse=False"
+        " in its embedding."
     )

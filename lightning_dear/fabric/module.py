@@ -92,7 +92,8 @@ class DearModule(Module):
 
     def _may_train(self) -> bool:
         assert self.pipeline is not None
-        return any(p.requires_grad for part in self.pipeline.parts for p in part.parameters)
+        trained = (p for part in self.pipeline.parts for p in part.parameters)
+        return self.pipeline.others.are_trained or any(p.requires_grad for p in trained)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from uuid import uuid4
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -144,6 +145,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._gradients_in_hooks = gradients_in_hooks
         self._saves_folders, self._checks_digests = save_distributed_checkpoint, check_digests
         self._pipeline: Pipeline | None = None
+        self._connected: Sequence[LightningOptimizer] = ()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -215,13 +217,35 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
         for part, state in zip(parts, states, strict=True):
             part.optimizer.load_state_dict(state)
-        for wrapper in self._lightning_optimizers:
+        self._connect(trainer)
+        if self._stop is not None:
+            self._stop.ask_through(collectives)
+
+    def _connect(self, trainer: pl.Trainer) -> None:
+        """Connects what asks for the pipeline's optimizers."""
+        assert self._pipeline is not None
+        self._connected = self._lightning_optimizers
+        for wrapper in self._connected:
             # Its class has torch's own, which would pass the pipeline by.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         connect_precision(self.precision_plugin, self._pipeline)
-        if self._stop is not None:
-            self._stop.ask_through(collectives)
         self._insert_guards(trainer)
+
+    def _follow_optimizers(self) -> None:
+        """Trains on with the optimizers that the trainer was given since. Collective then, blocks.
+
+        Raises:
+            RuntimeError: See `Pipeline.use_optimizers`.
+            ValueError: For optimizers that would have been refused at first.
+        """
+        module, wrappers = self.lightning_module, self._lightning_optimizers
+        # Whoever assigns optimizers gets new wrappers.
+        if self._pipeline is None or module is None or wrappers is self._connected:
+            return
+        refusals.check_optimizers(self.optimizers, self.precision_plugin)
+        self._pipeline.use_optimizers([unwrapped(one) for one in self.optimizers])
+        disconnect_precision(self.precision_plugin)
+        self._connect(module.trainer)
 
     def _append_callbacks(self, trainer: pl.Trainer) -> None:
         """Those that work between two steps; once for a trainer."""
@@ -269,6 +293,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._follow_optimizers()
         with nullcontext() if self._pipeline is None else self._pipeline.forward():
             return super().training_step(*args, **kwargs)
 
@@ -279,7 +304,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         # Under manual optimisation any number of backwards may come before a step.
         is_automatic = self.lightning_module.automatic_optimization
         synchronize = not self._is_sync_blocked and (is_automatic or self._is_last_backward or None)
-        with self._pipeline.backward(synchronize=synchronize, optimizers=self._last_of):
+        with self._pipeline.backward(
+            synchronize=synchronize,
+            optimizers=self._last_of,
+            averages_others=not self._is_sync_blocked,
+        ):
             loss = super().backward(*args, **kwargs)
         # The module's `optimizer_step` has called the closure before the optimizer.
         is_between = synchronize and is_automatic and not self._pipeline.is_stepping
@@ -291,6 +320,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._follow_optimizers()
         with nullcontext() if self._pipeline is None else self._pipeline.stepping_early():
             return super().optimizer_step(*args, **kwargs)
 
@@ -334,7 +364,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state in torch's format: whole on every rank, or for a folder. Collective, blocks."""
         optimizer = unwrapped(optimizer)
-        if self._pipeline is None or optimizer not in self.optimizers:
+        if self._pipeline is None or optimizer not in self._pipeline.optimizers:
             return super().optimizer_state(optimizer)
         board = self._failures.board
         if board.has_failed:

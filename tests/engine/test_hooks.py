@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_dear.collectives.work import Signal
 from lightning_dear.compression import Int8
 from lightning_dear.engine.gradient_reducer import USED, RoundFlags
 from lightning_dear.engine.hooks import StepHooks
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.exchange import Exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
@@ -203,7 +205,7 @@ def test_a_wish_is_granted_where_all_ranks_hear_of_it(
     collectives: Any = SimpleNamespace(
         reads_flags_freely=reads_freely,
         rank=0,
-        signal=SimpleNamespace(ask=bool, heard=None),
+        signal=Signal(),
         launch_any=lambda flags: kept.append(flags),
     )
     kept: list[Tensor] = []
@@ -211,7 +213,8 @@ def test_a_wish_is_granted_where_all_ranks_hear_of_it(
         Exchange,
         SimpleNamespace(take_found_inf=lambda: False, hear_found_inf=lambda found: None),
     )
-    flags = RoundFlags([USED], [], own, exchange, collectives, torch.device("cpu"))
+    shared = SharedOptions(torch.optim.SGD([torch.ones(1)]), 0, collectives)
+    flags = RoundFlags([USED], [], own, exchange, collectives, torch.device("cpu"), shared)
     assert kept[0][-3] == (1 if not own else 2 if reads_freely else 0)
     kept[0][-3] = heard
     assert flags.hear() == ([USED], [])

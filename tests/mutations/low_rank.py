@@ -122,8 +122,8 @@ LOW_RANK = [
     Mutation(
         "what a plan leaves as it is keeps of its own",
         "CodedBucket.__init__",
-        "            owner = codec.owner_memory(numel // world_size, device)\n",
-        "            owner = (codec if is_encoded else options.codec).owner_memory("
+        "            owner = codec.of_means.owner_memory(numel // world_size, device)\n",
+        "            owner = (codec if is_encoded else options.codec).of_means.owner_memory("
         "numel // world_size, device)\n",
         (f"{GROUPS}::test_what_a_plan_leaves_as_it_is_has_its_own_feedback",),
     ),

@@ -67,7 +67,7 @@ STRATEGY = [
     ),
     Mutation(
         "clipping and unscaling on shards",
-        "DearStrategy._start_pipeline",
+        "DearStrategy._connect",
         "        connect_precision(self.precision_plugin, self._pipeline)\n",
         "",
         row("clipping by norm", "clipping by value"),

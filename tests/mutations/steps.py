@@ -11,6 +11,7 @@ CONTRACT = "tests/optimizers/test_optimizer_contract.py"
 STATE = "tests/optimizers/test_state.py"
 DELAYS = "tests/engine/test_delays.py"
 MASTERS = "tests/optimizers/test_masters.py"
+EXCHANGED = "tests/engine/test_exchanged_optimizers.py"
 
 WAITS = [
     Mutation(
@@ -181,17 +182,45 @@ GUARDS = [
     ),
     Mutation(
         "refusing parameters that are new between forward and step",
-        "OptimizerPipeline._add_round",
-        "        if self.plans.trained.have_grown():\n            raise",
+        "TrainedParameters.check_unchanged",
+        "        if self.have_changed(counts_thawed=counts_thawed):\n            raise",
         "        if False:\n            raise",
         (f"{CONTRACT}::test_parameters_that_are_new_at_the_step_are_refused",),
     ),
     Mutation(
         "a new plan for new parameters",
-        "OptimizerPipeline.prepare_forward",
+        "OptimizerPipeline.follow",
         "        self.plans.dissolve()\n",
         "",
         (f"{STATE}::test_unfreezing_in_mid_training_rebuilds_the_plan_and_keeps_state",),
+    ),
+    Mutation(
+        "a new plan for other parameters",
+        "TrainedParameters.have_changed",
+        "        return _held_by(self._optimizer) != self._held or (\n",
+        "        return False or (\n",
+        (f"{EXCHANGED}::test_other_parameters_in_a_group_are_trained",),
+    ),
+    Mutation(
+        "what a compressor has left to be sent, for another optimizer",
+        "Pipeline.use_optimizers",
+        "            part.plans.residuals.inherit(residuals)\n",
+        "            pass\n",
+        (f"{EXCHANGED}::test_what_a_compressor_has_left_to_be_sent_is_not_lost",),
+    ),
+    Mutation(
+        "averaging what no optimizer holds",
+        "Pipeline.backward",
+        "                self.others.average()\n",
+        "                pass\n",
+        ("tests/engine/test_other_gradients.py::test_they_end_in_grad_as_under_ddp",),
+    ),
+    Mutation(
+        "comparing options in every step",
+        "SharedOptions.hear",
+        "        check_options(what, self._collectives.all_gather_object(self._options))\n",
+        "        pass\n",
+        ("tests/engine/test_shared_options.py::test_all_ranks_refuse_the_step",),
     ),
     Mutation(
         "a closure that was not called",

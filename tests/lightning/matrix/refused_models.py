@@ -173,6 +173,48 @@ def _faster(module: nn.Module) -> Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.2)
 
 
+class _DriftingNet(_TrainedNet):
+    """One rank alone steps with a smaller learning rate from its third batch on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if os.environ["RANK"] == "1" and batch_idx == 2:
+            self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
+def _fit_drifting() -> None:
+    fit(dear(), _DriftingNet(sgd))
+
+
+class _StrangerNet(_TrainedNet):
+    """Steps another optimizer than the one it returned."""
+
+    def optimizer_step(self, *args: Any) -> None:
+        *_, closure = args
+        closure()
+        sgd(self.net).step()
+
+
+def _fit_stranger() -> None:
+    fit(dear(), _StrangerNet(sgd))
+
+
+class _HastyNet(_TrainedNet):
+    """Exchanges its optimizer between backward and step."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.trainer.optimizers = [sgd(self.net)]
+        self.optimizers().step()
+
+
+def _fit_hasty() -> None:
+    fit(dear(), _HastyNet())
+
+
 def _not_elementwise(kind: Any) -> Refused:
     return row(
         name=kind.__name__,
@@ -296,6 +338,29 @@ OPTIMIZERS = (
         message="Ranks set up other optimizers: SGD 0, parameter group 0: lr is 0.1 on rank 0 and",
         why="each rank steps a part of the model",
         instead="set the same on all ranks",
+    ),
+    row(
+        name="ranks that step with another learning rate, or another option",
+        run=_fit_drifting,
+        message="Ranks step with other options: SGD 0, parameter group 0: lr is 0.1 on rank 0 and",
+        why="as above; it is noticed in the step",
+        instead="a metric that all ranks share for schedules: `self.log(..., sync_dist=True)`",
+    ),
+    row(
+        name="a step of another optimizer than those that are trained with",
+        run=_fit_stranger,
+        message="A SGD that the training does not know steps parameters that another optimizer",
+        why="its `.grad` is not the mean over ranks",
+        instead="return it from `configure_optimizers`, or assign it to `trainer.optimizers`",
+        error="RuntimeError",
+    ),
+    row(
+        name="other optimizers within a training_step",
+        run=_fit_hasty,
+        message="Optimizers were exchanged within a training_step; do it in a hook before it",
+        why="gradients are on their way for the first ones",
+        instead="assign them in a hook before the training step",
+        error="RuntimeError",
     ),
     row(
         name="ranks with another optimizer",

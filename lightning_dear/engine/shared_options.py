@@ -1,0 +1,102 @@
+"""Learning rates and the like: each rank steps a part of the model, and all with the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dear.collectives.work import Collectives
+
+Options = Mapping[tuple[int, str], Any]
+"""(number of a parameter group, key) -> value."""
+
+_SELDOM = 64
+_KINDS = (bool, int, float, str, tuple, type(None), Tensor)
+
+
+def options_of(optimizer: Optimizer) -> Options:
+    """What is set in the parameter groups; single numbers in tensors, too.
+
+    Not those on a device, for which the host would have to wait.
+    """
+    return {
+        (place, key): value.tolist() if isinstance(value, Tensor) else value
+        for place, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, _KINDS)
+        and not (isinstance(value, Tensor) and (value.numel() > 1 or not value.is_cpu))
+    }
+
+
+def check_options(what: str, reports: Sequence[Options]) -> None:
+    """Refuses options that are others on some rank than on rank 0.
+
+    Args:
+        what: What ranks do, and with which optimizer, for the message.
+        reports: Every rank's options.
+
+    Raises:
+        ValueError: Naming the first that differs.
+    """
+    for rank, other in enumerate(reports):
+        for place, key in {**reports[0], **other}:
+            left, right = (one.get((place, key)) for one in (reports[0], other))
+            if left != right:
+                raise ValueError(
+                    f"Ranks {what}, parameter group {place}: {key} is {left} on rank 0 and {right}"
+                    f" on rank {rank}. Each rank steps a part of the model: set the same on all,"
+                    " and let schedules follow a metric that all share (sync_dist=True)."
+                )
+
+
+class SharedOptions:
+    """Notices in each step whether all ranks step with the same learning rates and the like.
+
+    Args:
+        optimizer: Its groups are looked at.
+        number: Of the optimizer, for messages.
+        collectives: Over all ranks.
+    """
+
+    NUM_BYTES = 8
+    """Of a digest, beside the flags that travel in any case."""
+
+    def __init__(self, optimizer: Optimizer, number: int, collectives: Collectives) -> None:
+        self._optimizer, self._number = optimizer, number
+        self._collectives = collectives
+        self._options: Options = {}
+        self._digest: Tensor | None = None
+        self._num_heard = 0
+
+    def digest(self, device: torch.device) -> Tensor:
+        """A hash of the present options, and its complement: [NUM_BYTES], uint8, on `device`."""
+        options = options_of(self._optimizer)
+        if self._digest is None or options != self._options:
+            self._options = options
+            hashed = crc32(repr(options).encode()).to_bytes(self.NUM_BYTES // 2, "little")
+            both = int.from_bytes([*hashed, *(255 - one for one in hashed)], "little", signed=True)
+            # As one number, which a device can be given without a wait.
+            self._digest = torch.full((1,), both, device=device).view(torch.uint8)
+        return self._digest
+
+    def hear(self, told: Tensor) -> None:
+        """Takes the maximum over ranks of the last digest.
+
+        Where the host has to wait for it, only every `_SELDOM`-th is looked at.
+
+        Raises:
+            ValueError: If ranks have other options, on all of them, naming the option.
+        """
+        self._num_heard += 1
+        if not self._collectives.reads_flags_freely and self._num_heard % _SELDOM:
+            return
+        # A byte and its complement are 255 together, and the maxima are more if any two differ.
+        if sum(told.tolist()) == 255 * self.NUM_BYTES // 2:
+            return
+        what = f"step with other options: {type(self._optimizer).__name__} {self._number}"
+        check_options(what, self._collectives.all_gather_object(self._options))

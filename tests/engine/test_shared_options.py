@@ -1,0 +1,114 @@
+"""Ranks that step with other learning rates, or other options, say so in that step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dear.engine import shared_options
+from lightning_dear.engine.pipeline import Pipeline
+from tests.distributed.harness import distributed
+from tests.training.models import batch, build, loss_of, optimizer_for
+from tests.training.three_ways import new_pipeline, train_steps
+
+
+def _run(
+    change: Callable[[torch.optim.Optimizer], None],
+    name: str = "sgd",
+    before: Callable[[Pipeline], Any] = lambda pipeline: None,
+) -> None:
+    """Changes the options of the last rank's optimizer in front of its third step."""
+    model = build("mlp")
+    optimizer = optimizer_for(name, model)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(0.25) if name == "adamw" else group["lr"]
+    pipeline = new_pipeline(model, optimizer)
+
+    def between(step: int) -> None:
+        if step == 2:
+            before(pipeline)
+            if dist.get_rank() == dist.get_world_size() - 1:
+                change(optimizer)
+
+    try:
+        train_steps(pipeline, model, range(3), between=between)
+    finally:
+        assert pipeline.parts[0].num_steps == 2
+
+
+def _set(group: int, key: str, value: Any) -> Callable[[torch.optim.Optimizer], None]:
+    def change(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[group][key] = value
+
+    return change
+
+
+def _scale_in_place(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[1]["lr"].mul_(0.1)
+
+
+CHANGES = {
+    "lr": ("sgd", _set(1, "lr", 0.1), "SGD 0, parameter group 1: lr is 0.03 on rank 0 and 0.1 on"),
+    "momentum": ("sgd", _set(0, "momentum", 0.5), "SGD 0, parameter group 0: momentum is 0.9 on"),
+    "decay": ("adamw", _set(0, "weight_decay", 0.5), "group 0: weight_decay is 0.05 on rank 0"),
+    "betas": ("adamw", _set(1, "betas", (0.5, 0.9)), "group 1: betas is (0.9, 0.999) on rank 0"),
+    "tensor": ("adamw", _scale_in_place, "AdamW 0, parameter group 1: lr is 0.25 on rank 0"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@distributed(world_sizes=(2, 3))
+def test_all_ranks_refuse_the_step(name: str) -> None:
+    optimizer, change, message = CHANGES[name]
+    with pytest.raises(ValueError, match="^Ranks step with other options: ") as raised:
+        _run(change, optimizer)
+    assert message in str(raised.value)
+
+
+@distributed(world_sizes=(2,))
+def test_also_if_gradients_were_reduced_before() -> None:
+    with pytest.raises(ValueError, match="group 1: lr is 0.03 on rank 0 and 0.1 on rank 1"):
+        _run(_set(1, "lr", 0.1), before=lambda pipeline: pipeline.parts[0].clip_by_norm(0.1))
+
+
+@distributed(world_sizes=(2,))
+def test_also_if_all_is_sent_at_the_step() -> None:
+    model = build("mlp")
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer)
+    _set(0, "lr", 0.01 * (1 + dist.get_rank()))(optimizer)
+    for step in range(2):
+        with pipeline.forward():
+            loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
+        with pipeline.backward(synchronize=False):
+            loss.backward()
+    with pytest.raises(ValueError, match="group 0: lr is 0.01 on rank 0 and 0.02 on rank 1"):
+        optimizer.step()
+
+
+@distributed(world_sizes=(2,))
+def test_seldom_where_reading_flags_costs_a_wait() -> None:
+    model = build("mlp")
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer)
+    pipeline.collectives.reads_flags_freely = False  # as on NCCL
+    _set(1, "lr", 0.01 * (1 + dist.get_rank()))(optimizer)
+    with mock.patch.object(shared_options, "_SELDOM", 3):
+        train_steps(pipeline, model, range(2))
+        with pytest.raises(ValueError, match="group 1: lr is 0.01 on rank 0 and 0.02 on rank 1"):
+            train_steps(pipeline, model, [2])
+
+
+@distributed(world_sizes=(1, 2))
+def test_what_changes_on_all_ranks_alike_is_nothing_to_say() -> None:
+    model = build("mlp")
+    optimizer = optimizer_for("sgd", model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=9)
+    pipeline = new_pipeline(model, optimizer)
+    train_steps(pipeline, model, range(4), between=lambda _: schedule.step())
+    pipeline.detach()
