@@ -67,10 +67,12 @@ class Pipeline:
             groups; each optimizer takes a number.
         options: What travels, and how; None: gradients there and parameters back, as they are.
         clock: Tells when the device is where; None: that of the parameters' device.
+        or_else: What may travel where the optimizers cannot be stepped with `options`.
 
     Attributes:
         collectives: What moves the bytes.
         options: What travels, and how.
+        remark: What people are to be told of how optimizers are stepped; None: nothing.
         all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says; None if it is.
         parts: What each optimizer has of its own.
 
@@ -91,12 +93,13 @@ class Pipeline:
         first_number: int = 0,
         options: ExchangeOptions | None = None,
         clock: Clock | None = None,
+        or_else: ExchangeOptions | None = None,
     ) -> None:
         options = options or ExchangeOptions()
         options.check(collectives, len(optimizers))
-        check_layout(module, optimizers, collectives, options)
+        options, remark = check_layout(module, optimizers, collectives, options, or_else)
         self.collectives = collectives
-        self.options = options
+        self.options, self.remark = options, remark
         clock = clock or clock_of(next(module.parameters()).device)
         self._instruments = Instruments(clock, collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None

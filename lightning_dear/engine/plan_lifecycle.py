@@ -28,6 +28,7 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY, LeftWeights
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer
+from lightning_dear.optimizers.tensorwise import check_steppable
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
 from lightning_dear.telemetry.statistics import Instruments, Waiting
@@ -248,6 +249,8 @@ class PlanLifecycle:
         self.release()
         # The state is whole in `optimizer.state`, until there is another plan.
         self.plan = None
+        # What has been added may be stepped otherwise.
+        check_steppable(self._stepper.optimizer, self._options)
         self._start_recording()
 
     def _put_state_together(self) -> None:

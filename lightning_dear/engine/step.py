@@ -48,7 +48,7 @@ from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.elementwise import warn_of_zeros
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
-from lightning_dear.optimizers.sharded import ShardedOptimizer
+from lightning_dear.optimizers.sharded import ShardedOptimizer, is_nested
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.statistics import Instruments
@@ -456,6 +456,8 @@ class OptimizerPipeline:
 
     def _on_user_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Pre-hook of `step`: begins after the closure, whether or not there is one."""
+        if is_nested(optimizer):
+            return None
         this, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
         if closure is None:
@@ -513,6 +515,8 @@ class OptimizerPipeline:
 
     def _on_inner_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Post-hook of `step`: the call under way has just stepped the last run of buckets."""
+        if is_nested(optimizer):
+            return
         self._launch_gathers(self.stepper.finish())
         self.stepper.restore()
         self.stepper.stepped_early.clear()

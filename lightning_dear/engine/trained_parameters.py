@@ -18,7 +18,7 @@ from lightning_dear.compression.groups import unused_group
 from lightning_dear.engine.gate import plain_parameters
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.tensorwise import check_steppable
+from lightning_dear.optimizers.tensorwise import choose_options
 from lightning_dear.planning import TensorSpec
 
 Described = Sequence[tuple[str, str]]
@@ -155,13 +155,25 @@ def check_layout(
     optimizers: Sequence[Optimizer],
     collectives: Collectives,
     options: ExchangeOptions,
-) -> None:
+    or_else: ExchangeOptions | None = None,
+) -> tuple[ExchangeOptions, str | None]:
     """Refuses what cannot be trained, on every rank alike. Collective, blocks.
+
+    Args:
+        module: Whose parameters are trained.
+        optimizers: Over them.
+        collectives: Between the ranks.
+        options: What travels.
+        or_else: What may travel instead, where optimizers cannot be stepped with `options`.
+
+    Returns:
+        One of both, the same on all ranks, and what people are to be told.
 
     Raises:
         ValueError: Saying what is wrong and what to change.
     """
-    problems = [_local_problem(module, optimizer, options) for optimizer in optimizers]
+    options, problem, remark = choose_options(optimizers, options, or_else)
+    problems = [problem, *(_local_problem(module, one, options) for one in optimizers)]
     # What is frozen now may be trained later.
     named = module.named_parameters()
     unused = unused_group(options.groups, [(name, one.ndim) for name, one in named])
@@ -189,6 +201,7 @@ def check_layout(
     for rank, (_, _, others, _) in enumerate(reports):
         for ours, theirs in zip(reports[0][2], others, strict=True):
             _check_options(rank, ours, theirs)
+    return options, remark
 
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:
@@ -246,7 +259,6 @@ def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
 def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOptions) -> str | None:
     own = {id(parameter) for parameter in module.parameters()}
     try:
-        check_steppable(optimizer, options)
         check_momentum(optimizer, options)
     except ValueError as error:
         return str(error)
