@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as all_optimizers
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dear.optimizers.sharded import is_nested
+
 OnGradient = Callable[[int, tuple[()], tuple[Tensor | None]], None]
 """(number of a parameter, nothing, its gradient of this backward alone, or None) -> None."""
 
@@ -90,8 +92,8 @@ class StepHooks:
     def __init__(self, optimizer: Optimizer, before: Any, begin: Any, end: Any) -> None:
         self._optimizer, self._before = optimizer, before
         first = before_every_step(self._on_step)
-        last = optimizer.register_step_post_hook(end)
-        self._begin = optimizer.register_step_pre_hook(begin)
+        last = optimizer.register_step_post_hook(partial(_unless_nested, end))
+        self._begin = optimizer.register_step_pre_hook(partial(_unless_nested, begin))
         self._handles = first, self._begin, last
         unused = all_optimizers.register_optimizer_step_post_hook(end)
         self._lists: list[Any] = [one.hooks_dict_ref() for one in (*self._handles, unused)]
@@ -100,7 +102,9 @@ class StepHooks:
             self._lists[place].move_to_end(hook.id, last=False)
 
     def _on_step(self, optimizer: Optimizer) -> None:
-        if optimizer is self._optimizer:
+        # `inner_step` takes the optimizer's own hooks away, but not those of all optimizers.
+        is_inner = vars(optimizer).get("_optimizer_step_pre_hooks") is not self._lists[1]
+        if optimizer is self._optimizer and not is_inner and not is_nested(optimizer):
             self._lists[1].move_to_end(self._begin.id)
             self._before()
 
@@ -126,6 +130,10 @@ def before_every_step(method: Callable[[Optimizer], None]) -> RemovableHandle:
     # torch would hold for ever whoever is not removed.
     on_step = partial(_call, WeakMethod(method))
     return all_optimizers.register_optimizer_step_pre_hook(on_step)
+
+
+def _unless_nested(hook: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    return None if is_nested(optimizer) else hook(optimizer, args, kwargs)
 
 
 def _call(method: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

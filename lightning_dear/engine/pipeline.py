@@ -71,10 +71,12 @@ class Pipeline:
             groups; each optimizer takes a number.
         options: What travels, and how; None: gradients there and parameters back, as they are.
         clock: Tells when the device is where; None: that of the parameters' device.
+        or_else: What may travel where the optimizers cannot be stepped with `options`.
 
     Attributes:
         collectives: What moves the bytes.
         options: What travels, and how.
+        remark: What people are to be told of how optimizers are stepped; None: nothing.
         all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says; None if it is.
         parts: What each optimizer has of its own, in the order of the optimizers.
         others: Averages what no optimizer holds.
@@ -97,13 +99,15 @@ class Pipeline:
         first_number: int = 0,
         options: ExchangeOptions | None = None,
         clock: Clock | None = None,
+        or_else: ExchangeOptions | None = None,
     ) -> None:
         self.collectives = collectives
-        self.options = options = options or ExchangeOptions()
+        self.options = options or ExchangeOptions()
+        self.remark: str | None = None
         self._module = module
         self._fusion = fusion
         self._first_number = first_number
-        self._check(optimizers, optimizers)
+        self._check(optimizers, optimizers, or_else)
         clock = clock or clock_of(next(module.parameters()).device)
         self._instruments = Instruments(clock, collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
@@ -116,9 +120,15 @@ class Pipeline:
         self._start(optimizers)
         self._strangers = before_every_step(self._refuse_stranger)
 
-    def _check(self, optimizers: Sequence[Optimizer], unknown: Sequence[Optimizer]) -> None:
+    def _check(
+        self,
+        optimizers: Sequence[Optimizer],
+        unknown: Sequence[Optimizer],
+        or_else: ExchangeOptions | None = None,
+    ) -> None:
         self.options.check(self.collectives, len(optimizers))
-        check_layout(self._module, optimizers, unknown, self.collectives, self.options)
+        how = self.collectives, self.options, or_else
+        self.options, self.remark = check_layout(self._module, optimizers, unknown, *how)
 
     def _start(self, optimizers: Sequence[Optimizer]) -> None:
         """Makes the parts of `optimizers`, which have been checked."""
@@ -164,6 +174,8 @@ class Pipeline:
             raise RuntimeError(
                 "Optimizers were exchanged within a training_step; do it in a hook before it."
             )
+        # Optimizers are tried on copies of what arrives.
+        self.complete_parameters("re-plan")
         self._check(optimizers, optimizers)
         residuals = [part.plans.residuals for part in self.parts]
         codec, shows = self.parts[0].plans.codec, self.parts[0].shows_gradients
@@ -183,6 +195,7 @@ class Pipeline:
 
     def _follow(self, changed: Sequence[OptimizerPipeline]) -> None:
         """Goes on with what optimizers hold now. Collective, blocks."""
+        self.complete_parameters("re-plan")
         self._check(self.optimizers, [part.optimizer for part in changed])
         for part in changed:
             part.follow()

@@ -21,7 +21,7 @@ from lightning_dear.engine.hooks import GradientHooks, OnGradient
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.engine.shared_options import check_options, options_of
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.tensorwise import check_steppable
+from lightning_dear.optimizers.tensorwise import choose_options
 from lightning_dear.planning import TensorSpec
 
 Described = Sequence[tuple[str, str]]
@@ -231,7 +231,8 @@ def check_layout(
     unknown: Sequence[Optimizer],
     collectives: Collectives,
     options: ExchangeOptions,
-) -> None:
+    or_else: ExchangeOptions | None = None,
+) -> tuple[ExchangeOptions, str | None]:
     """Refuses what cannot be trained, on every rank alike. Collective, blocks.
 
     Args:
@@ -240,13 +241,19 @@ def check_layout(
         unknown: Those that were not looked at before, or hold other parameters since.
         collectives: Over all ranks.
         options: What travels, and how.
+        or_else: What may travel instead, where `unknown` cannot be stepped with `options`.
+
+    Returns:
+        One of both, the same on all ranks, and what people are to be told.
 
     Raises:
         ValueError: Saying what is wrong and what to change.
     """
+    options, problem, remark = choose_options(unknown, options, or_else)
     problems = [
-        _local_problem(module, one, options) or why_untrainable(module, one, collectives.world_size)
-        for one in unknown
+        problem,
+        *(_local_problem(module, one, options) for one in unknown),
+        *(why_untrainable(module, one, collectives.world_size) for one in unknown),
     ]
     # What is frozen now may be trained later.
     named = module.named_parameters()
@@ -275,6 +282,7 @@ def check_layout(
     for number, optimizer in enumerate(optimizers):
         what = f"set up other optimizers: {type(optimizer).__name__} {number}"
         check_options(what, [settings[number] for _, _, settings, _ in reports])
+    return options, remark
 
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:
@@ -309,7 +317,6 @@ def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
 def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOptions) -> str | None:
     own = {id(parameter) for parameter in module.parameters()}
     try:
-        check_steppable(optimizer, options)
         check_momentum(optimizer, options)
     except ValueError as error:
         return str(error)

@@ -6,12 +6,14 @@ the end of the inner step do pieces of them, bucket by bucket, stand in their pl
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +23,58 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import FlatBuffers, Piece, as_flat, cut_state, shard_pieces
-from lightning_dear.optimizers.elementwise import closure_skipped, inner_step
 from lightning_dear.optimizers.masters import MASTER_KEY, differs, undo_casts
 
 # A call of the optimizer costs as much as stepping some tens of thousands of elements.
 MAX_RUN_NUMEL = 1 << 16
 """Elements of shards that are stepped at once."""
+
+_PROFILED: Any = Optimizer.profile_hook_step(print)
+"""What torch makes of a class's `step`, by its code: it calls the hooks around it."""
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def inner_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The class's own `step`, without the hooks and profiling that torch wraps around it.
+
+    Called with an optimizer of the class. Nor are hooks called by a `super().step()` within.
+    """
+    step: Any = type(optimizer).step
+    own = step.__wrapped__ if getattr(step, "__code__", None) is _PROFILED.__code__ else step
+
+    def call(one: Optimizer, **arguments: Any) -> Any:
+        hooks = {name: vars(one)[name] for name in _STEP_HOOKS}
+        vars(one).update(dict.fromkeys(_STEP_HOOKS, {}))
+        try:
+            return own(one, **arguments)
+        finally:
+            vars(one).update(hooks)
+
+    return call
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Whether the hook that asks was called by a step that another step of `optimizer` has called.
+
+    That is a subclass's `super().step()`: torch wraps both, once there was an object of the plain
+    class. Told by the stack, since of a step that raised no hook hears the end.
+    """
+    num_steps = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and num_steps < 2:
+        is_step = frame.f_code is _PROFILED.__code__
+        num_steps += is_step and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return num_steps > 1
+
+
+def closure_skipped(optimizer: Optimizer) -> RuntimeError:
+    """What is raised after a step that has updated parameters before there were gradients."""
+    return RuntimeError(
+        f"{type(optimizer).__name__}.step() did not call its closure, so strategy='dear'"
+        " could not reduce the gradients; call the closure before the update."
+    )
 
 
 class AdoptedState(NamedTuple):

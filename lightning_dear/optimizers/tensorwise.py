@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import LOW_PRECISION
 from lightning_dear.compression import PowerSGD, SparseAllReduce
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
-from lightning_dear.optimizers.elementwise import (
-    ELEMENTWISE,
-    check_elementwise,
-    inner_step,
-    twin_of,
-    used_groups,
-)
-from lightning_dear.optimizers.replicated import DeferredStep
+from lightning_dear.optimizers.elementwise import ELEMENTWISE, check_elementwise, is_trusted
+from lightning_dear.optimizers.trial import find_difference
 
 _KNOWN = ELEMENTWISE | {
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
 }
-_SHAPES = ((8, 32), (24, 8))
-_NUM_STEPS = 3
 
 
 def check_tensorwise(optimizer: Optimizer) -> None:
     """Refuses an optimizer that would give another result if tensors are stepped one by one.
 
-    torch's own are known by class; anything else is probed: two matrices stepped together and one
-    by one, three steps, must end in the same bits, with the options of each parameter group.
+    torch's own are known by class; anything else is tried, see `trial.py`.
 
     Raises:
         ValueError: Naming the optimizer and what to use.
@@ -40,17 +29,20 @@ def check_tensorwise(optimizer: Optimizer) -> None:
     if type(optimizer) in _KNOWN:
         return
     try:
-        agrees = all(_steps_alike_one_by_one(optimizer, group) for group in used_groups(optimizer))
+        why = find_difference(optimizer, on_parts=False)
     except Exception as error:
+        why = (
+            f"stepping it on small matrices failed ({error}; note that a step must skip parameters"
+            " whose .grad is None)"
+        )
+    if why is not None:
+        known = ", ".join(sorted(kind.__name__ for kind in _KNOWN))
         raise ValueError(
-            _refusal(
-                optimizer,
-                f"stepping it on small matrices failed ({error}); note that a step must"
-                " skip parameters whose .grad is None",
-            )
-        ) from error
-    if not agrees:
-        raise ValueError(_refusal(optimizer, "two matrices stepped one by one differ from both"))
+            "strategy='dear' with gather='gradients' steps each tensor when its gradient has"
+            f" arrived, and {type(optimizer).__name__} does not allow that: {why}. Use an optimizer"
+            f" that treats every tensor on its own ({known}, or one that passes the same test), or"
+            " strategy='ddp'."
+        )
 
 
 def check_steppable(optimizer: Optimizer, options: ExchangeOptions) -> None:
@@ -59,16 +51,40 @@ def check_steppable(optimizer: Optimizer, options: ExchangeOptions) -> None:
     Raises:
         ValueError: Naming the optimizer and what to use.
     """
-    if not options.is_of_gradients:
-        check_elementwise(optimizer)
+    name = type(optimizer).__name__
+    wrapped = [type(one).__name__ for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    if wrapped:
+        raise ValueError(
+            f"strategy='dear' does not support {name}, which wraps another optimizer: what"
+            f" {wrapped[0]} steps, and its state, would be out of sight. Use {wrapped[0]} by"
+            " itself, or strategy='ddp'."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"{name}(differentiable=True) lets autograd record its steps, and strategy='dear' makes"
+            " them outside of it. Leave it out."
+        )
+    if options.is_of_gradients:
+        _check_whole(optimizer, _with_masters(options))
         return
+    try:
+        check_elementwise(optimizer)
+    except ValueError as error:
+        try:
+            _check_whole(optimizer, "")
+        except ValueError as other:
+            why = str(error).partition(" Use ")[0]
+            raise ValueError(f"{why} And gather='gradients' is no way out: {other}") from error
+        raise
+
+
+def _check_whole(optimizer: Optimizer, or_masters: str) -> None:
     check_tensorwise(optimizer)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     if narrow := {str(p.dtype) for p in parameters if p.dtype in LOW_PRECISION}:
         raise ValueError(
             f"gather='gradients' steps parameters as they are, and an update is often below the"
-            f" resolution of {', '.join(sorted(narrow))}; use {_with_masters(options)}a mixed"
-            " precision."
+            f" resolution of {', '.join(sorted(narrow))}; use {or_masters}a mixed precision."
         )
 
 
@@ -86,46 +102,39 @@ def _with_masters(options: ExchangeOptions) -> str:
     return f"{way}, which steps fp32 masters of 16-bit parameters, or "
 
 
-def _refusal(optimizer: Optimizer, why: str) -> str:
-    known = ", ".join(sorted(kind.__name__ for kind in _KNOWN))
+def choose_options(
+    optimizers: Sequence[Optimizer], options: ExchangeOptions, or_else: ExchangeOptions | None
+) -> tuple[ExchangeOptions, str | None, str | None]:
+    """`options` if all can be stepped so, or else `or_else`, if it is given and they can. Local.
+
+    Returns:
+        What travels; why they cannot be stepped so; what people are to be told.
+    """
+    problem = _problem(optimizers, options)
+    if problem is not None and or_else is not None and _problem(optimizers, or_else) is None:
+        why = problem.partition(" Use ")[0]
+        return (
+            or_else,
+            None,
+            f"{why} So every rank gets whole gradients instead of parameters, and has the whole"
+            " optimizer state, as with gather='gradients'.",
+        )
+    names = dict.fromkeys(type(one).__name__ for one in optimizers if not is_trusted(one))
+    if problem is not None or options.is_of_gradients or not names:
+        return options, problem, None
     return (
-        "strategy='dear' with gather='gradients' steps each tensor when its gradient has arrived,"
-        f" and {type(optimizer).__name__} does not allow that: {why}. Use an optimizer that treats"
-        f" every tensor on its own ({known}, or one that passes the same test), or strategy='ddp'."
+        options,
+        None,
+        f"strategy='dear' steps {', '.join(names)} on parts of tensors: in a test with small"
+        " tensors the bits were those of whole ones. That does not prove it of all. If an update"
+        " of an element may depend on others, use gather='gradients', which steps whole tensors.",
     )
 
 
-def _steps_alike_one_by_one(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randn, dtype=torch.float32, generator=generator)
-    start = [draw(shape) for shape in _SHAPES]
-    together, apart = ([tensor.clone() for tensor in start] for _ in range(2))
-    twins = [twin_of(optimizer, group, tensors) for tensors in (together, apart)]
-    for _ in range(_NUM_STEPS):
-        gradients = [draw(shape) for shape in _SHAPES]
-        _give(together, gradients)
-        _step(twins[0])
-        _step_apart(twins[1], apart, gradients)
-    agrees = all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
-    return agrees and not any(torch.equal(a, b) for a, b in zip(together, start, strict=True))
-
-
-@torch.no_grad()
-def _step(twin: Optimizer) -> None:
-    inner_step(twin)(twin)
-
-
-def _step_apart(twin: Optimizer, tensors: list[Tensor], gradients: list[Tensor]) -> None:
-    """As the engine does: a step that finds no gradient, and the rest of it tensor by tensor."""
-    deferred = DeferredStep(twin)
-    _give(tensors, [None] * len(tensors))
-    _step(twin)
-    _give(tensors, gradients)
-    with torch.no_grad():
-        for tensor in tensors:
-            deferred.run({0: [tensor]})
-
-
-def _give(tensors: list[Tensor], gradients: Any) -> None:
-    for tensor, gradient in zip(tensors, gradients, strict=True):
-        tensor.grad = None if gradient is None else gradient.clone()
+def _problem(optimizers: Sequence[Optimizer], options: ExchangeOptions) -> str | None:
+    try:
+        for optimizer in optimizers:
+            check_steppable(optimizer, options)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -69,6 +71,10 @@ class PipelineStrategy(ABC):
         self._broadcast_buffers, self._audit = broadcast_buffers, audit
         chosen = gather or default_gather(codec, groups)
         self._options = ExchangeOptions(chosen, gather_depth, decouple, codec, groups)
+        self._or_else: ExchangeOptions | None = None
+        if gather is None:
+            with suppress(ValueError):
+                self._or_else = replace(self._options, gather="gradients")
         self._fusion = resolve_fusion(fusion, bucket_cap_mb)
         check_planner(self._fusion, self._options)
         if self._schedule is not None:
@@ -110,9 +116,12 @@ class PipelineStrategy(ABC):
             audit=self._audit,
             first_number=first_number,
             options=self._options,
+            or_else=self._or_else,
         )
         for part in pipeline.parts:
             part.shows_gradients = self._gradients_in_hooks
+        if pipeline.remark is not None:
+            rank_zero_info(pipeline.remark)
         return pipeline
 
     # --- for users: parameters --------------------------------------------------------------------

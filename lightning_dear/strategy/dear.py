@@ -22,6 +22,7 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, device
 from torch.optim import Optimizer
@@ -244,6 +245,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             return
         refusals.check_optimizers(self.optimizers, self.precision_plugin)
         self._pipeline.use_optimizers([unwrapped(one) for one in self.optimizers])
+        if self._pipeline.remark is not None:
+            rank_zero_info(self._pipeline.remark)
         disconnect_precision(self.precision_plugin)
         self._connect(module.trainer)
 

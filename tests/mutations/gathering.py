@@ -147,9 +147,9 @@ GATHERING = [
     ),
     Mutation(
         "trying the options of every parameter group",
-        "check_elementwise",
-        "used_groups(optimizer))\n",
-        "used_groups(optimizer)[:1])\n",
+        "_samples",
+        "enumerate(optimizer.param_groups)",
+        "enumerate(optimizer.param_groups[:1])",
         ("tests/optimizers/test_elementwise.py::test_every_group_is_tried_with_its_own_options",),
     ),
     Mutation(
@@ -162,7 +162,7 @@ GATHERING = [
     Mutation(
         "trying whether tensors can be stepped one by one",
         "check_tensorwise",
-        "    if not agrees:\n",
+        "    if why is not None:\n",
         "    if False:\n",
         (f"{TENSORWISE}::test_what_couples_tensors_is_refused",),
     ),

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from tests.lightning.fitting import dear, fit
 from tests.lightning.matrix.rows import Refused
 from tests.lightning.nets import Net
+from tests.optimizers.strangers import Global, Lookahead
 
 row = partial(Refused, section="Optimizers and models")
 WHOLE = "its update of an element depends on other elements of the tensor"
@@ -134,12 +135,16 @@ def _muon(module: nn.Module) -> Optimizer:
     return torch.optim.Muon([p for p in module.parameters() if p.dim() == 2])
 
 
+def _wrapped(module: nn.Module) -> Optimizer:
+    return Lookahead(sgd(module))
+
+
 def _closure_free(module: nn.Module) -> Optimizer:
     return ClosureFree(module.parameters(), lr=0.1)
 
 
-def _fit(new_optimizer: Callable[[nn.Module], Any]) -> None:
-    fit(dear(), UntouchedNet(new_optimizer))
+def _fit(new_optimizer: Callable[[nn.Module], Any], **options: Any) -> None:
+    fit(dear(**options), UntouchedNet(new_optimizer))
 
 
 def _fit_closure_free() -> None:
@@ -215,10 +220,10 @@ def _fit_hasty() -> None:
     fit(dear(), _HastyNet())
 
 
-def _not_elementwise(kind: Any) -> Refused:
+def _not_elementwise(kind: Any, **options: Any) -> Refused:
     return row(
-        name=kind.__name__,
-        run=partial(_fit, partial(_of, kind)),
+        name=f"{kind.__name__}{' with gather=' if options else ''}{options.get('gather', '')}",
+        run=partial(_fit, partial(_of, kind), **options),
         message=f"strategy='dear' cannot shard {kind.__name__}",
         why=WHOLE,
         instead=ELEMENTWISE,
@@ -227,23 +232,37 @@ def _not_elementwise(kind: Any) -> Refused:
 
 OPTIMIZERS = (
     replace(_not_elementwise(torch.optim.LBFGS), instead=ONE_BY_ONE),
-    _not_elementwise(torch.optim.Adafactor),
+    _not_elementwise(torch.optim.Adafactor, gather="parameters"),
     replace(_not_elementwise(torch.optim.SparseAdam), instead=ONE_BY_ONE),
-    _not_elementwise(Lars),
+    _not_elementwise(Lars, gather="parameters"),
     row(
         name="any other optimizer that is not element-wise",
-        run=partial(_fit, partial(_of, HomeMadeLars)),
+        run=partial(_fit, partial(_of, HomeMadeLars), gather="parameters"),
         message="strategy='dear' cannot shard HomeMadeLars: a matrix stepped in two parts",
         why="found by stepping a matrix whole and in two parts",
         instead=ELEMENTWISE,
     ),
     row(
         name="Muon",
-        run=partial(_fit, _muon),
+        run=partial(_fit, _muon, gather="parameters"),
         message="strategy='dear' cannot shard Muon",
         why=WHOLE,
         instead=ELEMENTWISE,
         needs=hasattr(torch.optim, "Muon"),
+    ),
+    row(
+        name="an optimizer that wraps another",
+        run=partial(_fit, _wrapped),
+        message="strategy='dear' does not support Lookahead, which wraps another optimizer",
+        why="what the inner one steps, and its state, would be out of sight",
+        instead="the inner one by itself, or `strategy='ddp'`",
+    ),
+    row(
+        name="an optimizer that couples tensors",
+        run=partial(_fit, partial(_of, partial(Global, lr=0.1))),
+        message="And gather='gradients' is no way out",
+        why="found by stepping tensors together and one by one",
+        instead=ONE_BY_ONE,
     ),
     row(
         name="an optimizer that does not call its closure",

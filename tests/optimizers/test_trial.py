@@ -1,0 +1,133 @@
+"""What a test of an optimizer on small tensors sees: what it looks at, whatever that is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.elementwise import check_elementwise, is_trusted
+from lightning_dear.optimizers.tensorwise import check_steppable, check_tensorwise, choose_options
+from tests.optimizers import strangers
+from tests.optimizers.strangers import NEITHER, NOT_ELEMENTWISE, Lookahead, OnSphere, Plain
+
+PARTS, WHOLE = ExchangeOptions(), ExchangeOptions("gradients")
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(70, 90), nn.LayerNorm(90))
+
+
+def _new(kind: Any, **options: Any) -> Any:
+    return kind(_model().parameters(), lr=0.1, momentum=0.9, **options)
+
+
+def _name(kind: Any) -> str:
+    return str(kind.__name__)
+
+
+@pytest.mark.parametrize("kind", NOT_ELEMENTWISE, ids=_name)
+def test_what_looks_at_whole_tensors_is_stepped_on_whole_tensors(kind: Any) -> None:
+    optimizer = _new(kind)
+    with pytest.raises(ValueError, match=f"cannot shard {kind.__name__}: .*Use gather='gradients'"):
+        check_steppable(optimizer, PARTS)
+    options, problem, remark = choose_options([optimizer], PARTS, WHOLE)
+    assert (options, problem) == (WHOLE, None)
+    assert remark is not None
+    assert f"cannot shard {kind.__name__}" in remark
+    assert "every rank gets whole gradients" in remark
+
+
+@pytest.mark.parametrize("kind", [strangers.CountsCalls, strangers.CountsInItself], ids=_name)
+def test_what_would_be_counted_too_often_is_not_sharded(kind: Any) -> None:
+    with pytest.raises(ValueError, match="what it notes in its groups or attributes differs"):
+        check_elementwise(_new(kind))
+
+
+def test_what_depends_on_a_place_in_the_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot shard ByPlace.*gather='gradients' is no way out"):
+        check_steppable(_new(strangers.ByPlace), PARTS)
+
+
+@pytest.mark.parametrize("kind", NEITHER, ids=_name)
+def test_what_can_be_stepped_in_neither_way_is_refused(kind: Any) -> None:
+    before = torch.get_rng_state()
+    options, problem, _ = choose_options([_new(kind)], PARTS, WHOLE)
+    assert options is PARTS
+    assert problem is not None
+    assert f"cannot shard {kind.__name__}" in problem
+    assert "And gather='gradients' is no way out" in problem
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", [strangers.Riemannian, strangers.ByAttribute], ids=_name)
+def test_the_class_and_attributes_of_parameters_are_those_that_there_are(kind: Any) -> None:
+    check_elementwise(_new(kind))
+    on_sphere = [OnSphere.of(torch.randn(9, 30), radius=2.0)]
+    optimizer = kind([*_model().parameters(), *on_sphere], lr=0.1)
+    with pytest.raises(ValueError, match=f"cannot shard {kind.__name__}: a matrix"):
+        check_elementwise(optimizer)
+    check_tensorwise(optimizer)
+    assert vars(on_sphere[0]) == {"radius": 2.0}
+
+
+def test_torchs_own_are_trusted_by_their_class_and_that_of_their_parameters() -> None:
+    parameters = [*_model().parameters()]
+    assert is_trusted(torch.optim.SGD(parameters, lr=0.1))
+    assert not is_trusted(Plain(parameters, lr=0.1))
+    on_sphere = torch.optim.SGD([*parameters, OnSphere.of(torch.randn(9, 30))], lr=0.1)
+    assert not is_trusted(on_sphere)
+    check_steppable(on_sphere, PARTS)
+
+
+def test_who_passes_is_named() -> None:
+    options, problem, remark = choose_options([_new(Plain)], PARTS, WHOLE)
+    assert (options, problem) == (PARTS, None)
+    assert remark is not None
+    assert "steps Plain on parts of tensors" in remark
+    assert "use gather='gradients'" in remark
+    assert choose_options([_new(torch.optim.SGD)], PARTS, WHOLE) == (PARTS, None, None)
+    assert choose_options([_new(Plain)], WHOLE, None) == (WHOLE, None, None)
+
+
+def test_whoever_said_how_to_gather_is_not_overruled() -> None:
+    options, problem, remark = choose_options([_new(strangers.ClipsNorm)], PARTS, None)
+    assert (options, remark) == (PARTS, None)
+    assert problem is not None
+    assert "Use gather='gradients', which steps whole tensors on every rank" in problem
+
+
+def test_a_wrapped_optimizer_is_refused_in_any_way() -> None:
+    for options in (PARTS, WHOLE):
+        with pytest.raises(ValueError, match="does not support Lookahead, which wraps another"):
+            check_steppable(Lookahead(_new(torch.optim.SGD)), options)
+
+
+def test_steps_that_are_to_be_differentiated_are_refused() -> None:
+    for options in (PARTS, WHOLE):
+        with pytest.raises(ValueError, match=r"SGD\(differentiable=True\)"):
+            check_steppable(_new(torch.optim.SGD, differentiable=True), options)
+
+
+def test_16_bits_are_stepped_as_masters_and_cannot_be_whole() -> None:
+    model = _model().bfloat16()
+    check_steppable(Plain(model.parameters(), lr=0.1), PARTS)
+    problem = choose_options([strangers.ClipsNorm(model.parameters(), lr=0.1)], PARTS, WHOLE)[1]
+    assert problem is not None
+    assert "is no way out: gather='gradients' steps parameters as they are" in problem
+    assert problem.endswith("use a mixed precision.")
+
+
+def test_a_large_model_is_tried_within_a_second() -> None:
+    """Of this process, on one core; a start of anything costs more."""
+    parameters = [nn.Parameter(torch.randn(8 + n // 4, 3 + n // 7)) for n in range(400)]
+    groups = [{"params": [one], "lr": 0.1 / (1 + n)} for n, one in enumerate(parameters)]
+    optimizer = strangers.ClipsNorm(groups)
+    choose_options([optimizer], PARTS, WHOLE)
+    start = time.process_time()
+    assert choose_options([optimizer], PARTS, WHOLE)[0] is WHOLE
+    assert time.process_time() - start < 2.0
