@@ -203,8 +203,10 @@ class Pipeline:
 
     def _refuse_stranger(self, optimizer: Optimizer) -> None:
         """In front of every optimizer's step: refuses those that step what ours train."""
+        # Whoever has its state stands for one of ours, see `DeferredStep`.
+        is_ours = any(optimizer.state is one.state for one in self.optimizers)
         # Without buckets gradients are where anybody finds them.
-        if optimizer in self.optimizers or not self.options.uses_buckets(self.collectives):
+        if is_ours or not self.options.uses_buckets(self.collectives):
             return
         trained = {one for part in self.parts for one in part.parameters}
         if any(one in trained for group in optimizer.param_groups for one in group["params"]):

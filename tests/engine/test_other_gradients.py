@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step_state import StepState
+from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
 from tests.training.models import build, optimizer_for
 from tests.training.three_ways import new_pipeline, train_steps
@@ -151,6 +153,23 @@ def _train_with_stranger() -> Pipeline:
 def test_an_optimizer_from_elsewhere_may_not_step_what_is_trained() -> None:
     with pytest.raises(RuntimeError, match="A SGD that the training does not know"):
         _train_with_stranger()
+
+
+class _Derived(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@distributed(world_sizes=(2,))
+def test_what_a_step_calls_is_not_from_elsewhere(gather: str) -> None:
+    model = build("mlp")
+    # With the first object of a class torch wraps its step, which calls all hooks then.
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = _Derived(model.parameters(), lr=0.1)
+    pipeline = new_pipeline(model, optimizer, options=ExchangeOptions(gather))
+    train_steps(pipeline, model, range(3))
+    pipeline.detach()
 
 
 @distributed(world_sizes=(1,))
