@@ -11,9 +11,7 @@ everything else, with names in place of tensors.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
-import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lightning_dear.checkpoint.files import beside, delete, read, write
 from lightning_dear.checkpoint.format import METADATA_FILE, check, stamp
 from lightning_dear.checkpoint.tree import Stored, put_together, take_apart
 
@@ -43,31 +42,40 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: If `path` is no local path.
-        CheckpointException: On all ranks, if writing failed on any.
+        CheckpointException: On all ranks, if writing failed on any; it says why, and names `path`.
+            Nothing of it is left then.
     """
     # Here, because torch.distributed.checkpoint takes long to import and few write folders.
     from lightning_dear.checkpoint.storage import write_tensors
 
     target = _local(path)
     skeleton, tensors = take_apart(checkpoint)
-    folder = _beside(target, "saving")
-    finish = partial(_write_skeleton, folder, skeleton, tensors)
-    write_tensors(folder, tensors, finish, partial(_publish, folder, target))
+    folder = beside(target, "saving")
+
+    def finish(tag: str) -> None:
+        _write_skeleton(folder, skeleton, tensors, tag)
+        _publish(folder, target)
+
+    write_tensors(folder, tensors, finish, target)
 
 
-def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
+def load(
+    path: str | Path, *, weights_only: bool | None = None, check_digests: bool = True
+) -> dict[str, Any]:
     """The ordinary checkpoint dict again, with whole tensors on the CPU. Local: no collective.
 
-    Any process may call, in any world or in none. Needs memory for the result and one chunk.
+    Any process may call, in any world or in none. Needs memory for the result and two chunks.
 
     Args:
         path: A folder that `save` has written.
         weights_only: As in `torch.load`, whose default is None: True unless an environment variable
             says otherwise. False lets the checkpoint run code of its own.
+        check_digests: Whether all bytes must be those that were written.
 
     Raises:
         FileNotFoundError: If there is no such folder.
-        ValueError: If it is incomplete, damaged, or of an unknown format.
+        ValueError: If it is incomplete, damaged, or of an unknown format; it names the file.
+        UnpicklingError: If `weights_only` refuses what is in it.
     """
     from lightning_dear.checkpoint.storage import read_tensors
 
@@ -78,16 +86,22 @@ def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any
                 f"{folder} is not a complete checkpoint folder ({name} is missing): saving or"
                 " removing it was interrupted, or something else wrote it. Use an earlier one."
             )
-    file = torch.load(folder / SKELETON_FILE, map_location="cpu", weights_only=weights_only)
+    path = folder / SKELETON_FILE
+    skeleton = partial(torch.load, path, map_location="cpu", weights_only=weights_only)
+    file = read(path, skeleton, check_digests=check_digests)
     check(file)
-    tensors = read_tensors(folder, file["tensors"])
-    checkpoint: dict[str, Any] = put_together(file["checkpoint"], tensors)
-    return checkpoint
+
+    def whole() -> Any:
+        # Earlier versions have written no tag.
+        tensors = read_tensors(folder, file["tensors"], file.get("tag", ""), check_digests)
+        return put_together(file["checkpoint"], tensors)
+
+    return read(folder, whole, check_digests=False)
 
 
 def is_folder(path: str | Path) -> bool:
     """Whether `load` is what reads `path`: it is a folder, or was just being replaced."""
-    return Path(path).is_dir() or (not Path(path).exists() and _beside(path, "replaced").is_dir())
+    return Path(path).is_dir() or (not Path(path).exists() and beside(path, "replaced").is_dir())
 
 
 def remove(path: str | Path) -> None:
@@ -96,8 +110,8 @@ def remove(path: str | Path) -> None:
     # Of a link only the link goes: what it points to is another checkpoint.
     if not folder.is_symlink():
         (folder / METADATA_FILE).unlink(missing_ok=True)
-    _delete(folder)
-    _delete(_beside(folder, "replaced"))
+    delete(folder)
+    delete(beside(folder, "replaced"))
 
 
 def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None = None) -> None:
@@ -114,59 +128,32 @@ def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None =
     target = _local(file)
     if target.exists():
         raise FileExistsError(f"{target} exists; remove it or name another file.")
-    partial_file = _beside(target, "saving")
-    _write(load(folder, weights_only=weights_only), partial_file)
-    os.replace(partial_file, target)
+    write(load(folder, weights_only=weights_only), target)
 
 
-def _write_skeleton(folder: Path, skeleton: Any, tensors: Mapping[str, Stored]) -> None:
+def _write_skeleton(folder: Path, skeleton: Any, tensors: Mapping[str, Stored], tag: str) -> None:
     stand_ins = {name: stored.stand_in for name, stored in tensors.items()}
-    file: dict[str, Any] = {"checkpoint": skeleton, "tensors": stand_ins}
+    file: dict[str, Any] = {"checkpoint": skeleton, "tensors": stand_ins, "tag": tag}
     stamp(file)
-    _write(file, folder / SKELETON_FILE)
-
-
-def _write(value: object, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        torch.save(value, file)
-        file.flush()
-        # On the disk before anything is renamed, or a crash could leave a name without data.
-        os.fsync(file.fileno())
+    write(file, folder / SKELETON_FILE)
 
 
 def _publish(folder: Path, target: Path) -> None:
-    replaced = _beside(target, "replaced")
+    replaced = beside(target, "replaced")
     # Moved aside, not removed: a kill at any moment leaves the old one or the new one whole.
     if os.path.lexists(target):
         # If `target` is not there, a save was killed between the two renames and this is the last.
-        _delete(replaced)
+        delete(replaced)
         target.rename(replaced)
     folder.rename(target)
-    _delete(replaced)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _beside(path: str | Path, what: str) -> Path:
-    """A name in the same folder that depends on `path`, and has none of its letters in it.
-
-    Lightning takes whatever has "last" in its name for a last checkpoint.
-    """
-    path = Path(path)
-    return path.with_name(f".{what}-{hashlib.sha256(path.name.encode()).hexdigest()[:12]}")
+    delete(replaced)
 
 
 def _existing(path: str | Path) -> Path:
     folder = _local(path)
     if folder.is_dir():
         return folder
-    replaced = _beside(folder, "replaced")
+    replaced = beside(folder, "replaced")
     if folder.exists() or not replaced.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; nothing to load.")
     warnings.warn(

@@ -18,6 +18,9 @@ from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
 from lightning_dear.optimizers.sharded import OptimizerShards
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
 
+CLASS = "optimizer_class"
+"""Key in a state dict: the name of the class that has written it."""
+
 Described = dict[int, dict[str, Any]]
 """Tensor index -> state key -> `PerElement`, `Scalar`, or a value that is no tensor."""
 
@@ -76,6 +79,21 @@ class ShardedState(dict[str, Any]):
         raise TypeError(
             "This optimizer state is sharded and cannot be pickled or copied: save it with"
             " trainer.save_checkpoint, or leave out save_distributed_checkpoint=True."
+        )
+
+
+def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Refuses the state of another optimizer; earlier versions and DDP do not say whose it is.
+
+    Raises:
+        ValueError: Naming both classes.
+    """
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    saved = state_dict.get(CLASS, kinds[0])
+    if saved not in kinds:
+        raise ValueError(
+            f"This is the state of {saved}, from which {kinds[0]} cannot go on: train with {saved},"
+            f" or load the weights alone. To load it all the same, drop its key '{CLASS}'."
         )
 
 

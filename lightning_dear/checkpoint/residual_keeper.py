@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.checkpoint import residuals
-from lightning_dear.checkpoint.optimizer_state import Chunk, ShardedState
+from lightning_dear.checkpoint.optimizer_state import CLASS, Chunk, ShardedState, check_class
 from lightning_dear.checkpoint.residuals import FACTORS, KEY, STEERING, Kind, Part, Residuals
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
 from lightning_dear.exchange import CompressedBucket
@@ -212,7 +212,11 @@ class ResidualKeeper:
     # --- into and out of state dicts ------------------------------------------------------------
 
     def add_to(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """`state_dict` with all ranks' residuals, if there are any. Collective, blocks."""
+        """`state_dict` with all ranks' residuals, if there are any. Collective, blocks.
+
+        And whose it is; mutated.
+        """
+        state_dict[CLASS] = type(self._optimizer).__name__
         held = self.taken() if self._coded else self._held
         if held is None:
             return state_dict
@@ -221,7 +225,11 @@ class ResidualKeeper:
         return {**state_dict, KEY: residuals.packed(held, numbers, self._collectives)}
 
     def add_to_sharded(self, state: dict[str, Any]) -> dict[str, Any]:
-        """`state` with this rank's chunks of all residuals, if there are any. Local."""
+        """`state` with this rank's chunks of all residuals, if there are any. Local.
+
+        And whose it is; mutated.
+        """
+        state[CLASS] = type(self._optimizer).__name__
         if not self._coded and self._held is None:
             return state
         held, numbers = self._held or Residuals(), self._numbers()
@@ -237,6 +245,7 @@ class ResidualKeeper:
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Pre-hook of `load_state_dict`: what was kept before belongs to other weights."""
+        check_class(optimizer, state_dict)
         groups = state_dict["param_groups"], optimizer.param_groups
         saved_sizes, own_sizes = ([len(one["params"]) for one in all_own] for all_own in groups)
         if saved_sizes != own_sizes:

@@ -1,87 +1,109 @@
-"""Named tensors to and from a folder, through torch.distributed.checkpoint.
+"""Named tensors to and from a folder, in the format of torch.distributed.checkpoint.
 
 Every tensor is stored 1-D, in storage order and in chunks, so that any rank can write any part.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_collectively
 from typing_extensions import override
 
 from lightning_dear.bucket import as_flat, storage_strides
+from lightning_dear.checkpoint.files import CheckpointError, check_records, delete, naming
 from lightning_dear.checkpoint.format import METADATA_FILE
 from lightning_dear.checkpoint.optimizer_state import Chunk
 from lightning_dear.checkpoint.tree import Stored
 
-Action = Callable[[], None]
+Finish = Callable[[str], None]
 
 MAX_CHUNK_NUMEL = 1 << 22
 """Longer chunks are cut: one at a time is copied to the CPU, written or read."""
 
 
 def write_tensors(
-    folder: Path, tensors: Mapping[str, Stored], finish: Action, commit: Action
+    folder: Path, tensors: Mapping[str, Stored], finish: Finish, target: Path
 ) -> None:
     """Writes every rank's part of `tensors` into `folder`. Collective, blocks.
 
-    Runs on the default process group. What `finish` and `commit` raise, all ranks raise.
+    Runs on the default process group. What `finish` raises, all ranks raise. Whatever is raised,
+    the folder is gone then.
 
     Args:
         folder: On storage that all ranks share; what it holds is removed.
         tensors: By name; a name that several ranks have is the same tensor.
-        finish: Called on rank 0 when all data is written, before the folder is complete.
-        commit: Called on rank 0 when the folder is complete.
+        finish: Called on rank 0, with what is in the names of this save's files alone, when all
+            tensors are written, and what torch reads them by.
+        target: Named where writing fails.
     """
     with warnings.catch_warnings():
         # Without a process group there is one rank, as it says.
         warnings.filterwarnings("ignore", "torch.distributed is (unavailable|disabled)")
         # torch 2.6 uses what it deprecates.
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")
-        save_collectively(
-            dict(tensors), storage_writer=_Writer(folder, finish, commit), planner=_SavePlanner()
-        )
+        writer = _Writer(folder, finish, target)
+        try:
+            save_collectively(dict(tensors), storage_writer=writer, planner=_SavePlanner())
+        except BaseException:
+            # No rank writes any more: they have agreed on it, or one of them is gone.
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
-def read_tensors(folder: Path, stand_ins: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read_tensors(
+    folder: Path, stand_ins: Mapping[str, Tensor], tag: str = "", check_digests: bool = True
+) -> dict[str, Tensor]:
     """Name -> the whole tensor on the CPU, shaped like its stand-in. Local: any process may call.
 
-    Needs memory for the result and one chunk.
+    Needs memory for the result and two chunks.
+
+    Args:
+        folder: That `write_tensors` has written, now or in an earlier version.
+        stand_ins: Name -> shape, strides and dtype of what is to be read.
+        tag: Of the save, as `finish` was told; earlier versions had none.
+        check_digests: Whether the bytes of each chunk must be those that were written.
 
     Raises:
-        ValueError: If the folder is not complete.
+        ValueError: If the folder is not complete, or damaged.
+        Exception: Of other kinds, if what is in it makes no sense.
     """
-    reader = _Reader(folder)
-    metadata = reader.read_metadata()
-    _check_complete(folder, metadata, stand_ins)
     tensors = {name: torch.empty_like(like, device="cpu") for name, like in stand_ins.items()}
-    flat = {name: tensor.as_strided((tensor.numel(),), (1,)) for name, tensor in tensors.items()}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    # Step by step, since `load` is collective wherever there is a process group.
-    planner.set_up_planner(flat, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()
+    ends = dict.fromkeys(tensors, 0)
+    for name, start, path, offset, length in sorted(_places(folder, tag)):
+        if start == ends.get(name):
+            with path.open("rb") as file:
+                file.seek(offset)
+                content = io.BytesIO(file.read(length))
+            if check_digests:
+                check_records(content, path, f"'{name}'")
+            values = torch.load(content, map_location="cpu", weights_only=True)
+            ends[name] += values.numel()
+            tensors[name].as_strided((tensors[name].numel(),), (1,))[start : ends[name]] = values
+    for name, tensor in tensors.items():
+        if ends[name] != tensor.numel():
+            raise CheckpointError(
+                f"{folder} holds {ends[name]} of the {tensor.numel()} elements of '{name}': it is"
+                " damaged. Use an earlier checkpoint."
+            )
     return tensors
 
 
@@ -128,11 +150,9 @@ def _write_item(name: str, stand_in: Tensor, chunk: Chunk) -> WriteItem:
 
 
 class _Writer(FileSystemWriter):
-    def __init__(self, folder: Path, finish: Action, commit: Action) -> None:
+    def __init__(self, folder: Path, finish: Finish, target: Path) -> None:
         super().__init__(folder)
-        self._folder = folder
-        self._finish = finish
-        self._commit = commit
+        self._folder, self._finish, self._target = folder, finish, target
 
     @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -142,8 +162,21 @@ class _Writer(FileSystemWriter):
             self._folder.mkdir(parents=True, exist_ok=True)
             for left in self._folder.iterdir():
                 with suppress(OSError):
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                    delete(left)
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    @override
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans = super().prepare_global_plan(plans)
+        for plan in plans:
+            # Of this save alone: a file of another, copied into the folder, has another name.
+            plan.storage_data.prefix += f"{self.save_id}_"
+        return plans
+
+    @override
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        with naming(self._target):
+            return super().write_data(plan, planner)
 
     @override
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
@@ -156,68 +189,80 @@ class _Writer(FileSystemWriter):
                 " have written: save to a folder that all hosts share, or leave out"
                 " save_distributed_checkpoint=True."
             )
-        # Before torch's metadata: a folder without that is known to be incomplete.
-        self._finish()
-        super().finish(metadata, results)
-        self._commit()
+        with naming(self._target):
+            super().finish(metadata, results)
+            self._finish(self.save_id)
 
 
-class _Reader(FileSystemReader):
+def _places(folder: Path, tag: str) -> Iterator[tuple[str, int, Path, int, int]]:
+    """Name and first element of every chunk; file, offset and length in bytes of where it is."""
+    root = _MetadataUnpickler(io.BytesIO((folder / METADATA_FILE).read_bytes())).load()
+    for pair in _fields(root)["storage_data"].content:
+        index, info = map(_fields, pair)
+        file, end = folder / info["relative_path"], info["offset"] + info["length"]
+        is_of_this = file.parent == folder and tag in file.name and file.is_file()
+        if not is_of_this or file.stat().st_size < end:
+            raise CheckpointError(
+                f"{file} is missing or cut off, or {METADATA_FILE} is not of this checkpoint: it"
+                " was not copied in whole, or is damaged. Copy it again, or use an earlier one."
+            )
+        ((start,),) = index["offset"].content
+        yield str.__str__(index["fqn"]), int(start), file, int(info["offset"]), int(info["length"])
+
+
+# --- torch's metadata: a pickle, read as data. Nothing that it names is imported or called -------
+
+_DTYPES = " ".join(name for name, one in vars(torch).items() if isinstance(one, torch.dtype))
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata ChunkStorageMetadata"
+    " MetadataIndex TensorProperties StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch": f"Size {_DTYPES}",
+    "torch.serialization": "_get_layout",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
+    # With which Python 3.11.0 to 3.11.3 pickle members of enums.
+    "builtins": "getattr",
+}
+"""Module -> all that the metadata of our folders names of it."""
+
+# PROTO FRAME STOP MARK MEMOIZE BINGET LONG_BINGET NONE NEWFALSE BININT BININT1 BININT2 LONG1
+# SHORT_BINUNICODE BINUNICODE EMPTY_LIST APPEND APPENDS SETITEM SETITEMS EMPTY_TUPLE TUPLE TUPLE1
+# TUPLE2 TUPLE3 GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD
+_OPERATIONS = b"\x80\x95.(\x94hjN\x89JKM\x8a\x8cX]aesu)t\x85\x86\x87c\x93\x81Rb"
+"""Codes of what pickle does to read them; nothing, for instance, that makes numbered memos."""
+
+
+class _Record:
+    """In the place of an object: what it is called with, or the state after that. And of a dict.
+
+    That has pairs, since there are keys that take for ever to hash.
+    """
+
+    def __init__(self, content: Any = None, *_: Any) -> None:
+        self.content = content
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.content.append((key, value))
+
+    __setstate__ = __init__
+
+
+def _fields(record: _Record) -> dict[str, Any]:
+    # Of texts alone: others may take for ever to show, or to compare.
+    return {str.__str__(name): value for name, value in record.content.content}
+
+
+class _MetadataUnpickler(pickle._Unpickler):
+    """Python's own in Python, as that in C has no table of operations."""
+
+    dispatch = {code: do for code, do in pickle._Unpickler.dispatch.items() if code in _OPERATIONS}
+    dispatch[ord(pickle.EMPTY_DICT)] = lambda me: me.append(_Record([]))  # type: ignore[attr-defined]
+    # REDUCE and NEWOBJ call nothing, and copy no arguments, which may be long and many.
+    dispatch[0x52] = dispatch[0x81] = lambda me: me.append(_Record(me.stack.pop(), me.stack.pop()))  # type: ignore[attr-defined]
+
     @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As inherited, but what the file names is not run."""
-        with (Path(self.path) / METADATA_FILE).open("rb") as file:
-            metadata: Metadata = _MetadataUnpickler(file).load()
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the records of torch.distributed.checkpoint and nothing else."""
-
-    @override
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        if (module_name, global_name) == ("builtins", "getattr"):
-            return _enum_member
-        package, _, module = module_name.rpartition(".")
-        is_record = package == "torch.distributed.checkpoint" and (
-            module == "metadata" or global_name == "_StorageInfo"
-        )
-        is_path = module_name.startswith("pathlib") and global_name.endswith("Path")
-        is_layout = (module_name, global_name) == ("torch.serialization", "_get_layout")
-        is_plain = module_name == "torch" and (
-            global_name == "Size" or isinstance(getattr(torch, global_name, None), torch.dtype)
-        )
-        # Dotted names would lead out of the module.
-        if "." in global_name or not (is_record or is_path or is_layout or is_plain):
-            raise ValueError(
-                f"{METADATA_FILE} names {module_name}.{global_name}, which no checkpoint of ours"
-                " does: do not trust this folder."
-            )
-        return super().find_class(module_name, global_name)
-
-
-def _check_complete(folder: Path, metadata: Metadata, stand_ins: Mapping[str, Tensor]) -> None:
-    assert metadata.storage_data is not None
-    for info in metadata.storage_data.values():
-        file = folder / info.relative_path
-        if not file.exists() or file.stat().st_size < info.offset + info.length:
-            raise ValueError(
-                f"{file} is missing or cut off: it was not copied in whole, or is damaged. Copy it"
-                " again, or use an earlier checkpoint."
-            )
-    for name, stand_in in stand_ins.items():
-        stored = metadata.state_dict_metadata.get(name)
-        chunks = stored.chunks if isinstance(stored, TensorStorageMetadata) else []
-        numel = sum(chunk.sizes.numel() for chunk in chunks)
-        if numel != stand_in.numel():
-            raise ValueError(
-                f"{folder} holds {numel} of the {stand_in.numel()} elements of '{name}': it is"
-                " damaged. Use an earlier checkpoint."
-            )
-
-
-def _enum_member(kind: Any, name: str) -> Enum:
-    """In the place of `getattr`, with which Python 3.11.0 to 3.11.3 pickle members of enums."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        raise ValueError(f"{METADATA_FILE} asks for {name} of {kind}: do not trust this folder.")
-    return kind[name]
+    def find_class(self, module: str, name: str) -> type[_Record]:
+        if name not in _ALLOWED.get(module, "").split():
+            raise ValueError(f"its {METADATA_FILE} names {module}.{name}: do not trust it")
+        return _Record

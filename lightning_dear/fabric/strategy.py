@@ -83,6 +83,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         gather_depth: int | None = None,
         broadcast_buffers: bool = True,
         audit: bool = False,
+        check_digests: bool = True,
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
@@ -95,7 +96,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         how = compressor, fusion, bucket_cap_mb, gather, gather_depth, broadcast_buffers, audit
         self._take_options(*how)
         self._setups: list[weakref.ref[DearModule]] = []
-        self._num_optimizers = 0
+        self._num_optimizers, self._checks_digests = 0, check_digests
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -326,10 +327,12 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             What of the file is not in `state`; everything if there is no `state`.
 
         Raises:
-            ValueError: If the file's format number is unknown; nothing is changed then.
+            ValueError: If the file is damaged, or its format number is unknown; nothing is changed
+                then. If it has the state of an optimizer of another class.
         """
         plain = self.checkpoint_io
-        self.checkpoint_io = _CheckingIO(plain)
+        self.checkpoint_io = checking = _CheckingIO(plain)
+        checking.checks_digests = self._checks_digests
         try:
             rest = super().load_checkpoint(path, state, *args, **kwargs)
         finally:
@@ -414,11 +417,14 @@ class _FinishingLauncher(_MultiProcessingLauncher):
 
 
 class _CheckingIO(_WrappingCheckpointIO):
-    """Loads as another does, and refuses what a later version of this package wrote."""
+    """Loads as another does, and refuses what is damaged, or what a later version wrote."""
+
+    checks_digests = True
 
     @override
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return checked(super().load_checkpoint(*args, **kwargs))
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        read = partial(super().load_checkpoint, path, *args, **kwargs)
+        return checked(read, path, check_digests=self.checks_digests)
 
 
 def _plain(module: Module) -> Module:

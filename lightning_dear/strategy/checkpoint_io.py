@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from typing_extensions import override
 
+from lightning_dear.checkpoint.files import CheckpointError, read, write
 from lightning_dear.checkpoint.format import KEY, check, forget_masters
+from lightning_dear.collectives.store import from_all_ranks
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -29,36 +30,42 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> None:
         """Writes `checkpoint` to `path`. Blocks until it is on the disk.
 
-        A writer that was killed leaves `.NAME.partial` behind, which the next save to the same
-        name overwrites.
+        A writer that was killed leaves a file `.writing-...` behind, which the next save to the
+        same name removes.
 
         Raises:
             TypeError: If `storage_options` are given, which files on disk do not have.
+            OSError: If it cannot be written, with the system's reason. Nothing is left of it then.
         """
-        file_system = get_filesystem(path)
-        if storage_options is not None or not isinstance(file_system, LocalFileSystem):
+        if storage_options is None and isinstance(get_filesystem(path), LocalFileSystem):
+            write(checkpoint, Path(LocalFileSystem._strip_protocol(str(path))))
+        else:
             super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        target = Path(LocalFileSystem._strip_protocol(str(path)))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.partial")
-        try:
-            with partial.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
 
 
-def checked(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The same, as it was read from a file, without masters if another strategy wrote it.
+def checked(
+    load: Callable[[], dict[str, Any]], path: str | Path, *, check_digests: bool
+) -> dict[str, Any]:
+    """What `load` reads from the file `path`, without masters if another strategy wrote it.
+
+    Every rank reads; what is wrong on one, whose host may have a copy of its own, is raised on all.
+    Collective, blocks.
+
+    Args:
+        load: Called once.
+        path: To be named, and compared with its digests where it is local.
+        check_digests: Whether to compare.
 
     Raises:
-        ValueError: If a later version of this package wrote it.
+        ValueError: If it is damaged or no checkpoint, or a later version of this package wrote it.
     """
+    local = str(path).removeprefix("file://")
+    try:
+        checkpoint, wrong = read(local, load, check_digests=check_digests), ""
+    except CheckpointError as error:
+        checkpoint, wrong = {}, str(error)
+    for everyones in filter(None, from_all_ranks(wrong)):
+        raise CheckpointError(everyones)
     check(checkpoint)
     if KEY not in checkpoint:
         forget_masters(checkpoint)

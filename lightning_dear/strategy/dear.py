@@ -9,6 +9,7 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -97,6 +98,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             its own part, so that none needs memory for the whole optimizer state. All hosts must
             share the file system. Files and folders are read either way, at any world size;
             `python -m lightning_dear.checkpoint.folder FOLDER FILE` makes a file of a folder.
+        check_digests: Whether all bytes of a checkpoint that is loaded must be those that were
+            written; each rank then reads them once more. Files that are not local are not checked.
         find_unused_parameters: Accepted and unnecessary: unused parameters always work.
         process_group_backend: "gloo" or "nccl"; None: by device.
         timeout: Of a collective; a rank that waits longer raises.
@@ -126,6 +129,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         gradients_in_hooks: bool = True,
         audit: bool = False,
         save_distributed_checkpoint: bool = False,
+        check_digests: bool = True,
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
@@ -140,7 +144,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         how = compressor, fusion, bucket_cap_mb, gather, gather_depth, broadcast_buffers, audit
         self._take_options(*how, decouple, compression_schedule)
         self._gradients_in_hooks = gradients_in_hooks
-        self._saves_folders = save_distributed_checkpoint
+        self._saves_folders, self._checks_digests = save_distributed_checkpoint, check_digests
         self._pipeline: Pipeline | None = None
         super().__init__(
             accelerator=accelerator,
@@ -351,13 +355,17 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """The ordinary checkpoint, from a file or a folder. Every rank reads it in whole.
 
         Raises:
-            ValueError: If it is damaged or of an unknown format.
+            ValueError: If it is damaged, of an unknown format, or not of a Trainer.
         """
         if is_folder(checkpoint_path):
             # Lightning 2.5 does not pass it.
-            weights_only = kwargs.get("weights_only", *args[:1])
-            return load(checkpoint_path, weights_only=weights_only)
-        return checked(super().load_checkpoint(checkpoint_path, *args, **kwargs))
+            weights = kwargs.get("weights_only", *args[:1])
+            return load(checkpoint_path, weights_only=weights, check_digests=self._checks_digests)
+        read = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
+        checkpoint = checked(read, checkpoint_path, check_digests=self._checks_digests)
+        if "state_dict" not in checkpoint:
+            raise ValueError(f"{checkpoint_path} is no Trainer's checkpoint: no 'state_dict'.")
+        return checkpoint
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -55,7 +55,7 @@ _CONSEQUENCE = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank failed of, in one line or several."""
+    """What a rank failed of, in one line."""
 
     rank: int
     message: str
@@ -146,9 +146,9 @@ class FailureBoard:
         that rank may take the store with it.
         """
         if store.check([self._key("suspicion")]):
-            self._suspected = store.get(self._key("suspicion")).decode()
+            self._suspected = _in_one_line(store.get(self._key("suspicion")))
         if self.seen is None and store.check([self._key("first")]):
-            rank, _, message = store.get(self._key("first")).decode(errors="replace").partition(" ")
+            rank, _, message = _in_one_line(store.get(self._key("first"))).partition(" ")
             self.seen = Failure(int(rank), message)
         return self.seen is not None
 
@@ -261,13 +261,18 @@ class FailureBoard:
             came = [rank for rank, mark in enumerate(marks) if store.check([mark])]
             verdict = f"only ranks {came} of {self.world_size} came within {timeout_s:g} s"
         # Whoever decides first decides for all.
-        decided: str = store.compare_set(decision, "", verdict).decode()
+        decided = _in_one_line(store.compare_set(decision, "", verdict))
         store.set(f"{key}/heard/{self.rank}", "1")
         if self.rank == 0 and decided == "yes":
             # The store ends with rank 0; those who came must have heard before.
             heard = [f"{key}/heard/{rank}" for rank in range(self.world_size)]
             _wait_until(lambda: store.check(heard), REPORT_WAIT_S)
         return decided
+
+
+def _in_one_line(said: bytes) -> str:
+    """What another rank says, with escapes for what could look like a line of somebody else's."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in said.decode(errors="replace"))
 
 
 def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:

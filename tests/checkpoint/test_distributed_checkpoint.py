@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
 import signal
@@ -19,9 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torch.distributed.checkpoint import FileSystemReader
 from torch.optim import Optimizer
 
+from lightning_dear.checkpoint import files as checkpoint_files
 from lightning_dear.checkpoint import folder as distributed_checkpoint
 from lightning_dear.checkpoint import storage as checkpoint_storage
 from lightning_dear.checkpoint.folder import convert, is_folder, load, remove, save
@@ -332,8 +332,7 @@ def test_long_tensors_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     value = torch.randn(1000)
     save(tmp_path / "saved", {"value": value})
     assert torch.equal(load(tmp_path / "saved")["value"], value)
-    reader = checkpoint_storage._Reader(tmp_path / "saved")
-    stored = reader.read_metadata().state_dict_metadata["value"]
+    stored = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata["value"]
     assert [chunk.sizes[0] for chunk in stored.chunks] == [300, 300, 300, 100]
 
 
@@ -448,7 +447,7 @@ def test_what_is_left_is_cleared_away_without_the_folder(tmp_path: Path) -> None
     """Other ranks may be making it: they would find it gone in between."""
     (tmp_path / "stray").touch()
     (tmp_path / "strays" / "more").mkdir(parents=True)
-    writer = checkpoint_storage._Writer(tmp_path, lambda: None, lambda: None)
+    writer = checkpoint_storage._Writer(tmp_path, lambda tag: None, tmp_path)
     # While it is open no other folder gets its number.
     handle = os.open(tmp_path, os.O_RDONLY)
     writer.set_up_storage_writer(True)
@@ -537,7 +536,7 @@ def test_removing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not link.exists()
     assert _value(target) == 1.0
     with monkeypatch.context() as patch:
-        _interrupt(patch, distributed_checkpoint.shutil, "rmtree", lambda *_: True)
+        _interrupt(patch, checkpoint_files.shutil, "rmtree", lambda *_: True)
         with pytest.raises(KeyboardInterrupt):
             remove(target)
     with pytest.raises(ValueError, match="not a complete checkpoint folder"):
@@ -601,27 +600,6 @@ def test_loading_runs_no_code_from_the_folder(
     with pytest.raises((ValueError, pickle.UnpicklingError)):
         load(tmp_path / "saved")
     assert not (tmp_path / "was run").exists()
-
-
-class _Asking:
-    """Pickles as enums do in Python 3.11.0 to 3.11.3."""
-
-    def __init__(self, of: Any, name: str) -> None:
-        self._asked = of, name
-
-    def __reduce__(self) -> Any:
-        return getattr, self._asked
-
-
-def test_names_in_metadata_are_those_of_enums_alone() -> None:
-    def read(asking: _Asking) -> Any:
-        return checkpoint_storage._MetadataUnpickler(io.BytesIO(pickle.dumps(asking))).load()
-
-    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
-    assert read(_Asking(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")) is member
-    for of, name in ((torch.float32, "to_complex"), (Metadata, "__init__"), (member, "name")):
-        with pytest.raises(ValueError, match=r"asks for .* do not trust this folder"):
-            read(_Asking(of, name))
 
 
 def test_converting_needs_leave_to_run_code(tmp_path: Path) -> None:

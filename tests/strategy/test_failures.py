@@ -116,9 +116,21 @@ def test_the_first_cause_stays(boards: list[FailureBoard]) -> None:
     boards[0].report(0, RuntimeError(CLOSED))
     boards[1].report(1, ValueError("bad batch\nof two lines"))
     boards[2].report(2, KeyError("later"))
-    expected = Failure(1, "ValueError: bad batch\nof two lines")
+    expected = Failure(1, "ValueError: bad batch\\nof two lines")
     assert [first(board) for board in boards] == [expected] * NUM_RANKS
-    assert str(expected) == "Rank 1 failed first: ValueError: bad batch\nof two lines"
+    assert str(expected) == "Rank 1 failed first: ValueError: bad batch\\nof two lines"
+
+
+def test_what_another_rank_says_looks_like_no_other_line(
+    boards: list[FailureBoard], caplog: pytest.LogCaptureFixture
+) -> None:
+    forged = "\x1b[2K\rüber\nERROR rank 0: \x00 all is well\u2028\u202eno"
+    boards[1].report(1, ValueError(forged))
+    sentence = boards[0].blame(RuntimeError(CLOSED))
+    shown = r"\x1b[2K\rüber\nERROR rank 0: \x00 all is well\u2028\u202eno"
+    assert sentence == f"Rank 1 failed first: ValueError: {shown}"
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+    assert f"ValueError: {shown}" in caplog.text
 
 
 def test_another_attempt_sees_nothing_of_it(boards: list[FailureBoard]) -> None:

@@ -1,0 +1,161 @@
+"""Files of checkpoints: written whole or not at all, and read only as they were written.
+
+torch.save writes a zip archive, which states the CRC-32 of each of its records: those are the
+digests. torch.load does not compare them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import zipfile
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import IO, Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+
+class CheckpointError(ValueError):
+    """What is wrong with a checkpoint, in words for people."""
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write(value: object, target: Path) -> None:
+    """Writes `value` with torch.save; `target` appears when all is on the disk. Blocks.
+
+    What a killed call for the same path has left behind goes with it.
+
+    Raises:
+        OSError: With its number and `target`, for instance since the disk is full. What was there
+            before is still there, and nothing else.
+    """
+    unfinished = beside(target, "writing")
+    with naming(target):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb") as file:
+                torch.save(value, file)
+                file.flush()
+                # Before it gets its name, or a crash could leave a name without data.
+                os.fsync(file.fileno())
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None, None, None]:
+    """Lets a failed write in the block tell the system's reason and `path`; torch tells neither.
+
+    Raises:
+        OSError: In the place of the one that was raised, or that led to what was raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        # What else has failed before this save is none of its causes.
+        causes = (error, error.__context__ if "enforce fail" in str(error) else None)
+        cause = next((one for one in causes if isinstance(one, OSError)), None)
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror or str(cause), str(path)) from error
+
+
+def beside(path: str | Path, what: str) -> Path:
+    """A name in the same folder that depends on `path`, and has none of its letters in it.
+
+    Lightning takes whatever has "last" in its name for a last checkpoint.
+    """
+    path = Path(path)
+    return path.with_name(f".{what}-{hashlib.sha256(path.name.encode()).hexdigest()[:12]}")
+
+
+def delete(path: Path) -> None:
+    """Removes a file, a folder with all that is in it, or a link; nothing need be there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> dict[str, Any]:
+    """The dict that `load` makes of the file or folder `path`.
+
+    Args:
+        path: To be named with whatever `load` raises, in one sentence.
+        load: Reads it, for instance with torch.load.
+        check_digests: See `check_records`, of a file on this machine. Costs one more reading.
+
+    Raises:
+        ValueError: If it is empty, cut off, damaged or no checkpoint.
+        UnpicklingError: If it is whole, but `load` refuses to run what it names.
+    """
+    try:
+        if check_digests and Path(path).is_file():
+            with Path(path).open("rb") as file:
+                check_records(file, path)
+        content = load()
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds a {type(content).__name__}")
+    except Exception as error:
+        if isinstance(error, CheckpointError | FileNotFoundError | PermissionError | MemoryError):
+            raise
+        if isinstance(error, UnpicklingError) and zipfile.is_zipfile(path):
+            raise UnpicklingError(f"{path}: {error}") from error
+        # Without torch's advice to load with weights_only=False, which is for other cases.
+        said = f"{type(error).__name__}: {error}".splitlines()[0].partition(" In PyTorch ")[0]
+        raise CheckpointError(
+            f"{path} cannot be loaded ({said}). Unless that says more, it is empty,"
+            " cut off, damaged or no checkpoint: copy it again, or use another."
+        ) from error
+    return content
+
+
+def check_records(file: IO[bytes], path: str | Path, name: str | None = None) -> None:
+    """Compares all bytes that torch.save has written with the digests that it has written.
+
+    Where there are none (`torch.serialization.set_crc32_options(False)`, or torch before 1.6)
+    nothing is compared.
+
+    Args:
+        file: Or the part of one that torch.save has written; read, and left at its start.
+        path: Of the file, to be named.
+        name: Of the tensor in it; None: of all those whose bytes have changed.
+
+    Raises:
+        ValueError: Naming the file, and the tensors as far as they can be told.
+    """
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            stated = {record.CRC for record in archive.infolist()} - {0}
+            changed = archive.testzip() if stated else None
+        if changed is not None:
+            names = [name] if name else list(_changed_tensors(file, stated)) or [changed]
+            raise CheckpointError(
+                f"{path} is damaged: {', '.join(names)} is not what was written. Copy it again, or"
+                " use an earlier checkpoint; check_digests=False loads it all the same."
+            )
+    file.seek(0)
+
+
+def _changed_tensors(file: IO[bytes], stated: set[int]) -> Iterator[str]:
+    """Names of those in `file` whose bytes have none of the `stated` digests."""
+    # It is damaged: torch may not be able to load it.
+    with suppress(Exception):
+        file.seek(0)
+        for path, one in tree_flatten_with_path(torch.load(file, "cpu", weights_only=True))[0]:
+            if isinstance(one, torch.Tensor):
+                content = torch.empty(0, dtype=torch.uint8).set_(one.untyped_storage())
+                if len(content) and zlib.crc32(content.numpy().data) not in stated:
+                    yield f"checkpoint{keystr(path)}"
