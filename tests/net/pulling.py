@@ -34,6 +34,9 @@ KINDS = ("dense", "int8", "oktopk", "masters", "tuned")
 SAVED_AT = dict.fromkeys(KINDS, 4) | {"tuned": 27}
 """A search needs 1 + 3 steps and 7 for each plan."""
 
+NEW_KEYS = {"optimizer_class"}
+"""Of an optimizer's state, since then: only who reads them may miss them."""
+
 FORMS: dict[str, Sequence[str]] = dict.fromkeys(KINDS, ("file", "folder")) | {"tuned": ("file",)}
 
 
@@ -133,7 +136,7 @@ class Watcher(Callback):
             self.plan = json.loads((Path(folder) / "plan.json").read_text())
 
     def _all(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        state = _as_plain(trainer.strategy.optimizer_state(trainer.optimizers[0]))
+        state = without_new(_as_plain(trainer.strategy.optimizer_state(trainer.optimizers[0])))
         return {"weights": _as_plain(pl_module.state_dict()), "optimizer": state}
 
 
@@ -224,9 +227,15 @@ def structure(value: Any) -> Any:
 
 
 def saved(path: Path) -> dict[str, Any]:
-    """What a file or a folder holds, without the version of Lightning."""
+    """What a file or a folder holds, without the version of Lightning and keys that came later."""
     whole = find("folder", "load")(path) if path.is_dir() else torch.load(path, weights_only=True)
+    whole["optimizer_states"] = [without_new(state) for state in whole["optimizer_states"]]
     return {key: value for key, value in whole.items() if key != "pytorch-lightning_version"}
+
+
+def without_new(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state without keys that 7283dee did not write."""
+    return {key: value for key, value in state.items() if key not in NEW_KEYS}
 
 
 def files_in(path: Path) -> list[str]:
