@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -239,8 +240,9 @@ def without_new(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def files_in(path: Path) -> list[str]:
-    """Names of all files of a folder; of a file, none."""
-    return sorted(str(one.relative_to(path)) for one in path.rglob("*") if one.is_file())
+    """Names of all files of a folder, without the id of the save; of a file, none."""
+    names = [str(one.relative_to(path)) for one in path.rglob("*") if one.is_file()]
+    return sorted(re.sub(r"__(\d+)_[0-9a-f-]{36}_", r"__\1_", name) for name in names)
 
 
 def machine() -> str:
