@@ -122,7 +122,8 @@ def test_one_rank_is_told_so(tmp_path):
 
 
 OTHER_VERSION = """
-from lightning_dear.apps import doctor, train
+from lightning_dear.apps.doctor import doctor
+from lightning_dear.apps.train import train
 facts_of = doctor.facts_of
 doctor.facts_of = lambda: {**facts_of(), "torch": "2.6.0"}
 train.main()

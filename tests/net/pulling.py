@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,9 @@ SHAPES = ((31, 7), (31,), (17, 31), (17,), (3, 17), (3,))
 KINDS = ("dense", "int8", "oktopk", "masters", "tuned")
 SAVED_AT = dict.fromkeys(KINDS, 4) | {"tuned": 27}
 """A search needs 1 + 3 steps and 7 for each plan."""
+
+NEW_KEYS = {"optimizer_class"}
+"""Of an optimizer's state, since then: only who reads them may miss them."""
 
 FORMS: dict[str, Sequence[str]] = dict.fromkeys(KINDS, ("file", "folder")) | {"tuned": ("file",)}
 
@@ -133,7 +137,7 @@ class Watcher(Callback):
             self.plan = json.loads((Path(folder) / "plan.json").read_text())
 
     def _all(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        state = _as_plain(trainer.strategy.optimizer_state(trainer.optimizers[0]))
+        state = without_new(_as_plain(trainer.strategy.optimizer_state(trainer.optimizers[0])))
         return {"weights": _as_plain(pl_module.state_dict()), "optimizer": state}
 
 
@@ -224,14 +228,21 @@ def structure(value: Any) -> Any:
 
 
 def saved(path: Path) -> dict[str, Any]:
-    """What a file or a folder holds, without the version of Lightning."""
+    """What a file or a folder holds, without the version of Lightning and keys that came later."""
     whole = find("folder", "load")(path) if path.is_dir() else torch.load(path, weights_only=True)
+    whole["optimizer_states"] = [without_new(state) for state in whole["optimizer_states"]]
     return {key: value for key, value in whole.items() if key != "pytorch-lightning_version"}
 
 
+def without_new(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state without keys that 7283dee did not write."""
+    return {key: value for key, value in state.items() if key not in NEW_KEYS}
+
+
 def files_in(path: Path) -> list[str]:
-    """Names of all files of a folder; of a file, none."""
-    return sorted(str(one.relative_to(path)) for one in path.rglob("*") if one.is_file())
+    """Names of all files of a folder, without the id of the save; of a file, none."""
+    names = [str(one.relative_to(path)) for one in path.rglob("*") if one.is_file()]
+    return sorted(re.sub(r"__(\d+)_[0-9a-f-]{36}_", r"__\1_", name) for name in names)
 
 
 def machine() -> str:
