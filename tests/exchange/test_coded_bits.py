@@ -44,7 +44,7 @@ def test_every_codec_leaves_the_same_bits_on_all_ranks() -> None:
 
 
 @pytest.mark.slow
-@distributed(world_sizes=(1, 2, 3, 4))
+@distributed(world_sizes=(1, 2, 3, 4), timeout_s=400)
 def test_every_codec_leaves_the_same_bits_for_fifty_steps() -> None:
     _check_bits(50)
 
