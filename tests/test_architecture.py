@@ -33,8 +33,7 @@ class Room:
         torch: Whether torch and torchmetrics.
         distributed: Whether torch.distributed; a tuple names the files that may.
         lightning: Whether Lightning.
-        hydra: Whether Hydra; a tuple names the files that may, and those do it within functions
-            where `is_lazy`.
+        hydra: Whether Hydra; a tuple names the files that may.
     """
 
     imports: tuple[str, ...] = ()
@@ -112,6 +111,7 @@ OTHER_TESTS = {
     "conf",
     "gpu",
     "net",
+    "soak",
     "netns",
     "benchmarks",
     "mutations",
