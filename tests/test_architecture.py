@@ -115,6 +115,7 @@ OTHER_TESTS = {
     "conf",
     "gpu",
     "net",
+    "soak",
     "netns",
     "benchmarks",
     "mutations",

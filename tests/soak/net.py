@@ -1,0 +1,133 @@
+"""What a job trains, with the hooks that it draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from tests.soak.job import Branches, Job, optimizers_of
+from tests.training.models import build, loss_of
+
+CLIP = 0.01
+
+
+class SoakNet(LightningModule):
+    """A model, its optimizers and a hook.
+
+    Attributes:
+        losses: Of every batch.
+        noted: What the hook saw, in the order in which it saw it.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job = job
+        torch.manual_seed(job.seed)
+        self.net: nn.Module = Branches() if job.model == "branches" else build(job.model, job.seed)
+        self.automatic_optimization = "precision" in job.trainer
+        self.losses: list[Tensor] = []
+        self.noted: list[Tensor] = []
+        if job.hook == "tensor":
+            for parameter in self.net.parameters():
+                parameter.register_hook(lambda grad: grad * 0.5)
+
+    def configure_optimizers(self) -> Any:
+        """A schedule, too, where Lightning steps it."""
+        made = optimizers_of(self.job, self.net)
+        if self.job.hook == "step_pre":
+            made[0].register_step_pre_hook(self._clip_in_step)
+        if self.job.hook == "step_post":
+            made[0].register_step_post_hook(self._note_in_step)
+        if not self.automatic_optimization:
+            return made
+        return made, [torch.optim.lr_scheduler.StepLR(made[0], 1, gamma=0.5)]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        """Automatic; or by hand, the optimizers by turns."""
+        if isinstance(self.net, Branches):
+            turn = (batch_idx + self.global_rank) % 3
+            self.net.used = (0, 1) if turn == 2 else (turn,)
+        loss = loss_of(self.net, batch[0], batch[1].flatten())
+        self.losses.append(loss.detach().clone())
+        if self.automatic_optimization:
+            return loss
+        made = self.optimizers()
+        made = made if isinstance(made, list) else [made]
+        for optimizer in made:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in made if batch_idx % 2 else made[:1]:
+            optimizer.step()
+        return None
+
+    # --- hooks ----------------------------------------------------------------------------------
+
+    def _clip_in_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-CLIP, CLIP)
+
+    def _note_in_step(self, *_: Any) -> None:
+        self.noted.append(next(self.net.parameters()).detach().clone())
+
+
+class AfterBackward(SoakNet):
+    """Looks at every gradient, and changes some."""
+
+    def on_after_backward(self) -> None:
+        """Doubles what it has noted."""
+        for parameter in self.net.parameters():
+            if parameter.grad is not None:
+                self.noted.append(parameter.grad.detach().clone())
+                parameter.grad.mul_(2)
+
+
+class ClipsByHand(SoakNet):
+    """Clips a way of its own."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        """Every element."""
+        self._clip_in_step(optimizer)
+
+
+class PostAccumulate(SoakNet):
+    """Clips each gradient as it is accumulated, from the start of the fit on."""
+
+    def on_fit_start(self) -> None:
+        """Registers late, as most users do."""
+        for parameter in self.net.parameters():
+            parameter.register_post_accumulate_grad_hook(_clip)
+
+
+def _clip(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-CLIP, CLIP)
+
+
+class Reads(SoakNet):
+    """Reads weights between two steps, through lists taken before."""
+
+    def on_fit_start(self) -> None:
+        """Takes the list."""
+        self.held = list(self.net.parameters())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Past every module."""
+        self.noted.extend(parameter.detach().clone() for parameter in self.held)
+
+
+KINDS = {
+    "on_after_backward": AfterBackward,
+    "configure_gradient_clipping": ClipsByHand,
+    "post_accumulate": PostAccumulate,
+    "reads": Reads,
+}
+
+
+def net_of(job: Job) -> SoakNet:
+    """A new module of the job, the same on every rank."""
+    return KINDS.get(job.hook, SoakNet)(job)
