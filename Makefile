@@ -29,7 +29,7 @@ SMOKE := tests/test_architecture.py tests/test_smoke.py tests/conf/test_groups.p
 smoke: $(VENV)/.ready-to-test ## in a minute: the architecture's rules, every config, every exchange on two ranks
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(SMOKE) $(ARGS)
 
-test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (about 10 minutes on 2 cores)
+test: $(VENV)/.ready-to-test ## run the tests, without those marked slow (about 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.ready-to-test ## run every test: full matrices and package builds too

@@ -12,12 +12,6 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# What travels at once is told apart by numbers. Buckets have those below 2^19: each optimizer has
-# 2^12 of them (`planning.plan.MAX_BUCKETS`). `gloo.py` takes 2^29 and above for what is no bucket.
-MAX_OPTIMIZERS = 1 << 7
-"""Most optimizers whose messages are told apart."""
-NORM_NUMBER = 1 << 19
-"""The message with which ranks tell each other their parts of a norm."""
 GRADIENT_NUMBERS = 1 << 22
 STATE_NUMBERS = 1 << 23
 SELECTION_NUMBERS = 3 << 22

@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Piece
-from lightning_dear.collectives.work import NORM_NUMBER, Collectives
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.sharded import OptimizerShards
+
+_NORM_TAG = 1 << 19
 
 
 @torch.no_grad()
@@ -48,7 +50,7 @@ def global_norm(
         norms = _norms(gradients, norm_type)
         own = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
         parts[collectives.rank] = own
-    collectives.launch_all_gather(parts, NORM_NUMBER).wait()
+    collectives.launch_all_gather(parts, _NORM_TAG).wait()
     total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
     return total.to(like.dtype)
 

@@ -27,7 +27,6 @@ from typing_extensions import override
 
 from lightning_dear.checkpoint.format import KEY, stamp
 from lightning_dear.collectives.factory import new_collectives
-from lightning_dear.collectives.work import MAX_OPTIMIZERS
 from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.fabric.module import (
@@ -50,6 +49,9 @@ from lightning_dear.telemetry.statistics import StepStatistics
 _SETS_UP_SCHEDULERS = (
     "scheduler" in inspect.signature(DDPStrategy.setup_module_and_optimizers).parameters
 )
+
+_MAX_OPTIMIZERS = 128
+"""Numbers of optimizers whose messages are told apart."""
 
 
 class DearFabricStrategy(PipelineStrategy, DDPStrategy):
@@ -165,13 +167,15 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         others = [one.pipeline for one in self._trained if one.module is not module]
         num_others = sum(len(other.parts) for other in others)
         self._options.check(collectives, len(optimizers) + num_others)
-        number = self._first_number_of(module, len(optimizers))
         states = self._end_training_of(module)
         check_apart(module, self._trained)
+        # Numbered on: keeps messages apart whose backwards mix in another order per rank.
+        number = self._num_optimizers % _MAX_OPTIMIZERS
         pipeline = self._new_pipeline(module, optimizers, collectives, number)
         for one in [*others, pipeline] if others else []:
             one.hold_back()
         pipeline.refuse_early("under Fabric nobody says which backward belongs to which step")
+        self._num_optimizers += len(optimizers)
         _sync(module, self.world_size)
         wrapped = self._remember(DearModule(module, pipeline))
         for optimizer in optimizers:
@@ -179,35 +183,6 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
                 optimizer.load_state_dict(states[optimizer])
         self._connect_scaler(pipeline)
         return (wrapped, optimizers, scheduler) if _SETS_UP_SCHEDULERS else (wrapped, optimizers)
-
-    def _first_number_of(self, module: Module, num_optimizers: int) -> int:
-        """What a new pipeline's first optimizer is numbered: as before, or on from all others.
-
-        It keeps messages apart whose backwards mix in another order on each rank. That it is the
-        same on all ranks must not depend on which of them has already deleted a model.
-
-        Raises:
-            ValueError: If a number is that of a model that is still trained.
-        """
-        others = []
-        for one in self._trained:
-            parts = one.pipeline.parts
-            numbers = range(parts[0].plans.number, parts[0].plans.number + len(parts))
-            if one.module is not module:
-                others.append(numbers)
-            elif len(numbers) == num_optimizers:
-                return numbers.start
-        # Not 0 again: whoever has that may be the only one.
-        fits = self._num_optimizers + num_optimizers <= MAX_OPTIMIZERS
-        first = self._num_optimizers if fits else 1
-        if any(one.start < first + num_optimizers and first < one.stop for one in others):
-            raise ValueError(
-                f"{MAX_OPTIMIZERS} optimizers have been set up since one that is still trained, and"
-                " messages of more cannot be told apart. Delete what is no longer trained, or make"
-                " a new Fabric."
-            )
-        self._num_optimizers = first + num_optimizers
-        return first
 
     def _end_training_of(self, module: Module) -> dict[Optimizer, dict[str, Any]]:
         """Ends it, if there is one; returns its optimizers' whole states."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.work import MAX_OPTIMIZERS
 from lightning_dear.engine.step_state import Sending
 from tests.distributed.harness import distributed
 from tests.fabric.running import dear, new_fabric
@@ -59,44 +56,6 @@ def test_messages_of_two_models_are_told_apart() -> None:
         kept.append(fabric.setup(raw, optimizer_for("sgd", raw)))
     numbers = {part.plans.number for one in kept for part in strategy.pipeline_of(one[1]).parts}
     assert len(numbers) == 2
-
-
-@distributed([1])
-def test_a_module_that_is_set_up_again_keeps_its_number() -> None:
-    fabric = new_fabric(dear())
-    strategy: Any = fabric.strategy
-    raw = build("mlp")
-    optimizer = optimizer_for("sgd", raw)
-    for _ in range(3):
-        model, wrapped = fabric.setup(raw, optimizer)
-        (part,) = strategy.pipeline_of(wrapped).parts
-        assert part.plans.number == 0
-        # What one optimizer alone may do it may do again.
-        assert strategy.pipeline_of(wrapped).all_reduce_refusal is None
-        assert model.training
-
-
-@distributed([1])
-def test_numbers_come_again_unless_they_are_in_use() -> None:
-    fabric = new_fabric(dear())
-    strategy: Any = fabric.strategy
-
-    def set_up() -> tuple[Any, list[int]]:
-        raw = build("mlp")
-        halves = [{"params": [p]} for p in raw.parameters()][:2]
-        optimizers = [torch.optim.SGD([half], lr=0.1) for half in halves]
-        model, first, _ = fabric.setup(raw, *optimizers)
-        return model, [part.plans.number for part in strategy.pipeline_of(first).parts]
-
-    kept, numbers = set_up()
-    assert numbers == [0, 1]
-    for number in range(2, MAX_OPTIMIZERS, 2):
-        assert set_up()[1] == [number, number + 1]
-    with pytest.raises(ValueError, match="128 optimizers have been set up since"):
-        set_up()
-    del kept
-    gc.collect()
-    assert set_up()[1] == [1, 2]
 
 
 @distributed([2])
