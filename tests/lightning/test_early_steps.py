@@ -19,11 +19,13 @@ from tests.lightning.nets import Net, copies
 class _Slow(Net):
     """A backward in which reductions have time to arrive, and what was stepped in it."""
 
+    pause_s = 0.01
+
     def __init__(self, model: str = "mlp", optimizer: str = "sgd") -> None:
         super().__init__(model, optimizer)
         self.num_early: list[int] = []
         for parameter in self.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _: time.sleep(0.01))
+            parameter.register_post_accumulate_grad_hook(lambda _: time.sleep(self.pause_s))
 
 
 class _Counts(Callback):
@@ -81,6 +83,9 @@ def test_nothing_is_stepped_early_where_gradients_are_looked_at() -> None:
 
 
 class _FailsInBackward(_Slow):
+    # A rank that has stepped nothing yet would wait for the other.
+    pause_s = 0.1
+
     def on_before_backward(self, loss: Tensor) -> None:
         if self.trainer.global_step == 2:
             first = next(self.parameters())
