@@ -218,6 +218,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
         for part, state in zip(parts, states, strict=True):
             part.optimizer.load_state_dict(state)
+        self._insert_guards(trainer)
         self._connect(trainer)
         if self._stop is not None:
             self._stop.ask_through(collectives)
@@ -230,7 +231,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             # Its class has torch's own, which would pass the pipeline by.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         connect_precision(self.precision_plugin, self._pipeline)
-        self._insert_guards(trainer)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        assert self.lightning_module is not None
+        readers = gradient_readers((*callbacks, self.lightning_module))
+        self._pipeline.refuse_early(refusals.why_not_early(trainer, self.optimizers, readers))
 
     def _follow_optimizers(self) -> None:
         """Trains on with the optimizers that the trainer was given since. Collective then, blocks.
@@ -271,7 +275,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         callbacks[:] = [one for one in callbacks if not isinstance(one, guards)]
         readers = gradient_readers((*callbacks, self.lightning_module))
         assert self._pipeline is not None
-        self._pipeline.refuse_early(refusals.why_not_early(trainer, self.optimizers, readers))
         uses_buckets = self._options.uses_buckets(self._pipeline.collectives)
         if readers and self._gradients_in_hooks and uses_buckets:
             refusals.warn_about_readers(readers)

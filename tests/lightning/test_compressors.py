@@ -394,7 +394,8 @@ def test_masters_that_another_strategy_carried_along_are_forgotten(
     tmp_path: Path, is_ours: bool
 ) -> None:
     master = {"exp_avg": torch.ones(2), "master_weight": torch.ones(2)}
-    checkpoint: dict[str, Any] = {"optimizer_states": [{"state": {0: master}, "param_groups": []}]}
+    states = [{"state": {0: master}, "param_groups": []}]
+    checkpoint: dict[str, Any] = {"state_dict": {}, "optimizer_states": states}
     if is_ours:
         checkpoint["lightning_dear"] = {"format": 1}
     torch.save(checkpoint, tmp_path / "file.ckpt")

@@ -35,8 +35,8 @@ KINDS = ("dense", "int8", "oktopk", "masters", "tuned")
 SAVED_AT = dict.fromkeys(KINDS, 4) | {"tuned": 27}
 """A search needs 1 + 3 steps and 7 for each plan."""
 
-NEW_KEYS = {"optimizer_class"}
-"""Of an optimizer's state, since then: only who reads them may miss them."""
+NEW_KEYS = {"optimizer_class", "compressor"}
+"""Of an optimizer's state, and of its residuals, since then: only who reads them may miss them."""
 
 FORMS: dict[str, Sequence[str]] = dict.fromkeys(KINDS, ("file", "folder")) | {"tuned": ("file",)}
 
@@ -236,7 +236,11 @@ def saved(path: Path) -> dict[str, Any]:
 
 def without_new(state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state without keys that 7283dee did not write."""
-    return {key: value for key, value in state.items() if key not in NEW_KEYS}
+    return {
+        key: without_new(value) if key == "residuals" else value
+        for key, value in state.items()
+        if key not in NEW_KEYS
+    }
 
 
 def files_in(path: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from datetime import timedelta
 from inspect import signature
 from typing import Any
@@ -112,6 +111,7 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
             "broadcast_buffers",
             "gradients_in_hooks",
             "audit",
+            "check_digests",
             "save_distributed_checkpoint",
             "find_unused_parameters",
         )
@@ -122,11 +122,13 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
 STRATEGIES = (DearStrategy, DearFabricStrategy)
 
 
-def _cases(place: int) -> Iterator[Any]:
-    for strategy in STRATEGIES:
-        for name in [*signature(strategy).parameters][:-1]:
-            for value in OPTIONS[name][place]:
-                yield pytest.param(strategy, name, value, id=f"{strategy.__name__}-{name}-{value}")
+def _cases(place: int) -> list[Any]:
+    return [
+        pytest.param(strategy, name, value, id=f"{strategy.__name__}-{name}-{number}")
+        for strategy in STRATEGIES
+        for name in [*signature(strategy).parameters][:-1]
+        for number, value in enumerate(OPTIONS[name][place])
+    ]
 
 
 @pytest.mark.parametrize(("strategy", "name", "value"), _cases(0))
