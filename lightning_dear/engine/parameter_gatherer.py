@@ -246,6 +246,9 @@ class ParameterGatherer:
         self.end_step()
         for module in self._hooks:
             self._open(module)
+        # They hold this object, whose thread ends with it.
+        self._hooks.clear()
+        self._modules_of = [[] for _ in self._modules_of]
 
 
 class _WaitBeforeForward:
