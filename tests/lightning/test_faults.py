@@ -218,38 +218,65 @@ def test_a_rank_that_hangs_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
     assert late_s(tmp_path, outcomes[1]) < 4
 
 
-def _train_until_cut(folder: Path, how: str) -> None:
-    train(folder, None, False, _Cut(folder / "struck", how))
-
-
 class _Cut(Callback):
-    """Rank 1's host loses its link, or all packets above a size, in the third step."""
+    """In the third step each host does something to its link."""
 
-    def __init__(self, path: Path, how: str) -> None:
-        self.path, self.how = path, how
+    def __init__(self, path: Path, commands: dict[int, str]) -> None:
+        self.path, self.commands = path, commands
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 3 and trainer.global_rank == 1:
+        command = self.commands.get(trainer.global_rank)
+        if trainer.global_step == 3 and command is not None:
             self.path.write_text(str(time.monotonic()))
-            subprocess.run(self.how.split(), check=True)
+            subprocess.Popen(["sh", "-c", command])
 
 
-@pytest.mark.netns
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["ip link set eth0 down", "ip route replace blackhole 10.0.0.1/32"])
-def test_a_link_that_goes_down(how: str, tmp_path: Path) -> None:
+def _train_and_cut(folder: Path, commands: dict[int, str]) -> None:
+    train(folder, None, False, _Cut(folder / "struck", commands))
+
+
+def _cut(folder: Path, commands: dict[int, str]) -> list[Outcome]:
     with EmulatedCluster(num_hosts=2, rate_mbit=1000) as cluster:
-        outcomes = observe_ranks(
-            _train_until_cut,
+        return observe_ranks(
+            _train_and_cut,
             2,
-            tmp_path,
-            how,
+            folder,
+            commands,
             timeout_s=40,
             hosts=cluster.hosts,
             init_process_group=False,
         )
+
+
+SHORT_PACKETS = "ip link set eth0 gso_max_segs 1"
+LASTING = {
+    "down": {1: "ip link set eth0 down"},
+    "blackhole": {1: "ip route replace blackhole 10.0.0.1/32"},
+    # Packets of more bytes are dropped, and nobody tells who sends them.
+    "mtu": {0: SHORT_PACKETS, 1: f"{SHORT_PACKETS}; ip link set eth0 mtu 200"},
+}
+PASSING = {
+    "down for 3 s": {1: "ip link set eth0 down; sleep 3; ip link set eth0 up"},
+    "1 Mb/s": {1: "tc qdisc change dev eth0 root handle 1: tbf rate 1mbit burst 64kb limit 16mb"},
+}
+
+
+@pytest.mark.netns
+@pytest.mark.slow
+@pytest.mark.parametrize("what", LASTING)
+def test_a_link_that_goes_down(what: str, tmp_path: Path) -> None:
+    outcomes = _cut(tmp_path, LASTING[what])
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, Raised), f"rank {rank}: {outcome}"
         assert late_s(tmp_path, outcome) < 3
         assert f"rank {1 - rank}" in outcome.message
         assert "killed" not in outcome.traceback
+
+
+@pytest.mark.netns
+@pytest.mark.slow
+@pytest.mark.parametrize("what", PASSING)
+def test_a_link_that_is_slow_or_comes_back(what: str, tmp_path: Path) -> None:
+    outcomes = _cut(tmp_path, PASSING[what])
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, Returned), f"rank {rank}: {outcome}"
