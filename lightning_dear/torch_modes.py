@@ -12,14 +12,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 @contextmanager
-def plain_mode(device_type: str) -> Iterator[None]:
+def plain_mode(device_type: str, default_dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """No gradients, and none of the contexts around the caller that would change results.
 
     A parameter may be read, and so updated, anywhere in a forward: under autocast (which would
     round), under inference mode (whose new tensors refuse later updates), inside `torch.func`
-    transforms, or while a mode records operations (selective checkpointing).
+    transforms, while a mode records operations (selective checkpointing), or under another default
+    dtype (which optimizers make their state of), and on each rank elsewhere.
     """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default_dtype)
     with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, before)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device_type, enabled=False))

@@ -9,6 +9,7 @@ from copy import deepcopy
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -141,7 +142,10 @@ class ReplicatedOptimizer(OptimizerShards):
                 f"A step of {type(self.optimizer).__name__} was broken off half-way (see the first"
                 " error): the weights are a mixture of two steps. Load the last checkpoint."
             )
-        with plain_mode(self.device.type), self._with_gradients(number) as parameters:
+        with (
+            plain_mode(self.device.type, deferred.dtype),
+            self._with_gradients(number) as parameters,
+        ):
             deferred.run(parameters)
         # Not there after an error: whoever completes another bucket is told above.
         self._deferred = deferred
@@ -177,10 +181,13 @@ class DeferredStep:
 
     Args:
         optimizer: The user's; its `state` is mutated by `run`.
+
+    Attributes:
+        dtype: torch's default one at that time.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self.dtype = optimizer, torch.get_default_dtype()
         # Without the old state, which would else outlive a load_state_dict.
         outdated = ("state", "param_groups")
         self._attributes = {k: v for k, v in optimizer.__dict__.items() if k not in outdated}

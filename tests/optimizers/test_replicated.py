@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
+from tests.checkpoint.test_default_dtype import default_dtype
 from tests.distributed.harness import distributed
 from tests.training.delays import Delays
 from tests.training.models import batch, build, loss_of, two_groups, weights
@@ -76,7 +77,10 @@ class _Products(Optimizer):
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                # As some of torch's make theirs.
+                like = torch.zeros(p.shape, dtype=torch.get_default_dtype())
+                momentum = self.state[p].setdefault("momentum", like)
+                assert momentum.dtype is p.dtype
                 momentum.mul_(0.9).add_(p.grad @ p.grad.T @ p.grad)
                 p.sub_(momentum, alpha=self.param_groups[0]["lr"])
 
@@ -95,6 +99,9 @@ def _read_within(how: str, model: nn.Module) -> None:
         )
     elif how == "vmap":
         torch.func.vmap(lambda x: x * sum(p.sum() for p in model.parameters()))(torch.ones(2))
+    elif how == "dtype":
+        with default_dtype(torch.float64):
+            model.state_dict()
     else:
         with FlopCounterMode(display=False) as counter:
             list(model.parameters())
@@ -103,7 +110,7 @@ def _read_within(how: str, model: nn.Module) -> None:
 
 @distributed(world_sizes=(2,))
 def test_an_update_does_not_see_the_contexts_around_a_read() -> None:
-    for how in ("autocast", "inference", "grad", "vmap", "dispatch mode"):
+    for how in ("autocast", "inference", "grad", "vmap", "dtype", "dispatch mode"):
         _update_within(how)
 
 
