@@ -120,17 +120,14 @@ class Bucket:
         through `.data`. Where parameters lag, the master moves by as much as they were moved.
         """
         if self.lags:
-            self._adopt_moves()
+            # By 0 where nobody wrote: the lag is still to be sent.
+            follow_weights(self.shard, self.published, self.replica)
+            self.note_published()
         elif self.is_staged and not self.has_master:
             self.shard.copy_(self.replica)
         elif self.has_master:
             was_written = self.replica != self.shard.to(self.replica.dtype)
             torch.where(was_written, self.replica.to(self.shard.dtype), self.shard, out=self.shard)
-
-    def _adopt_moves(self) -> None:
-        """Moves `shard` with `replica`, by 0 where nobody wrote: the lag is still to be sent."""
-        follow_weights(self.shard, self.published, self.replica)
-        self.note_published()
 
     def adopt_gradients(self) -> None:
         """Takes what was changed of this rank's shard of the whole mean gradient into `mean`."""

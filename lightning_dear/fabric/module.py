@@ -139,7 +139,11 @@ def finish_at_exit() -> None:
             try:
                 module.pipeline.complete_parameters("exit")
             except (RuntimeError, ValueError) as error:
-                _warn_of_mixture(error)
+                warnings.warn(
+                    f"The last step's parameters did not all arrive ({error}); what other ranks"
+                    " have of them may be a mixture of two steps.",
+                    stacklevel=2,
+                )
 
 
 def finishing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -157,14 +161,6 @@ def _end_of(pipeline: Pipeline) -> None:
         pipeline.detach()  # Warns now.
     for part in pipeline.parts:
         _disown(part)
-
-
-def _warn_of_mixture(error: Exception) -> None:
-    warnings.warn(
-        f"The last step's parameters did not all arrive ({error}); what other ranks have of them"
-        " may be a mixture of two steps.",
-        stacklevel=2,
-    )
 
 
 # --- what is refused beside what a Trainer's strategy refuses -------------------------------------
