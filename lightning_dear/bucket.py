@@ -320,18 +320,14 @@ def _bucket(
     lags: bool = False,
 ) -> Bucket:
     replica, mean = parameters[own], gradients[own]
-    shard, landing = replica, parameters
     published = torch.empty_like(replica) if lags else replica[:0]
-    if lags:
-        shard = torch.empty_like(replica)
-    if is_staged:
-        shard, landing = torch.empty_like(replica), torch.empty_like(parameters)
+    shard = torch.empty_like(replica) if lags or is_staged else replica
+    landing = torch.empty_like(parameters) if is_staged else parameters
     if parameters.dtype in LOW_PRECISION:
         shard = torch.empty_like(replica, dtype=torch.float32)
         mean = torch.empty_like(shard)
-    own_parts = replica, shard, mean, landing
-    everything = (parameters, gradients, scratch, *own_parts, is_all_reduced, published)
-    return Bucket(number, spec, *everything)
+    own_parts = replica, shard, mean, landing, is_all_reduced, published
+    return Bucket(number, spec, parameters, gradients, scratch, *own_parts)
 
 
 def _place(

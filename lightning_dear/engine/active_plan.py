@@ -61,11 +61,9 @@ class ActivePlan:
         if not exchange.coded:
             return {}
         figures: dict[str, Tensor | float] = {"compression_ratio": exchange.compression_ratio}
-        norms = [norm for coded in exchange.coded for norm in coded.residual_norms]
-        if norms:
+        if norms := [norm for coded in exchange.coded for norm in coded.residual_norms]:
             figures["residual_norm"] = torch.stack(norms).norm()
-        tallies = [one.tally for one in exchange.coded if one.tally and one.tally.num_wanted]
-        if tallies:
+        if tallies := [one.tally for one in exchange.coded if one.tally and one.tally.num_wanted]:
             figures.update(figures_of(tallies, self.plan.world_size))
         lagging = [bucket for bucket in self.flat.buckets if bucket.lags]
         if arrived := [one for one in lagging if not self.gatherer.is_pending(one.number)]:

@@ -115,11 +115,8 @@ class GradientReducer:
         self._start_round()
 
     def _start_round(self) -> None:
-        self._round = _Round(
-            num_calls=[0] * len(self._placements),
-            collected=[False] * len(self._placements),
-            missing=list(self._num_tensors),
-        )
+        count = len(self._placements)
+        self._round = _Round([0] * count, [False] * count, list(self._num_tensors))
 
     # --- during backward --------------------------------------------------------------------
 

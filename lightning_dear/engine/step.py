@@ -401,7 +401,9 @@ class OptimizerPipeline:
         """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
         clipping.warn_of_votes(self._options, self._collectives.rank)
         with self._on_shards(mutates=True) as pieces:
-            clip_grad_value_(pieces, clip_value)
+            # torch's own raises if there is none, as on a rank that has no shard of what was used.
+            if self.stepper.gradients:
+                clip_grad_value_(pieces, clip_value)
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""

@@ -195,7 +195,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             ValueError: If there are none.
         """
         starts = range(_MAX_OPTIMIZERS - count + 1)
-        for start in (*starts[self._num_optimizers :], *starts):
+        for start in chain(starts[self._num_optimizers :], starts):
             if taken.isdisjoint(range(start, start + count)):
                 self._num_optimizers = start + count
                 return start
@@ -305,9 +305,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state in torch's format, on every rank. Collective, blocks."""
         part = part_of(unwrapped(optimizer))
-        return (
-            super().get_optimizer_state(optimizer) if part is None else part.optimizer_state_dict()
-        )
+        if part is None:
+            return super().get_optimizer_state(optimizer)
+        return part.optimizer_state_dict()
 
     @override
     def save_checkpoint(
