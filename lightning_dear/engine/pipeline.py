@@ -49,6 +49,9 @@ from lightning_dear.telemetry.clock import Clock, clock_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics, Waiting
 from lightning_dear.telemetry.timeline import Timeline
 
+REFUSALS = "_lightning_dear_refusals"
+"""Attribute of an optimizer that was one of ours: its own hooks, which say that it has ended."""
+
 
 class Pipeline:
     """Runs the three phases above for one module and its optimizers.
@@ -213,8 +216,9 @@ class Pipeline:
         """In front of every optimizer's step: refuses those that step what ours train."""
         # Whoever has its state stands for one of ours, see `DeferredStep`.
         is_ours = any(optimizer.state is one.state for one in self.optimizers)
+        is_known = is_ours or REFUSALS in vars(optimizer)
         # Without buckets gradients are where anybody finds them.
-        if is_ours or not self.options.uses_buckets(self.collectives):
+        if is_known or not self.options.uses_buckets(self.collectives):
             return
         trained = {one for part in self.parts for one in part.parameters}
         if any(one in trained for group in optimizer.param_groups for one in group["params"]):
