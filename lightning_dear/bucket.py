@@ -120,17 +120,14 @@ class Bucket:
         through `.data`. Where parameters lag, the master moves by as much as they were moved.
         """
         if self.lags:
-            self._adopt_moves()
+            # By 0 where nobody wrote: the lag is still to be sent.
+            follow_weights(self.shard, self.published, self.replica)
+            self.note_published()
         elif self.is_staged and not self.has_master:
             self.shard.copy_(self.replica)
         elif self.has_master:
             was_written = self.replica != self.shard.to(self.replica.dtype)
             torch.where(was_written, self.replica.to(self.shard.dtype), self.shard, out=self.shard)
-
-    def _adopt_moves(self) -> None:
-        """Moves `shard` with `replica`, by 0 where nobody wrote: the lag is still to be sent."""
-        follow_weights(self.shard, self.published, self.replica)
-        self.note_published()
 
     def adopt_gradients(self) -> None:
         """Takes what was changed of this rank's shard of the whole mean gradient into `mean`."""
@@ -323,18 +320,14 @@ def _bucket(
     lags: bool = False,
 ) -> Bucket:
     replica, mean = parameters[own], gradients[own]
-    shard, landing = replica, parameters
     published = torch.empty_like(replica) if lags else replica[:0]
-    if lags:
-        shard = torch.empty_like(replica)
-    if is_staged:
-        shard, landing = torch.empty_like(replica), torch.empty_like(parameters)
+    shard = torch.empty_like(replica) if lags or is_staged else replica
+    landing = torch.empty_like(parameters) if is_staged else parameters
     if parameters.dtype in LOW_PRECISION:
         shard = torch.empty_like(replica, dtype=torch.float32)
         mean = torch.empty_like(shard)
-    own_parts = replica, shard, mean, landing
-    everything = (parameters, gradients, scratch, *own_parts, is_all_reduced, published)
-    return Bucket(number, spec, *everything)
+    own_parts = replica, shard, mean, landing, is_all_reduced, published
+    return Bucket(number, spec, parameters, gradients, scratch, *own_parts)
 
 
 def _place(

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
-from lightning_dear.bucket import FlatBuffers, allocate
+from lightning_dear.bucket import FlatBuffers
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
 from lightning_dear.engine.gradient_reducer import GradientReducer
-from lightning_dear.engine.parameter_gatherer import LimitedGathers, ParameterGatherer
+from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.read_order import ReadMode
-from lightning_dear.engine.shared_options import SharedOptions
-from lightning_dear.engine.trained_parameters import TrainedParameters, tensor_specs
-from lightning_dear.exchange import Exchange, LossScale, new_exchange
+from lightning_dear.engine.trained_parameters import TrainedParameters
+from lightning_dear.exchange import Exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.figures import figures_of
 from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
 from lightning_dear.telemetry.statistics import Instruments
-
-Waiting = Callable[[str, str], AbstractContextManager[None]]
-"""(lane, reason) -> context in which the engine waits for communication."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +61,14 @@ class ActivePlan:
         if not exchange.coded:
             return {}
         figures: dict[str, Tensor | float] = {"compression_ratio": exchange.compression_ratio}
-        norms = [norm for coded in exchange.coded for norm in coded.residual_norms]
-        if norms:
+        if norms := [norm for coded in exchange.coded for norm in coded.residual_norms]:
             figures["residual_norm"] = torch.stack(norms).norm()
-        tallies = [one.tally for one in exchange.coded if one.tally and one.tally.num_wanted]
-        if tallies:
+        if tallies := [one.tally for one in exchange.coded if one.tally and one.tally.num_wanted]:
             figures.update(figures_of(tallies, self.plan.world_size))
-        arrived = [
-            bucket
-            for bucket in self.flat.buckets
-            if bucket.lags and not self.gatherer.is_pending(bucket.number)
-        ]
-        if arrived:
-            behind = [
-                torch.dist(bucket.shard.float(), bucket.replica.float()) for bucket in arrived
-            ]
-            whole = [torch.linalg.vector_norm(bucket.shard.float()) for bucket in arrived]
+        lagging = [bucket for bucket in self.flat.buckets if bucket.lags]
+        if arrived := [one for one in lagging if not self.gatherer.is_pending(one.number)]:
+            behind = [torch.dist(one.shard.float(), one.replica.float()) for one in arrived]
+            whole = [torch.linalg.vector_norm(one.shard.float()) for one in arrived]
             figures["lag"] = torch.stack(behind).norm() / torch.stack(whole).norm()
         return figures
 
@@ -174,12 +160,25 @@ def agree_on_recording(
     names, parameters, recorder = trained.names, trained.parameters, trained.recorder
     own = recorder.first_use, recorder.gradients, torch.initial_seed()
     first_use, gradients, seed = collectives.all_gather_object(own)[0]
-    codecs = [
-        options.codec_of(name, parameter.ndim)
-        for name, parameter in zip(names, parameters, strict=True)
+    named = list(zip(names, parameters, strict=True))
+    codecs = [options.codec_of(name, parameter.ndim) for name, parameter in named]
+    # Nothing may have been recorded.
+    order = list(gradients) or range(len(parameters) - 1, -1, -1)
+    ready = {index: place for place, index in enumerate(order)}
+    specs = [
+        TensorSpec(
+            index=index,
+            name=name,
+            numel=parameter.numel(),
+            itemsize=parameter.element_size(),
+            family=f"{parameter.dtype}/{parameter.device.type}/{codecs[index]}",
+            first_use=first_use.get(index),
+            ready=ready.get(index),
+        )
+        for index, (name, parameter) in enumerate(named)
     ]
     return Recording(
-        tensor_specs(names, parameters, first_use, list(gradients), codecs),
+        specs,
         [gradients.get(index, 1) for index in range(len(parameters))],
         recorder.ungated,
         codecs,
@@ -224,67 +223,6 @@ def agree_on_plan(plan: BucketPlan, recording: Recording, collectives: Collectiv
                 " of the others: signs would be stepped with the same learning rate as gradients."
                 " Plan anew, such as with fusion='threshold'."
             )
-
-
-@torch.no_grad()
-def activate(
-    plan: BucketPlan,
-    recording: Recording,
-    module: Module,
-    parameters: Sequence[Parameter],
-    collectives: Collectives,
-    waiting: Waiting,
-    first_number: int,
-    options: ExchangeOptions,
-    on_arrival: Callable[[int], None] | None,
-    loss_scale: LossScale,
-    shared: SharedOptions,
-) -> ActivePlan:
-    """Makes all that `plan` needs. Local.
-
-    Mutates each parameter's `data`: values stay, storage changes. `first_number`: see
-    `Exchange`; `on_arrival`: `ParameterGatherer`; `loss_scale`: `LossScale`; `shared`:
-    `GradientReducer`.
-    """
-    number, num_shards = options.shards(collectives)
-    uses_buckets = options.uses_buckets(collectives)
-    # Where bytes travel instead of gradients, no scratch is needed for these.
-    scratch_numel = (lambda _: 0) if options.encodes("reduce") else collectives.scratch_numel
-    flat = allocate(
-        plan,
-        parameters,
-        number,
-        scratch_numel,
-        num_shards,
-        keeps_gradients=uses_buckets,
-        lags=options.encodes_differences,
-        is_scattered=options.is_scattered,
-    )
-    codecs = [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
-    place = collectives, first_number
-    exchange = new_exchange(options, codecs, plan.uncompressed, *place, flat, loss_scale)
-    depth = options.depth
-    gatherer = ParameterGatherer(
-        module,
-        flat,
-        exchange if depth is None else LimitedGathers(exchange, depth),
-        recording.ungated,
-        partial(waiting, "all_gather"),
-        on_arrival,
-        is_gated=uses_buckets,
-    )
-    reducer = GradientReducer(
-        flat,
-        [tensor.name for tensor in recording.tensors],
-        recording.expected,
-        plan,
-        exchange,
-        collectives,
-        gatherer.is_pending,
-        partial(waiting, "reduce_scatter"),
-        shared,
-    )
-    return ActivePlan(plan, flat, reducer, gatherer, exchange)
 
 
 def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:

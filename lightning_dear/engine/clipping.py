@@ -55,22 +55,6 @@ def global_norm(
     return total.to(like.dtype)
 
 
-@torch.no_grad()
-def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales the gradients in place as `torch.nn.utils.clip_grad_norm_` does, given their norm."""
-    if gradients:
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(list(gradients), factor)
-
-
-@torch.no_grad()
-def clip_to_value(gradients: Sequence[Tensor], clip_value: float) -> None:
-    """Clips every element in place to [-clip_value, clip_value]."""
-    if gradients:
-        torch._foreach_clamp_min_(list(gradients), -clip_value)
-        torch._foreach_clamp_max_(list(gradients), clip_value)
-
-
 def unscale_shards(
     unscale: Callable[[Optimizer], None],
     shards: OptimizerShards,
@@ -85,24 +69,15 @@ def unscale_shards(
         collectives: Over the ranks that have the other pieces.
         like: Has the dtype and the device of the gradients.
     """
-    overflow = _any_not_finite(shards.gradients, collectives, like.device)
+    overflow = torch.zeros(1, dtype=torch.uint8, device=like.device)
+    if gradients := shards.gradients:
+        overflow.copy_(~torch.isfinite(_norms(gradients, math.inf)).all())
+    collectives.launch_any(overflow).wait()
     # The scaler looks at gradients only, and at least at one: this one brings it the vote.
     vote = torch.zeros(1, dtype=like.dtype, device=like.device)
     vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
     with shards.on_shards(vote):
         unscale(shards.optimizer)
-
-
-@torch.no_grad()
-def _any_not_finite(
-    gradients: Sequence[Tensor], collectives: Collectives, device: torch.device
-) -> Tensor:
-    """Whether a gradient on any rank is inf or NaN: a uint8 of one element. See `global_norm`."""
-    flag = torch.zeros(1, dtype=torch.uint8, device=device)
-    if gradients:
-        flag.copy_(~torch.isfinite(_norms(gradients, math.inf)).all())
-    collectives.launch_any(flag).wait()
-    return flag
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -8,11 +8,19 @@ that a module that waits for nothing pays nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch.nn import Module
-from typing_extensions import override
+from torch.nn import Module, Parameter
+
+
+def _opening(name: str) -> Any:
+    """The dict's method of this name, called on the plain dict once the gate is open."""
+
+    def call(self: ParameterGate, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._opened(), name)(*args, **kwargs)
+
+    return call
 
 
 class ParameterGate(dict[str, Any]):
@@ -38,66 +46,25 @@ class ParameterGate(dict[str, Any]):
             open_gate()
         return self.plain
 
-    def __getitem__(self, key: str) -> Any:
-        return self._opened()[key]
-
-    @override
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._opened().get(key, default)
-
-    @override
-    def items(self) -> Any:
-        return self._opened().items()
-
-    @override
-    def values(self) -> Any:
-        return self._opened().values()
-
-    @override
-    def copy(self) -> dict[str, Any]:
-        return self._opened().copy()
+    __getitem__ = _opening("__getitem__")
+    __setitem__ = _opening("__setitem__")
+    __delitem__ = _opening("__delitem__")
+    __eq__ = _opening("__eq__")
+    __or__ = _opening("__or__")
+    __ior__ = _opening("__ior__")
+    get = _opening("get")
+    items = _opening("items")
+    values = _opening("values")
+    copy = _opening("copy")
+    pop = _opening("pop")
+    popitem = _opening("popitem")
+    setdefault = _opening("setdefault")
+    update = _opening("update")
+    clear = _opening("clear")
 
     def __iter__(self) -> Iterator[str]:
         # Overridden so that dict(gate) and {**gate} come through __getitem__.
         return iter(self.plain)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._opened()[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._opened()[key]
-
-    @override
-    def pop(self, *args: Any) -> Any:
-        return self._opened().pop(*args)
-
-    @override
-    def popitem(self) -> tuple[str, Any]:
-        return self._opened().popitem()
-
-    @override
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        return self._opened().setdefault(key, default)
-
-    @override
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        self._opened().update(*args, **kwargs)
-
-    @override
-    def clear(self) -> None:
-        self._opened().clear()
-
-    def __eq__(self, other: object) -> bool:
-        return self._opened() == other
-
-    def __or__(self, other: Any) -> Any:
-        return self._opened() | other
-
-    @override
-    def __ior__(self, other: Any) -> Any:
-        plain = self._opened()
-        plain |= other
-        return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are of a module whose parameters are complete: an ordinary dict.
@@ -112,6 +79,20 @@ def plain_parameters(module: Module) -> dict[str, Any]:
     if isinstance(parameters, ParameterGate):
         return parameters.plain
     return parameters if has_gate(module) else dict(parameters.items())
+
+
+def owners(module: Module, parameters: Sequence[Parameter]) -> dict[Module, dict[str, int]]:
+    """Modules that hold any of `parameters` -> their names there -> their numbers."""
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    found = {
+        part: {
+            name: numbers[id(one)]
+            for name, one in plain_parameters(part).items()
+            if id(one) in numbers
+        }
+        for part in module.modules()
+    }
+    return {part: own for part, own in found.items() if own}
 
 
 def has_gate(module: Module) -> bool:

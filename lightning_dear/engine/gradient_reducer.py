@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.collectives.background import Background
-from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.collectives.work import Work
 from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import sparse_gradient
 from lightning_dear.exchange import Exchange
@@ -52,7 +52,6 @@ class GradientReducer:
         expected: How often each parameter's gradient is accumulated in one backward, as recorded.
         plan: Which bucket is launched after which, and which may be stepped in backward.
         exchange: What moves buckets.
-        collectives: For the flags that say which parameters were used.
         is_pending: Whether a bucket's parameters are still being gathered.
         waiting: Entered around the wait for the last reduce-scatters.
         shared: Told in every round what other ranks say of the optimizer's options.
@@ -71,7 +70,6 @@ class GradientReducer:
         expected: Sequence[int],
         plan: BucketPlan,
         exchange: Exchange,
-        collectives: Collectives,
         is_pending: Callable[[int], bool],
         waiting: Callable[[str], AbstractContextManager[None]],
         shared: SharedOptions,
@@ -83,12 +81,12 @@ class GradientReducer:
         self._order = plan.reduce_order
         self._num_tensors = [len(bucket.spec.slices) for bucket in buffers.buckets]
         self._exchange = exchange
-        self._collectives = collectives
+        self._collectives = exchange.collectives
         self._is_pending = is_pending
         self._waiting = waiting
         self._shared = shared
         # Scaled before the sum, as DistributedDataParallel does: at two ranks the bits are its own.
-        self._scale = 1.0 / collectives.world_size
+        self._scale = 1.0 / exchange.collectives.world_size
         self._early = frozenset(plan.early)
         self._waiter = Background("dear-early-steps")
         self.wishes = self.granted = False
@@ -117,11 +115,8 @@ class GradientReducer:
         self._start_round()
 
     def _start_round(self) -> None:
-        self._round = _Round(
-            num_calls=[0] * len(self._placements),
-            collected=[False] * len(self._placements),
-            missing=list(self._num_tensors),
-        )
+        count = len(self._placements)
+        self._round = _Round([0] * count, [False] * count, list(self._num_tensors))
 
     # --- during backward --------------------------------------------------------------------
 
@@ -281,8 +276,7 @@ class GradientReducer:
         voting, placements = self._exchange.voting, enumerate(self._placements)
         voted = [n for n, one in placements if voting and not voting.isdisjoint(one.buckets)]
         device = self._buckets[0].parameters.device
-        exchange, collectives = self._exchange, self._collectives
-        flags = RoundFlags(says, voted, self.wishes, exchange, collectives, device, self._shared)
+        flags = RoundFlags(says, voted, self.wishes, self._exchange, device, self._shared)
         with self._waiting("gradients"):
             for one in (*self._round.works.values(), flags.work):
                 one.wait()
@@ -371,8 +365,8 @@ class RoundFlags:
         says: Per parameter one of the three.
         voting: Which of them are voted on: of these all ranks hear whether one has no gradient.
         wishes: Whether its hooks look for whole mean gradients.
-        exchange: Has found nan or inf on this rank, or not, and is told whether any has.
-        collectives: What moves the bytes, every rank's signal among them.
+        exchange: Has found nan or inf on this rank, or not, and is told whether any has. Its
+            collectives move the bytes, every rank's signal among them.
         device: Where the bytes are.
         shared: Gives the bytes that stand for the optimizer's options, and hears of others'.
 
@@ -386,13 +380,12 @@ class RoundFlags:
         voting: Sequence[int],
         wishes: bool,
         exchange: Exchange,
-        collectives: Collectives,
         device: torch.device,
         shared: SharedOptions,
     ) -> None:
         self._says, self._voting, self._wishes = says, voting, wishes
         self.granted = False
-        self._exchange, self._collectives = exchange, collectives
+        self._exchange, self._collectives = exchange, exchange.collectives
         self._uses_all = all(one == USED for one in says)
         self._shared, num_told = shared, len(says) + len(voting)
         self._digests = slice(num_told, num_told + shared.NUM_BYTES)
@@ -405,10 +398,10 @@ class RoundFlags:
         if wishes:
             # The 1 of who wishes nothing is less where all read flags, and where only some do more:
             # these hear whether others read them, too.
-            self._flags[-3] = 2 if collectives.reads_flags_freely else 0
+            self._flags[-3] = 2 if self._collectives.reads_flags_freely else 0
         self._flags[-2] = exchange.take_found_inf()
-        self._flags[-1] = collectives.signal.ask()
-        self.work = collectives.launch_any(self._flags)
+        self._flags[-1] = self._collectives.signal.ask()
+        self.work = self._collectives.launch_any(self._flags)
 
     def hear(self) -> tuple[list[int], list[int]]:
         """To be called when `work` has ended. Where flags are on a device and are read, it blocks.

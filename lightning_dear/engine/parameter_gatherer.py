@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn import Module
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Work
-from lightning_dear.engine.gate import close_gate, has_gate, plain_parameters, remove_gate
+from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
 from lightning_dear.exchange import Exchange
 
 _NUM_EXPECTED_AHEAD = 4
@@ -86,10 +86,11 @@ class ParameterGatherer:
         self._find_readers(module, ungated)
 
     def _find_readers(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
-        owners = self._owning_modules(module) if self._is_gated else {}
-        readers = {owner: set(numbers) for owner, numbers in owners.items() if has_gate(owner)}
-        others = (numbers for owner, numbers in owners.items() if owner not in readers)
-        self.ungatable = tuple(sorted(set(chain(*others))))
+        trained = [placement.parameter for placement in self._buffers.placements]
+        found = owners(module, trained) if self._is_gated else {}
+        held = {part: self._buckets_of(own.values()) for part, own in found.items()}
+        readers = {part: set(numbers) for part, numbers in held.items() if has_gate(part)}
+        self.ungatable = tuple({n for part in held if not has_gate(part) for n in held[part]})
         self.entry = self._buckets_of(i for i, user in ungated.items() if user is None)
         for index, user in ungated.items():
             if user is not None:
@@ -111,15 +112,6 @@ class ParameterGatherer:
     def _buckets_of(self, indices: Iterable[int]) -> tuple[int, ...]:
         placements = self._buffers.placements
         return tuple(sorted({n for index in indices for n in placements[index].buckets}))
-
-    def _owning_modules(self, module: Module) -> dict[Module, tuple[int, ...]]:
-        index = {id(place.parameter): i for i, place in enumerate(self._buffers.placements)}
-        owners = {}
-        for part in module.modules():
-            own = [index[id(p)] for p in plain_parameters(part).values() if id(p) in index]
-            if own:
-                owners[part] = self._buckets_of(own)
-        return owners
 
     def begin_step(self) -> None:
         """From now on parameters and gradients change under the calling thread's hands."""
@@ -327,18 +319,15 @@ class LimitedGathers:
                 self._waiter.submit(partial(self._wait_for, ticket, ticket.work))
 
     def _wait_for(self, ticket: _Ticket, work: Work) -> None:
-        failure: BaseException | None = None
         try:
             work.arrive()
+            end: Callable[[], None] = partial(ticket.ended.set_result, None)
         except BaseException as error:
-            failure = error
+            end = partial(ticket.ended.set_exception, error)
         with self._lock:
             self._num_in_flight -= 1
             self._start_queued()
-        if failure is None:
-            ticket.ended.set_result(None)
-        else:
-            ticket.ended.set_exception(failure)
+        end()
 
 
 @dataclass

@@ -29,7 +29,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ from lightning_dear.compression import Compressor
 from lightning_dear.engine.hooks import before_every_step
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.engine.step_state import Sending, StepState
+from lightning_dear.engine.step_state import SendTime, StepState
 from lightning_dear.engine.trained_parameters import OtherGradients, check_layout, ignored_names
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.optimizers.masters import MASTER_KEY
@@ -49,6 +48,9 @@ from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.clock import Clock, clock_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics, Waiting
 from lightning_dear.telemetry.timeline import Timeline
+
+REFUSALS = "_lightning_dear_refusals"
+"""Attribute of an optimizer that was one of ours: its own hooks, which say that it has ended."""
 
 
 class Pipeline:
@@ -69,6 +71,7 @@ class Pipeline:
         audit: Whether to look at every read of every forward; slow.
         first_number: What its first optimizer is numbered, where several pipelines share process
             groups; each optimizer takes a number.
+        shares_groups: Whether others train through the same process groups.
         options: What travels, and how; None: gradients there and parameters back, as they are.
         clock: Tells when the device is where; None: that of the parameters' device.
         or_else: What may travel where the optimizers cannot be stepped with `options`.
@@ -77,6 +80,8 @@ class Pipeline:
         collectives: What moves the bytes.
         options: What travels, and how.
         remark: What people are to be told of how optimizers are stepped; None: nothing.
+        early_refusal: Why no bucket is gathered before backward has ended, whatever the plan says;
+            None if it is.
         all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says; None if it is.
         parts: What each optimizer has of its own, in the order of the optimizers.
         others: Averages what no optimizer holds.
@@ -97,6 +102,7 @@ class Pipeline:
         broadcast_buffers: bool = True,
         audit: bool = False,
         first_number: int = 0,
+        shares_groups: bool = False,
         options: ExchangeOptions | None = None,
         clock: Clock | None = None,
         or_else: ExchangeOptions | None = None,
@@ -106,14 +112,19 @@ class Pipeline:
         self.remark: str | None = None
         self._module = module
         self._fusion = fusion
-        self._first_number = first_number
+        self._first_number, self._shares_groups = first_number, shares_groups
         self._check(optimizers, optimizers, or_else)
         clock = clock or clock_of(next(module.parameters()).device)
         self._instruments = Instruments(clock, collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
         self._has_compiled_region = has_compiled_region(module)
-        if self._has_compiled_region:
-            self._warn_of_compiling()
+        if self._has_compiled_region and collectives.world_size > 1 and collectives.rank == 0:
+            warnings.warn(
+                "A compiled graph reads parameters where strategy='dear' cannot wait for each: all"
+                " are waited for before forward, so that only reduce-scatters overlap. Leave"
+                " torch.compile out if communication costs more than compiling saves.",
+                stacklevel=2,
+            )
         self._audit = audit
         self._is_in_forward = self.is_stepping = False
         self.parts: list[OptimizerPipeline] = []
@@ -147,8 +158,8 @@ class Pipeline:
             for number, optimizer in enumerate(optimizers, start=self._first_number)
         ]
         self.others = OtherGradients(self._module, optimizers, self.collectives)
-        self._refuse_early(self._first_refusal(self.options))
-        is_one = len(optimizers) == 1 and self._first_number == 0
+        self._refuse_early(self._first_refusal())
+        is_one = len(optimizers) == 1 and not self._shares_groups
         self.all_reduce_refusal = why_not_all_reduce(self.options, is_one_optimizer=is_one)
         for part in self.parts:
             part.plans.all_reduce_refusal = self.all_reduce_refusal
@@ -205,8 +216,9 @@ class Pipeline:
         """In front of every optimizer's step: refuses those that step what ours train."""
         # Whoever has its state stands for one of ours, see `DeferredStep`.
         is_ours = any(optimizer.state is one.state for one in self.optimizers)
+        is_known = is_ours or REFUSALS in vars(optimizer)
         # Without buckets gradients are where anybody finds them.
-        if is_ours or not self.options.uses_buckets(self.collectives):
+        if is_known or not self.options.uses_buckets(self.collectives):
             return
         trained = {one for part in self.parts for one in part.parameters}
         if any(one in trained for group in optimizer.param_groups for one in group["params"]):
@@ -226,25 +238,16 @@ class Pipeline:
         """
         if not self.collectives.reads_flags_freely:
             for part in self.parts:
-                part.sending = Sending.BEFORE_STEP
+                part.sending = SendTime.BEFORE_STEP
 
-    def _first_refusal(self, options: ExchangeOptions) -> str | None:
-        if options.is_of_gradients:
+    def _first_refusal(self) -> str | None:
+        if self.options.is_of_gradients:
             return "gradients are gathered, and stepped in forward"
-        if options.codec is not None:
+        if self.options.codec is not None:
             return "encoded gradients are used once all ranks' are known to be finite"
         if not self.collectives.reads_flags_freely:
             return "the backend's collectives must keep one order on all ranks"
         return None
-
-    def _warn_of_compiling(self) -> None:
-        if self.collectives.world_size > 1 and self.collectives.rank == 0:
-            warnings.warn(
-                "A compiled graph reads parameters where strategy='dear' cannot wait for each: all"
-                " are waited for before forward, so that only reduce-scatters overlap. Leave"
-                " torch.compile out if communication costs more than compiling saves.",
-                stacklevel=2,
-            )
 
     def of(self, optimizer: Optimizer) -> OptimizerPipeline:
         """What `optimizer` has of its own.
@@ -291,7 +294,7 @@ class Pipeline:
                 stack.enter_context(timeline.span("forward", "forward"))
             self._is_in_forward = True
             if self._buffers is not None:
-                self._buffers.state = BuffersState.DUE
+                self._buffers.are_due = True
             try:
                 yield
             finally:
@@ -336,12 +339,8 @@ class Pipeline:
         reasons = self.collectives.all_gather_object(self.early_refusal or reason)
         self._refuse_early(next((one for one in reasons if one is not None), None))
 
-    @property
-    def early_refusal(self) -> str | None:
-        """Why no bucket is gathered before backward has ended, whatever the plan says, or None."""
-        return self.parts[0].plans.early_refusal
-
     def _refuse_early(self, reason: str | None) -> None:
+        self.early_refusal = reason
         for part in self.parts:
             part.plans.early_refusal = reason
 
@@ -356,13 +355,13 @@ class Pipeline:
         self.is_stepping = True
         parts = self.parts if self.early_refusal is None else ()
         for part in parts:
-            part.sending = Sending.EARLY
+            part.sending = SendTime.EARLY
         try:
             yield
         finally:
             self.is_stepping = False
             for part in parts:
-                part.sending = Sending.IN_BACKWARD
+                part.sending = SendTime.IN_BACKWARD
 
     def _on_reduce(self) -> None:
         """Launches module buffers, once a forward, behind the last reduce-scatters.
@@ -371,7 +370,7 @@ class Pipeline:
         and launch theirs only now. The buffers travel in the other group, and NCCL wants one order
         over both on all ranks.
         """
-        if self._buffers is not None and self._buffers.state is BuffersState.DUE:
+        if self._buffers is not None and self._buffers.are_due:
             self._buffers.launch()
 
     def _on_step(self) -> None:
@@ -383,7 +382,7 @@ class Pipeline:
                 part.complete_entry(completes_all=self._has_compiled_region)
 
     def _finish_buffers(self) -> None:
-        if self._buffers is not None and self._buffers.state is BuffersState.UNDER_WAY:
+        if self._buffers is not None and self._buffers.launched:
             with Waiting(self._instruments, "all_gather", "module buffers"):
                 self._buffers.wait()
 
@@ -442,14 +441,6 @@ class Pipeline:
         self._instruments.record_in(timeline)
 
 
-class BuffersState(Enum):
-    """Where the module's buffers are."""
-
-    DUE = "a forward may have changed them, on each rank in its own way"
-    UNDER_WAY = "rank 0's are being sent"
-    SENT = "they are rank 0's, until the next forward"
-
-
 class BufferBroadcast:
     """Broadcasts the buffers of a module from rank 0, one flat message per dtype.
 
@@ -461,14 +452,16 @@ class BufferBroadcast:
         collectives: What moves them.
 
     Attributes:
-        state: Where they are; to be assigned to when a forward begins.
+        are_due: Whether a forward may have changed them since, on each rank in its own way; to be
+            assigned to.
+        launched: What is being sent: works, flat messages, and the buffers in each.
     """
 
     def __init__(self, module: Module, collectives: Collectives) -> None:
-        self.state = BuffersState.DUE
+        self.are_due = True
         self._module = module
         self._collectives = collectives
-        self._launched: list[tuple[Work, Tensor, Sequence[Tensor]]] = []
+        self.launched: list[tuple[Work, Tensor, Sequence[Tensor]]] = []
 
     @torch.no_grad()
     def launch(self) -> None:
@@ -481,17 +474,16 @@ class BufferBroadcast:
         for number, buffers in enumerate(by_dtype.values()):
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             work = self._collectives.launch_broadcast(flat, number)
-            self._launched.append((work, flat, buffers))
-        self.state = BuffersState.UNDER_WAY if self._launched else BuffersState.SENT
+            self.launched.append((work, flat, buffers))
+        self.are_due = False
 
     @torch.no_grad()
     def wait(self) -> None:
         """Blocks until the broadcast is here, then writes rank 0's values into the buffers."""
-        for work, flat, buffers in self._launched:
+        for work, flat, buffers in self.launched:
             work.wait()
             if self._collectives.rank != 0:
                 parts = torch.split(flat, [buffer.numel() for buffer in buffers])
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view_as(buffer))
-        self._launched.clear()
-        self.state = BuffersState.SENT
+        self.launched.clear()

@@ -8,8 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch.nn import Module, Parameter
 
+from lightning_dear.bucket import allocate
 from lightning_dear.checkpoint.optimizer_state import whole_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives
@@ -17,15 +19,16 @@ from lightning_dear.compression import Compressor, check_replaces
 from lightning_dear.engine.active_plan import (
     ActivePlan,
     Recording,
-    activate,
     agree_on_plan,
     agree_on_recording,
 )
+from lightning_dear.engine.gradient_reducer import GradientReducer
 from lightning_dear.engine.hooks import OnGradient
+from lightning_dear.engine.parameter_gatherer import LimitedGathers, ParameterGatherer
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
-from lightning_dear.exchange import LossScale
+from lightning_dear.exchange import LossScale, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY, LeftWeights
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
@@ -132,19 +135,7 @@ class PlanLifecycle:
         if self._options.is_of_gradients:
             plan = with_whole_tensors(plan, self.recording.tensors)
         self.plan = plan
-        self.active = activate(
-            plan,
-            self.recording,
-            self._module,
-            self.parameters,
-            self._collectives,
-            partial(Waiting, self._instruments),
-            self.number * MAX_BUCKETS,
-            self._options,
-            self._on_arrival,
-            lambda: self.loss_scale(),
-            self.shared,
-        )
+        self.active = self._build(plan, self.recording)
         if self.codec is not None:
             self.active.exchange.use(self.codec)
         rank, num_shards = self._options.shards(self._collectives)
@@ -152,6 +143,47 @@ class PlanLifecycle:
         coded, seed = self.active.exchange.coded, self.recording.seed
         self.residuals.attach(coded, self.parameters, seed)
         return self.active
+
+    @torch.no_grad()
+    def _build(self, plan: BucketPlan, recording: Recording) -> ActivePlan:
+        """Makes all that `plan` needs; the parameters move, and keep their values. Local."""
+        options, collectives, depth = self._options, self._collectives, self._options.depth
+        waiting = partial(Waiting, self._instruments)
+        number, num_shards = options.shards(collectives)
+        flat = allocate(
+            plan,
+            self.parameters,
+            number,
+            # Where bytes travel instead of gradients, no scratch is needed for these.
+            (lambda _: 0) if options.encodes("reduce") else collectives.scratch_numel,
+            num_shards,
+            keeps_gradients=self._uses_buckets,
+            lags=options.encodes_differences,
+            is_scattered=options.is_scattered,
+        )
+        codecs = [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
+        place = collectives, self.number * MAX_BUCKETS, flat, lambda: self.loss_scale()
+        exchange = new_exchange(options, codecs, plan.uncompressed, *place)
+        gatherer = ParameterGatherer(
+            self._module,
+            flat,
+            exchange if depth is None else LimitedGathers(exchange, depth),
+            recording.ungated,
+            partial(waiting, "all_gather"),
+            self._on_arrival,
+            is_gated=self._uses_buckets,
+        )
+        reducer = GradientReducer(
+            flat,
+            self.trained.names,
+            recording.expected,
+            plan,
+            exchange,
+            gatherer.is_pending,
+            partial(waiting, "reduce_scatter"),
+            self.shared,
+        )
+        return ActivePlan(plan, flat, reducer, gatherer, exchange)
 
     def follow_parameters(self) -> None:
         """Sees whether other parameters or modules stand in the trained module than before. Local.
@@ -247,7 +279,15 @@ class PlanLifecycle:
         """
         adopted = self._stepper.adopt_state()
         if adopted.loses_masters and self._collectives.rank == 0:
-            _warn_of_lost_masters()
+            warnings.warn(
+                f"The masters in a checkpoint ('{MASTER_KEY}') are dropped, where weights differ:"
+                " these are behind them by what a compressor had left to be sent, are rounded, or"
+                " were written to after loading, and this training goes on from them, as they are"
+                " now. To lose nothing, resume with the compressor, gather and precision of the run"
+                " that saved; to change the compressor or gather, let that run call"
+                " strategy.sync_replicas() before it saves.",
+                stacklevel=2,
+            )
         return adopted.brings_masters
 
     def sync_replicas(self) -> None:
@@ -298,7 +338,7 @@ class PlanLifecycle:
 
     def release(self) -> None:
         """Removes hooks and gates; parameters have storage of their own again."""
-        self.trained.release()
+        self.trained.hooks.remove()
         if self.active is not None:
             self.active.release()
         self.active = None
@@ -308,16 +348,3 @@ class PlanLifecycle:
         self.release()
         for part in (self._stepper, self.residuals, self.left_weights):
             part.detach()
-
-
-def _warn_of_lost_masters() -> None:
-    warnings.warn(
-        f"The masters in a checkpoint ('{MASTER_KEY}') are dropped, where weights differ:"
-        " these are behind them by what a compressor had left to be sent, are rounded, or"
-        " were written to after loading, and this training goes on from them, as they are"
-        " now. To lose nothing, resume"
-        " with the compressor, gather and precision of the run that saved; to change the"
-        " compressor or gather, let that run call strategy.sync_replicas() before it"
-        " saves.",
-        stacklevel=2,
-    )

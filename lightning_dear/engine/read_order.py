@@ -13,38 +13,19 @@ from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules import module as all_modules
 from torch.overrides import TorchFunctionMode
 
-from lightning_dear.engine.gate import close_gate, has_gate, plain_parameters, remove_gate
+from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
 
-_METADATA = frozenset(
-    {
-        "__hash__",
-        "__len__",
-        "__repr__",
-        "data_ptr",
-        "dim",
-        "element_size",
-        "get_device",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "ndimension",
-        "nelement",
-        "numel",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "requires_grad_",
-        "size",
-        "storage_offset",
-        "stride",
-        "untyped_storage",
-    }
-)
+_READ_NOTHING = """
+__hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_contiguous
+is_floating_point ndimension nelement numel register_hook
+register_post_accumulate_grad_hook requires_grad_ size storage_offset stride
+untyped_storage
+"""
+
+_METADATA = frozenset(_READ_NOTHING.split())
 """Torch functions that look at a tensor without reading its values."""
 
 _DATA_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
@@ -63,7 +44,7 @@ class ForwardRecorder:
     """
 
     def __init__(self, module: Module, parameters: Sequence[Parameter]) -> None:
-        self._module = module
+        self._module, self._parameters = module, parameters
         self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._gated: set[int] = set()
         self._running: list[Module] = []
@@ -75,16 +56,15 @@ class ForwardRecorder:
         """Records while the context is entered; compiled regions run eagerly in it."""
         stack = ExitStack()
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for module in self._module.modules():
-            ids = map(id, plain_parameters(module).values())
-            own = [self._index[one] for one in ids if one in self._index]
+        for module, own in owners(self._module, self._parameters).items():
             if not has_gate(module):
-                self.ungated.update(dict.fromkeys(own))
-            elif own:
+                self.ungated.update(dict.fromkeys(own.values()))
+            else:
                 close_gate(module, self, self._opener(module))
                 stack.callback(remove_gate, module, self)
-        stack.callback(register_module_forward_pre_hook(self._enter).remove)
-        stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        stack.callback(all_modules.register_module_forward_pre_hook(self._enter).remove)
+        leaving = all_modules.register_module_forward_hook(self._leave, always_call=True)
+        stack.callback(leaving.remove)
         stack.enter_context(ReadMode(self._note_read))
         return stack
 

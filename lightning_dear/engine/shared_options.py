@@ -70,19 +70,15 @@ class SharedOptions:
         self._optimizer, self._number = optimizer, number
         self._collectives = collectives
         self._options: Options = {}
-        self._digest: Tensor | None = None
         self._num_heard = 0
 
     def digest(self, device: torch.device) -> Tensor:
         """A hash of the present options, and its complement: [NUM_BYTES], uint8, on `device`."""
-        options = options_of(self._optimizer)
-        if self._digest is None or options != self._options:
-            self._options = options
-            hashed = crc32(repr(options).encode()).to_bytes(self.NUM_BYTES // 2, "little")
-            both = int.from_bytes([*hashed, *(255 - one for one in hashed)], "little", signed=True)
-            # As one number, which a device can be given without a wait.
-            self._digest = torch.full((1,), both, device=device).view(torch.uint8)
-        return self._digest
+        self._options = options_of(self._optimizer)
+        hashed = crc32(repr(self._options).encode()).to_bytes(self.NUM_BYTES // 2, "little")
+        both = int.from_bytes([*hashed, *(255 - one for one in hashed)], "little", signed=True)
+        # As one number, which a device can be given without a wait.
+        return torch.full((1,), both, device=device).view(torch.uint8)
 
     def hear(self, told: Tensor) -> None:
         """Takes the maximum over ranks of the last digest.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.checkpoint.optimizer_state import consolidate, sharded_state
@@ -19,7 +20,7 @@ from lightning_dear.engine.active_plan import ActivePlan, EarlySteps, audit
 from lightning_dear.engine.gradient_reducer import warn_of_leftovers
 from lightning_dear.engine.hooks import StepHooks, not_shown, warn_of_shown
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
-from lightning_dear.engine.step_state import Backward, Sending, StepState
+from lightning_dear.engine.step_state import Backward, SendTime, StepState
 from lightning_dear.engine.step_times import TimesRecorder
 from lightning_dear.engine.trained_parameters import changed_with_gradients, check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
@@ -86,7 +87,7 @@ class OptimizerPipeline:
         self._shown: Sequence[Tensor | None] = ()
         self.times: ModelTimes | None = None
         self.num_steps = 0
-        self.sending = Sending.IN_BACKWARD
+        self.sending = SendTime.IN_BACKWARD
         self._module = module
         self._collectives = collectives
         self._options = options
@@ -205,7 +206,7 @@ class OptimizerPipeline:
         active, recorder = self.plans.active, self._times_recorder if synchronize else None
         if synchronize and active is not None:
             active.reducer.expect()
-            if self.sending is Sending.EARLY and recorder is None and active.plan.early:
+            if self.sending is SendTime.EARLY and recorder is None and active.plan.early:
                 self._early_steps = self._begin_early_steps(active)
         before, self._backward = self._backward, Backward.LAST if synchronize else Backward.LOCAL
         try:
@@ -242,7 +243,7 @@ class OptimizerPipeline:
                 parameter.grad = torch.zeros_like(parameter)
         else:
             with self._leaving_out_codecs():
-                launches = self.sending is not Sending.BEFORE_STEP
+                launches = self.sending is not SendTime.BEFORE_STEP
                 active.reducer.on_gradient(index, launches=launches)
         if self._early_steps is not None:
             self._early_steps.poll()
@@ -269,9 +270,13 @@ class OptimizerPipeline:
         if self.state is StepState.EXPOSED:
             self._conceal()
 
-    def _conceal(self) -> None:
+    @property
+    def _active(self) -> ActivePlan:
         assert self.plans.active is not None
-        self.stepper.set_gradients(self.plans.active.reducer.conceal())
+        return self.plans.active
+
+    def _conceal(self) -> None:
+        self.stepper.set_gradients(self._active.reducer.conceal())
         self._enter(StepState.CHANGED)
 
     def _bring_means(self, *, votes: bool = False) -> None:
@@ -282,7 +287,10 @@ class OptimizerPipeline:
             if self.state is not StepState.EXPOSED:
                 return
         # Other ranks may have been here before, in front of their hooks.
-        if self._has_new_gradients(votes):
+        has_new = self.state is StepState.REOPENED
+        if votes and self._collectives.reads_flags_freely:
+            has_new = clipping.anyone(has_new, self._collectives, self.plans.shared)
+        if has_new:
             self._add_round()
         else:
             self.plans.trained.check_unchanged(counts_thawed=False)
@@ -306,7 +314,7 @@ class OptimizerPipeline:
                 warn_of_shown(self.optimizer)
             # Of a step that has begun, hooks behind it alone are still to come.
             if not active.reducer.steps_early:
-                self._expose(active)
+                self._expose()
 
     def _before_hooks(self) -> None:
         """In front of others' pre-hooks, which may read parameters and what DDP has in `.grad`."""
@@ -329,12 +337,6 @@ class OptimizerPipeline:
         """The state, without regard to gradients that came outside any backward since."""
         return self._interrupted if self.state is StepState.REOPENED else self.state
 
-    def _has_new_gradients(self, votes: bool) -> bool:
-        has_new = self.state is StepState.REOPENED
-        if votes and self._collectives.reads_flags_freely:
-            return clipping.anyone(has_new, self._collectives, self.plans.shared)
-        return has_new
-
     def _refuse_changes(self) -> None:
         if self.plans.active is not None and self.plans.active.reducer.steps_early:
             raise clipping.used_early()
@@ -350,16 +352,15 @@ class OptimizerPipeline:
         self._refuse_changes()
         self._bring_means()
         if self.state is not StepState.EXPOSED:
-            assert self.plans.active is not None
-            self._expose(self.plans.active)
+            self._expose()
 
-    def _expose(self, active: ActivePlan) -> None:
-        active.reducer.expose()
+    def _expose(self) -> None:
+        self._active.reducer.expose()
         self._enter(StepState.EXPOSED)
 
     @contextmanager
     def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
-        """Mean gradients of this rank's pieces; `.grad` is as exposed afterwards as before."""
+        """This rank's pieces, with mean gradients; the user's `.grad` stays exposed if it was."""
         if mutates:
             self._refuse_changes()
         was_exposed = self._means is StepState.EXPOSED
@@ -368,12 +369,11 @@ class OptimizerPipeline:
         self.reduce()
         if mutates:
             self._enter(StepState.CHANGED)
-        yield self.stepper.gradients
+        yield [piece.parameter for piece in self.stepper.pieces]
         if was_exposed:
-            assert self.plans.active is not None
             # What each rank has of its own is elsewhere only where means are cut into shards.
             is_lost = mutates or self._options.is_scattered
-            reducer = self.plans.active.reducer
+            reducer = self._active.reducer
             reducer.expose() if is_lost else reducer.show()
             self._enter(StepState.EXPOSED)
 
@@ -383,33 +383,33 @@ class OptimizerPipeline:
         The next step uses it, or what is left of it if it is encoded to be gathered.
         """
         with self._on_shards(mutates=False):
-            pieces, like = self.stepper.pieces, self._like
-            return clipping.global_norm(pieces, norm_type, self._collectives, like)
+            return self._norm(norm_type)
+
+    def _norm(self, norm_type: float) -> Tensor:
+        like = self._active.flat.buckets[0].shard
+        return clipping.global_norm(self.stepper.pieces, norm_type, self._collectives, like)
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
         clipping.warn_of_votes(self._options, self._collectives.rank)
-        with self._on_shards(mutates=True) as means:
-            pieces, like = self.stepper.pieces, self._like
-            norm = clipping.global_norm(pieces, norm_type, self._collectives, like)
-            clipping.scale_to_norm(means, norm, max_norm)
+        with self._on_shards(mutates=True) as pieces:
+            norm = self._norm(norm_type)
+            clip_grads_with_norm_(pieces, max_norm, norm)
             return norm
 
     def clip_by_value(self, clip_value: float) -> None:
         """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
         clipping.warn_of_votes(self._options, self._collectives.rank)
-        with self._on_shards(mutates=True) as means:
-            clipping.clip_to_value(means, clip_value)
+        with self._on_shards(mutates=True) as pieces:
+            # torch's own raises if there is none, as on a rank that has no shard of what was used.
+            if self.stepper.gradients:
+                clip_grad_value_(pieces, clip_value)
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
         with self._on_shards(mutates=True):
-            clipping.unscale_shards(unscale, self.stepper, self._collectives, self._like)
-
-    @property
-    def _like(self) -> Tensor:
-        assert self.plans.active is not None
-        return self.plans.active.flat.buckets[0].shard
+            like = self._active.flat.buckets[0].shard
+            clipping.unscale_shards(unscale, self.stepper, self._collectives, like)
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -486,11 +486,10 @@ class OptimizerPipeline:
         check_momentum(self.optimizer, self._options)
         self._shown = ()
         self._bring_means(votes=True)
-        active = self.plans.active
-        assert active is not None
+        active = self._active
         if self._has_hooks:
             if self.state is not StepState.EXPOSED:
-                self._expose(active)
+                self._expose()
             # Copies: gathers of this step may be decoded where the gradients lie.
             gradients = [parameter.grad for parameter in self.parameters]
             self._shown = [None if one is None else one.clone() for one in gradients]
@@ -507,25 +506,23 @@ class OptimizerPipeline:
         return active
 
     def _launch_gathers(self, numbers: Sequence[int]) -> None:
-        assert self.plans.active is not None
         for number in numbers:
             if not self._options.is_of_gradients:
                 self._instruments.record_step(number)
             with self._leaving_out_codecs():
-                self.plans.active.gatherer.launch(number)
+                self._active.gatherer.launch(number)
             self._instruments.begin_step()
 
     def _on_inner_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Post-hook of `step`: the call under way has just stepped the last run of buckets."""
+        """Post-hook of `step`: the call under way has just stepped the last run of buckets.
+
+        From here on reads of parameters wait for their gathers.
+        """
         self._launch_gathers(self.stepper.finish())
         self.stepper.restore()
         self.stepper.stepped_early.clear()
         self.stepper.clear_gradients()
-        self._end_step()
-
-    def _end_step(self) -> None:
-        """From here on reads of parameters wait for their gathers."""
-        assert (active := self.plans.active) is not None
+        active = self._active
         # First, since another thread may complete what is behind a gate at once.
         active.reducer.end_step()
         active.gatherer.close_gates()

@@ -57,7 +57,7 @@ class Backward(Enum):
     LAST = "a backward whose gradients are sent: while it runs, or before the step"
 
 
-class Sending(Enum):
+class SendTime(Enum):
     """When the buckets of a step are sent."""
 
     BEFORE_STEP = "all of them in front of the step"

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn import Module, Parameter
 
-from lightning_dear.engine.gate import close_gate, has_gate, plain_parameters, remove_gate
+from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.clock import Clock
@@ -39,8 +39,7 @@ class TimesRecorder:
         if has_compiled_region(module):
             # There all parameters are waited for before forward.
             ungated, parameters = dict.fromkeys(range(len(parameters))), ()
-        self._module = module
-        self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._module, self._parameters = module, parameters
         self._ungated = ungated
         self._clock = clock
         self._first_uses: dict[int, Any] = {}
@@ -102,11 +101,8 @@ class TimesRecorder:
         self._gradients[index] = self._clock.mark()
 
     def _readers(self) -> dict[Module, set[int]]:
-        readers: dict[Module, set[int]] = {}
-        for part in self._module.modules():
-            known = (self._index.get(id(own)) for own in plain_parameters(part).values())
-            if (indices := {one for one in known if one is not None}) and has_gate(part):
-                readers[part] = indices
+        found = owners(self._module, self._parameters).items()
+        readers = {part: set(own.values()) for part, own in found if has_gate(part)}
         for index, user in self._ungated.items():
             if user is not None and has_gate(user):
                 readers.setdefault(user, set()).add(index)

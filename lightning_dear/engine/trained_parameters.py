@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,15 +14,13 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_dear.bucket import storage_strides
 from lightning_dear.collectives.work import OTHER_NUMBERS, Collectives, shard_of
-from lightning_dear.compression import Codec
 from lightning_dear.compression.groups import unused_group
-from lightning_dear.engine.gate import plain_parameters
+from lightning_dear.engine.gate import owners, plain_parameters
 from lightning_dear.engine.hooks import GradientHooks, OnGradient
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.engine.shared_options import check_options, options_of
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.tensorwise import choose_options
-from lightning_dear.planning import TensorSpec
 
 Described = Sequence[tuple[str, str]]
 """(name, layout) of every trained parameter, as compared between ranks."""
@@ -39,7 +37,7 @@ class TrainedParameters:
         names: Qualified names, in registration order.
         parameters: In the same order; a shared one stands once.
         recorder: Records the first step with them; to be replaced for another one.
-        hooks: Those that `watch` has put there, until `release`.
+        hooks: Those that `watch` has put there.
     """
 
     def __init__(self, module: Module, optimizer: Optimizer) -> None:
@@ -52,22 +50,18 @@ class TrainedParameters:
         groups = optimizer.param_groups
         self._untrained = [p for group in groups for p in group["params"] if id(p) not in known]
         self._module = module
-        self._homes = self._find_homes()
+        self._homes = owners(module, self.parameters)
         self.recorder = ForwardRecorder(module, self.parameters)
         self.hooks = GradientHooks((), lambda *_: None)
 
     def watch(self, on_gradient: OnGradient) -> None:
-        """Calls `on_gradient` whenever a gradient has been accumulated, until `release`.
+        """Calls `on_gradient` whenever a gradient has been accumulated, until `hooks.remove()`.
 
         To be called again when a parameter may have been on another device or of another dtype:
         autograd forgets the hooks then.
         """
-        self.release()
-        self.hooks = GradientHooks(self.parameters, on_gradient)
-
-    def release(self) -> None:
-        """Removes the hooks. Idempotent."""
         self.hooks.remove()
+        self.hooks = GradientHooks(self.parameters, on_gradient)
 
     def have_changed(self, *, counts_thawed: bool = True) -> bool:
         """Whether the optimizer holds other parameters than before.
@@ -92,22 +86,12 @@ class TrainedParameters:
                 " others, since the forward of this step; change that before the forward."
             )
 
-    def _find_homes(self) -> list[tuple[Module, str, int]]:
-        """Where each stands, by its number: a module, and its name there. Some have several."""
-        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        return [
-            (part, name, numbers[id(parameter)])
-            for part in self._module.modules()
-            for name, parameter in plain_parameters(part).items()
-            if id(parameter) in numbers
-        ]
-
     def have_moved(self) -> bool:
         """Whether other modules hold them than when this was asked before. Local.
 
         Users exchange modules for others with the same parameters, such as fused or scripted ones.
         """
-        before, self._homes = self._homes, self._find_homes()
+        before, self._homes = self._homes, owners(self._module, self.parameters)
         return before != self._homes
 
     def restore_replaced(self) -> None:
@@ -119,7 +103,8 @@ class TrainedParameters:
         Raises:
             ValueError: If the new parameter has another shape.
         """
-        for part, name, number in self._homes:
+        homes = self._homes.items()
+        for part, name, number in ((part, *one) for part, own in homes for one in own.items()):
             parameter, other = self.parameters[number], plain_parameters(part).get(name)
             if other is parameter or other is None:
                 continue
@@ -191,38 +176,6 @@ def why_untrainable(module: Module, optimizer: Optimizer, world_size: int) -> st
                     " clone one of them."
                 )
     return None
-
-
-def tensor_specs(
-    names: Sequence[str],
-    parameters: Sequence[Parameter],
-    first_use: Mapping[int, int],
-    ready: Sequence[int],
-    codecs: Sequence[Codec | None],
-) -> list[TensorSpec]:
-    """What the planner needs to know of each parameter.
-
-    Args:
-        names: Of the parameters.
-        parameters: The engine's list.
-        first_use: Parameter index -> position of its first read in the recorded forward.
-        ready: Parameter indices in the order of their gradients; empty if nothing was recorded.
-        codecs: What encodes each.
-    """
-    order = ready or range(len(parameters) - 1, -1, -1)
-    position = {index: place for place, index in enumerate(order)}
-    return [
-        TensorSpec(
-            index=index,
-            name=name,
-            numel=parameter.numel(),
-            itemsize=parameter.element_size(),
-            family=f"{parameter.dtype}/{parameter.device.type}/{codecs[index]}",
-            first_use=first_use.get(index),
-            ready=position.get(index),
-        )
-        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
-    ]
 
 
 def check_layout(

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_dear.callbacks.fusion_tuner import option_of
 from lightning_dear.compression import Compressor
-from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.pipeline import REFUSALS, Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 
@@ -139,7 +139,11 @@ def finish_at_exit() -> None:
             try:
                 module.pipeline.complete_parameters("exit")
             except (RuntimeError, ValueError) as error:
-                _warn_of_mixture(error)
+                warnings.warn(
+                    f"The last step's parameters did not all arrive ({error}); what other ranks"
+                    " have of them may be a mixture of two steps.",
+                    stacklevel=2,
+                )
 
 
 def finishing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -157,14 +161,6 @@ def _end_of(pipeline: Pipeline) -> None:
         pipeline.detach()  # Warns now.
     for part in pipeline.parts:
         _disown(part)
-
-
-def _warn_of_mixture(error: Exception) -> None:
-    warnings.warn(
-        f"The last step's parameters did not all arrive ({error}); what other ranks have of them"
-        " may be a mixture of two steps.",
-        stacklevel=2,
-    )
 
 
 # --- what is refused beside what a Trainer's strategy refuses -------------------------------------
@@ -232,7 +228,7 @@ def _claim(part: OptimizerPipeline) -> None:
     """Leads to `part` from its optimizer, and `zero_grad` of Fabric's wrapper to the optimizer."""
     optimizer, kind = part.optimizer, type(part.optimizer)
     setattr(optimizer, _PART, part)
-    for hook in optimizer.__dict__.pop("_lightning_dear_refusals", ()):
+    for hook in optimizer.__dict__.pop(REFUSALS, ()):
         hook.remove()
     if not issubclass(kind, _ZeroGradReachesInner):
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -259,7 +255,7 @@ def _disown(part: OptimizerPipeline) -> None:
     if issubclass(kind, _ZeroGradReachesInner):
         optimizer.__class__ = kind.__mro__[2]
     hook = optimizer.register_step_pre_hook(_refuse_step)
-    optimizer.__dict__["_lightning_dear_refusals"] = [hook]
+    optimizer.__dict__[REFUSALS] = [hook]
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> NoReturn:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,7 +52,7 @@ _SETS_UP_SCHEDULERS = (
 )
 
 _MAX_OPTIMIZERS = 128
-"""Numbers of optimizers whose messages are told apart."""
+"""Numbers of optimizers whose messages are told apart; the next ones are other messages'."""
 
 
 class DearFabricStrategy(PipelineStrategy, DDPStrategy):
@@ -165,17 +166,18 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         refusals.check_module_states(module)
         collectives = new_collectives(self.root_device, self._timeout)
         others = [one.pipeline for one in self._trained if one.module is not module]
-        num_others = sum(len(other.parts) for other in others)
-        self._options.check(collectives, len(optimizers) + num_others)
+        own = [part.plans.number for other in others for part in other.parts]
+        # Everybody's, since a rank may have deleted a model that is still there on another one.
+        taken = set(chain(*collectives.all_gather_object(own)))
+        self._options.check(collectives, len(optimizers) + len(taken))
+        number = self._next_number(len(optimizers), taken)
         states = self._end_training_of(module)
         check_apart(module, self._trained)
-        # Numbered on: keeps messages apart whose backwards mix in another order per rank.
-        number = self._num_optimizers % _MAX_OPTIMIZERS
-        pipeline = self._new_pipeline(module, optimizers, collectives, number)
-        for one in [*others, pipeline] if others else []:
+        place = collectives, number, bool(taken)
+        pipeline = self._new_pipeline(module, optimizers, *place)
+        for one in [*others, pipeline] if taken else []:
             one.hold_back()
         pipeline.refuse_early("under Fabric nobody says which backward belongs to which step")
-        self._num_optimizers += len(optimizers)
         _sync(module, self.world_size)
         wrapped = self._remember(DearModule(module, pipeline))
         for optimizer in optimizers:
@@ -183,6 +185,24 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
                 optimizer.load_state_dict(states[optimizer])
         self._connect_scaler(pipeline)
         return (wrapped, optimizers, scheduler) if _SETS_UP_SCHEDULERS else (wrapped, optimizers)
+
+    def _next_number(self, count: int, taken: Set[int]) -> int:
+        """The first of `count` numbers in a row, on from the last ones, that nobody has.
+
+        They keep messages apart whose backwards mix in another order per rank.
+
+        Raises:
+            ValueError: If there are none.
+        """
+        starts = range(_MAX_OPTIMIZERS - count + 1)
+        for start in chain(starts[self._num_optimizers :], starts):
+            if taken.isdisjoint(range(start, start + count)):
+                self._num_optimizers = start + count
+                return start
+        raise ValueError(
+            f"At most {_MAX_OPTIMIZERS} optimizers can be trained at once: delete what"
+            " fabric.setup returned for models that are not trained any more."
+        )
 
     def _end_training_of(self, module: Module) -> dict[Optimizer, dict[str, Any]]:
         """Ends it, if there is one; returns its optimizers' whole states."""
@@ -285,9 +305,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state in torch's format, on every rank. Collective, blocks."""
         part = part_of(unwrapped(optimizer))
-        return (
-            super().get_optimizer_state(optimizer) if part is None else part.optimizer_state_dict()
-        )
+        if part is None:
+            return super().get_optimizer_state(optimizer)
+        return part.optimizer_state_dict()
 
     @override
     def save_checkpoint(

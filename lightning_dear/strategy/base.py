@@ -100,6 +100,7 @@ class PipelineStrategy(ABC):
         optimizers: Sequence[Optimizer],
         collectives: Collectives,
         first_number: int = 0,
+        shares_groups: bool = False,
     ) -> Pipeline:
         """A pipeline with these options, see its class; people are told what they may not expect.
 
@@ -115,6 +116,7 @@ class PipelineStrategy(ABC):
             broadcast_buffers=self._broadcast_buffers,
             audit=self._audit,
             first_number=first_number,
+            shares_groups=shares_groups,
             options=self._options,
             or_else=self._or_else,
         )

@@ -211,10 +211,14 @@ def test_a_wish_is_granted_where_all_ranks_hear_of_it(
     kept: list[Tensor] = []
     exchange = cast(
         Exchange,
-        SimpleNamespace(take_found_inf=lambda: False, hear_found_inf=lambda found: None),
+        SimpleNamespace(
+            collectives=collectives,
+            take_found_inf=lambda: False,
+            hear_found_inf=lambda found: None,
+        ),
     )
     shared = SharedOptions(torch.optim.SGD([torch.ones(1)]), 0, collectives)
-    flags = RoundFlags([USED], [], own, exchange, collectives, torch.device("cpu"), shared)
+    flags = RoundFlags([USED], [], own, exchange, torch.device("cpu"), shared)
     assert kept[0][-3] == (1 if not own else 2 if reads_freely else 0)
     kept[0][-3] = heard
     assert flags.hear() == ([USED], [])

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -139,14 +140,14 @@ def test_the_old_buffers_are_gone_before_there_are_new_ones(gather: str) -> None
     buffers = [
         weakref.ref(one) for one in (part.plans.active.flat.buckets[0].gradients, part.plans.active)
     ]
-    activate = plan_lifecycle.activate
+    allocate = plan_lifecycle.allocate
 
-    def checked(*args: object) -> object:
+    def checked(*args: Any, **options: Any) -> object:
         gc.collect()
         assert [buffer() for buffer in buffers] == [None, None]
-        return activate(*args)
+        return allocate(*args, **options)
 
-    with mock.patch.object(plan_lifecycle, "activate", checked):
+    with mock.patch.object(plan_lifecycle, "allocate", checked):
         part.replan(SingleFusion().plan(part.tensors, 2))
     train_steps(pipeline, model, [1])
     pipeline.detach()

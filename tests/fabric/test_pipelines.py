@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.engine.step_state import Sending
+from lightning_dear.engine.step_state import SendTime
 from tests.distributed.harness import distributed
 from tests.fabric.running import dear, new_fabric
 from tests.lightning.fitting import assert_ranks_agree, poison_until_waited
@@ -59,12 +61,54 @@ def test_messages_of_two_models_are_told_apart() -> None:
 
 
 @distributed([2])
+def test_numbers_that_a_living_model_has_on_some_rank_are_not_given_again() -> None:
+    fabric = new_fabric(dear())
+    strategy: Any = fabric.strategy
+
+    def numbers(num_optimizers: int) -> tuple[Any, list[int]]:
+        raw = build("mlp")
+        halves = [list(raw.parameters())[half::num_optimizers] for half in range(num_optimizers)]
+        kept = fabric.setup(raw, *[torch.optim.SGD(half, lr=0.1) for half in halves])
+        return kept, [part.plans.number for part in strategy.pipeline_of(kept[1]).parts]
+
+    first, taken = numbers(1)
+    if fabric.global_rank == 1:
+        first = None
+        gc.collect()
+    # As if as many had been set up.
+    strategy._num_optimizers = 127
+    kept, next_ones = numbers(2)
+    assert (taken, next_ones) == ([0], [1, 2])
+    strategy._num_optimizers = 126
+    assert numbers(2)[1] == [126, 127]
+    with pytest.raises(ValueError, match="At most 128 optimizers"):
+        strategy._next_number(126, {0, 1, 2})
+    del first, kept
+
+
+@distributed([2])
+def test_whether_buckets_may_be_all_reduced_depends_on_others_not_on_the_number() -> None:
+    fabric = new_fabric(dear())
+    strategy: Any = fabric.strategy
+    raw, other = build("mlp"), build("mlp")
+    for _ in range(2):
+        kept = fabric.setup(raw, optimizer_for("sgd", raw))
+        assert strategy.pipeline_of(kept[1]).all_reduce_refusal is None
+    # The others' number counts as little.
+    strategy._num_optimizers = 128
+    both = fabric.setup(other, optimizer_for("sgd", other))
+    refusal = strategy.pipeline_of(both[1]).all_reduce_refusal
+    assert refusal is not None
+    assert "another order" in refusal
+
+
+@distributed([2])
 def test_two_models_hold_their_gradients_back_where_collectives_must_keep_one_order() -> None:
     fabric = new_fabric(dear())
     strategy: Any = fabric.strategy
     kept = []
     with mock.patch.object(PairwiseCollectives, "reads_flags_freely", False):  # as on NCCL
-        for expected in ([Sending.IN_BACKWARD], [Sending.BEFORE_STEP] * 2):
+        for expected in ([SendTime.IN_BACKWARD], [SendTime.BEFORE_STEP] * 2):
             raw = build("mlp")
             kept.append(fabric.setup(raw, optimizer_for("sgd", raw)))
             # Set up again it is still the same training.

@@ -14,7 +14,7 @@ CONTEXTS = (f"{REPLICATED}::test_an_update_does_not_see_the_contexts_around_a_re
 GATHERING = [
     Mutation(
         "a step that is done with before its gates close",
-        "OptimizerPipeline._end_step",
+        "OptimizerPipeline._on_inner_step",
         "        active.reducer.end_step()\n        active.gatherer.close_gates()\n",
         "        active.gatherer.close_gates()\n        active.reducer.end_step()\n",
         (

@@ -43,8 +43,9 @@ SPEED = [
     Mutation(
         "a landing of its own for an early bucket",
         "bucket:_bucket",
-        "        shard, landing = torch.empty_like(replica), torch.empty_like(parameters)\n",
-        "        pass\n",
+        "    shard = torch.empty_like(replica) if lags or is_staged else replica\n"
+        "    landing = torch.empty_like(parameters) if is_staged else parameters\n",
+        "    shard = torch.empty_like(replica) if lags else replica\n    landing = parameters\n",
         (f"{EARLY}::test_a_backward_in_progress_still_reads_the_old_weights",),
     ),
     Mutation(

@@ -79,7 +79,7 @@ WAITS = [
     ),
     Mutation(
         "completing parameters before others' step hooks",
-        "OptimizerPipeline._end_step",
+        "OptimizerPipeline._on_inner_step",
         '            self.complete_parameters("optimizer step hook")\n',
         "            pass\n",
         (f"{CONTRACT}::test_post_hooks_see_the_users_groups_and_the_new_values",),
@@ -168,9 +168,9 @@ GUARDS = [
     ),
     Mutation(
         "the vote on an overflow",
-        "_any_not_finite",
-        "    collectives.launch_any(flag).wait()\n    return flag\n",
-        "    pass\n    return flag\n",
+        "unscale_shards",
+        "    collectives.launch_any(overflow).wait()\n",
+        "",
         (f"{GRADIENTS}::test_an_overflow_in_one_shard_skips_the_step_on_all",),
     ),
     Mutation(
@@ -241,9 +241,9 @@ GUARDS = [
     ),
     Mutation(
         "numbers of their own for a second optimizer's buckets",
-        "activate",
-        "    place = collectives, first_number\n",
-        "    place = collectives, 0\n",
+        "PlanLifecycle._build",
+        "collectives, self.number * MAX_BUCKETS, flat",
+        "collectives, 0, flat",
         (f"{GRADIENTS}::test_two_optimizers_number_their_buckets_apart",),
     ),
 ]
@@ -266,7 +266,7 @@ FLUSHES = [
     Mutation(
         "taking exposed gradients back",
         "OptimizerPipeline._conceal",
-        "        self.stepper.set_gradients(self.plans.active.reducer.conceal())\n",
+        "        self.stepper.set_gradients(self._active.reducer.conceal())\n",
         "        pass\n",
         (f"{GRADIENTS}::test_what_is_done_to_exposed_gradients_counts",),
     ),
@@ -339,7 +339,7 @@ FLUSHES = [
     Mutation(
         "sending before the step where order counts",
         "Pipeline.hold_back",
-        "                part.sending = Sending.BEFORE_STEP\n",
+        "                part.sending = SendTime.BEFORE_STEP\n",
         "                pass\n",
         (f"{GRADIENTS}::test_two_optimizers_send_in_one_order_where_collectives_must_keep_it",),
     ),
