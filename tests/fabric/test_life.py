@@ -68,7 +68,7 @@ def test_another_optimizer_takes_over() -> None:
         _train(fabric, model, before, range(2))
         model, after = fabric.setup(raw, optimizer_for("adamw", raw))
         _train(fabric, model, after, range(2))
-        with pytest.raises(RuntimeError, match="SGD that .* steps parameters that another"):
+        with pytest.raises(RuntimeError, match="SGD's parameters has ended"):
             before.step()
         assert len(before.state_dict()["state"]) == len(copies(raw))
         assert_ranks_agree([copies(raw)])
