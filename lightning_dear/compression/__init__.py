@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from inspect import signature
 
-from lightning_dear.compression.codec import Codec, Compressor
-from lightning_dear.compression.density import FewOfMany
+from lightning_dear.compression.codec import Codec, Compressor, FewOfMany
 from lightning_dear.compression.floats import Bf16, Fp16, Fp32
 from lightning_dear.compression.integers import Int4, Int8, LoCo
 from lightning_dear.compression.low_rank import PowerSGD

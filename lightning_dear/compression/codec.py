@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -54,14 +55,20 @@ class Setting:
     """What a compressor is to be used beside: the options of an exchange that matter to it.
 
     Attributes:
-        is_of_gradients: Whether mean gradients are gathered, rather than parameters.
-        depth: Most all-gathers in flight; None: all.
-        decouple: False: everything is all-reduced in backward.
+        gather: "parameters": each rank steps its shard, and the new values are gathered.
+            "gradients": the mean gradient is gathered, and each rank steps whole tensors.
+        depth: Most all-gathers in flight at once; None: all of a step.
+        decouple: False: no bucket is gathered, all are all-reduced during backward instead.
     """
 
-    is_of_gradients: bool
-    depth: int | None
-    decouple: bool
+    gather: str = "parameters"
+    depth: int | None = None
+    decouple: bool = True
+
+    @cached_property
+    def is_of_gradients(self) -> bool:
+        """Whether each rank steps whole tensors, with a state of its own for all of them."""
+        return self.gather == "gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +92,6 @@ class Compressor(ABC):
         allow_lag: Whether a large lag is meant.
         is_identity: Whether everything travels as it is: only `Fp32`, and what is like it.
         is_scattered: Whether each rank sums a part of a bucket, and whole means are of all of them.
-        looks_up_counts: Whether how many numbers travel depends on them, so that the host has to
-            read it.
         has_density: Whether it sends a few of many numbers, as `at_density` says.
         warm_up_steps: Steps before it is what it says it is; see `warmed_up`.
 
@@ -168,11 +173,6 @@ class Compressor(ABC):
         return False
 
     @property
-    def looks_up_counts(self) -> bool:
-        """See the class."""
-        return False
-
-    @property
     def encodes_once(self) -> bool:
         """Whether means that have come back cannot be encoded again, with what is added to them."""
         # Votes, momentum and regions are of each rank's own gradients.
@@ -241,6 +241,38 @@ class Compressor(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FewOfMany(Compressor):
+    """Sends k = max(1, ceil(density numel)) of some numbers; none of none.
+
+    Args:
+        density: Share of the numbers that travel, in (0, 1].
+
+    Raises:
+        ValueError: For another one.
+    """
+
+    has_density: ClassVar[bool] = True
+
+    density: float = 0.01
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density must be in (0, 1], got {self.density}.")
+
+    def entries(self, numel: int) -> int:
+        """How many of `numel` numbers travel (k)."""
+        # 0.07 * 100 is a little more than 7 in floating point.
+        return max(1, math.ceil(round(self.density * numel, 6))) if numel else 0
+
+    @override
+    def at_density(self, density: float) -> Self:
+        """The same compressor with another density in (0, 1]."""
+        return replace(self, density=density)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Codec(Compressor):
     """Encodes rows of fp32 numbers into rows of bytes, and decodes them: C(x) = decode(encode(x)).
 
@@ -300,10 +332,6 @@ class Codec(Compressor):
         """See the class."""
         return None
 
-    def encodes(self, half: str) -> bool:
-        """Whether the "reduce" or the "gather" half is encoded."""
-        return self.halves in ("both", half)
-
     @property
     def of_means(self) -> Codec:
         """What encodes the "gather" half."""
@@ -322,7 +350,7 @@ class Codec(Compressor):
                 f"clip_norm of {self.name} clips whole tensors, and gather='parameters' cuts them:"
                 " set gather='gradients', or leave clip_norm out."
             )
-        if not setting.is_of_gradients and self.encodes("gather"):
+        if not setting.is_of_gradients and self.halves != "reduce":
             self._check_differences()
         elif self.allow_lag:
             raise ValueError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -87,11 +86,7 @@ def sidco(rows: Tensor, k: int) -> Tensor:
     return first_above(rows, torch.minimum(threshold * scale, just_below(largest)), k)
 
 
-SELECTORS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "exact": exact,
-    "sampled": sampled,
-    "sidco": sidco,
-}
+SELECTORS = {one.__name__: one for one in (exact, sampled, sidco)}
 
 
 def first_above(rows: Tensor, floor: Tensor, k: int) -> Tensor:
@@ -120,8 +115,9 @@ def first_above_static(rows: Tensor, floor: Tensor, k: int) -> Tensor:
 
     Slot j is found by bisection, as the first place up to which j + 1 entries were taken.
     """
-    # torch would count in int64, twice the memory; places travel in 32 bits anyway.
-    taken = _is_above(rows, floor).cumsum(1, dtype=torch.int32)
+    # torch would count in int64, twice the memory; places travel in 32 bits anyway. Not `>`, which
+    # nan is not.
+    taken = (rows.abs() <= floor).logical_not_().cumsum(1, dtype=torch.int32)
     slots = torch.arange(1, k + 1, dtype=torch.int32, device=rows.device)
     # torch warns of slots that are expanded, and copies them all the same.
     return torch.searchsorted(taken, slots.expand(len(rows), k).contiguous())
@@ -215,11 +211,6 @@ def all_reaching(numbers: Tensor, threshold: float) -> Tensor:
 def true_places(mask: Tensor) -> Tensor:
     """[n] int64, ascending: where a flat mask on a CPU is true. torch's own takes five times it."""
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
-
-
-def _is_above(numbers: Tensor, floor: Tensor) -> Tensor:
-    """Whether |x| > floor; nan is."""
-    return (numbers.abs() <= floor).logical_not_()
 
 
 def _targets(k: int, numel: int) -> list[float]:

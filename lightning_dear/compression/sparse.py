@@ -10,8 +10,7 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import Self, override
 
-from lightning_dear.compression.codec import Codec, Kind, Lag, Randomness, field
-from lightning_dear.compression.density import FewOfMany
+from lightning_dear.compression.codec import Codec, FewOfMany, Kind, Lag, Randomness, field
 from lightning_dear.compression.error_feedback import Encoded, Memory
 from lightning_dear.compression.selectors import SELECTORS, select
 
@@ -23,26 +22,7 @@ SMALLEST_LAGGING_DENSITY = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparse(FewOfMany, Codec):
-    """Sends `density` of the numbers of each row.
-
-    Args:
-        density: See `FewOfMany`.
-    """
-
-    @override
-    def _or_denser(self) -> str:
-        if self.lag != "unbounded" or self.halves == "reduce":
-            return ""
-        # RandomK stays behind at any density.
-        if self.at_density(1.0).lag == "unbounded":
-            return ""
-        least = f"{SMALLEST_LAGGING_DENSITY}{'' if self.allow_lag else ' and allow_lag=True'}"
-        return f", or for gather='parameters' set a density of at least {least}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TopK(Sparse):
+class TopK(FewOfMany, Codec):
     """The k largest |x|, as k fp32 values and then k int32 places: 8 k bytes.
 
     Contractive, |C(x) - x|^2 <= (1 - d) |x|^2, with d = k / numel where `selector` is exact (Stich
@@ -56,6 +36,7 @@ class TopK(Sparse):
     half owners select in the same way of the sums that arrive.
 
     Args:
+        density: See `FewOfMany`.
         selector: exact: `torch.topk`. sampled: threshold from a sample. sidco: threshold from a
             fitted tail. See `lightning_dear.compression.selectors`.
     """
@@ -77,6 +58,15 @@ class TopK(Sparse):
     @override
     def lag(self) -> Lag:
         return "large" if self.density >= SMALLEST_LAGGING_DENSITY else "unbounded"
+
+    @override
+    def _or_denser(self) -> str:
+        # DGC stays behind at any density.
+        never_lags = self.lag != "unbounded" or self.halves == "reduce"
+        if never_lags or self.at_density(1.0).lag == "unbounded":
+            return ""
+        least = f"{SMALLEST_LAGGING_DENSITY}{'' if self.allow_lag else ' and allow_lag=True'}"
+        return f", or for gather='parameters' set a density of at least {least}"
 
     @override
     def wire_bytes(self, numel: int) -> int:
@@ -236,7 +226,7 @@ class Velocity(Memory):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomK(Sparse):
+class RandomK(FewOfMany, Codec):
     """k numbers at random places that all ranks draw alike: 4 k bytes, no places among them.
 
     A row is cut into k strata at floor(i numel / k), whose lengths differ by 1 at most. Of each
@@ -251,6 +241,7 @@ class RandomK(Sparse):
     Values at the same places add up, so that a reduce-scatter sums them on their way.
 
     Args:
+        density: See `FewOfMany`.
         unbiased: False: numbers travel as they are; contractive, E|C(x) - x|^2 <= (1 - d) |x|^2
             with d = 1 / ceil(numel / k). True: each is multiplied by its stratum's length, so that
             E[C(x)] = x; products beyond the largest float are held there. The mean of such numbers

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.codec import Kind, Setting
-from lightning_dear.compression.density import FewOfMany
+from lightning_dear.compression.codec import FewOfMany, Kind, Setting
 from lightning_dear.compression.selectors import (
     MOST,
     LocalThreshold,
@@ -34,6 +33,9 @@ NUDGE, MOST_NUDGES = 1.02, 20
 NUDGED_BELOW, NUDGED_ABOVE = 3 / 4, 5 / 4
 """How `Gaussiank` corrects a threshold, how often at most, and beyond which shares of k."""
 
+Found = tuple[Tensor, Tensor]
+"""[n] int64 places of numbers, and these, [n] fp32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAllReduce(FewOfMany):
@@ -45,17 +47,13 @@ class SparseAllReduce(FewOfMany):
         density: Share of a bucket's numbers; k = max(1, ceil(density numel)).
     """
 
+    kind: ClassVar[Kind] = "contractive"
     is_tree: ClassVar[bool] = False
     """Whether sums go from rank to rank up a tree, and back down it."""
 
     is_regional: ClassVar[bool] = False
     """Whether owners keep about k of the sums, of regions that follow ranks' selections; otherwise
     those of equal regions keep all."""
-
-    @property
-    @override
-    def kind(self) -> Kind:
-        return "contractive"
 
     @property
     @override
@@ -66,11 +64,6 @@ class SparseAllReduce(FewOfMany):
     def is_static(self) -> bool:
         """Whether always as many numbers travel."""
         return False
-
-    @property
-    @override
-    def looks_up_counts(self) -> bool:
-        return not self.is_static
 
     @override
     def check_with(self, setting: Setting) -> None:
@@ -91,9 +84,7 @@ class SparseAllReduce(FewOfMany):
         return world_size > 1 and FEWEST_PER_RANK * world_size <= self.entries(numel) < numel
 
     @abstractmethod
-    def find(
-        self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int
-    ) -> tuple[Tensor, Tensor]:
+    def find(self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int) -> Found:
         """Places of what a rank selects, ascending, and what stands there; zeros are not.
 
         Args:
@@ -101,9 +92,6 @@ class SparseAllReduce(FewOfMany):
             k: About how many.
             threshold: What was found before; mutated.
             step: Number of the sparse step, from 0.
-
-        Returns:
-            [n] int64 and [n] fp32.
         """
 
     def caps(self, k: int, world_size: int) -> tuple[int, int, int | None]:
@@ -160,9 +148,7 @@ class ByThreshold(SparseAllReduce):
         return step % self.tau_prime == 0
 
     @override
-    def find(
-        self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int
-    ) -> tuple[Tensor, Tensor]:
+    def find(self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int) -> Found:
         return threshold.find(waiting, k, is_exact=self.is_exact(step))
 
 
@@ -207,9 +193,7 @@ class Gaussiank(SparseAllReduce):
     all_reduces: ClassVar[bool] = True
 
     @override
-    def find(
-        self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int
-    ) -> tuple[Tensor, Tensor]:
+    def find(self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int) -> Found:
         distances = torch.sub(waiting, waiting.mean()).abs_()
         deviation = torch.linalg.vector_norm(distances) / math.sqrt(max(1, len(waiting) - 1))
         floor = float(deviation) * NormalDist().inv_cdf(1 - self.density / 2)

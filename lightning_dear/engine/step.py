@@ -24,9 +24,8 @@ from lightning_dear.engine.step_state import Backward, SendTime, StepState
 from lightning_dear.engine.step_times import TimesRecorder
 from lightning_dear.engine.trained_parameters import changed_with_gradients, check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.elementwise import warn_of_zeros
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
-from lightning_dear.optimizers.sharded import ShardedOptimizer
+from lightning_dear.optimizers.sharded import ShardedOptimizer, warn_of_zeros
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.statistics import Instruments

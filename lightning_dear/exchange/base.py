@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.bucket import Bucket
+from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor
 from lightning_dear.compression.error_feedback import Memory
@@ -56,7 +56,8 @@ class CompressedBucket(ABC):
         configured: Of this bucket, unless a schedule says otherwise.
         counts: Half -> how often it has been encoded; equal on all ranks, not for all buckets.
         seed: Of all that is drawn at random, equal on all ranks; or `NO_SEED`.
-        factors: Tensor number -> what all ranks alike keep of it besides.
+        factors: Tensor number -> what all ranks alike keep of it besides; to be read or overwritten
+            between steps.
         tally: Of the bucket's last sparse step; None where there are none.
     """
 
@@ -71,6 +72,7 @@ class CompressedBucket(ABC):
         self.worker, self.owner = worker, owner
         self.counts = {"reduce": 0, "gather": 0}
         self.seed = NO_SEED
+        self.factors: dict[int, Tensor] = {}
         # Who owns what nobody uses gives it back to those that have sent it, each its share.
         self._num_owners = world_size if bucket.is_all_reduced else 1
         self._unused: tuple[slice, ...] = ()
@@ -117,11 +119,6 @@ class CompressedBucket(ABC):
     @abstractmethod
     def _make_room(self) -> None:
         """Makes buffers for what `codec` sends, new ones."""
-
-    @property
-    def factors(self) -> Mapping[int, Tensor]:
-        """See the class; to be read or overwritten between steps."""
-        return {}
 
     @property
     def steering(self) -> Tensor | None:
@@ -210,6 +207,10 @@ class Exchange(ABC):
     def __init__(self, collectives: Collectives, first_number: int = 0) -> None:
         self.collectives, self.first_number = collectives, first_number
         self.coded: Sequence[CompressedBucket] = ()
+
+    def number_of(self, bucket: Bucket) -> int:
+        """The bucket's among all that travel at once."""
+        return self.first_number + bucket.number
 
     # --- the two halves ---------------------------------------------------------------------------
 
@@ -319,6 +320,23 @@ class Exchange(ABC):
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What an exchange that encodes moves.
+
+    Attributes:
+        dense: Moves what is not encoded, by the same collectives.
+        flat: All of the plan's buckets.
+        uncompressed: Numbers of those that travel as they are all the same.
+        loss_scale: Asked at each encoding.
+    """
+
+    dense: Exchange
+    flat: FlatBuffers
+    uncompressed: Collection[int]
+    loss_scale: LossScale
+
+
+@dataclass(frozen=True)
 class Sending:
     """What is to be done once a bucket is encoded.
 
@@ -335,15 +353,14 @@ class CompressedExchange(Exchange):
     """Looks at gradients before they are encoded, and keeps residuals only if a step was made.
 
     Args:
-        dense: Moves what is not encoded, by the same collectives.
+        traffic: What is moved.
         codec: What encodes.
-        loss_scale: Asked at each encoding.
     """
 
-    def __init__(self, dense: Exchange, codec: Compressor, loss_scale: LossScale) -> None:
-        super().__init__(dense.collectives, dense.first_number)
-        self._dense, self._codec = dense, codec
-        self._loss_scale = loss_scale
+    def __init__(self, traffic: Traffic, codec: Compressor) -> None:
+        super().__init__(traffic.dense.collectives, traffic.dense.first_number)
+        self._dense, self._codec = traffic.dense, codec
+        self._loss_scale = traffic.loss_scale
         self._found_inf: Tensor | None = None
         self._refusal: RuntimeError | None = None
         self._is_nan: Tensor | None = None
@@ -366,11 +383,10 @@ class CompressedExchange(Exchange):
 
     def _launch(self, sending: Sending) -> Work:
         work = sending.launch()
-        return work if sending.decode is None else self._decoded(work, sending.decode)
-
-    def _decoded(self, work: Work, decode: Callable[[], None]) -> Work:
-        """`work`, after which whoever waits for it decodes."""
-        return Work(work.wait, partial(as_device_work, decode))
+        if sending.decode is None:
+            return work
+        # Whoever waits for it decodes.
+        return Work(work.wait, partial(as_device_work, sending.decode))
 
     # --- what is not encoded ----------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ may travel as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 
@@ -28,11 +28,10 @@ from lightning_dear.compression.error_feedback import Encoded, Memory
 from lightning_dear.exchange.base import (
     CompressedBucket,
     CompressedExchange,
-    LossScale,
     Sending,
+    Traffic,
     zero_or_nan,
 )
-from lightning_dear.exchange.dense import DenseExchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.torch_modes import plain_mode
 
@@ -313,25 +312,17 @@ class CodedExchange(CompressedExchange):
     gradient, before what is gathered for it has arrived.
 
     Args:
-        dense: Moves the half that is not encoded.
+        traffic: Of buckets of which each rank owns a shard.
         options: With a codec.
         codecs: What the tensors of each bucket are configured for: None is that codec.
-        uncompressed: Numbers of buckets that travel as they are all the same.
-        buckets: All of the plan's.
-        loss_scale: Asked at each encoding.
     """
 
     def __init__(
-        self,
-        dense: DenseExchange,
-        options: ExchangeOptions,
-        codecs: Iterable[Codec | None],
-        uncompressed: Collection[int],
-        buckets: Iterable[Bucket],
-        loss_scale: LossScale,
+        self, traffic: Traffic, options: ExchangeOptions, codecs: Iterable[Codec | None]
     ) -> None:
         assert isinstance(options.codec, Codec)
-        super().__init__(dense, options.codec, loss_scale)
+        super().__init__(traffic, options.codec)
+        buckets, uncompressed = traffic.flat.buckets, traffic.uncompressed
         usual, place = options.codec, (self.collectives, self.first_number)
         self.coded: Sequence[CodedBucket] = [
             CodedBucket(

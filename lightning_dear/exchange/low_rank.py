@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,13 +29,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.bucket import Bucket, FlatBuffers, storage_shape
+from lightning_dear.bucket import Bucket, storage_shape
 from lightning_dear.collectives.work import Work
 from lightning_dear.compression import Compressor, Fp32, PowerSGD
 from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.low_rank import orthonormal, starting_factor
-from lightning_dear.exchange.base import CompressedBucket, CompressedExchange, LossScale, Sending
-from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.exchange.base import CompressedBucket, CompressedExchange, Sending, Traffic
 from lightning_dear.telemetry.device_work import as_device_work
 
 
@@ -100,7 +99,6 @@ class LowRankBucket(CompressedBucket):
         worker = low_rank.worker_memory(bucket.mean.numel(), device)
         # Every rank has the whole mean: no owner encodes it, or has anything to keep of that.
         super().__init__(bucket, codec, worker, Memory(0, device), world_size)
-        self._factors: dict[int, Tensor] = {}
         self._world_size = world_size
         # Apart until the step is made: one that a loss scale leaves out must not change factors.
         self._pending: dict[int, Tensor] = {}
@@ -111,21 +109,21 @@ class LowRankBucket(CompressedBucket):
             if rank := low_rank.rank_of(num_rows, num_columns):
                 shape = num_columns, rank
                 factor = torch.empty(shape, dtype=torch.float32, device=device)
-                self._factors[piece.tensor] = factor
+                self.factors[piece.tensor] = factor
         self.start_anew(None)
         self._make_room()
 
     @override
     def start_anew(self, seed: int | None) -> None:
         super().start_anew(seed)
-        for number, factor in self._factors.items():
+        for number, factor in self.factors.items():
             own = self._seed_of(f"{PowerSGD.name} {number}")
             factor.copy_(starting_factor(factor.shape, own))
 
     @override
     def _make_room(self) -> None:
         pieces = self.spec.slices
-        own = [None if self.codec.is_identity else self._factors.get(one.tensor) for one in pieces]
+        own = [None if self.codec.is_identity else self.factors.get(one.tensor) for one in pieces]
         firsts = [
             piece.numel if factor is None else piece.numel // len(factor) * factor.shape[1]
             for piece, factor in zip(pieces, own, strict=True)
@@ -146,11 +144,6 @@ class LowRankBucket(CompressedBucket):
         most = torch.finfo(torch.float32).max / (2 * self._world_size)
         self.largest = most / math.sqrt(self.spec.padded_numel) if matrices else math.inf
 
-    @property
-    @override
-    def factors(self) -> Mapping[int, Tensor]:
-        return self._factors
-
     # --- one reduction --------------------------------------------------------------------------
 
     def compensated(self, scale: Tensor | None) -> Tensor:
@@ -166,7 +159,7 @@ class LowRankBucket(CompressedBucket):
         self.counts["reduce"] += 1
         for number, matrix in messages.matrices.items():
             # A later round of the same step goes on from the factor of the round before.
-            factor = self._pending.get(number, self._factors[number])
+            factor = self._pending.get(number, self.factors[number])
             torch.mm(self._own(matrix), factor, out=matrix.left)
         for where, place in messages.dense:
             place.copy_(self._flat[where])
@@ -204,7 +197,7 @@ class LowRankBucket(CompressedBucket):
     @override
     def commit(self) -> None:
         super().commit()
-        self._factors.update(self._pending)
+        self.factors.update(self._pending)
         self._pending.clear()
 
     @override
@@ -222,22 +215,13 @@ class LowRankExchange(CompressedExchange):
     """All-reduces the factors of every matrix, and what is no matrix as it is.
 
     Args:
-        dense: Does what remains to be done for the gather half.
+        traffic: Of buckets that are all-reduced.
         codec: Says what is factored.
-        uncompressed: Numbers of buckets of which nothing is factored.
-        flat: All buckets, and the shapes of what lies in them.
-        loss_scale: Asked at each encoding.
     """
 
-    def __init__(
-        self,
-        dense: DenseExchange,
-        codec: PowerSGD,
-        uncompressed: Collection[int],
-        flat: FlatBuffers,
-        loss_scale: LossScale,
-    ) -> None:
-        super().__init__(dense, codec, loss_scale)
+    def __init__(self, traffic: Traffic, codec: PowerSGD) -> None:
+        super().__init__(traffic, codec)
+        uncompressed, flat = traffic.uncompressed, traffic.flat
         shapes = [storage_shape(placement.parameter) for placement in flat.placements]
         same = shapes, self.collectives.world_size
         self.coded: Sequence[LowRankBucket] = [
@@ -298,7 +282,7 @@ class LowRankExchange(CompressedExchange):
         if not message.numel():
             # No matrix in this bucket, on any rank.
             return Work.done()
-        return self.collectives.launch_all_reduce(message, self.first_number + bucket.number)
+        return self.collectives.launch_all_reduce(message, self.number_of(bucket))
 
     @property
     @override

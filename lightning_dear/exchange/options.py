@@ -8,7 +8,7 @@ from functools import cached_property
 
 from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.compression import Codec, Compressor
+from lightning_dear.compression import Codec, Compressor, SparseAllReduce
 from lightning_dear.compression.codec import Setting
 from lightning_dear.compression.groups import Groups, check_groups, codec_for
 
@@ -17,14 +17,10 @@ GATHERS = ("parameters", "gradients")
 
 
 @dataclass(frozen=True)
-class ExchangeOptions:
-    """Options of the strategies, for the engine.
+class ExchangeOptions(Setting):
+    """Options of the strategies, for the engine: a `Setting`, and what is used beside it.
 
     Attributes:
-        gather: "parameters": each rank steps its shard, and the new values are gathered.
-            "gradients": the mean gradient is gathered, and each rank steps whole tensors.
-        depth: Most all-gathers in flight at once; None: all of a step.
-        decouple: False: no bucket is gathered, all are all-reduced during backward instead.
         codec: What encodes the halves that it names; None: both travel as they are.
         groups: Other codecs for some tensors.
 
@@ -32,9 +28,6 @@ class ExchangeOptions:
         ValueError: For unknown names, a depth below 1, and options that exclude each other.
     """
 
-    gather: str = "parameters"
-    depth: int | None = None
-    decouple: bool = True
     codec: Compressor | None = None
     groups: Groups = ()
 
@@ -47,10 +40,9 @@ class ExchangeOptions:
             )
         check_groups(self.groups, self.codec)
         # What cannot be used beside what is the compressors' own matter.
-        setting = Setting(self.is_of_gradients, self.depth, self.decouple)
         for codec in (self.codec, *(codec for _, codec in self.groups)):
             if codec is not None:
-                codec.check_with(setting)
+                codec.check_with(self)
         if self.decouple:
             return
         if not self.is_of_gradients:
@@ -68,11 +60,6 @@ class ExchangeOptions:
     def all_reduces(self) -> bool:
         """Whether every rank gets whole means during backward, and nothing is gathered."""
         return not self.decouple or (self.codec is not None and self.codec.all_reduces)
-
-    @cached_property
-    def is_of_gradients(self) -> bool:
-        """Whether each rank steps whole tensors, with a state of its own for all of them."""
-        return self.gather == "gradients"
 
     def encodes(self, half: str) -> bool:
         """Whether the "reduce" or the "gather" half is encoded."""
@@ -105,7 +92,8 @@ class ExchangeOptions:
                 " device by itself, and nobody on the host knows when one has ended. Leave it out."
             )
         codec = self.codec
-        if codec is not None and codec.looks_up_counts and not collectives.reads_flags_freely:
+        looks_up_counts = isinstance(codec, SparseAllReduce) and not codec.is_static
+        if codec is not None and looks_up_counts and not collectives.reads_flags_freely:
             raise ValueError(
                 f"compressor={codec.name!r} works so with gloo only: how many numbers travel"
                 " depends on the gradients, which with NCCL the host would have to wait for. Use"

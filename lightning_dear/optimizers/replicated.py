@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
-from enum import Enum
 from typing import Any
 
 import torch
@@ -22,14 +20,6 @@ from lightning_dear.optimizers.sharded import (
     inner_step,
 )
 from lightning_dear.torch_modes import plain_mode
-
-
-class _Phase(Enum):
-    """Where a call of the user's `step` is."""
-
-    OUTSIDE = "none is under way"
-    BEGUN = "its closure has been called, and gradients are reduced"
-    SHOWING = "the whole gradients stand in `.grad`, for the call to step with"
 
 
 class ReplicatedOptimizer(OptimizerShards):
@@ -50,14 +40,9 @@ class ReplicatedOptimizer(OptimizerShards):
     def __init__(self, optimizer: Optimizer, *, decouple: bool) -> None:
         super().__init__(optimizer)
         self._decouple = decouple
-        self._used: Sequence[bool] = ()
         self._deferred: DeferredStep | None = None
-        self._phase = _Phase.OUTSIDE
-
-    @override
-    def set_gradients(self, used: Sequence[bool]) -> None:
-        super().set_gradients(used)
-        self._used = tuple(used)
+        # Whether a call of `step` has called its closure, and whether it finds whole gradients.
+        self._has_begun = self._shows_gradients = False
 
     def adopt_state(self) -> AdoptedState:
         """Nothing to take over: `optimizer.state` is where state lives.
@@ -79,13 +64,15 @@ class ReplicatedOptimizer(OptimizerShards):
         Leaves to the call of `optimizer.step` that is under way what is whole already. Whoever
         iterates calls `restore` if anything raises.
         """
-        self._phase = _Phase.BEGUN
+        self._has_begun = True
         buffers = self.shards.buffers
         if all(placement.gradient is None for placement in buffers.placements):
             # World size 1: gradients are where autograd left them.
             return
         if not self._decouple:
-            self._show_gradients()
+            self._shows_gradients = True
+            for used, placement in zip(self._used, buffers.placements, strict=True):
+                placement.parameter.grad = placement.gradient if used else None
             return
         self._deferred = DeferredStep(self.optimizer)
         for bucket in buffers.buckets:
@@ -98,7 +85,7 @@ class ReplicatedOptimizer(OptimizerShards):
         Raises:
             RuntimeError: If it stepped before there were gradients.
         """
-        if self._phase is _Phase.OUTSIDE:
+        if not self._has_begun:
             raise closure_skipped(self.optimizer)
         self.restore()
         return ()
@@ -115,16 +102,11 @@ class ReplicatedOptimizer(OptimizerShards):
 
     @override
     def restore(self) -> None:
-        if self._phase is _Phase.SHOWING:
+        if self._shows_gradients:
             for placement in self.shards.buffers.placements:
                 placement.parameter.grad = None
-        self._phase = _Phase.OUTSIDE
+        self._has_begun = self._shows_gradients = False
         super().restore()
-
-    def _show_gradients(self) -> None:
-        self._phase = _Phase.SHOWING
-        for used, placement in zip(self._used, self.shards.buffers.placements, strict=True):
-            placement.parameter.grad = placement.gradient if used else None
 
     # --- afterwards ---------------------------------------------------------------------------
 
@@ -142,32 +124,24 @@ class ReplicatedOptimizer(OptimizerShards):
                 f"A step of {type(self.optimizer).__name__} was broken off half-way (see the first"
                 " error): the weights are a mixture of two steps. Load the last checkpoint."
             )
-        with (
-            plain_mode(self.device.type, deferred.dtype),
-            self._with_gradients(number) as parameters,
-        ):
-            deferred.run(parameters)
-        # Not there after an error: whoever completes another bucket is told above.
-        self._deferred = deferred
-
-    @contextmanager
-    def _with_gradients(self, number: int) -> Iterator[Mapping[int, list[Tensor]]]:
-        """The bucket's used parameters by group, with the mean in `.grad` meanwhile."""
-        # By number: groups may have been added since the step.
-        groups: defaultdict[int, list[Tensor]] = defaultdict(list)
         buffers, group_of = self.shards.buffers, self.shards.group_of
-        tensors = [piece.tensor for piece in buffers.buckets[number].spec.slices]
-        used = [index for index in tensors if self._used[index]]
+        slices = buffers.buckets[number].spec.slices
+        used = [piece.tensor for piece in slices if self._used[piece.tensor]]
         places = [buffers.placements[index] for index in used]
         before = [place.parameter.grad for place in places]
-        try:
-            for index, place in zip(used, places, strict=True):
-                groups[group_of[index]].append(place.parameter)
-                place.parameter.grad = place.gradient
-            yield groups
-        finally:
-            for place, gradient in zip(places, before, strict=True):
-                place.parameter.grad = gradient
+        # By number: groups may have been added since the step.
+        groups: defaultdict[int, list[Tensor]] = defaultdict(list)
+        with plain_mode(self.device.type, deferred.dtype):
+            try:
+                for index, place in zip(used, places, strict=True):
+                    groups[group_of[index]].append(place.parameter)
+                    place.parameter.grad = place.gradient
+                deferred.run(groups)
+            finally:
+                for place, gradient in zip(places, before, strict=True):
+                    place.parameter.grad = gradient
+        # Not there after an error: whoever completes another bucket is told above.
+        self._deferred = deferred
 
 
 class DeferredStep:
@@ -204,7 +178,7 @@ class DeferredStep:
                 for number, options in enumerate(self._options)
             ],
         )
-        inner_step(twin)(twin)
+        inner_step(twin)
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -35,23 +35,19 @@ _PROFILED: Any = Optimizer.profile_hook_step(print)
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def inner_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The class's own `step`, without the hooks and profiling that torch wraps around it.
+def inner_step(optimizer: Optimizer, **arguments: Any) -> None:
+    """Calls the class's own `step`, without the hooks and profiling that torch wraps around it.
 
-    Called with an optimizer of the class. Nor are hooks called by a `super().step()` within.
+    Nor are hooks called by a `super().step()` within.
     """
     step: Any = type(optimizer).step
     own = step.__wrapped__ if getattr(step, "__code__", None) is _PROFILED.__code__ else step
-
-    def call(one: Optimizer, **arguments: Any) -> Any:
-        hooks = {name: vars(one)[name] for name in _STEP_HOOKS}
-        vars(one).update(dict.fromkeys(_STEP_HOOKS, {}))
-        try:
-            return own(one, **arguments)
-        finally:
-            vars(one).update(hooks)
-
-    return call
+    hooks = {name: vars(optimizer)[name] for name in _STEP_HOOKS}
+    vars(optimizer).update(dict.fromkeys(_STEP_HOOKS, {}))
+    try:
+        own(optimizer, **arguments)
+    finally:
+        vars(optimizer).update(hooks)
 
 
 def is_nested(optimizer: Optimizer) -> bool:
@@ -67,6 +63,16 @@ def is_nested(optimizer: Optimizer) -> bool:
         num_steps += is_step and frame.f_locals.get("self") is optimizer
         frame = frame.f_back
     return num_steps > 1
+
+
+def warn_of_zeros(optimizer: Optimizer) -> None:
+    """Warns, once, that gradients are cleared and not zeroed."""
+    warnings.warn(
+        f"{type(optimizer).__name__}.zero_grad(set_to_none=False) does what set_to_none=True does"
+        " under strategy='dear': a parameter that the next step does not use is left alone, while"
+        " momentum and weight decay would go on with zeros. Leave set_to_none out.",
+        stacklevel=3,
+    )
 
 
 def closure_skipped(optimizer: Optimizer) -> RuntimeError:
@@ -98,34 +104,14 @@ class Shards:
         parameters: All that the optimizer trains, in the order of their numbers.
         group_of: Number of a parameter -> that of its parameter group.
         in_bucket: Number of a bucket -> this rank's pieces of it.
-        pieces: All of them, bucket by bucket.
         state: The optimizer's, by piece.
-        device: Where the parameters were when the plan began, which is where ranks meet for their
-            state; after a fit Lightning moves them to the CPU.
     """
 
     buffers: FlatBuffers
     parameters: Sequence[Parameter]
     group_of: Sequence[int]
     in_bucket: Mapping[int, Sequence[Piece]]
-    pieces: Sequence[Piece]
     state: defaultdict[Tensor, Any]
-    device: torch.device = torch.device("cpu")
-
-
-@dataclass
-class SetAside:
-    """What a step has taken out of the optimizer, to be put back.
-
-    Attributes:
-        params: Of each group.
-        state: The user's, where another one stands in its place.
-        last_run: Numbers of the buckets that the call under way steps.
-    """
-
-    params: list[list[Parameter]]
-    state: defaultdict[Tensor, Any] | None = None
-    last_run: Sequence[int] = ()
 
 
 class OptimizerShards:
@@ -139,14 +125,25 @@ class OptimizerShards:
     Attributes:
         optimizer: The user's.
         shards: What is this rank's at present.
+        pieces: This rank's, bucket by bucket.
+        device: Where the parameters were when the plan began, which is where ranks meet for their
+            state; after a fit Lightning moves them to the CPU.
         stepped_early: Numbers of the buckets that this step's closure has stepped already.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.shards = Shards(FlatBuffers([], []), (), (), {}, (), defaultdict(dict))
+        self.shards = Shards(FlatBuffers([], []), (), (), {}, defaultdict(dict))
+        self.pieces: Sequence[Piece] = ()
+        self.device = torch.device("cpu")
         self.stepped_early: set[int] = set()
-        self._set_aside: SetAside | None = None
+        # Which parameters have a mean gradient.
+        self._used: Sequence[bool] = ()
+        # What a step has taken out of the optimizer, to be put back.
+        self._params: list[list[Parameter]] | None = None
+        self._state: defaultdict[Tensor, Any] | None = None
+        # Numbers of the buckets that the call under way steps.
+        self._last_run: Sequence[int] = ()
         self._hooks: Sequence[RemovableHandle] = ()
 
     def attach(
@@ -156,20 +153,20 @@ class OptimizerShards:
         in_bucket = {
             bucket.number: shard_pieces(bucket, rank, world_size) for bucket in buffers.buckets
         }
-        pieces = list(chain(*in_bucket.values()))
+        self.pieces = list(chain(*in_bucket.values()))
         groups = enumerate(self.optimizer.param_groups)
         numbers = {id(one): number for number, group in groups for one in group["params"]}
         group_of = [numbers[id(parameter)] for parameter in parameters]
-        for piece in pieces:
+        for piece in self.pieces:
             parameter = parameters[piece.tensor_index]
             piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
-        own = in_bucket, pieces, defaultdict[Tensor, Any](dict)
-        self.shards = Shards(buffers, parameters, group_of, *own, parameters[0].device)
+        self.device = parameters[0].device
+        self.shards = Shards(buffers, parameters, group_of, in_bucket, defaultdict(dict))
 
     def detach(self) -> None:
         """Lets go of the flat buffers; state stays readable through `state_of`."""
         state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for piece in self.shards.pieces:
+        for piece in self.pieces:
             kept = self.shards.state.get(piece.parameter)
             piece.gradient = None
             # State is found by this tensor, which as a view would hold the whole flat buffer.
@@ -190,16 +187,6 @@ class OptimizerShards:
             return {**state, MASTER_KEY: piece.parameter}
         return state
 
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """This rank's, bucket by bucket."""
-        return self.shards.pieces
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are trained."""
-        return self.shards.device
-
     def remove_hooks(self) -> None:
         """Gives the optimizer's methods back their ordinary meaning."""
         for hook in self._hooks:
@@ -209,7 +196,8 @@ class OptimizerShards:
 
     def set_gradients(self, used: Sequence[bool]) -> None:
         """Gives each piece its part of the mean gradient, and none where nobody had one."""
-        for piece in self.shards.pieces:
+        self._used = tuple(used)
+        for piece in self.pieces:
             if not used[piece.tensor_index]:
                 piece.parameter.grad = None
             elif piece.gradient is not None:
@@ -231,7 +219,7 @@ class OptimizerShards:
 
     def clear_gradients(self) -> None:
         """Lets go of the pieces' gradients, which would stand beside those of the next backward."""
-        for piece in self.shards.pieces:
+        for piece in self.pieces:
             piece.parameter.grad = None
 
     @property
@@ -259,28 +247,25 @@ class OptimizerShards:
         for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
 
-    def _set_params_aside(self) -> SetAside:
-        params = [group["params"] for group in self.optimizer.param_groups]
-        self._set_aside = SetAside(params)
-        return self._set_aside
+    def _set_params_aside(self) -> None:
+        self._params = [group["params"] for group in self.optimizer.param_groups]
 
-    def _swap(self) -> SetAside:
-        aside = self._set_params_aside()
-        aside.state, self.optimizer.state = self.optimizer.state, self.shards.state
-        return aside
+    def _swap(self) -> None:
+        self._set_params_aside()
+        self._state, self.optimizer.state = self.optimizer.state, self.shards.state
 
     def restore(self) -> None:
         """Puts the user's parameters and state back, also after a step that raised half-way."""
-        if self._set_aside is None:
+        if self._params is None:
             return
-        aside = self._set_aside
-        for group, parameters in zip(self.optimizer.param_groups, aside.params, strict=True):
+        for group, parameters in zip(self.optimizer.param_groups, self._params, strict=True):
             group["params"] = parameters
-        if aside.state is not None:
+        if self._state is not None:
             # Perhaps another object: an optimizer may make its state anew.
             self.shards = replace(self.shards, state=self.optimizer.state)
-            self.optimizer.state = aside.state
-        self._set_aside = None
+            self.optimizer.state = self._state
+        self._params = self._state = None
+        self._last_run = ()
 
 
 class ShardedOptimizer(OptimizerShards):
@@ -300,7 +285,6 @@ class ShardedOptimizer(OptimizerShards):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
-        self._inner_step = inner_step(optimizer)
         self._was_loaded = self._has_warned = False
         # Not among `_hooks`: after the training the state is still here.
         optimizer.register_state_dict_pre_hook(self._warn_of_shards)
@@ -321,14 +305,14 @@ class ShardedOptimizer(OptimizerShards):
         wanted = dict.fromkeys((*order, *self.shards.in_bucket))
         late = [number for number in wanted if number not in self.stepped_early]
         *head, last = step_runs(late, self.shards.in_bucket)
-        aside = self._swap()
+        self._swap()
         for numbers in head:
             self._put(numbers)
-            self._inner_step(self.optimizer)
+            inner_step(self.optimizer)
             self._note_stepped(numbers)
             yield numbers
         self._put(last)
-        aside.last_run = last
+        self._last_run = last
 
     def finish(self) -> Sequence[int]:
         """The call under way has stepped the last run; returns its numbers.
@@ -336,9 +320,9 @@ class ShardedOptimizer(OptimizerShards):
         Raises:
             RuntimeError: If it stepped before there were gradients.
         """
-        if self._set_aside is None or not self._set_aside.last_run:
+        if not self._last_run:
             raise closure_skipped(self.optimizer)
-        numbers, self._set_aside.last_run = self._set_aside.last_run, ()
+        numbers, self._last_run = self._last_run, ()
         self._note_stepped(numbers)
         return numbers
 
@@ -354,7 +338,7 @@ class ShardedOptimizer(OptimizerShards):
         self.stepped_early.add(number)
         try:
             self._put([number])
-            self._inner_step(self.optimizer)
+            inner_step(self.optimizer)
             self._note_stepped([number])
         finally:
             self.restore()

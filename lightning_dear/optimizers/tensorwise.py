@@ -1,48 +1,83 @@
-"""Which optimizers may step one tensor after the other: those that treat each on its own."""
+"""Which optimizers may be stepped on parts of tensors, and which on one tensor after the other.
+
+torch's own are known by class; anything else is tried, see `trial.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import LOW_PRECISION
 from lightning_dear.compression import PowerSGD, SparseAllReduce
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
-from lightning_dear.optimizers.elementwise import ELEMENTWISE, check_elementwise, is_trusted
 from lightning_dear.optimizers.trial import find_difference
 
+_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+_OTHERS = (
+    "adafactor distributedshampoo galoreadamw lamb lars lbfgs muon novograd prodigy shampoo soap"
+    " sparseadam"
+)
+
+ELEMENTWISE = frozenset[type[Optimizer]](getattr(torch.optim, name) for name in _NAMES.split())
+_WHOLE_TENSOR = frozenset(_OTHERS.split())
 _KNOWN = ELEMENTWISE | {
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
 }
 
 
+def is_trusted(optimizer: Optimizer) -> bool:
+    """Whether it is known to be element-wise: of one of torch's own classes, not of a subclass.
+
+    Parameters of a class of their own may do something else when they are stepped.
+    """
+    groups = optimizer.param_groups
+    is_plain = all(type(one) is Parameter for group in groups for one in group["params"])
+    return is_plain and type(optimizer) in ELEMENTWISE
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that would give another result on parts of tensors.
+
+    Raises:
+        ValueError: Naming the optimizer and what to use.
+    """
+    name, why = type(optimizer).__name__, None
+    if name.lower() in _WHOLE_TENSOR:
+        why = "it works on whole tensors, not element by element"
+    elif not is_trusted(optimizer):
+        why = find_difference(optimizer, on_parts=True)
+    if why is not None:
+        raise ValueError(
+            f"strategy='dear' cannot shard {name}: {why}. Use gather='gradients', which steps whole"
+            f" tensors on every rank; an element-wise optimizer ({_names(ELEMENTWISE)}, or one that"
+            " passes the same test); or strategy='ddp'."
+        )
+
+
 def check_tensorwise(optimizer: Optimizer) -> None:
     """Refuses an optimizer that would give another result if tensors are stepped one by one.
-
-    torch's own are known by class; anything else is tried, see `trial.py`.
 
     Raises:
         ValueError: Naming the optimizer and what to use.
     """
     if type(optimizer) in _KNOWN:
         return
-    try:
-        why = find_difference(optimizer, on_parts=False)
-    except Exception as error:
-        why = (
-            f"stepping it on small matrices failed ({error}; note that a step must skip parameters"
-            " whose .grad is None)"
-        )
+    why = find_difference(optimizer, on_parts=False)
     if why is not None:
-        known = ", ".join(sorted(kind.__name__ for kind in _KNOWN))
         raise ValueError(
             "strategy='dear' with gather='gradients' steps each tensor when its gradient has"
             f" arrived, and {type(optimizer).__name__} does not allow that: {why}. Use an optimizer"
-            f" that treats every tensor on its own ({known}, or one that passes the same test), or"
-            " strategy='ddp'."
+            f" that treats every tensor on its own ({_names(_KNOWN)}, or one that passes the same"
+            " test), or strategy='ddp'."
         )
+
+
+def _names(kinds: frozenset[type[Optimizer]]) -> str:
+    return ", ".join(sorted(kind.__name__ for kind in kinds))
 
 
 def check_steppable(optimizer: Optimizer, options: ExchangeOptions) -> None:
@@ -110,25 +145,23 @@ def choose_options(
     Returns:
         What travels; why they cannot be stepped so; what people are to be told.
     """
-    problem = _problem(optimizers, options)
+    problem, remark = _problem(optimizers, options), None
+    names = dict.fromkeys(type(one).__name__ for one in optimizers if not is_trusted(one))
     if problem is not None and or_else is not None and _problem(optimizers, or_else) is None:
         why = problem.partition(" Use ")[0]
-        return (
-            or_else,
-            None,
+        options, problem = or_else, None
+        remark = (
             f"{why} So every rank gets whole gradients instead of parameters, and has the whole"
-            " optimizer state, as with gather='gradients'.",
+            " optimizer state, as with gather='gradients'."
         )
-    names = dict.fromkeys(type(one).__name__ for one in optimizers if not is_trusted(one))
-    if problem is not None or options.is_of_gradients or not names:
-        return options, problem, None
-    return (
-        options,
-        None,
-        f"strategy='dear' steps {', '.join(names)} on parts of tensors: in a test with small"
-        " tensors the bits were those of whole ones. That does not prove it of all. If an update"
-        " of an element may depend on others, use gather='gradients', which steps whole tensors.",
-    )
+    elif problem is None and names and not options.is_of_gradients:
+        remark = (
+            f"strategy='dear' steps {', '.join(names)} on parts of tensors: in a test with small"
+            " tensors the bits were those of whole ones. That does not prove it of all. If an"
+            " update of an element may depend on others, use gather='gradients', which steps whole"
+            " tensors."
+        )
+    return options, problem, remark
 
 
 def _problem(optimizers: Sequence[Optimizer], options: ExchangeOptions) -> str | None:

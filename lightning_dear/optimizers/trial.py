@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_dear.bucket import LOW_PRECISION, FlatBuffers, Piece, allocate, cut_state
+from lightning_dear.bucket import LOW_PRECISION, Piece, allocate, cut_state
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
 from lightning_dear.planning import NoFusion, TensorSpec
@@ -36,19 +35,18 @@ _MAX_NUMEL = 1 << 14
 _MAX_KINDS = 64
 """Kinds of tensors after which no other shapes are tried."""
 
-_SCALES = (1.0, 1e-4, 1.0, 0.0, 1e4, 1.0, 1e-9, 1.0, 30.0, 1.0, 1e2, 1.0)
-"""Of the gradients, step by step. Some steps like the first follow."""
+_SCALES = (1e-7, 1e-4, 1.0, 0.0, 1e4, 1.0, 1e-9, 1.0, 30.0, 1.0, 1e2, 1.0)
+"""Of the gradients, step by step. Some more of scale 1 follow."""
 
 _FAR = 10**6
 """What is added before those to whatever has counted the steps."""
 
 _NUM_LATE = 3
 _STRIDE = 3 * ALIGNMENT
-_SOME_LR = 1e-2
 _VARYING = {"params", "param_names", "lr", "initial_lr"}
 
-_Sample = tuple[int, Tensor, tuple[int, ...] | None]
-"""What a stand-in stands for: a group's number, a parameter of it, and another shape or None."""
+_Samples = list[tuple[int, Tensor, tuple[int, ...] | None]]
+"""What stand-ins stand for: a group's number, a parameter of it, and another shape or None."""
 
 
 @torch.no_grad()
@@ -62,55 +60,69 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
         optimizer: Not mutated, but for what it holds in objects that are no list, dict, or set.
         on_parts: Whether each of two ranks steps its shards; else every tensor is stepped by
             itself, later than the others.
-
-    Raises:
-        ValueError: If it changes nothing, or calls its closure more than once.
-        Exception: Whatever the optimizer raises.
     """
     devices = {one.device for group in optimizer.param_groups for one in group["params"]}
-    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
-        samples = _samples(optimizer, *((_SHAPES, 1) if on_parts else ((), 2)))
-        whole = _Stepped(optimizer, samples)
-        if all(map(torch.equal, whole.tensors, _new_twin(optimizer, samples)[1])):
-            # Equal bits would say nothing.
-            raise ValueError("it changes nothing")
-        if not on_parts:
-            return _Stepped(optimizer, samples, is_late=True).difference(whole)
-        ranks = (_Stepped(optimizer, samples, rank, num_shards=2) for rank in range(2))
-        return next((why for one in ranks if (why := one.difference(whole))), None)
+    ways = [("parts", 0), ("parts", 1)] if on_parts else [("late", 0)]
+    try:
+        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+            samples = _samples(optimizer, *((_SHAPES, 1) if on_parts else ((), 2)))
+            if not samples:
+                # Of layers that have no shape yet, which others name.
+                return None
+            whole = _Trial(optimizer, samples, "whole")
+            others = [_Trial(optimizer, samples, *way) for way in ways]
+            steps = zip(*(one.steps() for one in (whole, *others)), strict=True)
+            for number, _ in enumerate(steps):
+                # First of all after a small step, of which large ones round away what differs.
+                for one in others if number % 14 == 0 else ():
+                    if why := one.difference(whole):
+                        return why
+            if all(map(torch.equal, whole.tensors, _new_twin(optimizer, samples)[1])):
+                # Equal bits would say nothing.
+                raise ValueError("it changes nothing")
+            return None
+    except Exception as error:
+        hint = "" if on_parts else "; note that a step must skip parameters whose .grad is None"
+        return f"stepping it on small matrices failed ({error}{hint})"
 
 
-class _Stepped:
-    """A twin of an optimizer that has taken the steps, in one of the engine's ways.
+class _Trial:
+    """A twin of an optimizer that takes the steps, in one of the engine's ways.
 
     Args:
         optimizer: Whose twin.
         samples: What its stand-ins stand for.
-        rank: Whose shards are stepped.
-        num_shards: Into how many buckets are cut; one: whole tensors are stepped.
-        is_late: Whether one by one, after the call of `step`.
+        way: "whole": all tensors at once. "late": one by one, after the call of `step`. "parts":
+            the shards of one of two ranks.
+        rank: Which one.
 
     Attributes:
-        twin: What has been stepped.
+        twin: What is stepped.
         tensors: The stand-ins.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        samples: Sequence[_Sample],
-        rank: int = 0,
-        num_shards: int = 1,
-        is_late: bool = False,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, samples: _Samples, way: str, rank: int = 0) -> None:
         self.twin, self.tensors = _new_twin(optimizer, samples)
-        self._is_sharded, self._is_late = num_shards > 1, is_late
-        whole = partial(ReplicatedOptimizer, decouple=is_late)
+        self._is_late, self._is_sharded = way == "late", way == "parts"
+        # A bucket for each tensor.
+        num_shards, rest = 1 + self._is_sharded, {"keeps_gradients": True, "lags": False}
+        specs = [
+            TensorSpec(index, "", one.numel(), one.element_size(), f"{one.dtype}/{one.device}")
+            for index, one in enumerate(self.tensors)
+        ]
+        plan = NoFusion().plan(specs, num_shards)
+        buffers = allocate(plan, self.tensors, rank, lambda _: 0, num_shards, **rest)
+        whole = partial(ReplicatedOptimizer, decouple=self._is_late)
         self._stepper: Any = (ShardedOptimizer if self._is_sharded else whole)(self.twin)
-        buffers = _cut(self.tensors, rank, num_shards)
         self._stepper.attach(buffers, self.tensors, rank, num_shards)
         self._stepper.adopt_state()
-        generator, numel = torch.Generator().manual_seed(0), _MAX_NUMEL + _STRIDE * len(samples)
+        # No rank has another's loss.
+        self._loss = torch.tensor(1.0 + rank + self._is_late)
+
+    def steps(self) -> Iterator[None]:
+        """Makes the steps, and yields after each."""
+        numel = _MAX_NUMEL + _STRIDE * len(self.tensors)
+        generator = torch.Generator().manual_seed(0)
         for number, scale in enumerate((*_SCALES, *[1.0] * _NUM_LATE)):
             row = scale * torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
             if number % 4 == 1:
@@ -119,62 +131,61 @@ class _Stepped:
             if number == len(_SCALES):
                 states = {**self.twin.state, **self._stepper.shards.state}
                 _count_on([*states.values(), *self.twin.param_groups])
-            # No rank has another's loss.
-            self._step(row, torch.tensor(1.0 + rank + is_late))
+            self._step(row)
+            yield
 
-    def _step(self, row: Tensor, loss: Tensor) -> None:
+    def _step(self, row: Tensor) -> None:
         """One step as a Trainer makes it: gradients, parts of `row`, come in the closure."""
-        stepper, step, calls = self._stepper, inner_step(self.twin), list[Tensor]()
-        buffers = stepper.shards.buffers
+        stepper, runs, has_begun = self._stepper, list[Sequence[int]](), False
 
         @torch.no_grad()
         def closure() -> Tensor:
-            if calls:
+            nonlocal has_begun
+            if has_begun:
                 raise ValueError("it calls its closure more than once in a step")
-            calls.append(loss)
-            for number, placement in enumerate(buffers.placements):
-                begin, gradient = number * _STRIDE, placement.gradient
-                part = row[begin : begin + gradient.numel()]
-                gradient.copy_(part.view(gradient.shape))
+            has_begun = True
+            for number, placement in enumerate(stepper.shards.buffers.placements):
+                gradient = placement.gradient
+                gradient.copy_(row[_STRIDE * number :][: gradient.numel()].view(gradient.shape))
             stepper.set_gradients([True] * len(self.tensors))
             for number in (0, 1) if self._is_sharded else ():
                 stepper.step_early(number)
-            for _ in stepper.run(()):
-                pass
-            return loss
+            runs.extend(stepper.run(()))
+            return self._loss
 
-        if "closure" in signature(type(self.twin).step).parameters:
-            step(self.twin, closure=closure)
-        if not calls:
-            # It has none, or does not call it, which a Trainer cannot do with, but others can.
+        try:
+            inner_step(self.twin, closure=closure)
+        except Exception:
+            if has_begun:
+                raise
+        if not has_begun:
+            # It takes none, or does not call it, which a Trainer cannot do with, but others can.
             closure()
-            step(self.twin)
+            inner_step(self.twin)
         stepper.finish()
         stepper.restore()
         stepper.stepped_early.clear()
         stepper.clear_gradients()
-        for bucket in reversed(buffers.buckets) if self._is_late else ():
-            stepper.step_bucket(bucket.number)
+        for (number,) in reversed(runs) if self._is_late else ():
+            stepper.step_bucket(number)
 
-    def state_of(self, piece: Piece) -> dict[str, Any]:
-        """The state of a piece, or what of its whole tensor's belongs to it."""
+    def entries_of(self, piece: Piece) -> dict[str, Any]:
+        """The values of a piece, and its state: its own, or what of its whole tensor's is its."""
         whole: Any = self.tensors[piece.tensor_index]
-        state = self.twin.state.get(whole, {})
-        cut = {key: cut_state(key, value, whole, piece) for key, value in state.items()}
-        return dict(self._stepper.state_of(piece)) or cut
+        entries = {"": whole.detach(), **self.twin.state.get(whole, {})}
+        cut = {key: cut_state(key, value, whole, piece) for key, value in entries.items()}
+        return cut | dict(self._stepper.state_of(piece))
 
-    def difference(self, whole: _Stepped) -> str | None:
+    def difference(self, whole: _Trial) -> str | None:
         """What is not as it is in `whole`, in words; None: nothing."""
         for piece in self._stepper.pieces:
-            tensor: Any = whole.tensors[piece.tensor_index]
-            own, wanted = self.state_of(piece), whole.state_of(piece)
-            values = cut_state("", tensor.detach(), tensor, piece)
-            is_same = own.keys() == wanted.keys() and _is_equal(own, wanted)
-            if is_same and _is_equal(values, piece.parameter):
+            own, wanted = self.entries_of(piece), whole.entries_of(piece)
+            if own.keys() == wanted.keys() and _is_equal(own, wanted):
                 continue
             if self._is_late:
                 return "two matrices stepped one by one differ from both"
-            what = ("number", "vector", "matrix", "tensor")[min(tensor.ndim, 3)]
+            num_dimensions = min(self.tensors[piece.tensor_index].ndim, 3)
+            what = ("number", "vector", "matrix", "tensor")[num_dimensions]
             return f"a {what} stepped in two parts differs from it whole"
         is_same = _is_equal(vars(self.twin), vars(whole.twin))
         return None if is_same else "what it notes in its groups or attributes differs"
@@ -192,9 +203,8 @@ def _count_on(everything: Iterable[Any]) -> None:
 def _is_equal(one: Any, other: Any) -> bool:
     """Of what can be compared; of dictionaries, what both have. Not-a-numbers are equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        one, other = one.detach().flatten(), other.detach().flatten()
-        is_nan = (one != one) & (other != other)
-        return len(one) == len(other) and bool(((one == other) | is_nan).all())
+        is_alike = one.numel() == other.numel()
+        return is_alike and torch.allclose(one.flatten(), other.flatten(), 0, 0, equal_nan=True)
     if isinstance(one, dict) and isinstance(other, dict):
         keys = one.keys() & other.keys() - {"params", "state"}
         return all(_is_equal(one[key], other[key]) for key in keys)
@@ -205,9 +215,9 @@ def _is_equal(one: Any, other: Any) -> bool:
     return not is_number or one == other or one != one
 
 
-def _samples(optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], most: int) -> list[_Sample]:
+def _samples(optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], most: int) -> _Samples:
     """Parameters of each kind in each kind of group, up to `most`, and other `shapes` beside."""
-    kinds: dict[Any, list[_Sample]] = {}
+    kinds: dict[Any, _Samples] = {}
     for number, group in enumerate(optimizer.param_groups):
         options = repr({key: value for key, value in group.items() if key not in _VARYING})
         for one in group["params"]:
@@ -221,31 +231,30 @@ def _samples(optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], most: int)
     return [sample for samples in kinds.values() for sample in samples[:most]]
 
 
-def _new_twin(optimizer: Optimizer, samples: Sequence[_Sample]) -> tuple[Any, list[Any]]:
+def _new_twin(optimizer: Optimizer, samples: _Samples) -> tuple[Any, list[Any]]:
     """The optimizer with stand-ins in place of its parameters, stepped never; and these."""
-    groups, generator = optimizer.param_groups, torch.Generator().manual_seed(1)
-    tensors = [_stand_in(one, shape, generator) for _, one, shape in samples]
+    tensors = [_stand_in(one, shape) for _, one, shape in samples]
     pairs = [*zip(samples, tensors, strict=True)]
+    groups = optimizer.param_groups
     memo: dict[int, Any] = {id(one): one for group in groups for one in group["params"]}
     memo |= {id(one): tensor for (_, one, shape), tensor in reversed(pairs) if shape is None}
     # Not by its constructor, of whose arguments nothing is known here.
     twin: Any = object.__new__(type(optimizer))
     state = {key: one for key, one in optimizer.state.items() if not isinstance(key, Tensor)}
-    new: dict[str, Any] = {"state": defaultdict(dict, state), "param_groups": []}
-    for name, value in {**vars(optimizer), **new}.items():
-        if name == "zero_grad":
-            # It may be the engine's, and drop what other ranks wait for.
+    vars(twin)["state"] = defaultdict(dict, state)
+    for name, value in vars(optimizer).items():
+        # `zero_grad` may be the engine's, and drop what other ranks wait for.
+        if name in ("state", "zero_grad"):
             continue
         is_copied = isinstance(value, list | dict | set | Tensor)
         own = OrderedDict() if name.endswith("_hooks") else value
-        vars(twin)[name] = deepcopy(own, dict(memo)) if is_copied else value
-    for number in dict.fromkeys(number for number, *_ in samples):
-        options = deepcopy({**groups[number], "params": None}, dict(memo))
-        if not options.get("lr", 1):
+        vars(twin)[name] = deepcopy(own, memo) if is_copied else value
+    for number, group in enumerate(twin.param_groups):
+        group["params"] = [tensor for (one, *_), tensor in pairs if one == number]
+        if not group.get("lr", 1):
             # A warm-up may begin at 0, where nothing would be seen.
-            options["lr"] = options.get("initial_lr") or _SOME_LR
-        options["params"] = [tensor for (one, *_), tensor in pairs if one == number]
-        twin.param_groups.append(options)
+            group["lr"] = group.get("initial_lr") or 1e-2
+    twin.param_groups[:] = [group for group in twin.param_groups if group["params"]]
     for (_, one, _), tensor in pairs:
         for key, value in optimizer.state.get(one, {}).items():
             is_like = isinstance(value, Tensor) and value.shape == one.shape
@@ -254,15 +263,13 @@ def _new_twin(optimizer: Optimizer, samples: Sequence[_Sample]) -> tuple[Any, li
     return twin, tensors
 
 
-def _stand_in(
-    parameter: Tensor, shape: tuple[int, ...] | None, generator: torch.Generator
-) -> Tensor:
+def _stand_in(parameter: Tensor, shape: tuple[int, ...] | None) -> Tensor:
     """A small tensor like the parameter: of its class, with its values and attributes."""
     whole = parameter.detach().as_subclass(Tensor)
     dtype = torch.float32 if whole.dtype in LOW_PRECISION else whole.dtype
     if shape is not None:
-        values = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
-        return Parameter(values.to(whole.device))
+        values = torch.linspace(-1, 1, math.prod(shape), dtype=dtype, device=whole.device)
+        return Parameter(values.view(shape))
     most = max(whole.shape, default=1)
     while math.prod(min(size, most) for size in whole.shape) > _MAX_NUMEL:
         most = most * 7 // 8
@@ -273,14 +280,3 @@ def _stand_in(
         is_like = isinstance(value, Tensor) and value.shape == whole.shape
         vars(tensor)[name] = value[corner].clone() if is_like else value
     return tensor
-
-
-def _cut(tensors: list[Any], rank: int, num_shards: int) -> FlatBuffers:
-    """Makes each of the tensors the view of a bucket."""
-    specs = [
-        TensorSpec(index, "", one.numel(), one.element_size(), f"{one.dtype}/{one.device}")
-        for index, one in enumerate(tensors)
-    ]
-    plan = NoFusion().plan(specs, num_shards)
-    rest: Any = {"keeps_gradients": True, "lags": False}
-    return allocate(plan, tensors, rank, lambda _: 0, num_shards, **rest)

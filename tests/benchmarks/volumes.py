@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.work import GRADIENT_NUMBERS, SELECTION_NUMBERS, WireLedger
 from lightning_dear.compression import Compressor, resolve_compressor
-from lightning_dear.compression.density import FewOfMany
+from lightning_dear.compression.codec import FewOfMany
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.regions import NUM_BINS

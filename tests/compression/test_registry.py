@@ -27,7 +27,6 @@ from lightning_dear.compression import (
     TopkDSA,
     resolve_compressor,
 )
-from lightning_dear.compression.sparse import Sparse
 from tests.compression import test_properties
 from tests.compression.properties import PROPERTIES
 
@@ -67,7 +66,7 @@ def test_the_row_is_true(name: str) -> None:
     codec, numel = CODECS[name](), 1 << 20
     _, _, kind, gathers, ratio, options, _ = ROWS[name]
     assert kind == codec.kind
-    largest = codec.at_density(1.0) if isinstance(codec, Sparse) else codec
+    largest = codec.at_density(1.0)
     assert gathers == GATHERS[largest.lag]
     assert DearStrategy(compressor=name)._options.gather == gathers.split(",")[0]
     assert ratio == f"{4 * numel / codec.wire_bytes(numel):.2f}"

@@ -35,8 +35,8 @@ ALL_REDUCED = [
         "gathering nothing of an all-reduced bucket",
         "DenseExchange._gather",
         "-> Work:\n        if bucket.is_all_reduced:\n            return Work.done()\n"
-        "        number = self.first_number + bucket.number\n",
-        "-> Work:\n        number = self.first_number + bucket.number\n",
+        "        number = self.number_of(bucket)\n",
+        "-> Work:\n        number = self.number_of(bucket)\n",
         (f"{ENGINE}::test_nothing_of_them_is_gathered_or_scattered",),
     ),
     Mutation(

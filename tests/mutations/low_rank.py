@@ -66,7 +66,7 @@ LOW_RANK = [
     Mutation(
         "starting from the last step's factor",
         "LowRankBucket.commit",
-        "        self._factors.update(self._pending)\n",
+        "        self.factors.update(self._pending)\n",
         "",
         (f"{LOW_RANK_TESTS}::test_it_is_as_near_as_torchs_own",),
     ),

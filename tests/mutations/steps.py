@@ -225,7 +225,7 @@ GUARDS = [
     Mutation(
         "a closure that was not called",
         "ShardedOptimizer.finish",
-        "        if self._set_aside is None or not self._set_aside.last_run:\n            raise",
+        "        if not self._last_run:\n            raise",
         "        if False:\n            raise",
         (f"{CONTRACT}::test_a_step_that_never_calls_its_closure_is_refused",),
     ),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.optimizers.elementwise import ELEMENTWISE, check_elementwise
+from lightning_dear.optimizers.tensorwise import ELEMENTWISE, check_elementwise
 from tests.checkpoint.test_default_dtype import default_dtype
 
 

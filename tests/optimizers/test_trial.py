@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.elementwise import check_elementwise, is_trusted
-from lightning_dear.optimizers.tensorwise import check_steppable, check_tensorwise, choose_options
+from lightning_dear.optimizers.tensorwise import (
+    check_elementwise,
+    check_steppable,
+    check_tensorwise,
+    choose_options,
+    is_trusted,
+)
 from tests.optimizers import strangers
 from tests.optimizers.strangers import NEITHER, NOT_ELEMENTWISE, Lookahead, OnSphere, Plain
 
@@ -55,8 +61,9 @@ def test_what_depends_on_a_place_in_the_group_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", NEITHER, ids=_name)
 def test_what_can_be_stepped_in_neither_way_is_refused(kind: Any) -> None:
+    optimizer = _new(kind)
     before = torch.get_rng_state()
-    options, problem, _ = choose_options([_new(kind)], PARTS, WHOLE)
+    options, problem, _ = choose_options([optimizer], PARTS, WHOLE)
     assert options is PARTS
     assert problem is not None
     assert f"cannot shard {kind.__name__}" in problem
@@ -92,6 +99,11 @@ def test_who_passes_is_named() -> None:
     assert "use gather='gradients'" in remark
     assert choose_options([_new(torch.optim.SGD)], PARTS, WHOLE) == (PARTS, None, None)
     assert choose_options([_new(Plain)], WHOLE, None) == (WHOLE, None, None)
+
+
+def test_layers_without_a_shape_yet_are_left_to_who_names_them() -> None:
+    lazy = torch.optim.SGD(nn.LazyLinear(3).parameters(), lr=0.1)
+    assert choose_options([lazy], PARTS, WHOLE) == (PARTS, None, mock.ANY)
 
 
 def test_whoever_said_how_to_gather_is_not_overruled() -> None:

@@ -18,7 +18,6 @@ from lightning_dear.compression.selectors import LocalThreshold
 from lightning_dear.exchange.base import CompressedBucket
 from lightning_dear.exchange.sparse.entries import Entries, Unsent, new_unsent, unpacked
 from lightning_dear.exchange.sparse.figures import Tally
-from lightning_dear.exchange.sparse.regions import REPORT_WORDS, words_of_slice
 
 Launch = Callable[[int], Work]
 """Starts sending a message: the bucket's number among all that travel at once -> the work."""
@@ -35,12 +34,6 @@ class Selection:
         most_selected: Most numbers that a rank selects.
         most_sent: Most numbers in one message.
         most_owned: Most numbers that one owner keeps; 0 where nobody owns a part.
-        is_regional: Whether owners keep about k of the sums of regions that follow selections.
-        report_words: Words, of 4 bytes, in which an owner reports to all.
-        slice_words: Most words of a summary of selections in one message.
-        head_words: Most words in front of the places in a message.
-        most_words: Words that a rank sends or receives at most.
-        usual_words: Those that it usually sends.
     """
 
     is_sparse: bool = False
@@ -48,12 +41,6 @@ class Selection:
     most_selected: int = 0
     most_sent: int = 0
     most_owned: int = 0
-    is_regional: bool = False
-    report_words: int = 0
-    slice_words: int = 0
-    head_words: int = 0
-    most_words: float = 0.0
-    usual_words: float = 0.0
 
 
 def selection_of(codec: Compressor, numel: int, padded_numel: int, world_size: int) -> Selection:
@@ -65,31 +52,15 @@ def selection_of(codec: Compressor, numel: int, padded_numel: int, world_size: i
         padded_numel: All of its elements.
         world_size: Number of ranks.
     """
-    # An all-reduce of two halves, the reduce-scatter and the all-gather, sends so much.
-    dense_words = 2 * numel * (world_size - 1) / world_size
     if not isinstance(codec, SparseAllReduce):
-        return Selection(most_words=dense_words, usual_words=dense_words)
+        return Selection()
     # Also of what travels as it is: checkpoints say which k shares are of.
     is_sparse, k = codec.saves(numel, world_size), codec.entries(numel)
     most_selected, most_sent, most_owned = codec.caps(k, world_size)
     if most_owned is None:
         # All of a region, of which there are as many as ranks.
         most_owned = padded_numel // world_size if codec.is_scattered else 0
-    has_notes = codec.is_regional and not codec.is_static
-    report_words, slice_words = REPORT_WORDS * has_notes, words_of_slice(world_size) * has_notes
-    return Selection(
-        is_sparse=is_sparse,
-        k=k,
-        most_selected=most_selected,
-        most_sent=most_sent,
-        most_owned=most_owned,
-        is_regional=codec.is_regional,
-        report_words=report_words,
-        slice_words=slice_words,
-        head_words=0 if codec.is_static else 1 + report_words + slice_words,
-        most_words=codec.most_words(numel, world_size),
-        usual_words=codec.usual_words(numel, world_size) if is_sparse else dense_words,
-    )
+    return Selection(is_sparse, k, most_selected, most_sent, most_owned)
 
 
 class SparseBucket(CompressedBucket):
@@ -100,7 +71,7 @@ class SparseBucket(CompressedBucket):
 
     Args:
         bucket: Its gradients and its mean, which is as long, are read and written.
-        configured: What makes it sparse.
+        codec: What makes it sparse.
         collectives: What moves it.
         is_encoded: Whether it is sparse at all, if that saves anything.
 
@@ -121,22 +92,20 @@ class SparseBucket(CompressedBucket):
     tally: Tally
     configured: SparseAllReduce
 
+    _head_words = 1
+    """Most words in front of the places in a message."""
+
     _num_notes = 0
     """Words between count and places in the messages to owners in the step under way."""
 
     def __init__(
-        self,
-        bucket: Bucket,
-        configured: SparseAllReduce,
-        collectives: Collectives,
-        *,
-        is_encoded: bool,
+        self, bucket: Bucket, codec: SparseAllReduce, collectives: Collectives, *, is_encoded: bool
     ) -> None:
         device, numel = bucket.mean.device, bucket.gradients.numel()
-        codec = configured if is_encoded else Fp32()
-        worker, owner = new_unsent(configured, numel, device), Memory(0, device)
-        super().__init__(bucket, codec, worker, owner, collectives.world_size)
-        self.sparse = configured
+        used = codec if is_encoded else Fp32()
+        worker, owner = new_unsent(codec, numel, device), Memory(0, device)
+        super().__init__(bucket, used, worker, owner, collectives.world_size)
+        self.sparse = codec
         self._collectives = collectives
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self.numel = self.spec.numel
@@ -164,9 +133,8 @@ class SparseBucket(CompressedBucket):
 
     def _rows(self, most: int) -> Tensor:
         """Room for a message of at most so many numbers, and what is in front, from each rank."""
-        num_words = self.selection.head_words + 2 * most if self.is_sparse else 0
-        shape = self._world_size, num_words
-        return self.bucket.gradients.new_empty(shape, dtype=torch.int32)
+        num_words = self._head_words + 2 * most if self.is_sparse else 0
+        return self.bucket.gradients.new_empty((self._world_size, num_words), dtype=torch.int32)
 
     # --- across plans and checkpoints -------------------------------------------------------------
 
@@ -203,7 +171,8 @@ class SparseBucket(CompressedBucket):
 
     def _begin(self) -> int:
         """The number, from 0, of the sparse step under way; in several rounds it is the same."""
-        self.tally = Tally(self.selection.k, most_words=self.selection.most_words)
+        most_words = self.sparse.most_words(self.numel, self._world_size)
+        self.tally = Tally(self.selection.k, most_words=most_words)
         self.counts["reduce"] += not self._is_counted
         self._is_counted = True
         return self.counts["reduce"] - 1

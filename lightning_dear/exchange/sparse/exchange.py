@@ -32,8 +32,7 @@ from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.work import GRADIENT_NUMBERS, Collectives, Work
 from lightning_dear.compression import SparseAllReduce
 from lightning_dear.compression.sparse_all_reduce import FEWEST_PER_RANK
-from lightning_dear.exchange.base import CompressedExchange, LossScale, Sending
-from lightning_dear.exchange.dense import DenseExchange
+from lightning_dear.exchange.base import CompressedExchange, Sending, Traffic
 from lightning_dear.exchange.sparse.bucket import Launch, SparseBucket
 from lightning_dear.exchange.sparse.entries import Entries, added, unpacked
 from lightning_dear.exchange.sparse.region_bucket import RegionBucket
@@ -79,68 +78,58 @@ class WholeSparseExchange(CompressedExchange):
     """Sums what all ranks have selected, on all of them.
 
     Args:
-        dense: Moves what is not sparse.
+        traffic: Of buckets that are all-reduced where there are several ranks.
         codec: Says what is selected.
-        uncompressed: Numbers of buckets that travel as they are.
-        buckets: All of the plan's, all-reduced ones where there are several ranks.
-        loss_scale: Asked at each selection.
     """
 
     coded: Sequence[SparseBucket]
 
-    def __init__(
-        self,
-        dense: DenseExchange,
-        codec: SparseAllReduce,
-        uncompressed: Collection[int],
-        buckets: Sequence[Bucket],
-        loss_scale: LossScale,
-    ) -> None:
-        super().__init__(dense, codec, loss_scale)
+    def __init__(self, traffic: Traffic, codec: SparseAllReduce) -> None:
+        super().__init__(traffic, codec)
+        uncompressed, buckets = traffic.uncompressed, traffic.flat.buckets
         check_buckets(codec, uncompressed, self.collectives, buckets)
-        kind = self._kind(codec)
+        kind = _kind_of(codec)
         self.coded = [
             kind(bucket, codec, self.collectives, is_encoded=bucket.number not in uncompressed)
             for bucket in buckets
         ]
 
-    def _kind(self, codec: SparseAllReduce) -> type[SparseBucket]:
-        return SparseBucket
-
     @override
     def expect_reduce(self, bucket: Bucket) -> None:
-        one = self.coded[bucket.number]
+        one, number = self.coded[bucket.number], self.number_of(bucket)
         if one.is_sparse:
-            one.expect("reduce_scatter", self.first_number + bucket.number)
+            one.expect("reduce_scatter", number)
+        elif one.sparse.is_scattered:
+            self.collectives.expect_reduce_scatter(one.received, number)
         else:
             self._dense.expect_reduce(bucket)
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
         """Selects of the bucket's gradients; what is large is sent."""
-        one = self.coded[bucket.number]
+        one, number = self.coded[bucket.number], self.number_of(bucket)
         if not one.is_sparse:
             self._look_for_inf(one.flushed(scale))
-            return Sending(self._launch_all(bucket))
+            dense = partial(self._dense.launch_reduce, bucket)
+            return Sending(partial(one.launch_all, number) if one.sparse.is_scattered else dense)
         waiting = one.accumulated(scale)
         selected = one.select(waiting)
         # Who is nan or inf is larger than the others.
         if len(selected.numbers):
             self._look_for_inf(selected.numbers)
         launch = one.pack(waiting, selected, scale)
-        return Sending(partial(launch, self.first_number + bucket.number), one.sum_up)
-
-    def _launch_all(self, bucket: Bucket) -> Callable[[], Work]:
-        """What starts sending it as it is."""
-        return partial(self._dense.launch_reduce, bucket)
+        return Sending(partial(launch, number), one.sum_up)
 
     @property
     @override
     def compression_ratio(self) -> float:
         """Words of dense all-reduces over those that usually travel."""
-        num_ranks = self.collectives.world_size
-        dense = sum(2 * one.numel * (num_ranks - 1) / num_ranks for one in self.coded)
-        sent = sum(one.selection.usual_words for one in self.coded)
+        num_ranks, dense, sent = self.collectives.world_size, 0.0, 0.0
+        for one in self.coded:
+            # An all-reduce of two halves, the reduce-scatter and the all-gather, sends so much.
+            own = 2 * one.numel * (num_ranks - 1) / num_ranks
+            dense += own
+            sent += one.sparse.usual_words(one.numel, num_ranks) if one.is_sparse else own
         return dense / sent if num_ranks > 1 else 1.0
 
 
@@ -151,8 +140,7 @@ class TreeBucket(SparseBucket):
 
     @override
     def expect(self, lane: str, number: int) -> None:
-        # From whom is not known before the rounds.
-        return
+        """From whom is not known before the rounds."""
 
     @override
     def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> Launch:
@@ -210,10 +198,6 @@ class TreeExchange(WholeSparseExchange):
     _failure: BaseException | None = None
 
     @override
-    def _kind(self, codec: SparseAllReduce) -> type[SparseBucket]:
-        return TreeBucket
-
-    @override
     def launch_reduce(self, bucket: Bucket) -> Work:
         work = super().launch_reduce(bucket)
         if self.coded[bucket.number].is_sparse:
@@ -240,23 +224,7 @@ class SparseExchange(WholeSparseExchange):
 
     coded: Sequence[OwnedBucket]
 
-    @override
-    def _kind(self, codec: SparseAllReduce) -> type[SparseBucket]:
-        return StaticBucket if codec.is_static else RegionBucket
-
     # --- the reduce half --------------------------------------------------------------------------
-
-    @override
-    def expect_reduce(self, bucket: Bucket) -> None:
-        one, number = self.coded[bucket.number], self.first_number + bucket.number
-        if one.is_sparse:
-            one.expect("reduce_scatter", number)
-        else:
-            self.collectives.expect_reduce_scatter(one.received, number)
-
-    @override
-    def _launch_all(self, bucket: Bucket) -> Callable[[], Work]:
-        return partial(self.coded[bucket.number].launch_all, self.first_number + bucket.number)
 
     @override
     def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
@@ -295,7 +263,7 @@ class SparseExchange(WholeSparseExchange):
         """
         buckets, sums = [one for one, _ in asked], [own for _, own in asked]
         place = self.collectives, self.first_number
-        if all(one.selection.is_regional for one in buckets):
+        if all(one.sparse.is_regional for one in buckets):
             kept = largest_of_all(sums, [one.selection.k for one in buckets], *place)
             asked[:] = zip(buckets, kept, strict=True)
         else:
@@ -308,7 +276,7 @@ class SparseExchange(WholeSparseExchange):
 
     @override
     def expect_gather(self, bucket: Bucket) -> None:
-        one, number = self.coded[bucket.number], self.first_number + bucket.number
+        one, number = self.coded[bucket.number], self.number_of(bucket)
         if one.is_sparse and not one.is_filled:
             one.expect("all_gather", number)
         else:
@@ -340,7 +308,7 @@ class SparseExchange(WholeSparseExchange):
     @override
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         one = self.coded[bucket.number]
-        number = self.first_number + bucket.number + GRADIENT_NUMBERS
+        number = self.number_of(bucket) + GRADIENT_NUMBERS
         if self._refusal is not None:
             # Nothing was chosen, on no rank.
             bucket.gradients.fill_(math.nan)
@@ -381,3 +349,9 @@ class SparseExchange(WholeSparseExchange):
 def _keep(chosen: Sequence[tuple[RegionBucket, Entries]], scale: float) -> None:
     for one, own in chosen:
         one.keep(own, scale)
+
+
+def _kind_of(codec: SparseAllReduce) -> type[SparseBucket]:
+    if codec.all_reduces:
+        return TreeBucket if codec.is_tree else SparseBucket
+    return StaticBucket if codec.is_static else RegionBucket

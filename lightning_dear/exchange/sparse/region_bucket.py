@@ -18,12 +18,14 @@ from lightning_dear.compression.selectors import all_reaching
 from lightning_dear.exchange.sparse.bucket import Launch, Selection, SparseBucket
 from lightning_dear.exchange.sparse.entries import Entries, joined, unpacked
 from lightning_dear.exchange.sparse.regions import (
+    REPORT_WORDS,
     Report,
     Shares,
     equal_regions,
     regions_of,
     sliced,
     summary_of,
+    words_of_slice,
 )
 from lightning_dear.torch_modes import plain_mode
 
@@ -56,6 +58,10 @@ class RegionBucket(SparseBucket):
 
     @override
     def _make_room(self) -> None:
+        # Owners report to all, and hear of regions, where these follow selections.
+        self._most_notes = words_of_slice(self._world_size) if self.sparse.is_regional else 0
+        self._report_words = REPORT_WORDS if self.sparse.is_regional else 0
+        self._head_words = 1 + self._report_words + self._most_notes
         super()._make_room()
         # Shares are of another k. Until the next exact step nothing is known of the new one.
         self.shares = Shares.unknown(self._world_size)
@@ -96,8 +102,8 @@ class RegionBucket(SparseBucket):
     @property
     def _size(self) -> list[float]:
         """What shares are of."""
-        regional = self.selection.is_regional
-        return [self.selection.k, self.selection.most_owned] if regional else [0, 0]
+        selection = self.selection
+        return [selection.k, selection.most_owned] if self.sparse.is_regional else [0, 0]
 
     # --- the reduce half --------------------------------------------------------------------------
 
@@ -108,8 +114,8 @@ class RegionBucket(SparseBucket):
         self.region = slice(self.regions[self._rank], self.regions[self._rank + 1])
         self._is_exact = self.shares.threshold <= 0 or self.sparse.is_exact(step)
         is_due = self.sparse.are_regions_due(step) or not self.has_regions
-        self._num_notes = self.selection.slice_words if is_due else 0
-        self._num_told = self.selection.report_words + self._num_notes
+        self._num_notes = self._most_notes if is_due else 0
+        self._num_told = self._report_words + self._num_notes
         self._follows_shares = True
         return selected
 
@@ -256,7 +262,7 @@ class RegionBucket(SparseBucket):
             beyond = [one.num_reached - one.num_kept for one in reports]
             self.tally.num_held_back = sum(max(0, count) for count in beyond)
         if self._num_notes:
-            summaries = notes[:, selection.report_words :]
+            summaries = notes[:, REPORT_WORDS:]
             regions = regions_of(summaries, self.spec.padded_numel, self._world_size).tolist()
             self.has_regions |= regions != self.regions
             self.regions = regions

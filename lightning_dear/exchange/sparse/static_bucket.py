@@ -32,6 +32,7 @@ class StaticBucket(SparseBucket):
     """
 
     summary: Tensor
+    _head_words = 0
 
     # --- across plans and checkpoints -------------------------------------------------------------
 
