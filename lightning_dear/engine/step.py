@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.checkpoint.optimizer_state import consolidate, sharded_state
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
 from lightning_dear.engine.active_plan import ActivePlan, EarlySteps, audit
@@ -639,7 +639,7 @@ class OptimizerPipeline:
     def optimizer_state_dict(self) -> dict[str, Any]:
         """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks."""
         self.prepare_state()
-        with self._instruments.not_counting():
+        with uncounted(self._collectives):
             if self.plan is None:
                 return self.plans.residuals.add_to(self.optimizer.state_dict())
             state = consolidate(self.stepper, self.plan, self.parameters, self._collectives)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.process_groups import Waits
 
 
 @dataclass(frozen=True)
@@ -54,28 +56,27 @@ class DelayedCollectives(PairwiseCollectives):
 
     def _exchange(
         self,
+        lane: str,
+        buffer: Tensor,
         rows: dict[int, Tensor],
         outgoing: dict[int, Tensor],
-        group: Any,
         tag: int,
-        receives: list[Any] | None = None,
-    ) -> list[Any]:
-        delays, is_gather = self._delays, group is self.gather_group
+    ) -> Waits:
+        delays, is_gather = self._delays, lane == "all_gather"
         before_s = delays.before_all_gather_s if is_gather else delays.before_reduce_scatter_s
         after_s = delays.after_all_gather_s if is_gather else delays.after_reduce_scatter_s
         if not rows and not outgoing:
             return []
-        return [
-            _LateExchange(
-                lambda: PairwiseCollectives._exchange(self, rows, outgoing, group, tag),
-                self._random.uniform(before_s / 2, before_s),
-                self._random.uniform(after_s / 2, after_s),
-            )
-        ]
+        late = _LateExchange(
+            partial(PairwiseCollectives._exchange, self, lane, buffer, rows, outgoing, tag),
+            self._random.uniform(before_s / 2, before_s),
+            self._random.uniform(after_s / 2, after_s),
+        )
+        return [(None, late)]
 
 
 class _LateExchange:
-    def __init__(self, launch: Callable[[], list[Any]], before_s: float, after_s: float) -> None:
+    def __init__(self, launch: Callable[[], Waits], before_s: float, after_s: float) -> None:
         self._launch, self._before_s, self._after_s = launch, before_s, after_s
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
@@ -84,7 +85,7 @@ class _LateExchange:
     def _run(self) -> None:
         try:
             time.sleep(self._before_s)
-            for work in self._launch():
+            for _, work in self._launch():
                 work.wait()
             time.sleep(self._after_s)
         except BaseException as error:
