@@ -366,8 +366,7 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
     """
     # Not imported: where no one has loaded Hydra, no job of its runs.
     hydra = sys.modules.get("hydra.core.hydra_config")
-    is_composed = hydra is not None and hydra.HydraConfig.initialized()
-    config = hydra.HydraConfig.get() if is_composed else None
+    config = hydra.HydraConfig.get() if hydra and hydra.HydraConfig.initialized() else None
     # Without a folder it was composed by a script of which Hydra has started no job.
     if config is None or not config.runtime.get("output_dir"):
         return [*_program(Path.cwd()), *sys.argv[1:]], None
