@@ -99,8 +99,7 @@ class CompressionSchedule(Callback):
                 " stepped with the same learning rate as gradients. Leave dense_steps out."
             )
         end = self._dense_steps + codec.warm_up_steps
-        if codec.warm_up_steps and self._densities and min(self._densities) < end:
-            first = min(self._densities)
+        if codec.warm_up_steps and self._densities and (first := min(self._densities)) < end:
             raise ValueError(
                 f"densities from step {first} on would replace those of {codec.name}'s"
                 f" warm_up_steps={codec.warm_up_steps}, which end at step {end}. Leave out one of"

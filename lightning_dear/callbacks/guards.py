@@ -12,32 +12,29 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.callbacks.compression_schedule import CompressionSchedule
-from lightning_dear.callbacks.fusion_tuner import FusionTuner
-from lightning_dear.callbacks.monitor import DearMonitor
-from lightning_dear.callbacks.timeline import TimelineCallback
+_OURS = __name__.rpartition(".")[0]
+"""Where our callbacks are, which do not read weights in their batch hooks."""
 
 _NON_READERS: set[type[Callback]] = {
-    CompressionSchedule,
-    DearMonitor,
-    FusionTuner,
-    TimelineCallback,
     lightning_callbacks.DeviceStatsMonitor,
-    lightning_callbacks.EarlyStopping,
-    lightning_callbacks.GradientAccumulationScheduler,
     lightning_callbacks.LearningRateMonitor,
     lightning_callbacks.ModelCheckpoint,
-    lightning_callbacks.ModelSummary,
-    lightning_callbacks.OnExceptionCheckpoint,
-    lightning_callbacks.RichModelSummary,
     lightning_callbacks.RichProgressBar,
     lightning_callbacks.TQDMProgressBar,
     lightning_callbacks.ThroughputMonitor,
     lightning_callbacks.Timer,
 }
-"""Callbacks of which we know that their batch hooks read weights through `state_dict()` or not at
-all. Waiting before every callback would undo the overlap, since progress bars override the same
-hooks."""
+"""Others with batch hooks of which we know that these read weights through `state_dict()` or
+not at all. Waiting before every callback would undo the overlap: progress bars have such hooks."""
+
+
+def _completing(hook: str) -> Callable[..., None]:
+    """That hook of a `CompletionGuard`, where it waits whoever is behind it."""
+
+    def complete(guard: CompletionGuard, *args: Any) -> None:
+        guard.complete(hook)
+
+    return complete
 
 
 class CompletionGuard(Callback):
@@ -57,7 +54,7 @@ class CompletionGuard(Callback):
         complete: Callable[[str], None],
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        self._complete = complete
+        self.complete = complete
         self._on_failure = on_failure
         self._reader_of: dict[tuple[str, tuple[int, ...]], str | None] = {}
 
@@ -69,14 +66,14 @@ class CompletionGuard(Callback):
             self._reader_of[key] = self._find_reader(hook, callbacks, module)
         reader = self._reader_of[key]
         if reader is not None:
-            self._complete(f"{reader}.{hook}")
+            self.complete(f"{reader}.{hook}")
 
     def _find_reader(
         self, hook: str, callbacks: list[Callback], module: LightningModule
     ) -> str | None:
         for one in (*callbacks, module):
             # By exact class: what a subclass of a known one reads is not known.
-            is_known = one is self or type(one) in _NON_READERS
+            is_known = type(one) in _NON_READERS or type(one).__module__.startswith(_OURS)
             if not is_known and is_overridden(hook, one):
                 return type(one).__name__
         return None
@@ -93,27 +90,11 @@ class CompletionGuard(Callback):
     ) -> None:
         self._before("on_train_batch_end", trainer, pl_module)
 
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._complete("on_train_epoch_start")
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._complete("on_train_epoch_end")
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._complete("on_train_end")
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._complete("on_validation_start")
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        self._complete("on_save_checkpoint")
+    on_train_epoch_start = _completing("on_train_epoch_start")
+    on_train_epoch_end = _completing("on_train_epoch_end")
+    on_train_end = _completing("on_train_end")
+    on_validation_start = _completing("on_validation_start")
+    on_save_checkpoint = _completing("on_save_checkpoint")
 
     @override
     def on_exception(

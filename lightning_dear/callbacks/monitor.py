@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 _NUM_WARM_UP_STEPS = 3
@@ -33,12 +32,15 @@ class DearMonitor(Callback):
     """
 
     def __init__(self) -> None:
-        self._began_s: float | None = None
-        self._began_at = -1
+        self._encoding: dict[str, Any] = {}
+        self._reset()
+
+    def _reset(self) -> None:
         self._steps: dict[str, list[float]] = {}
         self._plan_name: str | None = None
         self._latest: Any = None
-        self._encoding: dict[str, Any] = {}
+        self._began_s: float | None = None
+        self._began_at = -1
 
     @override
     def on_before_zero_grad(
@@ -52,18 +54,13 @@ class DearMonitor(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._steps = {}
-        self._plan_name = None
-        self._latest = None
-        self._began_s, self._began_at = None, -1
+        self._reset()
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began_s = None
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began_s = None
+    on_validation_start = on_train_epoch_start
 
     @override
     def on_train_batch_start(
@@ -98,7 +95,8 @@ class DearMonitor(Callback):
         pl_module.log_dict({f"dear/{name}": value for name, value in logged.items()})
         if plan.name != self._plan_name:
             self._plan_name = plan.name
-            _log_plan(trainer, plan.name)
+            for logger in trainer.loggers:
+                logger.log_hyperparams({"dear/plan": plan.name})
 
     def _note(self, figures: dict[str, float]) -> None:
         for name, value in figures.items():
@@ -110,9 +108,3 @@ class DearMonitor(Callback):
             name: median(values[_NUM_WARM_UP_STEPS:] or values)
             for name, values in self._steps.items()
         }
-
-
-@rank_zero_only
-def _log_plan(trainer: Trainer, name: str) -> None:
-    for logger in trainer.loggers:
-        logger.log_hyperparams({"dear/plan": name})

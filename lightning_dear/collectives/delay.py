@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -51,12 +49,13 @@ class DelayedSends:
 
     def isend(self, *args: Any, **kwargs: Any) -> DelayedWork:
         """Send in `delay_s`; return at once."""
-        return self.send(partial(self._calls.isend, *args, **kwargs))
+        due_s, calls = time.monotonic() + self.delay_s, self._calls
 
-    def send(self, start: Callable[[], Any]) -> DelayedWork:
-        """Call `start`, which sends and returns a work, in `delay_s`; return at once."""
-        due_s = time.monotonic() + self.delay_s
-        return DelayedWork(self._thread.submit(partial(_start_at, due_s, start)))
+        def start() -> Any:
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            return calls.isend(*args, **kwargs)
+
+        return DelayedWork(self._thread.submit(start))
 
 
 class DelayedWork:
@@ -68,11 +67,6 @@ class DelayedWork:
     def wait(self, *timeout: timedelta) -> None:
         """Blocks until the buffer may be written again; raises what the sending raised."""
         self._started.result().wait(*timeout)
-
-
-def _start_at(due_s: float, start: Callable[[], Any]) -> Any:
-    time.sleep(max(0.0, due_s - time.monotonic()))
-    return start()
 
 
 def message_delay_s() -> float:

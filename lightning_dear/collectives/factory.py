@@ -17,11 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dear.collectives.delay import (
-    MESSAGE_DELAY_VARIABLE,
-    DelayedSends,
-    message_delay_s,
-)
+from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, DelayedSends, message_delay_s
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.process_groups import alive, reusable_groups
@@ -53,24 +49,18 @@ def new_collectives(device: torch.device, timeout: timedelta | None = None) -> C
     rank, world_size = dist.get_rank(), dist.get_world_size()
     collectives: Collectives
     if backend == "gloo":
-        delay_s = _delay_s()
+        if (delay_s := message_delay_s()) and rank == 0:
+            warnings.warn(
+                f"{MESSAGE_DELAY_VARIABLE} holds back every message by {delay_s:g} s; unset it,"
+                " unless this is an experiment.",
+                stacklevel=2,
+            )
         calls = DelayedSends(delay_s) if delay_s else dist
         collectives = PairwiseCollectives(reduce_group, gather_group, rank, world_size, calls)
     else:
         collectives = NativeCollectives(reduce_group, gather_group, others[0], rank, world_size)
     _connect(collectives, device)
     return collectives
-
-
-def _delay_s() -> float:
-    delay_s = message_delay_s()
-    if delay_s and dist.get_rank() == 0:
-        warnings.warn(
-            f"{MESSAGE_DELAY_VARIABLE} holds back every message by {delay_s:g} s; unset it, unless"
-            " this is an experiment.",
-            stacklevel=2,
-        )
-    return delay_s
 
 
 def _process_groups(timeout: timedelta | None) -> list[Any]:

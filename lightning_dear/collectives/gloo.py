@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -17,6 +18,9 @@ from lightning_dear.collectives.work import Work, nbytes_of, shard_of, sum_in_so
 # Above those of all buckets.
 _FLAGS_TAG = 1 << 29
 _BUFFERS_TAG = 1 << 30
+
+Rows = dict[int, Tensor]
+"""What is sent to, or comes from, each rank."""
 
 
 class PairwiseCollectives(GroupCollectives):
@@ -41,12 +45,7 @@ class PairwiseCollectives(GroupCollectives):
     reads_flags_freely = True
 
     def __init__(
-        self,
-        reduce_group: Any,
-        gather_group: Any,
-        rank: int,
-        world_size: int,
-        calls: Any = dist,
+        self, reduce_group: Any, gather_group: Any, rank: int, world_size: int, calls: Any = dist
     ) -> None:
         # Objects: all else in the gather group is matched by tags.
         super().__init__(reduce_group, gather_group, gather_group, rank, world_size, calls)
@@ -70,25 +69,18 @@ class PairwiseCollectives(GroupCollectives):
         own = shard_of(buffer, self.rank, self.world_size)
         rows = self._reduce_rows(received)
         outgoing = {peer: shard_of(buffer, peer, self.world_size) for peer in self._peers()}
-        receives = self._take_expected("reduce_scatter", received, bucket)
-        waits = self._exchange(rows, outgoing, self.reduce_group, bucket, receives)
+        waits = self._exchange("reduce_scatter", received, rows, outgoing, bucket)
         self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
         # In rank order, not that of arrival or of peers, so that all runs have the same bits.
         by_source = [row for _, row in sorted({**rows, self.rank: own}.items(), key=itemgetter(0))]
-        return self.new_work(
-            "reduce_scatter",
-            f"bucket {bucket}",
-            waits,
-            lambda: sum_in_source_order(by_source, out),
-        )
+        finish = partial(sum_in_source_order, by_source, out)
+        return self.new_work("reduce_scatter", f"bucket {bucket}", waits, finish)
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
         incoming[self.rank].copy_(rows[self.rank])
         outgoing = {peer: rows[peer] for peer in self._peers()}
-        receives = self._take_expected("reduce_scatter", incoming, bucket)
-        sources = self._rows_from_sources(incoming)
-        waits = self._exchange(sources, outgoing, self.reduce_group, bucket, receives)
+        waits = self._exchange("reduce_scatter", incoming, self._rows(incoming), outgoing, bucket)
         self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
 
@@ -104,12 +96,8 @@ class PairwiseCollectives(GroupCollectives):
     ) -> Work:
         # gloo lets a message be shorter than the memory that waits for it.
         outgoing = {peer: messages[peer] for peer in self._peers() if peer in messages}
-        rows = {
-            one: row for one, row in self._rows_from_sources(incoming).items() if one in sources
-        }
-        receives = self._take_expected(lane, incoming, bucket)
-        place = self._group_of(lane), bucket
-        waits = self._exchange(rows, outgoing, *place, receives)
+        rows = {source: incoming[source] for source in self._sources() if source in sources}
+        waits = self._exchange(lane, incoming, rows, outgoing, bucket)
         noted_bytes = sum(num_notes * one.element_size() for one in outgoing.values())
         self.ledger.metadata_bytes += noted_bytes
         self.ledger.add(lane, nbytes_of(outgoing) - noted_bytes)
@@ -118,10 +106,9 @@ class PairwiseCollectives(GroupCollectives):
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        rows = self._gather_rows(buffer)
+        rows = self._rows(buffer.tensor_split(self.world_size))
         outgoing = dict.fromkeys(self._peers(), own)
-        receives = self._take_expected("all_gather", buffer, bucket)
-        waits = self._exchange(rows, outgoing, self.gather_group, bucket, receives)
+        waits = self._exchange("all_gather", buffer, rows, outgoing, bucket)
         self.ledger.all_gather_bytes += nbytes_of(outgoing)
         return self.new_work("all_gather", f"bucket {bucket}", waits)
 
@@ -129,7 +116,7 @@ class PairwiseCollectives(GroupCollectives):
     def launch_any(self, flags: Tensor) -> Work:
         rows = {source: torch.empty_like(flags) for source in self._sources()}
         outgoing = dict.fromkeys(self._peers(), flags.clone())
-        waits = self._exchange(rows, outgoing, self.reduce_group, _FLAGS_TAG)
+        waits = self._exchange("reduce_scatter", flags, rows, outgoing, _FLAGS_TAG)
         self.ledger.other_bytes += nbytes_of(outgoing)
 
         def combine() -> None:
@@ -142,74 +129,54 @@ class PairwiseCollectives(GroupCollectives):
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
         rows = {} if self.rank == 0 else {0: buffer}
         outgoing = dict.fromkeys(self._peers(), buffer) if self.rank == 0 else {}
-        waits = self._exchange(rows, outgoing, self.gather_group, _BUFFERS_TAG + index)
+        waits = self._exchange("all_gather", buffer, rows, outgoing, _BUFFERS_TAG + index)
         self.ledger.other_bytes += nbytes_of(outgoing)
         return self.new_work("other", "module buffers", waits)
 
     @override
     def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
-        rows = self._reduce_rows(received)
-        self._expect("reduce_scatter", received, rows, self.reduce_group, bucket)
-
-    @override
-    def expect_all_to_all(self, incoming: Tensor, bucket: int) -> None:
-        rows = self._rows_from_sources(incoming)
-        self._expect("reduce_scatter", incoming, rows, self.reduce_group, bucket)
+        self._expect("reduce_scatter", received, self._reduce_rows(received), bucket)
 
     @override
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
-        self._expect("all_gather", buffer, self._gather_rows(buffer), self.gather_group, bucket)
+        self._expect("all_gather", buffer, self._rows(buffer.tensor_split(self.world_size)), bucket)
 
     @override
     def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
-        rows = self._rows_from_sources(incoming)
-        self._expect(lane, incoming, rows, self._group_of(lane), bucket)
+        self._expect(lane, incoming, self._rows(incoming), bucket)
 
-    def _group_of(self, lane: str) -> Any:
-        return self.reduce_group if lane == "reduce_scatter" else self.gather_group
-
-    def _reduce_rows(self, received: Tensor) -> dict[int, Tensor]:
+    def _reduce_rows(self, received: Tensor) -> Rows:
         return {
             source: shard_of(received, place, self.world_size - 1)
             for place, source in enumerate(self._sources())
         }
 
-    def _rows_from_sources(self, incoming: Tensor) -> dict[int, Tensor]:
+    def _rows(self, incoming: Tensor | Sequence[Tensor]) -> Rows:
         return {source: incoming[source] for source in self._sources()}
 
-    def _gather_rows(self, buffer: Tensor) -> dict[int, Tensor]:
-        return {peer: shard_of(buffer, peer, self.world_size) for peer in self._sources()}
-
-    def _expect(
-        self, lane: str, buffer: Tensor, rows: dict[int, Tensor], group: Any, tag: int
-    ) -> None:
+    def _expect(self, lane: str, buffer: Tensor, rows: Rows, tag: int) -> None:
         if (lane, tag) not in self._expected:
-            self._expected[lane, tag] = buffer.data_ptr(), self._receive(rows, group, tag)
+            self._expected[lane, tag] = buffer.data_ptr(), self._receive(lane, rows, tag)
 
-    def _take_expected(self, lane: str, buffer: Tensor, tag: int) -> Waits | None:
+    def _exchange(self, lane: str, buffer: Tensor, rows: Rows, outgoing: Rows, tag: int) -> Waits:
+        """Receives `rows`, parts of `buffer`, if they are not expected already, and sends."""
         data_ptr, receives = self._expected.pop((lane, tag), (0, None))
         # A posted receive writes where it was told to, whatever this launch wants.
         if receives is not None and data_ptr != buffer.data_ptr():
             raise RuntimeError(f"bucket {tag} is expected in another buffer: {lane}")
-        return receives
-
-    def _exchange(
-        self,
-        rows: dict[int, Tensor],
-        outgoing: dict[int, Tensor],
-        group: Any,
-        tag: int,
-        receives: Waits | None = None,
-    ) -> Waits:
         # Before the sends: a send that finds no receive posted costs 1.7x.
         if receives is None:
-            receives = self._receive(rows, group, tag)
-        place = {"group": group, "tag": tag}
+            receives = self._receive(lane, rows, tag)
+        place = self._place(lane, tag)
         sends = [(peer, self.calls.isend(row, dst=peer, **place)) for peer, row in outgoing.items()]
         return [*receives, *sends]
 
-    def _receive(self, rows: dict[int, Tensor], group: Any, tag: int) -> Waits:
-        place = {"group": group, "tag": tag}
+    def _receive(self, lane: str, rows: Rows, tag: int) -> Waits:
+        place = self._place(lane, tag)
         return [
             (source, self.calls.irecv(row, src=source, **place)) for source, row in rows.items()
         ]
+
+    def _place(self, lane: str, tag: int) -> dict[str, Any]:
+        group = self.reduce_group if lane == "reduce_scatter" else self.gather_group
+        return {"group": group, "tag": tag}

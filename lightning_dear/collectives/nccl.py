@@ -29,44 +29,36 @@ class NativeCollectives(GroupCollectives):
     reads_flags_freely = False
 
     @override
-    def scratch_numel(self, numel: int) -> int:
-        return 0
-
-    @override
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        reduce_scatter = getattr(self.calls, REDUCE_SCATTER)
-        work = reduce_scatter(own, buffer, group=self.reduce_group, async_op=True)
+        waits = self.start(REDUCE_SCATTER, self.reduce_group, own, buffer)
         self.ledger.reduce_scatter_bytes += self.ring_bytes(buffer)
         finish = None if out.dtype == own.dtype else partial(out.copy_, own)
-        return self.new_work("reduce_scatter", f"bucket {bucket}", [(None, work)], finish)
+        return self.new_work("reduce_scatter", f"bucket {bucket}", waits, finish)
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
-        place = {"group": self.reduce_group, "async_op": True}
-        work = self.calls.all_to_all_single(incoming, rows, **place)
+        waits = self.start("all_to_all_single", self.reduce_group, incoming, rows)
         self.ledger.reduce_scatter_bytes += self.ring_bytes(rows)
-        return self.new_work("reduce_scatter", f"bucket {bucket}", [(None, work)])
+        return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
 
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        all_gather = getattr(self.calls, ALL_GATHER)
-        work = all_gather(buffer, own, group=self.gather_group, async_op=True)
+        waits = self.start(ALL_GATHER, self.gather_group, buffer, own)
         self.ledger.all_gather_bytes += self.ring_bytes(buffer)
-        return self.new_work("all_gather", f"bucket {bucket}", [(None, work)])
+        return self.new_work("all_gather", f"bucket {bucket}", waits)
 
     @override
     def launch_any(self, flags: Tensor) -> Work:
-        place = {"group": self.reduce_group, "async_op": True}
-        work = self.calls.all_reduce(flags, dist.ReduceOp.MAX, **place)
+        waits = self.start("all_reduce", self.reduce_group, flags, dist.ReduceOp.MAX)
         self.ledger.other_bytes += 2 * self.ring_bytes(flags)
-        return self.new_work("other", "used parameters", [(None, work)])
+        return self.new_work("other", "used parameters", waits)
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        work = self.calls.broadcast(buffer, src=0, group=self.gather_group, async_op=True)
+        waits = self.start("broadcast", self.gather_group, buffer, 0)
         self.ledger.other_bytes += buffer.nbytes
-        return self.new_work("other", "module buffers", [(None, work)])
+        return self.new_work("other", "module buffers", waits)

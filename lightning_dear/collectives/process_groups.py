@@ -75,10 +75,14 @@ class GroupCollectives(Collectives):
     def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
         if self.world_size == 1:
             return Work.done()
-        work = self.calls.all_reduce(buffer, group=self.reduce_group, async_op=True)
+        waits = self.start("all_reduce", self.reduce_group, buffer)
         self.ledger.all_reduce_bytes += 2 * self.ring_bytes(buffer)
         # In this lane since it takes the reduce-scatters' place in backward.
-        return self.new_work("reduce_scatter", f"bucket {bucket}", [(None, work)])
+        return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
+
+    def start(self, call: str, group: Any, *arguments: Any) -> Waits:
+        """Launches the backend's own collective `call`, which does not say whom it waits for."""
+        return [(None, getattr(self.calls, call)(*arguments, group=group, async_op=True))]
 
     def ring_bytes(self, buffer: Tensor) -> int:
         """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""

@@ -53,7 +53,7 @@ class WireLedger:
 
 @contextmanager
 def uncounted(collectives: Collectives) -> Iterator[None]:
-    """What is sent meanwhile, to measure something, belongs to no step."""
+    """What is sent meanwhile, to measure or to save something, belongs to no step."""
     ledger, collectives.ledger = collectives.ledger, WireLedger()
     try:
         yield
@@ -64,12 +64,10 @@ def uncounted(collectives: Collectives) -> Iterator[None]:
 @contextmanager
 def as_metadata(collectives: Collectives) -> Iterator[None]:
     """What is sent meanwhile says how many numbers travel, and which."""
-    ledger, collectives.ledger = collectives.ledger, WireLedger()
-    try:
+    ledger = collectives.ledger
+    with uncounted(collectives):
         yield
-    finally:
         ledger.metadata_bytes += collectives.ledger.total_bytes
-        collectives.ledger = ledger
 
 
 class Signal:
@@ -178,10 +176,6 @@ class Collectives(Protocol):
             bucket: Number of the bucket, equal on all ranks.
         """
 
-    def expect_all_to_all(self, incoming: Tensor, bucket: int) -> None:
-        """Lets others' rows arrive from now on; as `expect_reduce_scatter`."""
-        return
-
     def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
         """Lets others' parts of the bucket arrive in `received` from now on. Idempotent.
 
@@ -224,7 +218,7 @@ class Collectives(Protocol):
         raise RuntimeError("Messages of unknown length need gloo.")
 
     def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
-        """Lets messages of all others arrive from now on; as `expect_reduce_scatter`."""
+        """Lets rows, or messages, of all others arrive from now on; as `expect_reduce_scatter`."""
         return
 
     def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
@@ -241,6 +235,7 @@ class Collectives(Protocol):
 
     def scratch_numel(self, numel: int) -> int:
         """Elements of scratch that a reduce-scatter of `numel` elements needs."""
+        return 0
 
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order. Blocks."""

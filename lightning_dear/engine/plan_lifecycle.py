@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from lightning_dear.bucket import allocate
 from lightning_dear.checkpoint.optimizer_state import whole_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor, check_replaces
 from lightning_dear.engine.active_plan import (
     ActivePlan,
@@ -328,7 +328,7 @@ class PlanLifecycle:
         assert self.active is not None
         self.active.gatherer.complete(reason="re-plan")
         self.take_over()
-        with self._instruments.not_counting():
+        with uncounted(self._collectives):
             state = whole_state(self._stepper, self.plan, self.parameters, self._collectives)
             self.residuals.release()
         self._stepper.detach()

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.checkpoint.optimizer_state import consolidate, sharded_state
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
 from lightning_dear.engine.active_plan import ActivePlan, EarlySteps, audit
@@ -635,7 +635,7 @@ class OptimizerPipeline:
     def optimizer_state_dict(self) -> dict[str, Any]:
         """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks."""
         self.prepare_state()
-        with self._instruments.not_counting():
+        with uncounted(self._collectives):
             if self.plan is None:
                 return self.plans.residuals.add_to(self.optimizer.state_dict())
             state = consolidate(self.stepper, self.plan, self.parameters, self._collectives)

@@ -76,7 +76,7 @@ class Reduction:
         if self._adds_up:
             self._collectives.expect_reduce_scatter(self._received, number)
         else:
-            self._collectives.expect_all_to_all(self._received, number)
+            self._collectives.expect_messages("reduce_scatter", self._received, number)
 
     def launch(self, number: int) -> Work:
         """Starts sending `outgoing`, which belongs to the collective until `wait`. Does not block.

@@ -97,8 +97,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         refusals.check_options(DearFabricStrategy.__init__, locals())
         # First: what others say of a planner or a schedule is for Trainers.
         check_without_trainer(resolve_fusion(fusion, bucket_cap_mb), resolve_compressor(compressor))
-        how = compressor, fusion, bucket_cap_mb, gather, gather_depth, broadcast_buffers, audit
-        self._take_options(*how)
+        self._take_options(locals())
         self._setups: list[weakref.ref[DearModule]] = []
         self._num_optimizers, self._checks_digests = 0, check_digests
         super().__init__(

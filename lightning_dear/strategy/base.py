@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_dear.callbacks.compression_schedule import CompressionSchedule, schedule_of
+from lightning_dear.callbacks.compression_schedule import schedule_of
 from lightning_dear.collectives.store import attempt_store
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
+from lightning_dear.compression import resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
-from lightning_dear.planning import FusionPlanner, resolve_fusion
+from lightning_dear.planning import resolve_fusion
 from lightning_dear.registration import register
 from lightning_dear.strategy.connections import unwrapped
 from lightning_dear.strategy.refusals import check_planner, say_what_is_gathered, warn_of_lag
@@ -46,36 +46,28 @@ class PipelineStrategy(ABC):
         """Registers "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
         register(strategy_registry, cls)
 
-    def _take_options(
-        self,
-        compressor: str | Compressor | NoCompression | None,
-        fusion: str | FusionPlanner,
-        bucket_cap_mb: float | None,
-        gather: str | None,
-        gather_depth: int | None,
-        broadcast_buffers: bool,
-        audit: bool,
-        decouple: bool = True,
-        compression_schedule: CompressionSchedule | None = None,
-    ) -> None:
+    def _take_options(self, given: Mapping[str, Any]) -> None:
         """Checks and keeps what says how gradients travel; see `DearStrategy` for the meaning.
+
+        Args:
+            given: The strategy's options by name, after `check_options`.
 
         Raises:
             ValueError: For unknown names, and options that exclude each other.
             TypeError: For objects of another kind.
         """
-        codec = resolve_compressor(compressor)
-        self._schedule = schedule_of(codec, compression_schedule)
+        codec = resolve_compressor(given["compressor"])
+        self._schedule = schedule_of(codec, given.get("compression_schedule"))
         groups = () if self._schedule is None else self._schedule.groups
-        self._gather = gather
-        self._broadcast_buffers, self._audit = broadcast_buffers, audit
-        chosen = gather or default_gather(codec, groups)
-        self._options = ExchangeOptions(chosen, gather_depth, decouple, codec, groups)
+        self._gather: str | None = given["gather"]
+        self._broadcast_buffers, self._audit = given["broadcast_buffers"], given["audit"]
+        how = given["gather_depth"], given.get("decouple", True), codec, groups
+        self._options = ExchangeOptions(self._gather or default_gather(codec, groups), *how)
         self._or_else: ExchangeOptions | None = None
-        if gather is None:
+        if self._gather is None:
             with suppress(ValueError):
                 self._or_else = replace(self._options, gather="gradients")
-        self._fusion = resolve_fusion(fusion, bucket_cap_mb)
+        self._fusion = resolve_fusion(given["fusion"], given["bucket_cap_mb"])
         check_planner(self._fusion, self._options)
         if self._schedule is not None:
             self._schedule.check_use(self._fusion, self._options)

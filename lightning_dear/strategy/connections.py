@@ -45,14 +45,10 @@ def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
     def part_of(optimizer: Optimizer) -> OptimizerPipeline:
         return pipeline.of(unwrapped(optimizer))
 
-    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        part_of(optimizer).clip_by_norm(float(clip_val))
-
-    def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
-        part_of(optimizer).clip_by_value(float(clip_val))
-
-    own = {"clip_grad_by_norm": clip_grad_by_norm, "clip_grad_by_value": clip_grad_by_value}
-    vars(precision).update(own)
+    vars(precision).update(
+        clip_grad_by_norm=lambda optimizer, by: part_of(optimizer).clip_by_norm(float(by)),
+        clip_grad_by_value=lambda optimizer, by: part_of(optimizer).clip_by_value(float(by)),
+    )
     scaler = getattr(precision, "scaler", None)
     if scaler is not None:
         unscale = scaler.unscale_
@@ -148,8 +144,7 @@ class StopRequest:
         def answer() -> None:
             heard, collectives.signal.heard = collectives.signal.heard, None
             if heard is None or not collectives.reads_flags_freely:
-                device = self.trainer.strategy.root_device
-                heard = largest_of_all_ranks(self.asked, device)
+                heard = largest_of_all_ranks(self.asked, self.trainer.strategy.root_device)
             if heard:
                 self._hear(heard)
                 raise SIGTERMException

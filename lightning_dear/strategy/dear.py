@@ -141,18 +141,14 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._stop: StopRequest | None = None
         self._is_sync_blocked = self._is_last_backward = False
         self._last_of: list[Optimizer] | None = None
-        how = compressor, fusion, bucket_cap_mb, gather, gather_depth, broadcast_buffers, audit
-        self._take_options(*how, decouple, compression_schedule)
+        self._take_options(locals())
         self._gradients_in_hooks = gradients_in_hooks
         self._saves_folders, self._checks_digests = save_distributed_checkpoint, check_digests
         self._pipeline: Pipeline | None = None
         self._connected: Sequence[LightningOptimizer] = ()
+        host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
+            *host,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -209,7 +205,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     def _start_pipeline(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
-        assert self.lightning_module is not None
         refusals.check_optimizers(self.optimizers, self.precision_plugin)
         before = self._pipeline.parts if self._pipeline is not None else ()
         parts = [part for part in before if part.optimizer in self.optimizers]
@@ -269,24 +264,21 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     def _insert_guards(self, trainer: pl.Trainer) -> None:
         """Those in front of all others, for as long as there is a pipeline."""
-        assert self.lightning_module is not None
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         guards = (CompletionGuard, GradientGuard)
         callbacks[:] = [one for one in callbacks if not isinstance(one, guards)]
-        readers = gradient_readers((*callbacks, self.lightning_module))
-        assert self._pipeline is not None
-        uses_buckets = self._options.uses_buckets(self._pipeline.collectives)
+        readers = gradient_readers((*callbacks, trainer.lightning_module))
+        uses_buckets = self._options.uses_buckets(self.pipeline_of().collectives)
         if readers and self._gradients_in_hooks and uses_buckets:
             refusals.warn_about_readers(readers)
             callbacks.insert(0, GradientGuard(readers, self._expose_gradients))
         callbacks.insert(0, CompletionGuard(self.complete_parameters, self.report_failure))
 
     def _expose_gradients(self, optimizer: Optimizer | None) -> None:
-        assert self._pipeline is not None
         if optimizer is not None:
-            self._pipeline.of(unwrapped(optimizer)).expose_gradients()
+            self._part(optimizer).expose_gradients()
         elif not self._is_sync_blocked:
-            for part in self._pipeline.parts:
+            for part in self.pipeline_of().parts:
                 part.expose_gradients()
 
     # --- a step ---------------------------------------------------------------------------------

@@ -79,15 +79,9 @@ def describe(exception: BaseException) -> str:
 def is_consequence(exception: BaseException) -> bool:
     """Whether the root of the exception's chain only says that a peer is gone or late."""
     root = exception
-    while (before := _earlier(root)) is not None:
+    while (before := root.__cause__ if root.__suppress_context__ else root.__context__) is not None:
         root = before
     return isinstance(root, RuntimeError) and bool(_CONSEQUENCE.search(str(root)))
-
-
-def _earlier(exception: BaseException) -> BaseException | None:
-    if exception.__cause__ is not None or exception.__suppress_context__:
-        return exception.__cause__
-    return exception.__context__
 
 
 class FailureBoard:
@@ -130,13 +124,14 @@ class FailureBoard:
         is_suspicion = self.blame(exception) is not None
         if self.rank == 0:
             # The store ends with this process; the others must have read it before.
-            self._poll(self._all_others_know, REPORT_WAIT_S)
+            others = [rank for rank in range(self.world_size) if rank not in self._mute]
+            know = [self._key("alive", rank) for rank in others]
+            self._poll(lambda store: bool(store.check(know)), REPORT_WAIT_S)
             time.sleep(WATCH_POLL_S * is_suspicion)
 
     def report(self, rank: int, exception: BaseException) -> None:
         """Writes the failure on the board; the first one whose cause lies on its own rank stays."""
-        message = describe(exception)
-        self._own = message
+        message = self._own = describe(exception)
 
         def write(store: Any) -> bool:
             if not is_consequence(exception):
@@ -252,10 +247,21 @@ class FailureBoard:
         return "/".join(["lightning_dear", self._attempt, *map(str, parts)])
 
     def _ask(self, question: Callable[[Any], T], timeout_s: float = STORE_WAIT_S) -> T | None:
+        """The answer; None if the store is gone, or does not answer within `timeout_s`."""
         store = None if self.world_size == 1 or self._is_store_gone else default_store()
         if store is None:
             return None
-        answer = _bounded(lambda: question(store), timeout_s)
+        answers: list[T] = []
+
+        def ask() -> None:
+            with suppress(Exception):
+                answers.append(question(store))
+
+        # A daemon: one that hangs in the store is left behind, and the process can still end.
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        answer = answers[0] if answers else None
         self._is_store_gone = answer is None
         return answer
 
@@ -267,19 +273,12 @@ class FailureBoard:
     def _said(self, store: Any, what: str) -> dict[int, str]:
         keys = {rank: self._key(what, rank) for rank in range(self.world_size)}
         return {
-            rank: store.get(key).decode(errors="replace")
-            for rank, key in keys.items()
-            if store.check([key])
+            rank: _in_one_line(store.get(key)) for rank, key in keys.items() if store.check([key])
         }
 
-    def _all_others_know(self, store: Any) -> bool:
-        others = set(range(self.world_size)) - self._mute
-        return bool(store.check([self._key("alive", rank) for rank in others]))
-
     def _suspicion(self) -> str:
-        found = self._ask(
-            lambda store: [self._said(store, one) for one in ("failed", "left", "alive")]
-        )
+        kinds = "failed", "left", "alive"
+        found = self._ask(lambda store: [self._said(store, kind) for kind in kinds])
         if found is None:
             return self._suspected or (
                 "No rank's report can be read, since rank 0, which keeps them, is gone, stopped or"
@@ -346,21 +345,6 @@ def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
     return answer
 
 
-def _bounded(call: Callable[[], T], timeout_s: float) -> T | None:
-    """What `call` returns; None if it raises, or takes longer than `timeout_s`."""
-    results: list[T] = []
-
-    def run() -> None:
-        with suppress(Exception):
-            results.append(call())
-
-    # A daemon: one that hangs in the store is left behind, and the process can still end.
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return results[0] if results else None
-
-
 # --- a thread that looks at the board, and ends a rank that never notices -----------------------
 
 
@@ -401,7 +385,8 @@ class FailureWatch:
     def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
         self.board = board
         self.on_asked: Callable[[int], object] = int
-        self._timeout_s = timeout.total_seconds()
+        self._timeout_s, self._end_s = timeout.total_seconds(), 0.0
+        self._has_noticed = False
         self._is_over = threading.Event()
         if board.world_size > 1:
             global _latest
@@ -435,27 +420,30 @@ class FailureWatch:
         client = new_store_client()
         if client is None:
             return
-        noticed, answered_s = False, time.monotonic()
-        while not noticed and time.monotonic() - answered_s < self._timeout_s:
+        self._end_s = time.monotonic() + self._timeout_s
+        # A thread of its own: the store of a process that is stopped may take for ever to answer.
+        threading.Thread(target=self._end_in_time, daemon=True, name="failure end").start()
+        while client is not None and not self._is_over.wait(WATCH_POLL_S):
             try:
+                # Goes on after that: the store may go before this rank fails.
                 noticed = self.board.notice(client)
-                answered_s = time.monotonic()
+                if not self._has_noticed:
+                    self._end_s = time.monotonic() + self._timeout_s
+                self._has_noticed = noticed
             except Exception:
                 # An outage may pass; a connection that was lost in it does not come back.
                 with suppress(Exception):
                     client = new_store_client(STORE_WAIT_S)
             if self.board.asked:
                 self.on_asked(self.board.asked)
-            if self._is_over.wait(0.0 if noticed else WATCH_POLL_S) or client is None:
+        self._is_over.set()
+
+    def _end_in_time(self) -> None:
+        while (left_s := self._end_s - time.monotonic()) > 0:
+            if self._is_over.wait(left_s):
                 return
-        end = time.monotonic() + (self._timeout_s if noticed else 0.0)
-        while (left_s := end - time.monotonic()) > 0:
-            # The store may go before this rank fails, and with it what it could read then.
-            with suppress(Exception):
-                self.board.notice(client)
-            if self._is_over.wait(min(left_s, WATCH_POLL_S)):
-                return
-        self._end("Other ranks wait for it in vain." if noticed else "Rank 0 cannot be reached.")
+        why = "Other ranks wait for it in vain." if self._has_noticed else "Rank 0 does not answer."
+        self._end(why)
 
     def _end(self, why: str) -> None:
         log.critical(

@@ -249,8 +249,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         if self._is_failing.wait(GRACE_S):
             return
         dump_stacks()
-        rank, code = next((index + 1, code) for index, code in enumerate(codes) if code)
-        self._end_at_once(f"Local rank {rank} {ending(code)}, which rank 0 has not noticed")
+        self._end_at_once(f"Local rank {first_ending(codes)}, which rank 0 has not noticed")
 
     def part(self) -> None:
         """Ends the children of a job that is over, while this process goes on. Blocks until then.
@@ -269,8 +268,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         if is_failing:
             print_first_failure()
         elif any(codes):
-            rank, code = next((index + 1, code) for index, code in enumerate(codes) if code)
-            (end or self._end_at_once)(f"Rank 0 was done, but local rank {rank} {ending(code)}")
+            (end or self._end_at_once)(f"Rank 0 was done, but local rank {first_ending(codes)}")
 
     def _end_at_once(self, reason: str) -> None:
         log.error("%s: ending all ranks.", reason)
@@ -368,11 +366,9 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
     """
     # Not imported: where no one has loaded Hydra, no job of its runs.
     hydra = sys.modules.get("hydra.core.hydra_config")
-    if hydra is None or not hydra.HydraConfig.initialized():
-        return [*_program(Path.cwd()), *sys.argv[1:]], None
-    config = hydra.HydraConfig.get()
-    if not config.runtime.get("output_dir"):
-        # Composed by a script of which Hydra has started no job.
+    config = hydra.HydraConfig.get() if hydra and hydra.HydraConfig.initialized() else None
+    # Without a folder it was composed by a script of which Hydra has started no job.
+    if config is None or not config.runtime.get("output_dir"):
         return [*_program(Path.cwd()), *sys.argv[1:]], None
     cwd = config.runtime.cwd
     return [*_program(Path(cwd)), *job_arguments(config, local_rank)], cwd
@@ -425,9 +421,11 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) 
     return [process.wait() for process in processes]
 
 
-def ending(code: int) -> str:
-    """Words for the exit code of a process, as ``subprocess`` gives it."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+def first_ending(codes: Sequence[int | None]) -> str:
+    """The number of the first of ranks 1, 2, ... to fail, and how, by their exit codes."""
+    rank, code = next((rank, code) for rank, code in enumerate(codes, start=1) if code)
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return f"{rank} {how}"
 
 
 def _program(cwd: Path) -> list[str]:
@@ -436,8 +434,7 @@ def _program(cwd: Path) -> list[str]:
     # Set under `python -m package.module`, None for a script and for a console script.
     spec = __main__.__spec__
     if spec is not None:
-        name = spec.name.removesuffix(".__main__")
-        return [sys.executable, "-m", name]
+        return [sys.executable, "-m", spec.name.removesuffix(".__main__")]
     script = cwd / sys.argv[0]
     if not script.is_file():
         raise RuntimeError(
@@ -467,9 +464,8 @@ class ReportingLauncher(_MultiProcessingLauncher):
             SystemExit: Where all ranks have ended since one was asked to stop.
         """
         strategy: Any = self._strategy
-        result = super().launch(
-            partial(_reporting, strategy.report_failure, function), *args, **kwargs
-        )
+        reporting = partial(_reporting, strategy.report_failure, function)
+        result = super().launch(reporting, *args, **kwargs)
         if isinstance(result, SystemExit):
             raise result
         return result

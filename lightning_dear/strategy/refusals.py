@@ -16,7 +16,7 @@ from lightning.fabric.plugins import precision as fabric_precision
 from lightning.pytorch.plugins import precision as trainer_precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, device
+from torch import device
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -240,30 +240,26 @@ def check_module_states(module: Module) -> None:
         ValueError: On every rank alike, naming the first difference.
     """
     tensors, ignored = (*module.named_parameters(), *module.named_buffers()), ignored_names(module)
-    own = {name: _shape(tensor) for name, tensor in tensors if name not in ignored}
+    own = {
+        name: "" if is_lazy(one) else f"'{name}' (shape {tuple(one.shape)}, {one.dtype})"
+        for name, one in tensors
+        if name not in ignored
+    }
     first, *others = reports = from_all_ranks(own)
-    if lazy := [name for report in reports for name, shape in report.items() if not shape]:
+    if lazy := [name for report in reports for name, words in report.items() if not words]:
         raise ValueError(
             f"'{lazy[0]}' has no shape yet: its layer is lazy. Run a dummy forward pass before"
             " training, which initializes it, as in the model's __init__:"
             " self.net(torch.zeros(1, ...))."
         )
     for rank, report in enumerate(others, start=1):
-        pairs = zip_longest(first.items(), report.items()) if report != first else ()
+        pairs = zip_longest(first.values(), report.values(), fillvalue="no more tensors")
         for left, right in pairs:
             if left != right:
                 raise ValueError(
-                    f"Ranks hold different models: rank 0 has {_words(left)}, rank {rank} has"
-                    f" {_words(right)}. Build the same model on every rank."
+                    f"Ranks hold different models: rank 0 has {left}, rank {rank} has {right}."
+                    " Build the same model on every rank."
                 )
-
-
-def _shape(tensor: Tensor) -> str:
-    return "" if is_lazy(tensor) else f"shape {tuple(tensor.shape)}, {tensor.dtype}"
-
-
-def _words(named: tuple[str, str] | None) -> str:
-    return f"'{named[0]}' ({named[1]})" if named else "no more tensors"
 
 
 _STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward")

@@ -10,6 +10,9 @@ import torch
 
 from lightning_dear.collectives.background import Background
 
+# What it makes has no types.
+_cuda: Any = torch.cuda
+
 Record = Callable[[Any, Any], None]
 """Takes the marks between which something happened."""
 
@@ -80,8 +83,7 @@ class StreamClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        cuda: Any = torch.cuda
-        self._beside: torch.cuda.Stream = cuda.Stream(device)
+        self._beside: torch.cuda.Stream = _cuda.Stream(device)
         # Twice: nothing must stand before the mark, and it must be passed when the host looks at
         # its own clock.
         torch.cuda.synchronize(device)
@@ -91,8 +93,7 @@ class StreamClock:
 
     def mark(self) -> torch.cuda.Event:
         """See `Clock`."""
-        cuda: Any = torch.cuda
-        event: torch.cuda.Event = cuda.Event(enable_timing=True)
+        event: torch.cuda.Event = _cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 

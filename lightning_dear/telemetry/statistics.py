@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +53,7 @@ class Instruments:
     def record_step(self, number: int) -> None:
         """Shows that bucket `number` was stepped since then."""
         if self.timeline is not None and self._step_began is not None:
-            name = f"bucket {number}"
-            self.timeline.record("step", name, self._step_began, self.clock.mark())
+            self.timeline.record("step", f"bucket {number}", self._step_began, self.clock.mark())
 
     def finish_step(self) -> None:
         """Ends a step: its figures become `statistics`."""
@@ -64,13 +61,6 @@ class Instruments:
         self._current.wire_bytes = sent_bytes - self._sent_bytes
         self._sent_bytes = sent_bytes
         self.statistics, self._current = self._current, StepStatistics(self.clock)
-
-    @contextmanager
-    def not_counting(self) -> Iterator[None]:
-        """What is sent meanwhile (a checkpoint's) belongs to no step."""
-        before = self._collectives.ledger.total_bytes
-        yield
-        self._sent_bytes += self._collectives.ledger.total_bytes - before
 
 
 @dataclass

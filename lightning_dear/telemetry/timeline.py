@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +15,8 @@ from lightning_dear.telemetry.spans import LANES, Span, write_chrome_trace
 class Timeline:
     """Collects spans. Threads wait for the collectives meanwhile, so record few steps.
 
-    Thread-safe: collectives are recorded by the threads that wait for them.
+    Thread-safe, as appending to a list is: collectives are recorded by the threads that wait for
+    them.
 
     Attributes:
         clock: When something happens; the pipeline that records puts its device's here.
@@ -24,24 +24,18 @@ class Timeline:
 
     def __init__(self) -> None:
         self.clock: Clock = HostClock()
-        self._lock = threading.Lock()
         self._marked: list[tuple[str, str, Any, Any]] = []
 
     @property
     def spans(self) -> list[Span]:
         """Finished spans, by start time; blocks until the device has finished them."""
-        with self._lock:
-            marked = list(self._marked)
-        seconds = self.clock.seconds
-        spans = [
-            Span(lane, name, seconds(start), seconds(end)) for lane, name, start, end in marked
-        ]
+        marked, at = list(self._marked), self.clock.seconds
+        spans = [Span(lane, name, at(start), at(end)) for lane, name, start, end in marked]
         return sorted(spans, key=lambda span: span.start_s)
 
     def record(self, lane: str, name: str, start: Any, end: Any) -> None:
         """Adds a span between two marks of the clock."""
-        with self._lock:
-            self._marked.append((lane, name, start, end))
+        self._marked.append((lane, name, start, end))
 
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:

@@ -249,7 +249,8 @@ def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
         work.wait()
         return end_s - begin_s
 
-    reducing = collectives.expect_all_to_all, collectives.launch_all_to_all, rows, incoming
+    expect = partial(collectives.expect_messages, "reduce_scatter")
+    reducing = expect, collectives.launch_all_to_all, rows, incoming
     gathering = collectives.expect_all_gather, collectives.launch_all_gather, rows.view(-1)
     with uncounted(collectives):
         own = [(started_s(*reducing), started_s(*gathering)) for _ in range(_NUM_LAUNCHES)]

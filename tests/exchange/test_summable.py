@@ -32,7 +32,7 @@ from tests.training.three_ways import train_steps
 from tests.tuning.test_codec_probe import CLOCK, _line, _pipeline
 
 SUMMED = {"expect_reduce_scatter", "launch_reduce_scatter"}
-DECODED = {"expect_all_to_all", "launch_all_to_all"}
+DECODED = {"expect_messages", "launch_all_to_all"}
 
 
 class _DecodedFirst(RandomK):

@@ -90,12 +90,12 @@ STRATEGY = [
 
 
 def _guard_hook(hook: str, is_conditional: bool, *rows: str) -> Mutation:
-    call = f'_before("{hook}", trainer, pl_module)' if is_conditional else f'_complete("{hook}")'
+    call = f'        self._before("{hook}", trainer, pl_module)\n'
     return Mutation(
         f"completing before callbacks' {hook}",
         f"CompletionGuard.{hook}",
-        f"        self.{call}\n",
-        "        pass\n",
+        call if is_conditional else f'    {hook} = _completing("{hook}")\n',
+        "        pass\n" if is_conditional else "    pass\n",
         (*row(*rows), "tests/callbacks/test_guard.py::test_the_guard_waits_in_every_hook"),
     )
 

@@ -216,6 +216,15 @@ def test_one_that_has_ended_well_is_named(boards: list[FailureBoard], store: dis
     assert blamed(boards[0], closed) == "Rank 1 has ended its training after 5 batches"
 
 
+def test_how_one_has_ended_is_told_in_one_line(
+    boards: list[FailureBoard], store: dist.Store
+) -> None:
+    boards[1].leave("has ended\nRank 2 failed first")
+    boards[2].notice(store)
+    closed = f"bucket 3, reduce-scatter: connection closed by rank 1. ({CLOSED})"
+    assert blamed(boards[0], closed) == "Rank 1 has ended\\nRank 2 failed first"
+
+
 def test_the_end_of_one_outlives_the_store(
     boards: list[FailureBoard], store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,6 +390,22 @@ def test_a_rank_whose_store_is_gone_is_ended(
     watch.close()
     assert time.monotonic() - start_s > 0.9
     assert len(ended) == (0 if comes_back else 1)
+
+
+def test_a_rank_whose_store_does_not_answer_is_ended(
+    boards: list[FailureBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is stopped: whoever asks its store waits for ever."""
+    monkeypatch.setattr(failures, "WATCH_POLL_S", 0.05)
+    monkeypatch.setattr(failures, "new_store_client", lambda *_: _StuckStore())
+    ended: list[str] = []
+    monkeypatch.setattr(FailureWatch, "_end", lambda _, why: ended.append(why))
+    start_s = time.monotonic()
+    watch = FailureWatch(boards[1], timedelta(seconds=1))
+    while not ended and time.monotonic() < start_s + 20:
+        time.sleep(0.05)
+    watch.close()
+    assert ended == ["Rank 0 does not answer."]
 
 
 def test_a_watch_is_pickled_as_of_no_run(watch_all: Any) -> None:

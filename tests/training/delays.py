@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -56,19 +57,19 @@ class DelayedCollectives(PairwiseCollectives):
 
     def _exchange(
         self,
+        lane: str,
+        buffer: Tensor,
         rows: dict[int, Tensor],
         outgoing: dict[int, Tensor],
-        group: Any,
         tag: int,
-        receives: Waits | None = None,
     ) -> Waits:
-        delays, is_gather = self._delays, group is self.gather_group
+        delays, is_gather = self._delays, lane == "all_gather"
         before_s = delays.before_all_gather_s if is_gather else delays.before_reduce_scatter_s
         after_s = delays.after_all_gather_s if is_gather else delays.after_reduce_scatter_s
         if not rows and not outgoing:
             return []
         late = _LateExchange(
-            lambda: PairwiseCollectives._exchange(self, rows, outgoing, group, tag),
+            partial(PairwiseCollectives._exchange, self, lane, buffer, rows, outgoing, tag),
             self._random.uniform(before_s / 2, before_s),
             self._random.uniform(after_s / 2, after_s),
         )

@@ -74,7 +74,7 @@ class StaticBucket(SparseBucket):
     @override
     def expect(self, lane: str, number: int) -> None:
         if lane == "reduce_scatter":
-            self._collectives.expect_all_to_all(self.incoming, number)
+            self._collectives.expect_messages(lane, self.incoming, number)
         else:
             self._collectives.expect_all_gather(self.gathered.view(-1), number)
 
