@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_dear.checkpoint.optimizer_state import consolidate, sharded_state
+from lightning_dear.checkpoint.optimizer_state import packed, sharded_state, whole_state
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
@@ -642,8 +642,8 @@ class OptimizerPipeline:
         with self._instruments.not_counting():
             if self.plan is None:
                 return self.plans.residuals.add_to(self.optimizer.state_dict())
-            state = consolidate(self.stepper, self.plan, self.parameters, self._collectives)
-            return self.plans.residuals.add_to(state)
+            whole = whole_state(self.stepper, self.plan, self.parameters, self._collectives)
+            return self.plans.residuals.add_to(packed(self.optimizer, whole))
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """`optimizer.state_dict()`, tensors left where they are. Collective, blocks."""
