@@ -66,7 +66,8 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     for used in (codec, Fp32()):
         own_s = [one_s for size in sizes for one_s in _Probe(pipeline, used, size).times_s()]
         costs.append(_cost(pipeline, used, sizes, slowest(collectives, own_s), launches_s))
-    return CodecCosts(*costs, may_mix=not codec.votes and not codec.is_identity)
+    own, plain = costs
+    return CodecCosts(own, plain, may_mix=not codec.votes and not codec.is_identity)
 
 
 def _cost(

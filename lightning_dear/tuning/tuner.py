@@ -98,15 +98,16 @@ class Tuning:
         is_predicting = has_codec and isinstance(self._planner, PredictingPlanner)
         if is_predicting and self._part.uses_configured_codec:
             start, start_s = self._part.plan, (yield from self._measure_steps())
-        costs: list[Any] = [measure_link(self._pipeline)]
+        link = measure_link(self._pipeline)
+        costs: tuple[Any, ...] = (link,)
         if has_codec:
             codecs = measure_codecs(self._pipeline)
             # A schedule may have changed it meanwhile.
             if start is not None and self._part.uses_configured_codec:
                 # What its step takes beyond its prediction, every plan's does.
-                seen_s = predict(start, self._tensors, times, *costs, codecs).step_s
+                seen_s = predict(start, self._tensors, times, link, codecs).step_s
                 codecs = replace(codecs, unseen_s=start_s - seen_s, fitted_to=start)
-            costs.append(codecs)
+            costs = link, codecs
         if self._collectives.rank == 0:
             # On rank 0 alone: a search may compute other bits on another kind of host.
             self._search = self._planner.search(
