@@ -22,7 +22,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 
 class CheckpointError(ValueError):
-    """What is wrong with a checkpoint, in words for people."""
+    """What is wrong with a checkpoint, in words for people, on one line whatever a file says."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in said))
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -139,7 +142,9 @@ def check_records(file: IO[bytes], path: str | Path, name: str | None = None) ->
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             stated = {record.CRC for record in archive.infolist()} - {0}
-            changed = archive.testzip() if stated else None
+            # Of a record with the flag of a folder torch reads nothing, and says nothing.
+            folders = (one.filename for one in archive.infolist() if one.external_attr & 16)
+            changed = next(folders, archive.testzip() if stated else None)
         if changed is not None:
             names = [name] if name else list(_changed_tensors(file, stated)) or [changed]
             raise CheckpointError(

@@ -16,11 +16,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
-from lightning_dear.checkpoint.files import beside, delete, read, write
+from lightning_dear.checkpoint.files import CheckpointError, beside, delete, read, write
 from lightning_dear.checkpoint.format import METADATA_FILE, check, stamp
 from lightning_dear.checkpoint.tree import Stored, put_together, take_apart
 
@@ -81,8 +82,8 @@ def load(
 
     folder = _existing(path)
     for name in (METADATA_FILE, SKELETON_FILE):
-        if not (folder / name).exists():
-            raise ValueError(
+        if not (folder / name).is_file():
+            raise CheckpointError(
                 f"{folder} is not a complete checkpoint folder ({name} is missing): saving or"
                 " removing it was interrupted, or something else wrote it. Use an earlier one."
             )
@@ -190,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         convert(given.folder, given.file, weights_only=False if given.trusted else None)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UnpicklingError) as error:
         parser.exit(1, f"{error}\n")
 
 

@@ -16,9 +16,6 @@ FORMAT = 1
 METADATA_FILE = ".metadata"
 """torch.distributed.checkpoint's own; a folder without it is not a complete checkpoint."""
 
-READABLE = (1,)
-"""Format numbers that can be read."""
-
 
 def forget_masters(checkpoint: Mapping[str, Any]) -> None:
     """Drops masters from the optimizers' states in `checkpoint`, which another strategy wrote.
@@ -48,14 +45,13 @@ def check(checkpoint: Mapping[str, Any]) -> None:
         return
     own = checkpoint[KEY]
     number = own.get("format") if isinstance(own, Mapping) else None
-    if number in READABLE and not isinstance(number, bool):
+    if number == FORMAT and not isinstance(number, bool):
         return
-    readable = ", ".join(map(str, READABLE))
     if isinstance(number, int) and number > FORMAT:
         advice = "A newer lightning-dear wrote it: upgrade this one (pip install -U lightning-dear)"
     else:
         advice = "Load it with the version of lightning-dear that wrote it"
     raise ValueError(
-        f"The checkpoint has lightning_dear format {number!r}; this version reads {readable}."
+        f"The checkpoint has lightning_dear format {number!r}; this version reads {FORMAT}."
         f" {advice}, or drop checkpoint['{KEY}'] to load it as DDP's own."
     )

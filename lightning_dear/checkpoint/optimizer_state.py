@@ -97,19 +97,6 @@ def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def consolidate(
-    sharded: OptimizerShards,
-    plan: BucketPlan,
-    parameters: Sequence[Parameter],
-    collectives: Collectives,
-) -> dict[str, Any]:
-    """The optimizer's `state_dict()` as if it had never been sharded, on every rank.
-
-    Collective: all ranks call. Blocks. Needs memory for the whole state on each rank.
-    """
-    return _packed(sharded.optimizer, whole_state(sharded, plan, parameters, collectives))
-
-
 @torch.no_grad()
 def whole_state(
     sharded: OptimizerShards,
@@ -117,9 +104,12 @@ def whole_state(
     parameters: Sequence[Parameter],
     collectives: Collectives,
 ) -> dict[Tensor, dict[str, Any]]:
-    """Parameter -> its whole state; parameters never stepped are left out. Collective, blocks."""
+    """Parameter -> its whole state; parameters never stepped are left out. Collective, blocks.
+
+    Needs memory for the whole state on each rank.
+    """
     described = _describe(sharded, collectives)
-    whole = _undescribed(described, parameters, sharded.device)
+    whole = _undescribed(described, parameters)
     for number, spec in enumerate(plan.buckets):
         for key, dtype in _cut_entries(spec, described):
             shard = _fill_shard(sharded, number, spec, key, dtype)
@@ -147,7 +137,7 @@ def sharded_state(
         collectives: Of the pipeline.
     """
     described = _describe(sharded, collectives)
-    state = _undescribed(described, parameters, sharded.device, place="meta")
+    state = _undescribed(described, parameters, place="meta")
     chunks: dict[tuple[int, str], list[Chunk]] = {
         (index, key): []
         for index, entries in described.items()
@@ -158,12 +148,12 @@ def sharded_state(
         for key, value in sharded.state_of(piece).items():
             if (piece.tensor_index, key) in chunks:
                 chunks[piece.tensor_index, key].append(Chunk(piece.start, value))
-    packed = _packed(sharded.optimizer, {parameters[index]: own for index, own in state.items()})
+    own_state = packed(sharded.optimizer, {parameters[index]: own for index, own in state.items()})
     stand_ins = [(state[index][key], own) for (index, key), own in chunks.items()]
-    return ShardedState(packed, stand_ins, parameters)
+    return ShardedState(own_state, stand_ins, parameters)
 
 
-def _packed(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
+def packed(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
     """`optimizer.state_dict()` as if it had `state` too, ordered by parameter number."""
     # torch numbers parameters inside `state_dict` alone, so that it is lent the state.
     whole = {**optimizer.state, **state}
@@ -173,8 +163,8 @@ def _packed(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]
         del whole[gone]
     own, optimizer.state = optimizer.state, defaultdict(dict, whole)
     try:
-        packed = optimizer.state_dict()
-        return {**packed, "state": dict(sorted(packed["state"].items()))}
+        state_dict = optimizer.state_dict()
+        return {**state_dict, "state": dict(sorted(state_dict["state"].items()))}
     finally:
         optimizer.state = own
 
@@ -186,9 +176,8 @@ def _describe(sharded: OptimizerShards, collectives: Collectives) -> Described:
         for piece in sharded.pieces
         if (entries := sharded.state_of(piece))
     }
-    merged: Described = {}
-    for one in collectives.all_gather_object(own):
-        merged.update(one)
+    everyones = collectives.all_gather_object(own)
+    merged = {index: entries for one in everyones for index, entries in one.items()}
     return dict(sorted(merged.items()))
 
 
@@ -202,12 +191,9 @@ def _described(value: Any, piece: Piece) -> Any:
 
 
 def _undescribed(
-    described: Described,
-    parameters: Sequence[Parameter],
-    device: torch.device,
-    place: str | None = None,
+    described: Described, parameters: Sequence[Parameter], place: str | None = None
 ) -> Described:
-    """What is described, on `device`. Tensors with a value per element are still without values.
+    """What is described, where it came from. Tensors with a value per element are without values.
 
     `place` is where those are made; None: where their parameters are.
     """
@@ -216,7 +202,7 @@ def _undescribed(
         if isinstance(value, PerElement):
             return torch.empty_like(like, dtype=value.dtype, device=place, requires_grad=False)
         if isinstance(value, Scalar):
-            return value.value if value.is_on_cpu else value.value.to(device)
+            return value.value if value.is_on_cpu else value.value.to(like.device)
         return value
 
     return {

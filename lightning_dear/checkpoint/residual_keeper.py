@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -144,18 +145,18 @@ class ResidualKeeper:
     def _unknown_names(self, own: Residuals) -> list[str]:
         """Names of what `own` has, not zero, of a parameter of which its bucket keeps no such."""
         known = {
-            (whose, name, self._parameters[part.tensor])
+            ((whose, name), self._parameters[part.tensor])
             for one in self._coded
             for whose, memory in (("worker", one.worker), ("owner", one.owner))
             for name in memory.names
             for part in one.spec.slices
         }
+        said = {"worker": "", "owner": "owner's "}
         return [
-            said + name
-            for owner, said in (("worker", ""), ("owner", "owner's "))
-            for (whose, name), numbers in own.kept.items()
-            if whose == owner
-            and any((whose, name, one) not in known and kept.any() for one, kept in numbers.items())
+            said[kind[0]] + kind[1]
+            for kind, numbers in own.kept.items()
+            if kind[0] in said
+            and any((kind, one) not in known and kept.any() for one, kept in numbers.items())
         ]
 
     # --- out of buckets -------------------------------------------------------------------------
@@ -169,22 +170,18 @@ class ResidualKeeper:
         taken = self._common()
         taken.kept[FACTORS] = {one: own.clone() for one, own in taken.kept[FACTORS].items()}
         for one in self._coded:
-            for name, flat in one.worker.kept.items():
-                self._spread(one, flat, taken.kept.setdefault(("worker", name), {}))
+            whole = {("worker", name): flat for name, flat in one.worker.kept.items()}
             for name, shard in one.owner.kept.items():
-                flat = shard.new_zeros(one.spec.padded_numel)
+                flat = whole["owner", name] = shard.new_zeros(one.spec.padded_numel)
                 flat[one.own] = shard
                 self._collectives.launch_all_gather(flat, STATE_NUMBERS + one.number).wait()
-                self._spread(one, flat, taken.kept.setdefault(("owner", name), {}))
+            for (kind, flat), part in product(whole.items(), one.spec.slices):
+                parameter, target = self._parameters[part.tensor], taken.kept.setdefault(kind, {})
+                if parameter not in target:
+                    target[parameter] = flat.new_zeros(parameter.numel())
+                numbers = flat[part.offset : part.offset + part.numel]
+                target[parameter][part.start : part.stop] = numbers
         return taken if self._held is None else taken.joined(self._held)
-
-    def _spread(self, one: CompressedBucket, flat: Tensor, target: dict[Tensor, Tensor]) -> None:
-        for part in one.spec.slices:
-            parameter = self._parameters[part.tensor]
-            if parameter not in target:
-                target[parameter] = flat.new_zeros(parameter.numel())
-            numbers = flat[part.offset : part.offset + part.numel]
-            target[parameter][part.start : part.stop] = numbers
 
     def _common(self) -> Residuals:
         """What all ranks have alike: factors, the buckets' own, counts, rates and the seed. Local.
@@ -213,13 +210,12 @@ class ResidualKeeper:
     def _parts(self) -> Iterator[Part]:
         """What lies in the buckets; every rank names the same, whatever it has of it."""
         for one in self._coded:
-            worker, owner = one.worker.kept, one.owner.kept
             for part in one.spec.slices:
                 parameter = self._parameters[part.tensor]
-                for name, flat in worker.items():
+                for name, flat in one.worker.kept.items():
                     numbers = flat[part.offset : part.offset + part.numel]
                     yield ("worker", name), parameter, Chunk(part.start, numbers)
-                for name, shard in owner.items():
+                for name, shard in one.owner.kept.items():
                     yield ("owner", name), parameter, _owned(one, part, shard)
 
     # --- into and out of state dicts ------------------------------------------------------------
@@ -259,15 +255,14 @@ class ResidualKeeper:
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Pre-hook of `load_state_dict`: what was kept before belongs to other weights."""
         check_class(optimizer, state_dict)
-        groups = state_dict["param_groups"], optimizer.param_groups
-        saved_sizes, own_sizes = ([len(one["params"]) for one in all_own] for all_own in groups)
-        if saved_sizes != own_sizes:
+        saved = [group["params"] for group in state_dict["param_groups"]]
+        present = [group["params"] for group in optimizer.param_groups]
+        if list(map(len, saved)) != list(map(len, present)):
             # torch refuses that, and says so: nothing is loaded.
             return
         held = None
         if KEY in state_dict:
-            saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-            parameter_of = dict(zip(saved, self._numbers(), strict=True))
+            parameter_of = dict(zip(chain(*saved), chain(*present), strict=True))
             rank, world_size = self._collectives.rank, self._collectives.world_size
             held = residuals.unpacked(state_dict[KEY], parameter_of, rank, world_size)
         if self._parameters:

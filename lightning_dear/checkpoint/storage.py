@@ -34,14 +34,12 @@ from lightning_dear.checkpoint.format import METADATA_FILE
 from lightning_dear.checkpoint.optimizer_state import Chunk
 from lightning_dear.checkpoint.tree import Stored
 
-Finish = Callable[[str], None]
-
 MAX_CHUNK_NUMEL = 1 << 22
 """Longer chunks are cut: one at a time is copied to the CPU, written or read."""
 
 
 def write_tensors(
-    folder: Path, tensors: Mapping[str, Stored], finish: Finish, target: Path
+    folder: Path, tensors: Mapping[str, Stored], finish: Callable[[str], None], target: Path
 ) -> None:
     """Writes every rank's part of `tensors` into `folder`. Collective, blocks.
 
@@ -150,7 +148,7 @@ def _write_item(name: str, stand_in: Tensor, chunk: Chunk) -> WriteItem:
 
 
 class _Writer(FileSystemWriter):
-    def __init__(self, folder: Path, finish: Finish, target: Path) -> None:
+    def __init__(self, folder: Path, finish: Callable[[str], None], target: Path) -> None:
         super().__init__(folder)
         self._folder, self._finish, self._target = folder, finish, target
 
@@ -262,7 +260,6 @@ class _MetadataUnpickler(pickle._Unpickler):
     dispatch[0x52] = dispatch[0x81] = lambda me: me.append(_Record(me.stack.pop(), me.stack.pop()))  # type: ignore[attr-defined]
 
     @override
-    def find_class(self, module: str, name: str) -> type[_Record]:
+    def find_class(self, module: str, name: str) -> None:
         if name not in _ALLOWED.get(module, "").split():
             raise ValueError(f"its {METADATA_FILE} names {module}.{name}: do not trust it")
-        return _Record

@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from lightning_dear.checkpoint.optimizer_state import consolidate, sharded_state
+from lightning_dear.checkpoint.optimizer_state import packed, sharded_state, whole_state
 from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
@@ -638,8 +638,8 @@ class OptimizerPipeline:
         with uncounted(self._collectives):
             if self.plan is None:
                 return self.plans.residuals.add_to(self.optimizer.state_dict())
-            state = consolidate(self.stepper, self.plan, self.parameters, self._collectives)
-            return self.plans.residuals.add_to(state)
+            whole = whole_state(self.stepper, self.plan, self.parameters, self._collectives)
+            return self.plans.residuals.add_to(packed(self.optimizer, whole))
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """`optimizer.state_dict()`, tensors left where they are. Collective, blocks."""

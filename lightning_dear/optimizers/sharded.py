@@ -411,7 +411,7 @@ class ShardedOptimizer(OptimizerShards):
                 piece.was_stepped = False
 
     def _warn_of_shards(self, optimizer: Optimizer) -> None:
-        """Whoever wants the whole state lends it to `optimizer` while asking, see `consolidate`."""
+        """Whoever wants the whole state lends it to `optimizer` while asking, see `packed`."""
         has_shards, is_lent = (any(s.values()) for s in (self.shards.state, optimizer.state))
         if has_shards and not is_lent and not self._has_warned:
             self._has_warned = True

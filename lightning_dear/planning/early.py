@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from lightning_dear.planning.measured import LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.predict import PredictedSpan, StepModel, predict
+from lightning_dear.planning.predict import PredictedSpan, StepModel
 
 _MIN_GAIN = 1e-3
 """Share of the step below which an early gather is not worth its second buffer."""
@@ -32,10 +33,11 @@ def choose_early(
     nothing, or is not allowed.
     """
     plan = replace(plan, early=())
-    fitting = _fitting(plan, tensors, times, link) if times.allows_early else ()
+    model = StepModel(tensors, plan.world_size, times, link)
+    fitting = _fitting(plan, model) if times.allows_early else ()
     size = -(-len(fitting) // _MAX_TRIALS) or 1
     steps_s = {
-        count: predict(replace(plan, early=fitting[:count]), tensors, times, link).step_s
+        count: model.step_s(replace(plan, early=fitting[:count]))
         for count in (*range(0, len(fitting), size), len(fitting))
     }
     enough_s = min(steps_s.values()) + _MIN_GAIN * steps_s[0]
@@ -43,16 +45,14 @@ def choose_early(
     return replace(plan, early=fitting[:count])
 
 
-def _fitting(
-    plan: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
-) -> tuple[int, ...]:
-    gather_s = [link.all_gather_s(bucket.nbytes, plan.world_size) for bucket in plan.buckets]
-    spans = StepModel(tensors, plan.world_size, times, link).reduced(plan).spans
+def _fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
+    gather_s = [model.link.all_gather_s(one.nbytes, plan.world_size) for one in plan.buckets]
+    spans = model.reduced(plan).spans
     chosen: list[int] = []
     reduced: set[int] = set()
     free_s = launched_s = 0.0
     for span, limit_s in zip(spans, _latest_begins(spans), strict=True):
-        launched_s = max(launched_s, times.ready_of(plan.buckets[span.bucket]))
+        launched_s = max(launched_s, model.times.ready_of(plan.buckets[span.bucket]))
         while free_s < launched_s:
             fits = [one for one in reduced if free_s + gather_s[one] <= limit_s]
             if not fits:
@@ -70,8 +70,5 @@ def _fitting(
 
 def _latest_begins(spans: Sequence[PredictedSpan]) -> list[float]:
     """When each of the reduce-scatters may begin at the latest so that the last one is in time."""
-    latest_s = [span.begin_s for span in spans]
-    for place in range(len(spans) - 2, -1, -1):
-        duration_s = spans[place].end_s - spans[place].begin_s
-        latest_s[place] = latest_s[place + 1] - duration_s
-    return latest_s
+    earlier_s = [span.begin_s - span.end_s for span in spans[-2::-1]]
+    return list(accumulate(earlier_s, initial=spans[-1].begin_s))[::-1]

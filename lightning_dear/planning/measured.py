@@ -90,9 +90,8 @@ class LinkCost:
             return 0.0
         return self.alpha_s + self.beta_s * sent_bytes(nbytes, world_size)
 
-    def all_gather_s(self, nbytes: float, world_size: int) -> float:
-        """Seconds for a bucket of `nbytes`: it sends what a reduce-scatter sends."""
-        return self.reduce_scatter_s(nbytes, world_size)
+    all_gather_s = reduce_scatter_s
+    """The same: it sends what a reduce-scatter sends."""
 
     def all_reduce_s(self, nbytes: float, world_size: int) -> float:
         """Seconds for a bucket of `nbytes`, as measured, or as both halves; 0 at one rank."""

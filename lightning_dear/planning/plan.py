@@ -314,11 +314,10 @@ def reduce_order(buckets: Sequence[BucketSpec], tensors: Sequence[TensorSpec]) -
 
 def distinct(plans: Iterable[BucketPlan]) -> list[BucketPlan]:
     """The plans without those that differ from an earlier one in their names alone."""
-    kept: list[BucketPlan] = []
+    kept: dict[BucketPlan, BucketPlan] = {}
     for plan in plans:
-        if not any(plan.has_buckets_of(other) for other in kept):
-            kept.append(plan)
-    return kept
+        kept.setdefault(replace(plan, name=""), plan)
+    return list(kept.values())
 
 
 def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> BucketPlan:
@@ -347,14 +346,14 @@ def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> Bucke
         for _, run in groupby(bucket.slices, cut_tensor):
             # Where a cut tensor begins, all of it goes; its later parts leave nothing behind.
             members = [by_index[piece.tensor] for piece in run if piece.start == 0]
-            if members and number in plan.uncompressed:
+            if not members:
+                continue
+            if number in plan.uncompressed:
                 uncompressed.append(len(buckets))
-            if members:
-                parts = [(tensor, 0, tensor.numel) for tensor in members]
-                buckets.append(bucket_of(parts, plan.world_size))
+            parts = [(tensor, 0, tensor.numel) for tensor in members]
+            buckets.append(bucket_of(parts, plan.world_size))
     name, order = f"{plan.name}, no tensor cut", reduce_order(buckets, tensors)
-    left = tuple(uncompressed)
-    return BucketPlan(name, plan.world_size, tuple(buckets), order, uncompressed=left)
+    return BucketPlan(name, plan.world_size, tuple(buckets), order, (), (), tuple(uncompressed))
 
 
 def save_plan(path: str | Path, plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes, sent_bytes
+from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
 
 
@@ -29,23 +29,10 @@ class Prediction:
 
     Attributes:
         step_s: From one backward to the next.
-        exposed_reduce_scatter_s: For which the optimizer step waits after backward.
-        exposed_all_gather_s: For which the next forward stands still.
-        coding_s: For which gradients are encoded and decoded, and with a codec messages started; no
-            wait is in it.
-        bound_s: No step is shorter than max(forward + backward, bytes / rate), bytes being what a
-            rank sends in both halves.
-        dear_bound_s: No step is shorter whose halves stay apart (DeAR, arXiv 2302.12445):
-            max(forward, all-gather) + max(backward, reduce-scatter).
         spans: The link's timeline.
     """
 
     step_s: float
-    exposed_reduce_scatter_s: float
-    exposed_all_gather_s: float
-    coding_s: float
-    bound_s: float
-    dear_bound_s: float
     spans: tuple[PredictedSpan, ...]
 
 
@@ -98,8 +85,7 @@ class StepModel:
         nbytes = [bucket.stepped_bytes for bucket in plan.buckets]
         costs = codecs.of_all(plan)
         timeline = self.reduced(plan)
-        encode_s = sum(costs[number].encode_s for number in plan.reduce_order)
-        reduced_s = times.backward_s + encode_s
+        reduced_s = times.backward_s + sum(costs[number].encode_s for number in plan.reduce_order)
         for number in plan.reduce_order:
             arrived_s = timeline.ends["reduce_scatter", number]
             reduced_s = max(reduced_s, arrived_s) + costs[number].sum_s
@@ -122,15 +108,8 @@ class StepModel:
             cost.decode_s + late_per_byte_s * size for cost, size in zip(costs, nbytes, strict=True)
         ]
         delay_s = self._delay_in_forward(plan, timeline, stepped_s, used_s)
-        sum_s = sum(cost.sum_s for cost in costs)
-        return Prediction(
-            stepped_s + times.forward_s + delay_s + codecs.unseen_s,
-            reduced_s - times.backward_s - encode_s - sum_s,
-            delay_s - sum(used_s),
-            encode_s + sum_s + sum(cost.publish_s + cost.decode_s for cost in costs),
-            *self._bounds_s(plan),
-            tuple(timeline.spans),
-        )
+        step_s = stepped_s + times.forward_s + delay_s + codecs.unseen_s
+        return Prediction(step_s, tuple(timeline.spans))
 
     def reduced(self, plan: BucketPlan) -> LinkTimeline:
         """The link until the last reduce-scatter has ended, with the early gathers among them.
@@ -176,24 +155,6 @@ class StepModel:
             # Delays do not add up: a wait for one bucket is time for the next one to come.
             delay_s = max(delay_s, late_s) + used_s[number]
         return delay_s
-
-    def _bounds_s(self, plan: BucketPlan) -> tuple[float, float]:
-        """See `Prediction`: both bounds, of what travels, encoding and decoding left out.
-
-        The rate is that of the two halves; a backend's all-reduce may have another.
-        """
-        # Padding is no part of the problem, so the bounds leave it out.
-        least = [
-            self.codecs.of(plan, number).of(bucket.numel, bucket.itemsize, plan.world_size)
-            for number, bucket in enumerate(plan.buckets)
-        ]
-        halves = sum(cost.reduce_bytes for cost in least), sum(cost.gather_bytes for cost in least)
-        reduce_s, gather_s = (
-            self.link.beta_s * sent_bytes(nbytes, plan.world_size) for nbytes in halves
-        )
-        forward_s, backward_s = self.times.forward_s, self.times.backward_s
-        dear_s = max(forward_s, gather_s) + max(backward_s, reduce_s)
-        return max(forward_s + backward_s, reduce_s + gather_s), dear_s
 
 
 def predict(

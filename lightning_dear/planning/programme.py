@@ -206,9 +206,8 @@ class Course:
             first_use_s: When forward first reads one of the group.
             kind: Number of the way among `costs`.
         """
-        encode_s, reduce_s, sum_s, publish_s, gather_s, decode_s = self._cost_s(
-            self.costs[kind], begin, end
-        )
+        costs_s = self._cost_s(self.costs[kind], begin, end)
+        encode_s, reduce_s, sum_s, publish_s, gather_s, decode_s = costs_s
         # The four sums; the others are maxima, each made of what stands in the lines above it.
         after = rows + (0, 0, 0, 0, encode_s + sum_s, encode_s, publish_s + decode_s, decode_s)
         launched_s = self._ready_s[end - 1] + after[:, ENCODED]

@@ -48,8 +48,7 @@ def checked(
 ) -> dict[str, Any]:
     """What `load` reads from the file `path`, without masters if another strategy wrote it.
 
-    Every rank reads; what is wrong on one, whose host may have a copy of its own, is raised on all.
-    Collective, blocks.
+    Every rank reads: see `on_all_ranks`. Collective, blocks.
 
     Args:
         load: Called once.
@@ -60,13 +59,35 @@ def checked(
         ValueError: If it is damaged or no checkpoint, or a later version of this package wrote it.
     """
     local = str(path).removeprefix("file://")
-    try:
-        checkpoint, wrong = read(local, load, check_digests=check_digests), ""
-    except CheckpointError as error:
-        checkpoint, wrong = {}, str(error)
-    for everyones in filter(None, from_all_ranks(wrong)):
-        raise CheckpointError(everyones)
-    check(checkpoint)
+
+    def own() -> dict[str, Any]:
+        checkpoint = read(local, load, check_digests=check_digests)
+        check(checkpoint)
+        return checkpoint
+
+    checkpoint = on_all_ranks(own)
     if KEY not in checkpoint:
         forget_masters(checkpoint)
     return checkpoint
+
+
+def on_all_ranks(load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `load` returns; where it fails on any rank, it fails on all. Collective, blocks.
+
+    Hosts may have copies of their own: without that others would wait for the one that failed.
+
+    Raises:
+        Exception: What `load` has raised here.
+        ValueError: If it has raised on other ranks alone, with the first one's words.
+    """
+    wrong: Exception | None = None
+    try:
+        content = load()
+    except Exception as error:
+        wrong = error
+    said = from_all_ranks(None if wrong is None else str(wrong) or repr(wrong))
+    if wrong is not None:
+        raise wrong
+    for others in filter(None, said):
+        raise CheckpointError(others)
+    return content

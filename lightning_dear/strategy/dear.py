@@ -39,7 +39,7 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, SearchingPlanner, save_plan
 from lightning_dear.strategy import refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy
-from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
+from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked, on_all_ranks
 from lightning_dear.strategy.connections import (
     StopRequest,
     connect_precision,
@@ -401,13 +401,17 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     ) -> dict[str, Any]:
         """The ordinary checkpoint, from a file or a folder. Every rank reads it in whole.
 
+        Collective, blocks: what one rank cannot read fails on all.
+
         Raises:
             ValueError: If it is damaged, of an unknown format, or not of a Trainer.
         """
         if is_folder(checkpoint_path):
             # Lightning 2.5 does not pass it.
             weights = kwargs.get("weights_only", *args[:1])
-            return load(checkpoint_path, weights_only=weights, check_digests=self._checks_digests)
+            checks = self._checks_digests
+            whole = partial(load, checkpoint_path, weights_only=weights, check_digests=checks)
+            return on_all_ranks(whole)
         read = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
         checkpoint = checked(read, checkpoint_path, check_digests=self._checks_digests)
         if "state_dict" not in checkpoint:

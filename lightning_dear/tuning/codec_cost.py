@@ -56,26 +56,18 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     assert isinstance(codec, Codec)
     pipeline.complete_parameters("measuring the codec")
     numel = sum(tensor.numel for tensor in pipeline.parts[0].tensors)
-    sizes = _sizes(numel, collectives.world_size)
+    unit = ALIGNMENT * collectives.world_size
+    large = aligned(max(min(numel, _LARGE_NUMEL), 4 * unit), unit)
+    sizes = aligned(min(_SMALL_NUMEL, large // 4), unit), large
     # Ranks begin together.
     collectives.all_gather_object(None)
-    own = [
-        [time_s for size in sizes for time_s in _Probe(pipeline, used, size).times_s()]
-        for used in (codec, Fp32())
-    ]
-    own_s, plain_s = (slowest(collectives, times_s) for times_s in own)
     launches_s = launch_seconds(pipeline)
-    return CodecCosts(
-        _cost(pipeline, codec, sizes, own_s, launches_s),
-        _cost(pipeline, Fp32(), sizes, plain_s, launches_s),
-        may_mix=not codec.votes and not codec.is_identity,
-    )
-
-
-def _sizes(total: int, world_size: int) -> tuple[int, int]:
-    unit = ALIGNMENT * world_size
-    large = aligned(max(min(total, _LARGE_NUMEL), 4 * unit), unit)
-    return aligned(min(_SMALL_NUMEL, large // 4), unit), large
+    costs = []
+    for used in (codec, Fp32()):
+        own_s = [one_s for size in sizes for one_s in _Probe(pipeline, used, size).times_s()]
+        costs.append(_cost(pipeline, used, sizes, slowest(collectives, own_s), launches_s))
+    own, plain = costs
+    return CodecCosts(own, plain, may_mix=not codec.votes and not codec.is_identity)
 
 
 def _cost(
@@ -127,27 +119,17 @@ class _Probe:
         # Not zeros, of which a sparse codec would find nothing to select.
         self._noise = torch.randn(numel, device=device, generator=generator).to(like.dtype)
         tensor = TensorSpec(0, "probe", numel, like.element_size(), "probe", 0, 0)
+        plan, parameters = NoFusion().plan([tensor], world_size), [Parameter(self._noise.clone())]
+        lags = options.encodes_differences
         flat = allocate(
-            NoFusion().plan([tensor], world_size),
-            [Parameter(self._noise.clone())],
-            rank,
-            lambda _: 0,
-            world_size,
-            keeps_gradients=True,
-            lags=options.encodes_differences,
+            plan, parameters, rank, lambda _: 0, world_size, keeps_gradients=True, lags=lags
         )
         self._bucket = flat.buckets[0]
         self._nobody = _Nobody(collectives)
-        self._exchange = new_exchange(
-            options,
-            [None],
-            # With the memory of what it stands in for, as where a plan leaves a bucket so.
-            (0,) if codec.is_identity else (),
-            cast(Collectives, self._nobody),
-            0,
-            flat,
-            lambda: None,
-        )
+        nobody = cast(Collectives, self._nobody)
+        # With the memory of what it stands in for, as where a plan leaves a bucket so.
+        left = (0,) if codec.is_identity else ()
+        self._exchange = new_exchange(options, [None], left, nobody, 0, flat, lambda: None)
 
     def times_s(self) -> list[float]:
         """Seconds to encode a bucket, to decode and sum it, to encode its shard, to decode that."""
@@ -254,6 +236,5 @@ def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
     gathering = collectives.expect_all_gather, collectives.launch_all_gather, rows.view(-1)
     with uncounted(collectives):
         own = [(started_s(*reducing), started_s(*gathering)) for _ in range(_NUM_LAUNCHES)]
-    medians = [median(half) for half in zip(*own, strict=True)]
-    reduce_s, gather_s = slowest(collectives, medians)
+    reduce_s, gather_s = slowest(collectives, [median(half) for half in zip(*own, strict=True)])
     return reduce_s, gather_s

@@ -93,16 +93,20 @@ class Tuning:
             return
         times = yield from self._profile()
         has_codec = self._pipeline.codec is not None
-        start = (yield from self._measure_start()) if has_codec else None
+        start: BucketPlan | None = None
+        # A planner that says nothing of predictions needs no such yardstick.
+        is_predicting = has_codec and isinstance(self._planner, PredictingPlanner)
+        if is_predicting and self._part.uses_configured_codec:
+            start, start_s = self._part.plan, (yield from self._measure_steps())
         link = measure_link(self._pipeline)
         costs: tuple[Any, ...] = (link,)
         if has_codec:
             codecs = measure_codecs(self._pipeline)
-            if start is not None:
+            # A schedule may have changed it meanwhile.
+            if start is not None and self._part.uses_configured_codec:
                 # What its step takes beyond its prediction, every plan's does.
-                first, first_s = start
-                seen_s = predict(first, self._tensors, times, link, codecs).step_s
-                codecs = replace(codecs, unseen_s=first_s - seen_s, fitted_to=first)
+                seen_s = predict(start, self._tensors, times, link, codecs).step_s
+                codecs = replace(codecs, unseen_s=start_s - seen_s, fitted_to=start)
             costs = link, codecs
         if self._collectives.rank == 0:
             # On rank 0 alone: a search may compute other bits on another kind of host.
@@ -167,21 +171,6 @@ class Tuning:
             allows_all_reduce=self._pipeline.all_reduce_refusal is None,
             allows_cuts=not self._pipeline.options.is_of_gradients,
         )
-
-    def _measure_start(self) -> Generator[None, None, tuple[BucketPlan, float] | None]:
-        """The plan that training starts with, and its step's seconds.
-
-        None where most steps will be others.
-
-        A planner that says nothing of predictions needs no such yardstick.
-        """
-        part = self._part
-        plan, is_predicting = part.plan, isinstance(self._planner, PredictingPlanner)
-        if plan is None or not is_predicting or not part.uses_configured_codec:
-            return None
-        step_s = yield from self._measure_steps()
-        # A schedule may have changed it meanwhile.
-        return (plan, step_s) if part.uses_configured_codec else None
 
     def _measure_steps(self) -> Generator[None, None, float]:
         """Seconds a step of the slowest rank; the median, as a validation may come between."""

@@ -17,7 +17,7 @@ from lightning_dear.planning import LinkCost
 from lightning_dear.simulator import Curve, Link
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import load_workload
-from lightning_dear.tuning.link_cost import Spread
+from lightning_dear.studies.probes.sizes import Spread
 from tests.apps.test_train import QUICK, run
 from tests.planning.models import chain
 

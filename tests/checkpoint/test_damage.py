@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -114,6 +115,23 @@ def test_whatever_bit_is_flipped_all_comes_back_or_nothing(tmp_path: Path, kind:
             noticed += said is not None
             file.write_bytes(before)
     assert noticed > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_record_that_says_it_is_a_folder_is_refused(tmp_path: Path, kind: str) -> None:
+    """torch would leave whatever is in memory in the place of its numbers."""
+    (write, read), path = KINDS[kind], tmp_path / "saved"
+    write(path, checkpoint())
+    files = [path] if path.is_file() else [path / SKELETON_FILE, *path.glob("__*")]
+    for file in files:
+        before = file.read_bytes()
+        entries = [found.start() for found in re.finditer(b"PK\x01\x02", before)]
+        assert len(entries) > 3
+        for at in entries:
+            # The attributes of MS-DOS in the archive's directory.
+            flip(file, at + 38, 4)
+            assert f"{file} is damaged" in str(refusal(read, path))
+            file.write_bytes(before)
 
 
 def test_what_states_no_digests_loads(tmp_path: Path) -> None:

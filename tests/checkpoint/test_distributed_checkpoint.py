@@ -602,9 +602,14 @@ def test_loading_runs_no_code_from_the_folder(
     assert not (tmp_path / "was run").exists()
 
 
-def test_converting_needs_leave_to_run_code(tmp_path: Path) -> None:
+def test_converting_needs_leave_to_run_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(tmp_path / "saved", {"value": torch.ones(5000), "path": tmp_path})
     with pytest.raises(pickle.UnpicklingError):
         convert(tmp_path / "saved", tmp_path / "file")
+    with pytest.raises(SystemExit):
+        distributed_checkpoint.main([str(tmp_path / "saved"), str(tmp_path / "file")])
+    assert "checkpoint.pt: Weights only load failed" in capsys.readouterr().err
     convert(tmp_path / "saved", tmp_path / "file", weights_only=False)
     assert torch.load(tmp_path / "file", weights_only=False)["path"] == tmp_path

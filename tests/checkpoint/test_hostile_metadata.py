@@ -192,7 +192,11 @@ def rewrite(folder: Path, change: Callable[[Any], None], pickler: Any = pickle.P
     (folder / METADATA_FILE).write_bytes(pickled.getvalue())
 
 
-@pytest.mark.parametrize("path", ["../outside", "/dev/zero", "checkpoint.pt/../../outside", "."])
+FORGED = "x\nRank 1: \x1b[2Jfine"
+ELSEWHERE = ["../outside", "/dev/zero", "checkpoint.pt/../../outside", ".", FORGED]
+
+
+@pytest.mark.parametrize("path", ELSEWHERE)
 def test_files_elsewhere_are_not_read(folder: Path, path: str) -> None:
     (part,) = folder.glob("__*")
     (folder.parent / "outside").write_bytes(part.read_bytes())
@@ -202,7 +206,17 @@ def test_files_elsewhere_are_not_read(folder: Path, path: str) -> None:
             info.relative_path = path
 
     rewrite(folder, change)
-    with pytest.raises(ValueError, match="not of this checkpoint"):
+    with pytest.raises(ValueError, match="not of this checkpoint") as raised:
+        load(folder)
+    # Nobody is to take it for a line of a log, or for an order to the terminal.
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("of", [METADATA_FILE, SKELETON_FILE])
+def test_what_never_ends_is_not_read(folder: Path, of: str) -> None:
+    (folder / of).unlink()
+    (folder / of).symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=f"not a complete checkpoint folder \\({of} is"):
         load(folder)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
+from lightning_dear.checkpoint.folder import SKELETON_FILE
+from lightning_dear.checkpoint.format import KEY
 from lightning_dear.checkpoint.optimizer_state import CLASS
 from tests.checkpoint.test_damage import flip, place_of
 from tests.distributed.harness import distributed
@@ -177,3 +181,35 @@ def test_a_copy_that_is_damaged_on_one_host_is_refused_on_all(tmp_path: Path) ->
     with pytest.raises(ValueError, match=str(tmp_path / "host 1")):
         fit(dear(), Net("mlp", "adamw"), ckpt_path=str(path))
     fabric.load(tmp_path / "saved.ckpt", state)
+
+
+@pytest.mark.parametrize("kind", SAVERS)
+@pytest.mark.parametrize("what", ["missing", "names code", "later format", "damaged"])
+@distributed(world_sizes=[2])
+def test_what_one_rank_cannot_read_fails_on_all(tmp_path: Path, kind: str, what: str) -> None:
+    """Nobody waits for the one that has failed, whatever the reason."""
+    saved, own = tmp_path / "saved.ckpt", tmp_path / f"host {dist.get_rank()}"
+    fit(SAVERS[kind](), Net("mlp", "adamw")).save_checkpoint(saved)
+    dist.barrier()
+    path = own / "saved.ckpt"
+    if kind == "folder":
+        shutil.copytree(saved, path)
+        file = path / SKELETON_FILE
+    else:
+        own.mkdir()
+        file = Path(shutil.copy(saved, path))
+    if dist.get_rank() == 1:
+        content = torch.load(file, weights_only=False)
+        content |= {"later format": {KEY: {"format": 99}}, "names code": {"x": path}}.get(what, {})
+        torch.save(content, file)
+        if what == "damaged":
+            file.write_bytes(file.read_bytes()[:3000])
+        if what == "missing":
+            file.unlink()
+    kinds = (ValueError, FileNotFoundError, UnpicklingError)
+    with pytest.raises(kinds) as raised:
+        fit(dear(), Net("mlp", "adamw"), ckpt_path=str(path))
+    assert dist.get_rank() == 1 or isinstance(raised.value, ValueError)
+    assert "99" in str(raised.value) or str(tmp_path / "host 1") in str(raised.value)
+    # All are still together.
+    dist.barrier()

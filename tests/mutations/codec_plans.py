@@ -120,8 +120,8 @@ CODEC_PLANS = [
     Mutation(
         "adding what no cost shows",
         "StepModel.predict",
-        "            stepped_s + times.forward_s + delay_s + codecs.unseen_s,\n",
-        "            stepped_s + times.forward_s + delay_s,\n",
+        "forward_s + delay_s + codecs.unseen_s\n",
+        "forward_s + delay_s\n",
         (f"{TUNING}::test_what_no_cost_shows_is_learnt_from_the_starting_plan",),
     ),
     Mutation(
@@ -197,8 +197,8 @@ CODEC_PLANS = [
     Mutation(
         "keeping votes compressed",
         "measure_codecs",
-        "may_mix=not codec.votes and not codec.is_identity,\n",
-        "may_mix=not codec.is_identity,\n",
+        "may_mix=not codec.votes and not codec.is_identity)\n",
+        "may_mix=not codec.is_identity)\n",
         (f"{PROBE}::test_ranks_agree_and_training_is_not_touched",),
     ),
     Mutation(

@@ -83,7 +83,7 @@ LOADING = [
     Mutation(
         "leaving a refused state alone",
         "ResidualKeeper._on_loading",
-        "        if saved_sizes != own_sizes:\n",
+        "        if list(map(len, saved)) != list(map(len, present)):\n",
         "        if False:\n",
         (f"{FROZEN}::test_a_state_that_torch_refuses_leaves_everything_as_it_was",),
     ),

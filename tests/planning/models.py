@@ -8,6 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from lightning_dear.planning import (
+    BucketPlan,
     CodecCost,
     CodecCosts,
     Linear,
@@ -15,6 +16,7 @@ from lightning_dear.planning import (
     ModelTimes,
     TensorSpec,
 )
+from lightning_dear.planning.measured import NO_CODEC, sent_bytes
 from lightning_dear.planning.plan import ALIGNMENT
 
 WORLD_SIZE = 2
@@ -44,6 +46,24 @@ def chain(
         {i: sum(backward_s[i:]) for i in range(count)},
     )
     return tensors, times
+
+
+def bounds_s(
+    plan: BucketPlan, times: ModelTimes, link: LinkCost, codecs: CodecCosts = NO_CODEC
+) -> tuple[float, float]:
+    """Of what travels, without padding: the least step, and the least whose halves stay apart.
+
+    max(forward + backward, bytes / rate), bytes being what a rank sends in both halves; and
+    max(forward, all-gather) + max(backward, reduce-scatter) (DeAR, arXiv 2302.12445).
+    """
+    least = [
+        codecs.of(plan, number).of(bucket.numel, bucket.itemsize, plan.world_size)
+        for number, bucket in enumerate(plan.buckets)
+    ]
+    halves = sum(cost.reduce_bytes for cost in least), sum(cost.gather_bytes for cost in least)
+    reduce_s, gather_s = (link.beta_s * sent_bytes(half, plan.world_size) for half in halves)
+    apart_s = max(times.forward_s, gather_s) + max(times.backward_s, reduce_s)
+    return max(times.forward_s + times.backward_s, reduce_s + gather_s), apart_s
 
 
 seconds = st.integers(0, 20).map(float)

@@ -22,7 +22,7 @@ from lightning_dear.planning.all_reduce import everything_all_reduced
 from lightning_dear.planning.measured import combined_times
 from lightning_dear.planning.plan import check_plan
 from lightning_dear.planning.search import described
-from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, links
+from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, bounds_s, chain, links
 from tests.planning.test_predict import LINK, planned
 
 # Backward leaves the link idle, forward has no time for the gathers.
@@ -71,7 +71,6 @@ def test_gathers_move_to_where_backward_leaves_the_link_idle() -> None:
     assert found.all_reduced == (1, 2)
     assert replace(found, all_reduced=()) == PLAN
     before, after = (predict(one, TENSORS, LATE_TIMES, LINK) for one in (PLAN, found))
-    assert before.exposed_all_gather_s == 11 - 3
     assert after.step_s == before.step_s - 8 + 5
 
 
@@ -125,7 +124,7 @@ def test_what_is_chosen_is_a_plan_and_never_predicted_to_be_slower(
     numel = sum(found.buckets[number].numel for number in found.all_reduced)
     assert numel <= share * sum(bucket.numel for bucket in plan.buckets)
     if not is_cheap:
-        assert predicted.step_s >= predicted.bound_s - 1e-9
+        assert predicted.step_s >= bounds_s(found, times, link)[0] - 1e-9
     gathered = [span.bucket for span in predicted.spans if span.lane == "all_gather"]
     assert sorted([*gathered, *found.all_reduced]) == list(range(len(plan.buckets)))
 

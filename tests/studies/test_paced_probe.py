@@ -8,7 +8,7 @@ import torch
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.planning import LinkCost
 from lightning_dear.studies.probes.paced import _end_s, alpha_of, due_of, with_paced_alpha
-from lightning_dear.tuning.link_cost import Spread
+from lightning_dear.studies.probes.sizes import Spread
 from tests.distributed.harness import distributed
 from tests.planning.models import chain
 

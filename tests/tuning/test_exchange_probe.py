@@ -19,7 +19,7 @@ from lightning_dear.studies.probes.sharding import (
     sharded_tensor_s,
 )
 from lightning_dear.studies.probes.sharding_host import sharding_s
-from lightning_dear.tuning.link_cost import line, measure_sizes
+from lightning_dear.studies.probes.sizes import line, measure_sizes
 from tests.distributed.harness import distributed
 
 CPU = torch.device("cpu")

@@ -44,7 +44,7 @@ from lightning_dear.studies.probes.sharding import (
     sharded_tensor_s,
 )
 from lightning_dear.studies.probes.sharding_host import Units, sharding_s
-from lightning_dear.tuning.link_cost import Of, Spread, measure_sizes
+from lightning_dear.studies.probes.sizes import Of, Spread, measure_sizes
 
 MODULE = "lightning_dear.apps.plan.calibrate"
 _TIMEOUT = timedelta(minutes=10)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.planning import LinkCost, ModelTimes
 from lightning_dear.simulator.curve import Curve
-from lightning_dear.tuning.link_cost import Spread
+from lightning_dear.studies.probes.sizes import Spread
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives, uncounted
 from lightning_dear.planning import LinkCost, ModelTimes, TensorSpec
 from lightning_dear.planning.measured import sent_bytes
-from lightning_dear.tuning.link_cost import Spread, slowest
+from lightning_dear.studies.probes.sizes import Spread
+from lightning_dear.tuning.link_cost import slowest
 
 _NUM_REPEATS = 5
 _NEARLY = 0.02
