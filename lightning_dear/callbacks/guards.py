@@ -12,10 +12,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-_OURS = __name__.rpartition(".")[0]
-"""Where our callbacks are, which do not read weights in their batch hooks."""
+from lightning_dear.callbacks.compression_schedule import CompressionSchedule
+from lightning_dear.callbacks.fusion_tuner import FusionTuner
+from lightning_dear.callbacks.monitor import DearMonitor
+from lightning_dear.callbacks.timeline import TimelineCallback
 
 _NON_READERS: set[type[Callback]] = {
+    CompressionSchedule,
+    DearMonitor,
+    FusionTuner,
+    TimelineCallback,
     lightning_callbacks.DeviceStatsMonitor,
     lightning_callbacks.LearningRateMonitor,
     lightning_callbacks.ModelCheckpoint,
@@ -24,7 +30,7 @@ _NON_READERS: set[type[Callback]] = {
     lightning_callbacks.ThroughputMonitor,
     lightning_callbacks.Timer,
 }
-"""Others with batch hooks of which we know that these read weights through `state_dict()` or
+"""Callbacks with batch hooks of which we know that these read weights through `state_dict()` or
 not at all. Waiting before every callback would undo the overlap: progress bars have such hooks."""
 
 
@@ -73,7 +79,7 @@ class CompletionGuard(Callback):
     ) -> str | None:
         for one in (*callbacks, module):
             # By exact class: what a subclass of a known one reads is not known.
-            is_known = type(one) in _NON_READERS or type(one).__module__.startswith(_OURS)
+            is_known = one is self or type(one) in _NON_READERS
             if not is_known and is_overridden(hook, one):
                 return type(one).__name__
         return None
