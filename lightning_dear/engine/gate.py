@@ -78,7 +78,7 @@ def plain_parameters(module: Module) -> dict[str, Any]:
     parameters: dict[str, Any] = module._parameters
     if isinstance(parameters, ParameterGate):
         return parameters.plain
-    return parameters if has_gate(module) else dict(parameters.items())
+    return parameters if isinstance(parameters, dict) else dict(parameters.items())
 
 
 def owners(module: Module, parameters: Sequence[Parameter]) -> dict[Module, dict[str, int]]:

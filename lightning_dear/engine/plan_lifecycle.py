@@ -191,8 +191,11 @@ class PlanLifecycle:
         Puts the optimizer's parameters back, with the others' values. Other modules do not wait
         yet: for them it blocks until all is complete, and lets the next forward be recorded.
         """
+        if not self.trained.have_moved(notes=False):
+            return
         self.trained.restore_replaced()
-        if self.trained.have_moved() and self._uses_buckets and self.active is not None:
+        has_moved = self.trained.have_moved(notes=True)
+        if has_moved and self._uses_buckets and self.active is not None:
             self.active.gatherer.complete(reason="exchanged modules")
             self.trained.recorder = ForwardRecorder(self._module, self.parameters)
             self.looks_again = True

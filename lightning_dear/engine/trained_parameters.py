@@ -86,13 +86,14 @@ class TrainedParameters:
                 " others, since the forward of this step; change that before the forward."
             )
 
-    def have_moved(self) -> bool:
-        """Whether other modules hold them than when this was asked before. Local.
+    def have_moved(self, *, notes: bool) -> bool:
+        """Whether other modules hold them than when it was noted last, as it is now. Local.
 
         Users exchange modules for others with the same parameters, such as fused or scripted ones.
         """
-        before, self._homes = self._homes, owners(self._module, self.parameters)
-        return before != self._homes
+        before, present = self._homes, owners(self._module, self.parameters)
+        self._homes = present if notes else before
+        return present != before
 
     def restore_replaced(self) -> None:
         """Puts the optimizer's parameters back where others stand, with the others' values.

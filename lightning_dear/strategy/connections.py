@@ -181,6 +181,8 @@ class StopRequest:
         if self.trainer.state.fn == TrainerFn.FITTING and not self._board.has_failed:
             num_batches = self.trainer.fit_loop.total_batch_idx + 1
             self._board.leave(
-                f"has ended its training after {num_batches} batches, and others expect more: give"
-                " all ranks equally many, such as by Trainer(limit_train_batches=...)."
+                f"has ended its training after {num_batches} batches and {self.trainer.global_step}"
+                " steps, and others expect more: give all ranks equally many batches, such as by"
+                " Trainer(limit_train_batches=...), and let no rank leave out a backward or a"
+                " step that others make."
             )

@@ -76,16 +76,16 @@ def test_what_the_sending_raises_is_raised_to_whoever_waits() -> None:
     def fail() -> None:
         raise RuntimeError("connection closed")
 
-    late = DelayedSends(0.01)
+    late = DelayedSends(0.01, mock.Mock(isend=fail))
     for _ in range(2):  # the thread outlives the first
         with pytest.raises(RuntimeError, match="connection closed"):
-            late.send(fail).wait()
+            late.isend().wait()
 
 
 def test_its_thread_ends_with_it() -> None:
     before = set(threading.enumerate())
-    late = DelayedSends(0.01)
-    late.send(mock.Mock).wait()
+    late = DelayedSends(0.01, mock.Mock())
+    late.isend().wait()
     (thread,) = set(threading.enumerate()) - before
     del late
     thread.join(timeout=5)

@@ -151,7 +151,7 @@ def test_one_that_has_fewer_batches_is_named(numbers: list[int]) -> None:
         assert isinstance(outcome, Raised), f"rank {rank}: {outcome}"
         assert f"nothing from rank {numbers.index(5)} for 5 s" in outcome.message
         if HAS_NOTES:
-            words = f"Rank {numbers.index(5)} has ended its training after 5 batches, and others"
+            words = f"Rank {numbers.index(5)} has ended its training after 5 batches and 5 steps"
             assert words in outcome.traceback
 
 
