@@ -112,8 +112,10 @@ def used_early() -> RuntimeError:
 
 def anyone(says: bool, collectives: Collectives, shared: SharedOptions) -> bool:
     """Whether any rank says so. Collective; blocks the host; raises as `SharedOptions.hear`."""
-    flags = torch.zeros(1 + shared.NUM_BYTES, dtype=torch.uint8)
-    flags[0], flags[1:] = says, shared.digest(flags.device)
+    flags = torch.zeros(1 + shared.num_bytes, dtype=torch.uint8)
+    flags[0] = says
+    if shared.num_bytes:
+        flags[1:] = shared.digest(flags.device)
     collectives.launch_any(flags).wait()
     shared.hear(flags[1:])
     return bool(flags[0])

@@ -388,13 +388,14 @@ class RoundFlags:
         self._exchange, self._collectives = exchange, exchange.collectives
         self._uses_all = all(one == USED for one in says)
         self._shared, num_told = shared, len(says) + len(voting)
-        self._digests = slice(num_told, num_told + shared.NUM_BYTES)
+        self._digests = slice(num_told, num_told + shared.num_bytes)
         # Behind them: the wish, inf or nan, the signal.
         self._flags = torch.ones(self._digests.stop + 3, dtype=torch.uint8, device=device)
         if not self._uses_all or voting:
             lacks = [says[number] == UNUSED for number in voting]
             self._flags[:num_told] = torch.tensor([*says, *lacks], dtype=torch.uint8)
-        self._flags[self._digests] = shared.digest(device)
+        if shared.num_bytes:
+            self._flags[self._digests] = shared.digest(device)
         if wishes:
             # The 1 of who wishes nothing is less where all read flags, and where only some do more:
             # these hear whether others read them, too.

@@ -467,10 +467,11 @@ class BufferBroadcast:
     def launch(self) -> None:
         """Starts the broadcast of the buffers' present values. Does not block."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        is_alone, ignored = self._collectives.world_size == 1, ignored_names(self._module)
-        for name, buffer in self._module.named_buffers():
-            if not is_alone and name not in ignored:
-                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        if self._collectives.world_size > 1:
+            ignored = ignored_names(self._module)
+            for name, buffer in self._module.named_buffers():
+                if name not in ignored:
+                    by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for number, buffers in enumerate(by_dtype.values()):
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             work = self._collectives.launch_broadcast(flat, number)

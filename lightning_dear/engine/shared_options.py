@@ -61,6 +61,9 @@ class SharedOptions:
         optimizer: Its groups are looked at.
         number: Of the optimizer, for messages.
         collectives: Over all ranks.
+
+    Attributes:
+        num_bytes: Of a digest; none of a single rank, who has nobody to tell it.
     """
 
     NUM_BYTES = 8
@@ -69,16 +72,21 @@ class SharedOptions:
     def __init__(self, optimizer: Optimizer, number: int, collectives: Collectives) -> None:
         self._optimizer, self._number = optimizer, number
         self._collectives = collectives
+        self.num_bytes = self.NUM_BYTES if collectives.world_size > 1 else 0
         self._options: Options = {}
+        self._digest: Tensor | None = None
         self._num_heard = 0
 
     def digest(self, device: torch.device) -> Tensor:
-        """A hash of the present options, and its complement: [NUM_BYTES], uint8, on `device`."""
-        self._options = options_of(self._optimizer)
-        hashed = crc32(repr(self._options).encode()).to_bytes(self.NUM_BYTES // 2, "little")
-        both = int.from_bytes([*hashed, *(255 - one for one in hashed)], "little", signed=True)
-        # As one number, which a device can be given without a wait.
-        return torch.full((1,), both, device=device).view(torch.uint8)
+        """A hash of the present options, and its complement: [num_bytes], uint8, on `device`."""
+        options = options_of(self._optimizer)
+        if self._digest is None or options != self._options:
+            self._options = options
+            hashed = crc32(repr(options).encode()).to_bytes(self.NUM_BYTES // 2, "little")
+            both = int.from_bytes([*hashed, *(255 - one for one in hashed)], "little", signed=True)
+            # As one number, which a device can be given without a wait.
+            self._digest = torch.full((1,), both, device=device).view(torch.uint8)
+        return self._digest
 
     def hear(self, told: Tensor) -> None:
         """Takes the maximum over ranks of the last digest.
@@ -89,7 +97,8 @@ class SharedOptions:
             ValueError: If ranks have other options, on all of them, naming the option.
         """
         self._num_heard += 1
-        if not self._collectives.reads_flags_freely and self._num_heard % _SELDOM:
+        is_seldom = not self._collectives.reads_flags_freely and self._num_heard % _SELDOM
+        if is_seldom or not self.num_bytes:
             return
         # A byte and its complement are 255 together, and the maxima are more if any two differ.
         if sum(told.tolist()) == 255 * self.NUM_BYTES // 2:

@@ -51,6 +51,8 @@ class TrainedParameters:
         self._untrained = [p for group in groups for p in group["params"] if id(p) not in known]
         self._module = module
         self._homes = owners(module, self.parameters)
+        self._tables = _tables_of(module)
+        self._tree = _tree_of(self._tables)
         self.recorder = ForwardRecorder(module, self.parameters)
         self.hooks = GradientHooks((), lambda *_: None)
 
@@ -91,8 +93,13 @@ class TrainedParameters:
 
         Users exchange modules for others with the same parameters, such as fused or scripted ones.
         """
+        # Quicker than to go through the tree: modules with the same children are the same tree.
+        if _tree_of(self._tables) == self._tree:
+            return False
         before, present = self._homes, owners(self._module, self.parameters)
-        self._homes = present if notes else before
+        if notes or present == before:
+            self._homes, self._tables = present, _tables_of(self._module)
+            self._tree = _tree_of(self._tables)
         return present != before
 
     def restore_replaced(self) -> None:
@@ -124,6 +131,21 @@ class TrainedParameters:
                 )
             parameter.data = other.data.to(parameter.dtype)
             part._parameters[name] = parameter
+
+
+def _tables_of(module: Module) -> list[dict[str, Any]]:
+    """Of each module its children, and its parameters; of TorchScript copies."""
+    tables: list[dict[str, Any]] = []
+    for part in module.modules():
+        children: Any = part._modules
+        is_plain = isinstance(children, dict)
+        tables += (children if is_plain else dict(children.items()), plain_parameters(part))
+    return tables
+
+
+def _tree_of(tables: Sequence[dict[str, Any]]) -> list[int]:
+    """How many there are in each, and which objects they are."""
+    return [*map(len, tables), *map(id, chain.from_iterable(map(dict.values, tables)))]
 
 
 def _held_by(optimizer: Optimizer) -> list[list[int]]:

@@ -12,9 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -56,13 +57,19 @@ def is_nested(optimizer: Optimizer) -> bool:
     That is a subclass's `super().step()`: torch wraps both, once there was an object of the plain
     class. Told by the stack, since of a step that raised no hook hears the end.
     """
-    num_steps = 0
-    frame: FrameType | None = sys._getframe(1)
+    num_steps, kind = 0, cast(Any, type(optimizer))
+    frame: FrameType | None = sys._getframe(1) if _has_several_steps(kind) else None
     while frame is not None and num_steps < 2:
         is_step = frame.f_code is _PROFILED.__code__
         num_steps += is_step and frame.f_locals.get("self") is optimizer
         frame = frame.f_back
     return num_steps > 1
+
+
+@cache
+def _has_several_steps(kind: type[Optimizer]) -> bool:
+    own = [one for one in kind.__mro__ if one is not Optimizer and "step" in vars(one)]
+    return len(own) > 1
 
 
 def warn_of_zeros(optimizer: Optimizer) -> None:
