@@ -133,17 +133,18 @@ class TrainedParameters:
             part._parameters[name] = parameter
 
 
-def _tables_of(module: Module) -> list[dict[str, Any]]:
-    """Of each module its children, and its parameters; of TorchScript copies."""
-    tables: list[dict[str, Any]] = []
-    for part in module.modules():
-        children: Any = part._modules
+def _tables_of(module: Module) -> list[dict[Any, Any]]:
+    """All modules; of each its children, and its parameters; of TorchScript copies."""
+    # Held, so that no new module has an old one's identity.
+    tables: list[dict[Any, Any]] = [dict(enumerate(module.modules()))]
+    for part in tables[0].values():
+        children: Any = vars(part)["_modules"]
         is_plain = isinstance(children, dict)
         tables += (children if is_plain else dict(children.items()), plain_parameters(part))
     return tables
 
 
-def _tree_of(tables: Sequence[dict[str, Any]]) -> list[int]:
+def _tree_of(tables: Sequence[dict[Any, Any]]) -> list[int]:
     """How many there are in each, and which objects they are."""
     return [*map(len, tables), *map(id, chain.from_iterable(map(dict.values, tables)))]
 

@@ -205,6 +205,7 @@ def test_a_wish_is_granted_where_all_ranks_hear_of_it(
     collectives: Any = SimpleNamespace(
         reads_flags_freely=reads_freely,
         rank=0,
+        world_size=2,
         signal=Signal(),
         launch_any=lambda flags: kept.append(flags),
     )
