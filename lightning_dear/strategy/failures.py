@@ -41,6 +41,9 @@ STORE_WAIT_S = 1.5
 WATCH_POLL_S = 0.5
 """Seconds between two looks at the board; each is one small message to the store."""
 
+RAISING_S = 1.5
+"""More than the timeout: in it whoever waits in a collective raises by itself, and says more."""
+
 POLL_S = 0.05
 
 _MAX_MESSAGE_CHARS = 2000
@@ -385,7 +388,8 @@ class FailureWatch:
     def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
         self.board = board
         self.on_asked: Callable[[int], object] = int
-        self._timeout_s, self._end_s = timeout.total_seconds(), 0.0
+        self._timeout_s = timeout.total_seconds()
+        self._end_s = time.monotonic() + self._timeout_s + RAISING_S
         self._has_noticed = False
         self._is_over = threading.Event()
         if board.world_size > 1:
@@ -420,7 +424,6 @@ class FailureWatch:
         client = new_store_client()
         if client is None:
             return
-        self._end_s = time.monotonic() + self._timeout_s
         # A thread of its own: the store of a process that is stopped may take for ever to answer.
         threading.Thread(target=self._end_in_time, daemon=True, name="failure end").start()
         while client is not None and not self._is_over.wait(WATCH_POLL_S):
@@ -428,7 +431,7 @@ class FailureWatch:
                 # Goes on after that: the store may go before this rank fails.
                 noticed = self.board.notice(client)
                 if not self._has_noticed:
-                    self._end_s = time.monotonic() + self._timeout_s
+                    self._end_s = time.monotonic() + self._timeout_s + RAISING_S
                 self._has_noticed = noticed
             except Exception:
                 # An outage may pass; a connection that was lost in it does not come back.
