@@ -97,7 +97,7 @@ class Job:
         pytest.param("popen", "hang", 0, marks=slow),
         pytest.param("popen", "collective", 0, marks=slow),
         pytest.param("spawn", "raise", 1, marks=slow),
-        ("spawn", "raise", 0),
+        pytest.param("spawn", "raise", 0, marks=slow),
         pytest.param("spawn", "kill", 1, marks=slow),
         pytest.param("spawn", "hang", 0, marks=slow),
         pytest.param("fork", "raise", 1, marks=slow),
