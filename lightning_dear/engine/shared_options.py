@@ -20,17 +20,25 @@ _KINDS = (bool, int, float, str, tuple, type(None), Tensor)
 
 
 def options_of(optimizer: Optimizer) -> Options:
-    """What is set in the parameter groups; single numbers in tensors, too.
+    """What is set in the parameter groups; single numbers in tensors, too, as they are now.
 
     Not those on a device, for which the host would have to wait.
     """
     return {
-        (place, key): value.tolist() if isinstance(value, Tensor) else value
+        (place, key): _as_plain(value)
         for place, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
         if isinstance(value, _KINDS)
-        and not (isinstance(value, Tensor) and (value.numel() > 1 or not value.is_cpu))
     }
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_as_plain, value))
+    if isinstance(value, Tensor):
+        # A number, since whoever keeps the tensor would not see it change.
+        return value.tolist() if value.is_cpu and value.numel() == 1 else None
+    return value
 
 
 def check_options(what: str, reports: Sequence[Options]) -> None:

@@ -90,7 +90,7 @@ def _run(
     ranks = _ready(kept.pop(call.world_size, [])) if call.keeps_ranks else []
     outcomes: dict[int, Outcome] = {}
     try:
-        port = _free_port()
+        port = free_port()
         while len(ranks) < call.world_size:
             ranks.append(_fork_rank(control, outputs))
         for number, rank in enumerate(ranks):
@@ -210,7 +210,8 @@ def _end(ranks: list[_Rank], outcomes: dict[int, Outcome]) -> None:
         rank.link.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody has at present."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

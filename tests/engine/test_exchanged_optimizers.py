@@ -267,7 +267,7 @@ def test_what_a_compressor_has_left_to_be_sent_is_not_lost(halves: str) -> None:
 
 @distributed(world_sizes=(2,))
 def test_one_optimizer_becomes_two_and_one_again() -> None:
-    ours, theirs = (build("mlp") for _ in range(2))
+    ours = build("mlp")
     first = _adam(ours)
     pipeline = new_pipeline(ours, first)
     train_steps(pipeline, ours, [0])

@@ -32,9 +32,9 @@ LATE = Delays(before_all_gather_s=0.02)
 
 
 def _shown(
-    seed: int = 0, delays: Delays | None = LATE, options: ExchangeOptions | None = None
+    delays: Delays | None = LATE, options: ExchangeOptions | None = None
 ) -> tuple[nn.Module, Optimizer, Pipeline]:
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = build("mlp")
     optimizer = optimizer_for("sgd", model)
     pipeline = new_pipeline(model, optimizer, delays=delays, options=options)
@@ -42,8 +42,10 @@ def _shown(
     return model, optimizer, pipeline
 
 
-def _plain(num_steps: int, options: ExchangeOptions | None = None) -> list[Tensor]:
-    model, _, pipeline = _shown(options=options)
+def _plain(
+    num_steps: int, options: ExchangeOptions | None = None, delays: Delays | None = LATE
+) -> list[Tensor]:
+    model, _, pipeline = _shown(delays, options)
     train_steps(pipeline, model, range(num_steps))
     pipeline.detach()
     return weights(model)
@@ -167,7 +169,7 @@ def test_hooks_that_come_when_gradients_are_reduced_are_refused() -> None:
 @distributed(world_sizes=(2,), keeps_ranks=False)
 def test_hooks_on_all_ranks_are_shown_gradients_where_flags_are_not_read_freely() -> None:
     three_ways.new_collectives = new_native
-    expected = _plain_native(4)
+    expected = _plain(4, delays=None)
     model, optimizer, pipeline = _shown(delays=None)
     seen: list[list[Tensor | None]] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(_gradients(model)))
@@ -175,16 +177,10 @@ def test_hooks_on_all_ranks_are_shown_gradients_where_flags_are_not_read_freely(
         warnings.simplefilter("ignore")
         train_steps(pipeline, model, range(4))
     pipeline.detach()
+    assert len(seen) == 4
     assert all(one is not None for entry in seen for one in entry)
     for a, b in zip(weights(model), expected, strict=True):
         assert torch.equal(a, b)
-
-
-def _plain_native(num_steps: int) -> list[Tensor]:
-    model, _, pipeline = _shown(delays=None)
-    train_steps(pipeline, model, range(num_steps))
-    pipeline.detach()
-    return weights(model)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
+from tests.lightning.matrix.models import HoldsAnothers
 from tests.training.delays import Delays
 from tests.training.models import build, optimizer_for, weights
 from tests.training.three_ways import new_pipeline, train_reference, train_steps
@@ -46,12 +47,7 @@ def test_what_torchscript_reads_is_complete_when_the_step_returns(
     assert all(map(torch.equal, weights(model), expected[2]))
 
 
-@distributed(world_sizes=(1, 2))
-def test_parameters_assigned_in_torchscript_are_taken_over(world_size: int) -> None:
-    model = build("mlp")
-    model.layers[0] = torch.jit.script(model.layers[0])
-    pipeline = new_pipeline(model, optimizer_for("sgd", model))
-    train_steps(pipeline, model, [0])
+def _assert_assigned_are_taken_over(pipeline: Pipeline, model: nn.Module) -> None:
     state = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     pipeline.parts[0].prepare_forward()
@@ -60,16 +56,16 @@ def test_parameters_assigned_in_torchscript_are_taken_over(world_size: int) -> N
     pipeline.detach()
 
 
-class _Other(nn.Module):
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
+@distributed(world_sizes=(1, 2))
+def test_parameters_assigned_in_torchscript_are_taken_over(world_size: int) -> None:
+    model = build("mlp")
+    model.layers[0] = torch.jit.script(model.layers[0])
+    pipeline = new_pipeline(model, optimizer_for("sgd", model))
+    train_steps(pipeline, model, [0])
+    _assert_assigned_are_taken_over(pipeline, model)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
-
-class _Holding(_Other):
+class _Holding(HoldsAnothers):
     """Reads what it holds elsewhere, where no gate can see it."""
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -86,7 +82,7 @@ def _exchange(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("gather", GATHERS)
-@pytest.mark.parametrize("kind", [_Other, _Holding, torch.jit.script])
+@pytest.mark.parametrize("kind", [HoldsAnothers, _Holding, torch.jit.script])
 @distributed(world_sizes=(1, 2, 3))
 def test_exchanged_modules_wait_where_they_read(
     kind: Callable[[nn.Linear], nn.Module], gather: str, world_size: int
@@ -112,7 +108,7 @@ def test_reads_in_an_exchanged_module_between_steps_wait() -> None:
     pipeline = new_pipeline(model, optimizer_for("sgd", model), delays=LATE)
     for step in range(4):
         if step == 1:
-            _exchange(model, _Other)
+            _exchange(model, HoldsAnothers)
         train_steps(pipeline, model, [step])
         assert torch.equal(model.layers[2].weight, expected[step][2])
     pipeline.detach()
@@ -138,14 +134,9 @@ def test_parameters_assigned_in_an_exchanged_module_are_taken_over(world_size: i
     model = build("mlp")
     pipeline = new_pipeline(model, optimizer_for("sgd", model))
     train_steps(pipeline, model, [0])
-    _exchange(model, _Other)
+    _exchange(model, HoldsAnothers)
     train_steps(pipeline, model, [1])
-    state = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    pipeline.parts[0].prepare_forward()
-    trained = {id(parameter) for parameter in pipeline.parts[0].parameters}
-    assert all(id(p) in trained and bool((p == 0.25).all()) for p in model.parameters())
-    pipeline.detach()
+    _assert_assigned_are_taken_over(pipeline, model)
 
 
 @distributed(world_sizes=(2,))

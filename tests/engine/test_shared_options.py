@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_dear.engine import shared_options
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.shared_options import SharedOptions
 from tests.distributed.harness import distributed
 from tests.training.models import batch, build, loss_of, optimizer_for
 from tests.training.three_ways import new_pipeline, train_steps
@@ -112,3 +114,15 @@ def test_what_changes_on_all_ranks_alike_is_nothing_to_say() -> None:
     pipeline = new_pipeline(model, optimizer)
     train_steps(pipeline, model, range(4), between=lambda _: schedule.step())
     pipeline.detach()
+
+
+def test_a_number_in_a_tuple_is_seen_to_change_in_place() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    beta = torch.tensor(0.5)
+    optimizer.param_groups[0]["betas"] = (beta, 0.9)
+    collectives: Any = SimpleNamespace(world_size=2)
+    shared, cpu = SharedOptions(optimizer, 0, collectives), torch.device("cpu")
+    before = shared.digest(cpu)
+    assert torch.equal(shared.digest(cpu), before)
+    beta.mul_(0.5)
+    assert not torch.equal(shared.digest(cpu), before)

@@ -51,7 +51,7 @@ def test_every_codec_leaves_the_same_bits_for_fifty_steps() -> None:
 
 def _check_bits(num_steps: int) -> None:
     for codec in ALL:
-        optimizer = "maximize" if codec.takes_weight_decay else "undecayed"
+        optimizer = "maximize" if codec.takes_weight_decay else "rprop"
         trace = train_dear("mlp", optimizer, num_steps, options=coded(codec))
         assert_equal_on_all_ranks(trace)
         again = train_dear("mlp", optimizer, num_steps, options=coded(codec))

@@ -222,15 +222,9 @@ def test_a_loss_scale_hears_of_what_a_codec_would_clip() -> None:
     for scale, is_clipped in ((1024.0, True), (512.0, False)):
         run = Run(ExchangeOptions("gradients", codec=Fp16()))
         run.part.plans.loss_scale = lambda scale=scale: torch.full((1,), scale)
-        # Halved on two ranks.
-        made = gradients_of(0, 0)
-        gradients = [torch.full_like(one, 200 * scale) for one in made if one is not None]
-        with run.pipeline.forward():
-            loss = run.model(gradients)
-        with run.pipeline.backward():
-            loss.backward()
         with pytest.raises(RuntimeError, match="nan or inf") if is_clipped else nullcontext():
-            run.optimizer.step()
+            # Halved on two ranks.
+            _step_with(run, 200 * scale)
 
 
 @distributed(world_sizes=(1, 2))
@@ -281,12 +275,7 @@ def test_what_is_clipped_on_purpose_is_not_refused() -> None:
 def test_huge_gradients_are_not_inf() -> None:
     """Their sum, or the sum of their squares, would be."""
     run = Run(ExchangeOptions("gradients", codec=Int4(block_size=64)))
-    gradients = [torch.full_like(one, 1e37) for one in gradients_of(0, 0) if one is not None]
-    with run.pipeline.forward():
-        loss = run.model(gradients)
-    with run.pipeline.backward():
-        loss.backward()
-    run.optimizer.step()
+    _step_with(run, 1e37)
     run.pipeline.complete_parameters()
     for weight in weights(run.model):
         torch.testing.assert_close(weight, torch.full_like(weight, -1e37), rtol=0.2, atol=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import run_ranks
+from tests.distributed.server import free_port
 from tests.lightning.faults import train
 from tests.lightning.fitting import assert_same
 
@@ -21,16 +21,10 @@ SCRIPT = str(Path(__file__).with_name("restart_script.py"))
 pytestmark = pytest.mark.slow
 
 
-def a_free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def with_restarts(folder: Path, how: str, kind: str) -> str:
     place = {
         "standalone": ["--standalone"],
-        "static": ["--master-addr=127.0.0.1", f"--master-port={a_free_port()}"],
+        "static": ["--master-addr=127.0.0.1", f"--master-port={free_port()}"],
     }[how]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *place, "--nproc-per-node=2"]

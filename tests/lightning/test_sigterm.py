@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -119,8 +120,6 @@ def test_in_validation_the_board_tells(rank: int, tmp_path: Path) -> None:
 
 class _SlowNet(Net):
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        import time
-
         time.sleep(0.4)
 
 

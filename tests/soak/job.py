@@ -178,8 +178,6 @@ def _optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer
     if name in THIRD_PARTY:
         return THIRD_PARTY[name](groups)
     if name == "rprop":
-        groups = [{**group, "weight_decay": 0.0} for group in groups]
-        for group in groups:
-            del group["weight_decay"]
+        groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in groups]
     made: torch.optim.Optimizer = OPTIMIZERS[name](groups)
     return made

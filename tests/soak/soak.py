@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import RanksFailed, run_ranks
 from tests.lightning.fitting import EarlyFusion, ddp, dear, digest, fit
 from tests.soak.job import Job, job_of
@@ -38,13 +39,8 @@ def options_of(job: Job) -> dict[str, Any]:
     options = dict(job.strategy)
     fusion = options.pop("fusion")
     small = {"bucket_cap_mb": 0.02, "first_bucket_cap_mb": 0.005}
-    if fusion == "early":
-        return {**options, "fusion": EarlyFusion(**small)}
-    if fusion == "small":
-        from lightning_dear.planning import ThresholdFusion
-
-        return {**options, "fusion": ThresholdFusion(**small)}
-    return {**options, "fusion": fusion}
+    kinds = {"early": EarlyFusion, "small": ThresholdFusion}
+    return {**options, "fusion": kinds[fusion](**small) if fusion in kinds else fusion}
 
 
 def train(job: Job, is_ours: bool, ranks: int) -> tuple[SoakNet, str]:

@@ -119,7 +119,6 @@ OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
     "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
     "maximize": lambda groups: torch.optim.SGD(groups, lr=0.01, maximize=True),
-    "undecayed": lambda groups: torch.optim.SGD(groups, lr=0.01, maximize=True),
     "sgd_foreach": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, foreach=True),
     "sgd_fused": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, fused=True),
     "adam": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True),
@@ -139,7 +138,7 @@ OPTIMIZERS = {
 
 def optimizer_for(name: str, model: nn.Module) -> Optimizer:
     """The optimizer of that name over two groups of the model's parameters."""
-    return OPTIMIZERS[name](two_groups(model, 0.0 if name in ("rprop", "undecayed") else 0.05))
+    return OPTIMIZERS[name](two_groups(model, 0.0 if name == "rprop" else 0.05))
 
 
 def weights(model: nn.Module) -> list[Tensor]:

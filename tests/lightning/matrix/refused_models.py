@@ -143,16 +143,12 @@ def _closure_free(module: nn.Module) -> Optimizer:
     return ClosureFree(module.parameters(), lr=0.1)
 
 
+def _fit_net(new_net: Callable[[], Any]) -> None:
+    fit(dear(), new_net())
+
+
 def _fit(new_optimizer: Callable[[nn.Module], Any], **options: Any) -> None:
     fit(dear(**options), UntouchedNet(new_optimizer))
-
-
-def _fit_closure_free() -> None:
-    fit(dear(), _TrainedNet(_closure_free))
-
-
-def _fit_sparse() -> None:
-    fit(dear(), _SparseNet())
 
 
 def _fit_complex() -> None:
@@ -186,10 +182,6 @@ class _DriftingNet(_TrainedNet):
             self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
 
 
-def _fit_drifting() -> None:
-    fit(dear(), _DriftingNet(sgd))
-
-
 class _StrangerNet(_TrainedNet):
     """Steps another optimizer than the one it returned."""
 
@@ -197,10 +189,6 @@ class _StrangerNet(_TrainedNet):
         *_, closure = args
         closure()
         sgd(self.net).step()
-
-
-def _fit_stranger() -> None:
-    fit(dear(), _StrangerNet(sgd))
 
 
 class _HastyNet(_TrainedNet):
@@ -214,10 +202,6 @@ class _HastyNet(_TrainedNet):
         self.manual_backward(self.loss(batch))
         self.trainer.optimizers = [sgd(self.net)]
         self.optimizers().step()
-
-
-def _fit_hasty() -> None:
-    fit(dear(), _HastyNet())
 
 
 def _not_elementwise(kind: Any, **options: Any) -> Refused:
@@ -266,7 +250,7 @@ OPTIMIZERS = (
     ),
     row(
         name="an optimizer that does not call its closure",
-        run=_fit_closure_free,
+        run=partial(_fit_net, partial(_TrainedNet, _closure_free)),
         message="ClosureFree.step() did not call its closure",
         why="Lightning runs forward and backward in it",
         instead="call the closure before the update",
@@ -331,7 +315,7 @@ OPTIMIZERS = (
     ),
     row(
         name="sparse gradients",
-        run=_fit_sparse,
+        run=partial(_fit_net, _SparseNet),
         message="has a sparse gradient, which strategy='dear' does not",
         why="a bucket is dense",
         instead="`sparse=False` in the embedding",
@@ -360,14 +344,14 @@ OPTIMIZERS = (
     ),
     row(
         name="ranks that step with another learning rate, or another option",
-        run=_fit_drifting,
+        run=partial(_fit_net, partial(_DriftingNet, sgd)),
         message="Ranks step with other options: SGD 0, parameter group 0: lr is 0.1 on rank 0 and",
         why="as above; it is noticed in the step",
         instead="a metric that all ranks share for schedules: `self.log(..., sync_dist=True)`",
     ),
     row(
         name="a step of another optimizer than those that are trained with",
-        run=_fit_stranger,
+        run=partial(_fit_net, partial(_StrangerNet, sgd)),
         message="A SGD that the training does not know steps parameters that another optimizer",
         why="its `.grad` is not the mean over ranks",
         instead="return it from `configure_optimizers`, or assign it to `trainer.optimizers`",
@@ -375,7 +359,7 @@ OPTIMIZERS = (
     ),
     row(
         name="other optimizers within a training_step",
-        run=_fit_hasty,
+        run=partial(_fit_net, _HastyNet),
         message="Optimizers were exchanged within a training_step; do it in a hook before it",
         why="gradients are on their way for the first ones",
         instead="assign them in a hook before the training step",
