@@ -118,7 +118,8 @@ def gradient_readers(owners: Iterable[Callback | LightningModule]) -> dict[str, 
     """Hook -> names of the classes that override it, for hooks that may look at `.grad`."""
     readers: dict[str, list[str]] = {}
     for owner in owners:
-        for hook in (*_AFTER_BACKWARD, *_BEFORE_STEP):
+        # Ours stands in front of those that read.
+        for hook in () if isinstance(owner, GradientGuard) else (*_AFTER_BACKWARD, *_BEFORE_STEP):
             if hasattr(owner, hook) and is_overridden(hook, owner):
                 readers.setdefault(hook, []).append(type(owner).__name__)
     return readers

@@ -32,10 +32,10 @@ class DearMonitor(Callback):
     """
 
     def __init__(self) -> None:
-        self._encoding: dict[str, Any] = {}
         self._reset()
 
     def _reset(self) -> None:
+        self._encoding: dict[str, Any] = {}
         self._steps: dict[str, list[float]] = {}
         self._plan_name: str | None = None
         self._latest: Any = None

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Piece
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.sharded import OptimizerShards
 
@@ -53,6 +53,13 @@ def global_norm(
     collectives.launch_all_gather(parts, _NORM_TAG).wait()
     total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
     return total.to(like.dtype)
+
+
+def clip_to_value(pieces: Sequence[Tensor], clip_value: float) -> None:
+    """Clips every element of their gradients to [-clip_value, clip_value]. Local."""
+    # torch's own raises if there is none, as on a rank that has no shard of what was used.
+    if any(one.grad is not None for one in pieces):
+        clip_grad_value_(pieces, clip_value)
 
 
 def unscale_shards(
@@ -108,17 +115,6 @@ def used_early() -> RuntimeError:
         " gathers. Override on_before_optimizer_step or configure_gradient_clipping to change them"
         " there, which turns early gathers off, or use fusion='threshold'."
     )
-
-
-def anyone(says: bool, collectives: Collectives, shared: SharedOptions) -> bool:
-    """Whether any rank says so. Collective; blocks the host; raises as `SharedOptions.hear`."""
-    flags = torch.zeros(1 + shared.num_bytes, dtype=torch.uint8)
-    flags[0] = says
-    if shared.num_bytes:
-        flags[1:] = shared.digest(flags.device)
-    collectives.launch_any(flags).wait()
-    shared.hear(flags[1:])
-    return bool(flags[0])
 
 
 def warn_of_votes(options: ExchangeOptions, rank: int) -> None:

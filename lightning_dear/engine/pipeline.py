@@ -190,6 +190,7 @@ class Pipeline:
         self._check(optimizers, optimizers)
         residuals = [part.plans.residuals for part in self.parts]
         codec, shows = self.parts[0].plans.codec, self.parts[0].shows_gradients
+        find_plan = self.parts[0].plans.find_plan
         for part in self.parts:
             part.sync_replicas()
             part.follow()
@@ -198,6 +199,7 @@ class Pipeline:
             for state in part.optimizer.state.values() if part.optimizer not in optimizers else ():
                 state.pop(MASTER_KEY, None)
         self._start(optimizers)
+        self.parts[0].plans.find_plan = find_plan
         for part in self.parts:
             part.shows_gradients = shows
             part.plans.residuals.inherit(residuals)
@@ -261,7 +263,7 @@ class Pipeline:
         raise ValueError(f"{type(optimizer).__name__} is not an optimizer of this training.")
 
     def measure_next_step(self) -> None:
-        """Lets the next step be timed for the planners: see `OptimizerPipeline.times`.
+        """Lets the next step be timed for the planners: see `OptimizerPipeline.timer`.
 
         Parameters are completed before its forward, so that no wait is in the times. May block.
         """

@@ -66,7 +66,7 @@ class PlanLifecycle:
         shared: Whether all ranks step with the same options.
         early_refusal: See `Pipeline`; to be assigned to.
         all_reduce_refusal: See `Pipeline`; to be assigned to.
-        loss_scale: See `CodedExchange`; to be assigned to by whoever scales losses.
+        loss_scale: See `Traffic`; to be assigned to by whoever scales losses.
         find_plan: Asked for the plan of what was recorded, before the planner is, which makes one
             if it returns None; to be assigned to by whoever knows plans, the same on all ranks.
     """

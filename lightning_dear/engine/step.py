@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from lightning_dear.bucket import Placement
 from lightning_dear.checkpoint.optimizer_state import packed, sharded_state, whole_state
 from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor
@@ -21,13 +22,12 @@ from lightning_dear.engine.gradient_reducer import warn_of_leftovers
 from lightning_dear.engine.hooks import StepHooks, not_shown, warn_of_shown
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import Backward, SendTime, StepState
-from lightning_dear.engine.step_times import TimesRecorder
+from lightning_dear.engine.step_timer import StepTimer
 from lightning_dear.engine.trained_parameters import changed_with_gradients, check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, warn_of_zeros
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
-from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.statistics import Instruments
 
 _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
@@ -57,7 +57,7 @@ class OptimizerPipeline:
         state: Where its step is.
         plans: Its plan at work, and how it comes to another one.
         stepper: The optimizer's state and pieces on this rank.
-        times: Of the step that `measure_next_step` asked for, on this rank; None until its end.
+        timer: Times of the step that `measure_next_step` asked for, on this rank.
         num_steps: Optimizer steps so far, without those that a GradScaler left out.
         sending: When buckets are sent; to be assigned to.
         shows_gradients: Whether hooks of the optimizer's step find in `.grad` what they would under
@@ -84,10 +84,9 @@ class OptimizerPipeline:
         # Whether DDP would have averaged since the last step, and whether a rank has hooks of it.
         self._is_due = self._has_hooks = False
         self._shown: Sequence[Tensor | None] = ()
-        self.times: ModelTimes | None = None
+        self.timer = StepTimer(module, instruments.clock)
         self.num_steps = 0
         self.sending = SendTime.IN_BACKWARD
-        self._module = module
         self._collectives = collectives
         self._options = options
         self._uses_buckets = options.uses_buckets(collectives)
@@ -95,7 +94,6 @@ class OptimizerPipeline:
         self._on_reduce = on_reduce
         self._on_step = on_step
         self._backward = Backward.NONE
-        self._times_recorder: TimesRecorder | None = None
         self._early_steps: EarlySteps | None = None
         self._hooks = self._hook_into(optimizer)
         self._zero_grad = optimizer.zero_grad
@@ -163,20 +161,16 @@ class OptimizerPipeline:
         active = self.plans.active
         if self._uses_buckets and (active is None or self.plans.looks_again):
             return self.plans.trained.recorder.recording()
-        if self._times_recorder is not None and active is not None:
-            return self._times_recorder.forward()
+        if self.timer.is_on and active is not None:
+            return self.timer.forward()
         if self._uses_buckets and audits and active is not None:
             return audit(self.plans.trained, active)
         return nullcontext()
 
     def measure_next_step(self) -> None:
-        """Lets `times` be measured anew: forward will wait for nothing. May block. Local."""
-        self.times = None
-        if self.plans.recording is None:
-            return
-        self._times_recorder = TimesRecorder(
-            self._module, self.parameters, self.plans.recording.ungated, self._instruments.clock
-        )
+        """Lets `timer` measure anew: forward will wait for nothing. May block. Local."""
+        recording = self.plans.recording
+        self.timer.start(self.parameters, None if recording is None else recording.ungated)
         self.complete_parameters("measuring")
 
     def complete_entry(self, *, completes_all: bool) -> None:
@@ -202,14 +196,14 @@ class OptimizerPipeline:
             self._enter(StepState.SENDING)
         elif self.state in _MEANS_ARE_THERE:
             self._enter(StepState.ACCUMULATING)
-        active, recorder = self.plans.active, self._times_recorder if synchronize else None
+        active, is_early = self.plans.active, self.sending is SendTime.EARLY
         if synchronize and active is not None:
             active.reducer.expect()
-            if self.sending is SendTime.EARLY and recorder is None and active.plan.early:
+            if is_early and not self.timer.is_on and active.plan.early:
                 self._early_steps = self._begin_early_steps(active)
         before, self._backward = self._backward, Backward.LAST if synchronize else Backward.LOCAL
         try:
-            with nullcontext() if recorder is None else recorder.backward():
+            with self.timer.backward() if synchronize else nullcontext():
                 yield
         finally:
             self._backward, self._early_steps = before, None
@@ -233,15 +227,14 @@ class OptimizerPipeline:
             self._enter(StepState.REOPENED)
         elif self.state not in _ARE_ON_THEIR_WAY:
             self._enter(StepState.SENDING)
-        if self._times_recorder is not None:
-            self._times_recorder.note_gradient(index)
+        self.timer.note_gradient(index)
         if active is None:
             self.plans.trained.recorder.note_gradient(index)
             if (parameter := self.parameters[index]).grad is None:
                 # A hook has cleared it: see `GradientReducer`.
                 parameter.grad = torch.zeros_like(parameter)
         else:
-            with self._leaving_out_codecs():
+            with self.timer.leaving_out_codecs():
                 launches = self.sending is not SendTime.BEFORE_STEP
                 active.reducer.on_gradient(index, launches=launches)
         if self._early_steps is not None:
@@ -256,16 +249,12 @@ class OptimizerPipeline:
 
     # --- the mean gradient, between backward and step -------------------------------------------
 
-    def reduce(self, *, votes: bool = False) -> None:
+    def reduce(self) -> None:
         """Blocks until this rank's shards hold the mean gradient. All ranks call; idempotent.
 
         Makes the plan in the first step. Afterwards `.grad` is None (at world size 1: what it was).
-
-        Args:
-            votes: Whether to ask all ranks, if gradients were reduced before, for new ones that
-                came outside `backward`, and perhaps on some ranks only.
         """
-        self._bring_means(votes=votes)
+        self._bring_means()
         if self.state is StepState.EXPOSED:
             self._conceal()
 
@@ -279,7 +268,12 @@ class OptimizerPipeline:
         self._enter(StepState.CHANGED)
 
     def _bring_means(self, *, votes: bool = False) -> None:
-        """As `reduce`, but leaves them exposed where they are, or where a rank has pre-hooks."""
+        """As `reduce`, but leaves them exposed where they are, or where a rank has pre-hooks.
+
+        Args:
+            votes: Whether to ask all ranks, if gradients were reduced before, for new ones that
+                came outside `backward`, and perhaps on some ranks only.
+        """
         self._check_is_on()
         if self.state not in (*_MEANS_ARE_THERE, StepState.REOPENED):
             self._add_round()
@@ -288,7 +282,7 @@ class OptimizerPipeline:
         # Other ranks may have been here before, in front of their hooks.
         has_new = self.state is StepState.REOPENED
         if votes and self._collectives.reads_flags_freely:
-            has_new = clipping.anyone(has_new, self._collectives, self.plans.shared)
+            has_new = self.plans.shared.anyone(has_new)
         if has_new:
             self._add_round()
         else:
@@ -364,8 +358,9 @@ class OptimizerPipeline:
             self._refuse_changes()
         was_exposed = self._means is StepState.EXPOSED
         self._bring_means()
-        was_exposed |= self.state is StepState.EXPOSED
-        self.reduce()
+        if self.state is StepState.EXPOSED:
+            was_exposed = True
+            self._conceal()
         if mutates:
             self._enter(StepState.CHANGED)
         yield [piece.parameter for piece in self.stepper.pieces]
@@ -400,9 +395,7 @@ class OptimizerPipeline:
         """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
         clipping.warn_of_votes(self._options, self._collectives.rank)
         with self._on_shards(mutates=True) as pieces:
-            # torch's own raises if there is none, as on a rank that has no shard of what was used.
-            if self.stepper.gradients:
-                clip_grad_value_(pieces, clip_value)
+            clipping.clip_to_value(pieces, clip_value)
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
@@ -489,9 +482,7 @@ class OptimizerPipeline:
         if self._has_hooks:
             if self.state is not StepState.EXPOSED:
                 self._expose()
-            # Copies: gathers of this step may be decoded where the gradients lie.
-            gradients = [parameter.grad for parameter in self.parameters]
-            self._shown = [None if one is None else one.clone() for one in gradients]
+            self._shown = [_kept(one) for one in active.flat.placements]
         if self._has_hooks or self.state is StepState.EXPOSED:
             self._conceal()
         active.exchange.check()
@@ -500,15 +491,14 @@ class OptimizerPipeline:
         # From here to the end of the step nobody reads parameters: others' may arrive.
         active.gatherer.begin_step()
         active.gatherer.expect(early=False)
-        if self._times_recorder is not None:
-            self._times_recorder.step_begins()
+        self.timer.step_begins()
         return active
 
     def _launch_gathers(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             if not self._options.is_of_gradients:
                 self._instruments.record_step(number)
-            with self._leaving_out_codecs():
+            with self.timer.leaving_out_codecs():
                 self._active.gatherer.launch(number)
             self._instruments.begin_step()
 
@@ -530,11 +520,7 @@ class OptimizerPipeline:
             parameter.grad = gradient
         self._has_leftovers, self._shown = self._uses_buckets and not self._shown, ()
         self.num_steps += 1
-        if self._times_recorder is not None:
-            self._times_recorder.step_ends()
-            self.times = self._times_recorder.times
-            if self.times is not None:
-                self._times_recorder = None
+        self.timer.step_ends()
         self._on_step()
         if self._step_hooks.are_behind:
             self.complete_parameters("optimizer step hook")
@@ -546,16 +532,11 @@ class OptimizerPipeline:
         if self.state is StepState.STEPPING:
             self.state = self._interrupted
 
-    def _leaving_out_codecs(self) -> AbstractContextManager[None]:
-        recorder = self._times_recorder
-        return nullcontext() if recorder is None else recorder.leaving_out_codecs()
-
     def _on_arrival(self, number: int) -> None:
         """With gathered gradients, steps bucket `number`, whose mean is there; in forward."""
         assert isinstance(self.stepper, ReplicatedOptimizer)
         self._instruments.begin_step()
-        recorder = self._times_recorder
-        with nullcontext() if recorder is None else recorder.late_step():
+        with self.timer.late_step():
             self.stepper.step_bucket(number)
         self._instruments.record_step(number)
 
@@ -694,3 +675,9 @@ class OptimizerPipeline:
         self.stepper.remove_hooks()
         self.plans.detach()
         self.state = StepState.ENDED
+
+
+def _kept(placement: Placement) -> Tensor | None:
+    """The parameter's `.grad`; a copy where gathers of the step may be decoded."""
+    gradient = placement.parameter.grad
+    return gradient if gradient is None or placement.gradient is None else gradient.clone()

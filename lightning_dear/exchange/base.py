@@ -405,9 +405,7 @@ class CompressedExchange(Exchange):
     # --- gradients that are not finite ------------------------------------------------------------
 
     def _look_for_inf(self, rows: Tensor, largest: float = math.inf) -> None:
-        is_inf = zero_or_nan(rows) != 0
-        if largest < math.inf:
-            is_inf |= torch.linalg.vector_norm(rows, math.inf) > largest
+        is_inf = zero_or_nan(rows, largest).isnan()
         self._found_inf = is_inf if self._found_inf is None else self._found_inf | is_inf
 
     @override
@@ -490,9 +488,9 @@ class CompressedExchange(Exchange):
             self.use(self._next)
 
 
-def zero_or_nan(numbers: Tensor) -> Tensor:
-    """0 if all numbers are finite, else nan; a tensor, since a device need not be waited for.
-
-    From the largest and the smallest: sums of finite numbers may overflow.
-    """
-    return numbers.amax() * 0 + numbers.amin() * 0
+def zero_or_nan(numbers: Tensor, largest: float = math.inf) -> Tensor:
+    """0 if none is inf, nan or beyond `largest`, else nan; a tensor: a device is not waited for."""
+    # In one pass; sums of finite numbers may overflow.
+    low, high = numbers.aminmax()
+    most = min(largest, torch.finfo(numbers.dtype).max)
+    return torch.where(torch.maximum(high, -low) <= most, 0.0, math.nan)

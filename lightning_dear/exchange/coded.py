@@ -98,11 +98,12 @@ class CodedBucket(CompressedBucket):
         options: With a codec.
         codec: What its tensors are configured for: that one, or another.
         collectives: What moves its bytes.
-        first_number: See `DenseExchange`; no two buckets draw the same random numbers.
+        stream: The bucket's number among all that travel at once, of which it draws: no two draw
+            the same random numbers.
         is_encoded: Whether that encodes them, rather than let them travel as they are.
 
     Attributes:
-        stream: The bucket's number among all that travel at once, of which it draws.
+        stream: See above.
         outgoing: [world_size, bytes of a shard] uint8, what this rank sends to each. Then what each
             rank has encoded of its shard: what was sent to the owners has arrived by then.
         reduction: What brings it to the owners; None: gradients travel as they are.
@@ -121,7 +122,7 @@ class CodedBucket(CompressedBucket):
         options: ExchangeOptions,
         codec: Codec,
         collectives: Collectives,
-        first_number: int = 0,
+        stream: int = 0,
         *,
         is_encoded: bool = True,
     ) -> None:
@@ -140,7 +141,7 @@ class CodedBucket(CompressedBucket):
         # What a plan does not encode keeps what it has, as in a dense step.
         super().__init__(bucket, codec if is_encoded else Fp32(), worker, owner, world_size)
         self._collectives, self._world_size = collectives, world_size
-        self.stream = first_number + bucket.number
+        self.stream = stream
         self._encodes_reduce, self._encodes_gather = map(options.encodes, ("reduce", "gather"))
         self._clip_norm = keeps.clip_norm
         self._make_room()
@@ -156,6 +157,7 @@ class CodedBucket(CompressedBucket):
             self.reduction = Reduction(self.codec, self._collectives, self.outgoing)
         self.votes = self._encodes_reduce and self.codec.votes
         self.is_sent_back = self._encodes_gather and not self.codec.is_identity
+        self._codec_of_means = self.codec.of_means
         self.most = 2 * self.codec.largest if self.codec.has_feedback else math.inf
 
     @override
@@ -287,7 +289,7 @@ class CodedBucket(CompressedBucket):
         return rows
 
     def _encode(self, half: str, rows: Tensor, wire: Tensor) -> Encoded:
-        codec = self.codec if half == "reduce" else self.codec.of_means
+        codec = self.codec if half == "reduce" else self._codec_of_means
         # Of steps that are made: several rounds of one add up at the same places.
         turn = self.counts["gather" if self.is_sent_back else "reduce"]
         self.counts[half] += 1
@@ -323,10 +325,14 @@ class CodedExchange(CompressedExchange):
         assert isinstance(options.codec, Codec)
         super().__init__(traffic, options.codec)
         buckets, uncompressed = traffic.flat.buckets, traffic.uncompressed
-        usual, place = options.codec, (self.collectives, self.first_number)
         self.coded: Sequence[CodedBucket] = [
             CodedBucket(
-                one, options, codec or usual, *place, is_encoded=one.number not in uncompressed
+                one,
+                options,
+                codec or options.codec,
+                self.collectives,
+                self.number_of(one),
+                is_encoded=one.number not in uncompressed,
             )
             for one, codec in zip(buckets, codecs, strict=True)
         ]

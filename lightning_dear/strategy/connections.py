@@ -109,15 +109,20 @@ class StopRequest:
         before: The run before, whose wish may have come too late for it.
 
     Attributes:
-        asked: See above; 0: nothing.
+        heard: What all ranks end for; see above; 0: nothing.
     """
 
     def __init__(self, trainer: Any, board: FailureBoard, before: StopRequest | None) -> None:
         self.trainer, self._board = trainer, board
         self.heard = 0
-        self.asked: int = before.asked if before is not None and not before.heard else 0
-        board.asked = self.asked
+        if before is not None and not before.heard:
+            board.asked = before.asked
         vars(trainer._signal_connector)[_HANDLER] = self._on_signal
+
+    @property
+    def asked(self) -> int:
+        """What this rank was asked, or has heard on the board."""
+        return self._board.asked
 
     def take_ctrl_c(self) -> None:
         """From here on Ctrl-C is one's own, if nobody else handles it; Lightning puts it back."""
@@ -132,14 +137,13 @@ class StopRequest:
         if is_ctrl_c:
             signal.signal(number, signal.SIG_DFL)
         rank = min(self._board.rank, _MAX_RANK)
-        self.asked = self._board.asked = max(self.asked, 1 + rank + _CTRL_C * is_ctrl_c)
+        self._board.asked = max(self.asked, 1 + rank + _CTRL_C * is_ctrl_c)
 
     def ask_through(self, collectives: Collectives) -> None:
         """Lets the wish travel with the flags of `collectives`, and answers the loop's question."""
-        collectives.signal.ask = lambda: self.asked
         if collectives.reads_flags_freely:
             # Elsewhere some ranks read them and others do not.
-            collectives.signal.on_heard = self._hear
+            collectives.signal.ask, collectives.signal.on_heard = lambda: self.asked, self._hear
 
         def answer() -> None:
             heard, collectives.signal.heard = collectives.signal.heard, None
@@ -153,7 +157,6 @@ class StopRequest:
 
     def tell(self, asked: int) -> None:
         """What was found on the board: in a step others are waited for, and hear of it by flags."""
-        self.asked = max(self.asked, asked)
         if not self.trainer.training:
             self._hear(asked)
 

@@ -31,6 +31,7 @@ from typing_extensions import override
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.callbacks.guards import CompletionGuard, GradientGuard, gradient_readers
+from lightning_dear.checkpoint.files import CheckpointError
 from lightning_dear.checkpoint.folder import is_folder, load, remove, save
 from lightning_dear.checkpoint.format import stamp
 from lightning_dear.collectives.factory import new_collectives
@@ -268,11 +269,16 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         guards = (CompletionGuard, GradientGuard)
         callbacks[:] = [one for one in callbacks if not isinstance(one, guards)]
         readers = gradient_readers((*callbacks, trainer.lightning_module))
-        uses_buckets = self._options.uses_buckets(self.pipeline_of().collectives)
-        if readers and self._gradients_in_hooks and uses_buckets:
+        if readers and self._shows_gradients:
             refusals.warn_about_readers(readers)
             callbacks.insert(0, GradientGuard(readers, self._expose_gradients))
         callbacks.insert(0, CompletionGuard(self.complete_parameters, self.report_failure))
+
+    @property
+    def _shows_gradients(self) -> bool:
+        """Whether hooks are shown mean gradients that would not be in `.grad` else."""
+        uses_buckets = self._options.uses_buckets(self.pipeline_of().collectives)
+        return uses_buckets and self._gradients_in_hooks
 
     def _expose_gradients(self, optimizer: Optimizer | None) -> None:
         if optimizer is not None:
@@ -310,8 +316,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             loss = super().backward(*args, **kwargs)
         # The module's `optimizer_step` has called the closure before the optimizer.
         is_between = synchronize and is_automatic and not self._pipeline.is_stepping
-        uses_buckets = self._options.uses_buckets(self._pipeline.collectives)
-        if is_between and uses_buckets and self._gradients_in_hooks:
+        if is_between and self._shows_gradients:
             refusals.warn_about_readers({"optimizer_step": [type(self.lightning_module).__name__]})
             self._expose_gradients(None)
         return loss
@@ -413,10 +418,15 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             whole = partial(load, checkpoint_path, weights_only=weights, check_digests=checks)
             return on_all_ranks(whole)
         read = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
-        checkpoint = checked(read, checkpoint_path, check_digests=self._checks_digests)
-        if "state_dict" not in checkpoint:
-            raise ValueError(f"{checkpoint_path} is no Trainer's checkpoint: no 'state_dict'.")
-        return checkpoint
+
+        def own() -> dict[str, Any]:
+            checkpoint = read()
+            if "state_dict" not in checkpoint:
+                why = f"{checkpoint_path} is no Trainer's checkpoint: no 'state_dict'."
+                raise CheckpointError(why)
+            return checkpoint
+
+        return checked(own, checkpoint_path, check_digests=self._checks_digests)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

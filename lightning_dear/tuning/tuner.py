@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.planning import BucketPlan, PlanSearch, SearchingPlanner, TensorSpec, predict
 from lightning_dear.planning.measured import ModelTimes, combined_times
 from lightning_dear.planning.search import (
@@ -51,7 +52,6 @@ class Tuning:
         self.reason = ""
         self._pipeline = pipeline
         self._collectives = pipeline.collectives
-        self._part = pipeline.parts[0]
         self._planner = planner
         self._say = say
         self.found = found
@@ -61,6 +61,11 @@ class Tuning:
         self._tensors: Sequence[TensorSpec] | None = None
         self._course = self._run()
         self._part.plans.find_plan = self._take_found_plan
+
+    @property
+    def _part(self) -> OptimizerPipeline:
+        # Another one, once optimizers were exchanged.
+        return self._pipeline.parts[0]
 
     def before_forward(self) -> None:
         """To be called between steps, before a forward. Collective, blocks.
@@ -162,8 +167,8 @@ class Tuning:
         while len(own) < NUM_PROFILED_STEPS:
             self._pipeline.measure_next_step()
             yield
-            if self._part.times is not None:
-                own.append(self._part.times)
+            if self._part.timer.times is not None:
+                own.append(self._part.timer.times)
         everyones = self._collectives.all_gather_object(combined_times(own, median))
         return replace(
             combined_times(everyones, max),

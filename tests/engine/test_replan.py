@@ -163,10 +163,13 @@ def test_a_measured_step_tells_when_parameters_are_read_and_gradients_ready() ->
         if step == 2:
             pipeline.measure_next_step()
         train_steps(
-            pipeline, model, [step], between=lambda _: are_known.append(part.times is not None)
+            pipeline,
+            model,
+            [step],
+            between=lambda _: are_known.append(part.timer.times is not None),
         )
     assert are_known == [False, False, False, True]
-    times, tensors = part.times, part.tensors
+    times, tensors = part.timer.times, part.tensors
     assert times is not None
     assert times.first_use_s.keys() == times.ready_s.keys() == {one.index for one in tensors}
     assert all(0 <= one <= times.forward_s for one in times.first_use_s.values())

@@ -79,7 +79,7 @@ def test_times_are_those_of_the_clock_that_is_handed_in() -> None:
     _train(pipeline, model, 1)
     pipeline.measure_next_step()
     _train(pipeline, model, 1)
-    times = pipeline.parts[0].times
+    times = pipeline.parts[0].timer.times
     assert times is not None
     assert times.forward_s == int(times.forward_s) > 0
     assert times.backward_s == int(times.backward_s) > 0

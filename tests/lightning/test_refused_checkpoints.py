@@ -178,9 +178,21 @@ def test_a_copy_that_is_damaged_on_one_host_is_refused_on_all(tmp_path: Path) ->
     path.write_bytes(content[:3000] if dist.get_rank() == 1 else content)
     with pytest.raises(ValueError, match=str(tmp_path / "host 1")):
         fabric.load(path, state)
-    with pytest.raises(ValueError, match=str(tmp_path / "host 1")):
-        fit(dear(), Net("mlp", "adamw"), ckpt_path=str(path))
     fabric.load(tmp_path / "saved.ckpt", state)
+
+
+@distributed(world_sizes=[2])
+def test_a_copy_that_is_foreign_on_one_host_is_refused_on_all(tmp_path: Path) -> None:
+    path = tmp_path / f"host {dist.get_rank()}" / "saved.ckpt"
+    path.parent.mkdir()
+    fit(dear(), Net("mlp", "adamw")).save_checkpoint(tmp_path / "saved.ckpt")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        torch.save({"epoch": 3}, path)
+    else:
+        shutil.copy(tmp_path / "saved.ckpt", path)
+    with pytest.raises(ValueError, match=f"{tmp_path / 'host 1'}.* is no Trainer's checkpoint"):
+        fit(dear(), Net("mlp", "adamw"), ckpt_path=str(path))
 
 
 @pytest.mark.parametrize("kind", SAVERS)

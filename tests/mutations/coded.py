@@ -231,7 +231,7 @@ CODED = [
     Mutation(
         "factors of unbiased numbers once",
         "CodedBucket._encode",
-        '        codec = self.codec if half == "reduce" else self.codec.of_means\n',
+        '        codec = self.codec if half == "reduce" else self._codec_of_means\n',
         "        codec = self.codec\n",
         (TURNS,),
     ),
@@ -293,9 +293,9 @@ CODED = [
     ),
     Mutation(
         "other random numbers for other optimizers",
-        "CodedBucket.__init__",
-        "        self.stream = first_number + bucket.number\n",
-        "        self.stream = bucket.number\n",
+        "CodedExchange.__init__",
+        "                self.number_of(one),\n",
+        "                one.number,\n",
         (f"{BITS}::test_two_optimizers_draw_other_random_numbers",),
     ),
     Mutation(

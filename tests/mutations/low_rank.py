@@ -115,7 +115,7 @@ LOW_RANK = [
     Mutation(
         "leaving a plan's buckets as they are",
         "CodedExchange.__init__",
-        ", is_encoded=one.number not in uncompressed",
+        "                is_encoded=one.number not in uncompressed,\n",
         "",
         (f"{GROUPS}::test_a_plan_leaves_buckets_as_they_are",),
     ),

@@ -286,7 +286,7 @@ def test_a_measured_step_is_without_encoding(gather: str) -> None:
         pipeline.measure_next_step()
         train_steps(pipeline, model, [step])
     assert len(part.plan.buckets) > 2
-    times = part.times
+    times = part.timer.times
     for seconds in (times.backward_s, times.step_s, times.forward_s, *times.ready_s.values()):
         assert 0 <= seconds < 0.05
     assert (times.late_step_s > 0) is (gather == "gradients")

@@ -96,7 +96,7 @@ class _Collectives:
 class _Part:
     plan: BucketPlan | None = None
     tensors: Sequence[Any] = ()
-    times: ModelTimes | None = None
+    timer: Any = field(default_factory=lambda: SimpleNamespace(times=None))
     num_steps: int = 0
     parameters: Sequence[torch.Tensor] = (torch.zeros(1),)
     used: list[BucketPlan] = field(default_factory=list)
@@ -149,7 +149,7 @@ def _train(tuner: Tuning, pipeline: _Pipeline, num_steps: int, step_s: Training 
             part.record(TENSORS, FIRST)
         part.used.append(part.plan)
         CLOCK.now_s += step_s(pipeline)
-        part.times = TIMES if pipeline.num_measured else None
+        part.timer.times = TIMES if pipeline.num_measured else None
         part.num_steps += 1
         tuner.before_forward()
         if not tuner.is_searching:
@@ -545,6 +545,6 @@ def test_steps_that_were_left_out_do_not_count() -> None:
         tuner.before_forward()
     assert pipeline.num_measured == 1
     part.num_steps += 1
-    part.times = TIMES
+    part.timer.times = TIMES
     tuner.before_forward()
     assert pipeline.num_measured == 2

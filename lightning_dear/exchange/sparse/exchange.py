@@ -295,12 +295,12 @@ class SparseExchange(WholeSparseExchange):
         return partial(self._send_as_it_is, one)
 
     def _pack(self, one: OwnedBucket) -> Sending:
-        message, gathered, number = one.message(), one.gathered, self.first_number + one.number
+        message, gathered, number = one.message(), one.gathered, self.number_of(one.bucket)
         arrive = partial(one.arrive, gathered, one.take_sent(), self._is_nan)
         return Sending(partial(one.spread, message, gathered, number), arrive)
 
     def _send_as_it_is(self, one: OwnedBucket) -> Work:
-        number = self.first_number + one.number
+        number = self.number_of(one.bucket)
         work = self.collectives.launch_all_gather(one.bucket.gradients, number)
         # Never done at once, not even with one rank: whoever waits steps the bucket.
         return Work(work.wait)

@@ -16,32 +16,40 @@ from lightning_dear.telemetry.clock import Clock
 from lightning_dear.telemetry.device_work import device_work_s
 
 
-class TimesRecorder:
-    """Marks a step's forward and backward; nothing may be waited for meanwhile.
+class StepTimer:
+    """Marks a step's forward and backward, if it is to; nothing may be waited for meanwhile.
 
     A parameter's first use is where training would wait for it: in front of the forward of a module
     that owns it, or at the first read through its module, whichever comes first.
 
     Args:
         module: The trained module.
-        parameters: The engine's list.
-        ungated: See `ForwardRecorder`.
         clock: The device's.
+
+    Attributes:
+        is_on: Whether a step is being measured.
+        times: What was measured last; None from `start` to the step's end.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        parameters: Sequence[Parameter],
-        ungated: Mapping[int, Module | None],
-        clock: Clock,
+    def __init__(self, module: Module, clock: Clock) -> None:
+        self._module, self._clock = module, clock
+        self.times: ModelTimes | None = None
+        self.is_on = False
+
+    def start(
+        self, parameters: Sequence[Parameter], ungated: Mapping[int, Module | None] | None
     ) -> None:
-        if has_compiled_region(module):
+        """Measures the step that begins with the next forward.
+
+        Args:
+            parameters: The engine's list.
+            ungated: See `ForwardRecorder`; None: not known yet, and nothing is measured.
+        """
+        self.times, self.is_on = None, ungated is not None
+        if has_compiled_region(self._module):
             # There all parameters are waited for before forward.
             ungated, parameters = dict.fromkeys(range(len(parameters))), ()
-        self._module, self._parameters = module, parameters
-        self._ungated = ungated
-        self._clock = clock
+        self._parameters, self._ungated = parameters, ungated or {}
         self._first_uses: dict[int, Any] = {}
         self._gradients: dict[int, Any] = {}
         # "forward", "backward", "step" -> the marks of its beginning and its end.
@@ -52,7 +60,7 @@ class TimesRecorder:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a training forward whose parameters are complete. The first one counts."""
-        if "forward" in self._spans:
+        if not self.is_on or "forward" in self._spans:
             yield
             return
         with ExitStack() as stack:
@@ -65,6 +73,9 @@ class TimesRecorder:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward. The last one counts."""
+        if not self.is_on:
+            yield
+            return
         start = self._clock.mark()
         self._gradients.clear()
         yield
@@ -72,15 +83,22 @@ class TimesRecorder:
 
     def step_begins(self) -> None:
         """All gradients are reduced."""
-        self._spans["step"] = self._clock.mark(), None
+        if self.is_on:
+            self._spans["step"] = self._clock.mark(), None
 
     def step_ends(self) -> None:
-        """All buckets are stepped."""
-        self._spans["step"] = self._spans["step"][0], self._clock.mark()
+        """All buckets are stepped, and `times` is there. May block for a device."""
+        if self.is_on:
+            self._spans["step"] = self._spans["step"][0], self._clock.mark()
+            self.times = self._measured()
+            self.is_on = self.times is None
 
     @contextmanager
     def late_step(self) -> Iterator[None]:
         """Around the step of a bucket that is stepped where forward would read it."""
+        if not self.is_on:
+            yield
+            return
         start = self._clock.mark()
         yield
         self._late_steps.append((start, self._clock.mark()))
@@ -91,6 +109,9 @@ class TimesRecorder:
 
         Neither is that of starting messages: both are among a codec's costs.
         """
+        if not self.is_on:
+            yield
+            return
         before_s, start = device_work_s(), self._clock.mark()
         yield
         if device_work_s() > before_s:
@@ -98,7 +119,8 @@ class TimesRecorder:
 
     def note_gradient(self, index: int) -> None:
         """Parameter `index` has a new gradient."""
-        self._gradients[index] = self._clock.mark()
+        if self.is_on:
+            self._gradients[index] = self._clock.mark()
 
     def _readers(self) -> dict[Module, set[int]]:
         found = owners(self._module, self._parameters).items()
@@ -125,10 +147,9 @@ class TimesRecorder:
         for index in indices:
             self._first_uses.setdefault(index, mark)
 
-    @property
-    def times(self) -> ModelTimes | None:
-        """What was measured; None before a step's end. May block for a device."""
-        if len(self._spans) < 3 or self._spans["step"][1] is None:
+    def _measured(self) -> ModelTimes | None:
+        """None where forward or backward was not seen."""
+        if len(self._spans) < 3:
             return None
         seconds = self._standing_clock()
         forward, forward_end = self._spans["forward"]
