@@ -138,7 +138,7 @@ def _tables_of(module: Module) -> list[dict[Any, Any]]:
     # Held, so that no new module has an old one's identity.
     tables: list[dict[Any, Any]] = [dict(enumerate(module.modules()))]
     for part in tables[0].values():
-        children: Any = vars(part)["_modules"]
+        children: Any = part._modules
         is_plain = isinstance(children, dict)
         tables += (children if is_plain else dict(children.items()), plain_parameters(part))
     return tables
