@@ -27,7 +27,7 @@ they share. This file and all below it know torch, not Lightning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -86,6 +86,8 @@ class Pipeline:
         parts: What each optimizer has of its own, in the order of the optimizers.
         others: Averages what no optimizer holds.
         is_stepping: Whether somebody is in `stepping_early`.
+        before_change: Called before a change of the optimizers is followed. May block, and raise
+            where other ranks do not come.
 
     Raises:
         ValueError: If an optimizer is not element-wise where it must be, or holds foreign
@@ -110,6 +112,7 @@ class Pipeline:
         self.collectives = collectives
         self.options = options or ExchangeOptions()
         self.remark: str | None = None
+        self.before_change: Callable[[], object] = int
         self._module = module
         self._fusion = fusion
         self._first_number, self._shares_groups = first_number, shares_groups
@@ -185,6 +188,7 @@ class Pipeline:
             raise RuntimeError(
                 "Optimizers were exchanged within a training_step; do it in a hook before it."
             )
+        self.before_change()
         # Optimizers are tried on copies of what arrives.
         self.complete_parameters("re-plan")
         self._check(optimizers, optimizers)
@@ -208,6 +212,7 @@ class Pipeline:
 
     def _follow(self, changed: Sequence[OptimizerPipeline]) -> None:
         """Goes on with what optimizers hold now. Collective, blocks."""
+        self.before_change()
         self.complete_parameters("re-plan")
         self._check(self.optimizers, [part.optimizer for part in changed])
         for part in changed:

@@ -148,7 +148,14 @@ class StopRequest:
         def answer() -> None:
             heard, collectives.signal.heard = collectives.signal.heard, None
             if heard is None or not collectives.reads_flags_freely:
-                heard = largest_of_all_ranks(self.asked, self.trainer.strategy.root_device)
+                try:
+                    heard = largest_of_all_ranks(self.asked, self.trainer.strategy.root_device)
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        "This rank made no step in its last batch and asks whether all are to stop;"
+                        " nobody answers. If others made one there, that is why: let no rank leave"
+                        " out a backward or a step that others make."
+                    ) from error
             if heard:
                 self._hear(heard)
                 raise SIGTERMException

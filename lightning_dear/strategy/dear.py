@@ -212,6 +212,12 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         states = [part.optimizer_state_dict() for part in parts]
         collectives = new_collectives(self.root_device, self._timeout)
         self._pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
+        # Others wait in a collective meanwhile: in half of their time one can tell them why.
+        self._pipeline.before_change = partial(
+            self._failures.board.agree,
+            "follow a change of the optimizers, which all ranks must make before the same step",
+            timeout_s=(self._timeout or NO_TIMEOUT).total_seconds() / 2,
+        )
         for part, state in zip(parts, states, strict=True):
             part.optimizer.load_state_dict(state)
         self._insert_guards(trainer)

@@ -47,6 +47,7 @@ RAISING_S = 1.5
 POLL_S = 0.05
 
 _MAX_MESSAGE_CHARS = 2000
+_QUOTED, _QUOTED_CHARS = 4, 300
 
 _CONSEQUENCE = re.compile(
     r"Connection (was likely )?(closed|reset|refused)|Broken pipe|[Ss]ocket (is )?closed"
@@ -299,7 +300,8 @@ class FailureBoard:
         # A rank that was late for another closes its connections to all.
         closed = {int(rank) for rank in _CLOSED_BY.findall(reports)}
         dead = mute & closed if closed or _IS_LATE.search(reports) else mute
-        ended = [left[rank] for rank in silent if rank in left]
+        # Whoever has ended may fail afterwards, of waiting for those that expect more of it.
+        ended = [*left.values()] if len(left) < self.world_size else []
         if dead:
             return f"Ranks {[*dead]} are gone without a report: were they killed (out of memory)?"
         if ended:
@@ -311,8 +313,11 @@ class FailureBoard:
             )
         if silent:
             return f"Ranks {silent} did not come to a collective: see what they do or printed last."
-        return "No rank has reported a cause of its own: see what each printed first" + (
-            "." if "rank " in reports else ", though none can know which peer it waited for."
+        heads = [
+            f"Rank {rank} says: {failed[rank][:_QUOTED_CHARS]}" for rank in [*failed][:_QUOTED]
+        ]
+        return " ".join(
+            ["No rank has reported a cause of its own: see what each printed first.", *heads]
         )
 
     def _verdict(self, store: Any, key: str, state: str, timeout_s: float) -> str:

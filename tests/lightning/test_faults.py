@@ -155,6 +155,74 @@ def test_one_that_has_fewer_batches_is_named(numbers: list[int]) -> None:
             assert words in outcome.traceback
 
 
+class _Changing(FaultyNet):
+    """Before its third step one rank alone trains with another optimizer, or with other groups."""
+
+    def __init__(self, what: str, rank: int) -> None:
+        super().__init__()
+        self.what, self.rank = what, rank
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 2 or self.trainer.global_rank != self.rank:
+            return
+        (optimizer,) = self.trainer.optimizers
+        if self.what == "optimizers":
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+        else:
+            optimizer.param_groups[0]["params"].pop()
+
+
+def _train_changing(what: str, rank: int) -> None:
+    loader = DataLoader(_Uneven([8] * NUM_RANKS), batch_size=1)
+    new_trainer(new_strategy(), max_epochs=1).fit(_Changing(what, rank), loader)
+
+
+@pytest.mark.parametrize(("what", "rank"), [("optimizers", 1), ("groups", 0)])
+def test_a_change_on_one_rank_is_told_to_all(what: str, rank: int) -> None:
+    outcomes = observe_ranks(_train_changing, 2, what, rank, init_process_group=False)
+    for one, outcome in enumerate(outcomes):
+        assert isinstance(outcome, Raised), f"rank {one}: {outcome}"
+        if one == rank:
+            words = "Cannot follow a change of the optimizers, which all ranks must make"
+            assert words in outcome.message
+            assert f"only ranks [{rank}] of 2 came within 2.5 s" in outcome.message
+        elif HAS_NOTES:
+            assert f"Rank {rank} failed first: RuntimeError: Cannot follow" in outcome.traceback
+
+
+class _Manual(FaultyNet):
+    """Steps by itself; one rank leaves out what it is told to, in its third batch."""
+
+    def __init__(self, left_out: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.left_out = left_out
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        is_left_out = batch_idx == 2 and self.trainer.global_rank == 1
+        if not (is_left_out and self.left_out == "both"):
+            self.manual_backward(loss)
+        if not is_left_out:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _train_by_hand(left_out: str) -> None:
+    loader = DataLoader(_Uneven([8] * NUM_RANKS), batch_size=1)
+    new_trainer(new_strategy(), max_epochs=1).fit(_Manual(left_out), loader)
+
+
+@pytest.mark.parametrize("left_out", ["step", "both"])
+def test_one_that_leaves_out_a_step_is_named(left_out: str) -> None:
+    outcomes = observe_ranks(_train_by_hand, 2, left_out, init_process_group=False)
+    assert isinstance(outcomes[0], Raised), outcomes[0]
+    if HAS_NOTES:
+        words = "Rank 1 says: RuntimeError: This rank made no step in its last batch"
+        assert words in outcomes[0].traceback
+
+
 class _Stand(Callback):
     """One rank's process stands still in the third step, another's is killed."""
 
