@@ -159,6 +159,7 @@ def test_pytorch_lightning_alone(tmp_path: Path) -> None:
     assert "rank 0 lightning_dear.pytorch_lightning.strategy" in run_script(tmp_path, source)
 
 
+@pytest.mark.slow
 def test_lightning_alone(tmp_path: Path) -> None:
     missing = ["pytorch_lightning", "lightning_fabric"]
     source = WITHOUT.format(packages=missing) + fit_script("lightning.pytorch")

@@ -84,6 +84,7 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     assert not cluster.measured.has_reduce_scatter
 
 
+@pytest.mark.slow
 def test_the_line_it_prints_plans_with_that(calibrated, tmp_path: Path) -> None:
     result, folder = calibrated
     program, *line = shlex.split(result.stdout.strip().splitlines()[-1])
