@@ -263,7 +263,7 @@ def test_a_rank_that_stands_still_is_not_called_dead(rank: int, tmp_path: Path) 
     for other in {0, 1, 2} - {rank}:
         outcome = outcomes[other]
         assert isinstance(outcome, Raised), f"rank {other}: {outcome}"
-        assert late_s(tmp_path, outcome) < 3
+        assert late_s(tmp_path, outcome) < 2
         assert "killed" not in outcome.traceback
         if HAS_NOTES:
             words = "is gone, stopped or out of" if rank == 0 else "Ranks [1] neither send nor"
@@ -285,7 +285,7 @@ def test_a_rank_that_hangs_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
     )
     assert isinstance(outcomes[1], Died), outcomes[1]
     assert outcomes[1].exit_code == 1
-    assert late_s(tmp_path, outcomes[1]) < 4
+    assert late_s(tmp_path, outcomes[1]) < 2
 
 
 class _Cut(Callback):
@@ -338,7 +338,7 @@ def test_a_link_that_goes_down(what: str, tmp_path: Path) -> None:
     outcomes = _cut(tmp_path, LASTING[what])
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, Raised), f"rank {rank}: {outcome}"
-        assert late_s(tmp_path, outcome) < 3
+        assert late_s(tmp_path, outcome) < 2
         assert f"rank {1 - rank}" in outcome.message
         assert "killed" not in outcome.traceback
 
