@@ -105,14 +105,9 @@ print({"torch", "lightning", "pytorch_lightning"} & set(sys.modules))
     assert run_script(tmp_path, source) == "set()\n"
 
 
-@pytest.mark.parametrize(
-    "namespace",
-    ["pytorch_lightning", pytest.param("lightning.pytorch", marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize(
-    "is_first",
-    [pytest.param(True, id="before", marks=pytest.mark.slow), pytest.param(False, id="after")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
 def test_import_before_or_after_lightning(namespace: str, is_first: bool, tmp_path: Path) -> None:
     imports = ["import lightning_dear", f"from {namespace} import Trainer"]
     other = next(other for other in NAMESPACES if other != namespace)

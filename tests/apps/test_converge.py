@@ -239,6 +239,7 @@ def test_wrong_entries_are_refused(entries: str, message: str) -> None:
         entries_of(cfg)
 
 
+@pytest.mark.slow
 def test_unknown_and_impossible_compressors_are_refused_before_anything_starts() -> None:
     unknown = job("entries=[dense,nope]")
     with unknown as cfg, pytest.raises(MissingConfigException, match="compressor/nope"):
@@ -314,6 +315,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return result
 
 
+@pytest.mark.slow
 def test_two_entries_end_to_end(tmp_path: Path) -> None:
     result = run(tmp_path, "entries=[dense,int8]")
     for notice in ("GPU available", "many workers", "DistributedSampler", "Tip:", "gathers"):

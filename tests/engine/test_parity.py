@@ -56,7 +56,7 @@ def test_fifty_steps_have_the_bits_of_a_rank_order_sum(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model", ["conv", "gpt", "mlp"])
+@pytest.mark.parametrize("model", ["conv", "mlp", pytest.param("gpt", marks=pytest.mark.slow)])
 @distributed(world_sizes=(3, pytest.param(4, marks=pytest.mark.slow)))
 def test_fifty_steps_in_double_precision_are_those_of_ddp(model: str, optimizer: str) -> None:
     ours = train_dear(model, optimizer, NUM_STEPS, dtype=torch.float64)[0][-1]

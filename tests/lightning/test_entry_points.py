@@ -147,6 +147,7 @@ def slurm(rank: int, port: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_slurm(expected: list[Tensor], tmp_path: Path) -> None:
     port = free_port()
     command = [sys.executable, SCRIPTS / "train.py", "dear", 1, 2, tmp_path]
@@ -217,6 +218,7 @@ def check(ours: Any, theirs: Any, what: str) -> None:
     assert_same(ours.get("losses", []), theirs.get("losses", []), f"{what}: losses")
 
 
+@pytest.mark.slow
 def test_all_stages_as_under_ddp(ddp_stages: dict[str, Any], tmp_path: Path) -> None:
     """Fit, validate, test, predict, fit on, a fit that fails, and a fit after it."""
     found = run_stages("dear", tmp_path / "dear")

@@ -20,7 +20,12 @@ from tests.lightning.nets import BATCH_SIZE, Net
 from tests.training.models import distance
 
 NUM_STEPS = 50
-CASES = [(model, optimizer) for model in ("conv", "mlp", "gpt") for optimizer in ("sgd", "adamw")]
+QUICK = {("conv", "sgd"), ("mlp", "sgd"), ("mlp", "adamw"), ("gpt", "adamw")}
+CASES = [
+    pytest.param(model, optimizer, marks=() if (model, optimizer) in QUICK else pytest.mark.slow)
+    for model in ("conv", "mlp", "gpt")
+    for optimizer in ("sgd", "adamw")
+]
 
 
 @pytest.mark.parametrize(("model", "optimizer"), CASES)

@@ -36,13 +36,10 @@ def test_importing_registers(name: str) -> None:
     assert isinstance(trainer.strategy, lightning_dear.DearStrategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "dear",
-        pytest.param("dear_spawn", marks=pytest.mark.slow),
-        pytest.param("dear_fork", marks=pytest.mark.slow),
-    ],
+    ["dear", "dear_spawn", "dear_fork"],
 )
 def test_a_script_trains_and_leaves_no_process(name: str, tmp_path: Path) -> None:
     script = Path(__file__).with_name("script.py")
