@@ -17,6 +17,9 @@ from lightning_dear.telemetry.device_work import device_work_s
 
 _NOTHING = nullcontext()
 
+Span = tuple[Any, Any]
+"""The marks of a beginning and of an end."""
+
 
 class StepTimer:
     """Marks a step's forward and backward, if it is to; nothing may be waited for meanwhile.
@@ -35,8 +38,7 @@ class StepTimer:
 
     def __init__(self, module: Module, clock: Clock) -> None:
         self._module, self._clock = module, clock
-        self.times: ModelTimes | None = None
-        self.is_on = False
+        self.start((), None)
 
     def start(
         self, parameters: Sequence[Parameter], ungated: Mapping[int, Module | None] | None
@@ -47,17 +49,18 @@ class StepTimer:
             parameters: The engine's list.
             ungated: See `ForwardRecorder`; None: not known yet, and nothing is measured.
         """
-        self.times, self.is_on = None, ungated is not None
+        self.times: ModelTimes | None = None
+        self.is_on = ungated is not None
         if has_compiled_region(self._module):
             # There all parameters are waited for before forward.
             ungated, parameters = dict.fromkeys(range(len(parameters))), ()
         self._parameters, self._ungated = parameters, ungated or {}
         self._first_uses: dict[int, Any] = {}
         self._gradients: dict[int, Any] = {}
-        # "forward", "backward", "step" -> the marks of its beginning and its end.
-        self._spans: dict[str, tuple[Any, Any]] = {}
-        self._late_steps: list[tuple[Any, Any]] = []
-        self._left_out: list[tuple[Any, Any]] = []
+        # Of "forward", "backward" and "step".
+        self._spans: dict[str, Span] = {}
+        self._late_steps: list[Span] = []
+        self._left_out: list[Span] = []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -72,16 +75,11 @@ class StepTimer:
             yield
             self._spans["forward"] = start, self._clock.mark()
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Around a backward. The last one counts."""
-        if not self.is_on:
-            yield
-            return
-        start = self._clock.mark()
-        self._gradients.clear()
-        yield
-        self._spans["backward"] = start, self._clock.mark()
+        if self.is_on:
+            self._gradients.clear()
+        return self._marked(partial(self._spans.__setitem__, "backward"))
 
     def step_begins(self) -> None:
         """All gradients are reduced."""
@@ -95,30 +93,34 @@ class StepTimer:
             self.times = self._measured()
             self.is_on = self.times is None
 
-    @contextmanager
-    def late_step(self) -> Iterator[None]:
+    def late_step(self) -> AbstractContextManager[None]:
         """Around the step of a bucket that is stepped where forward would read it."""
-        if not self.is_on:
-            yield
-            return
-        start = self._clock.mark()
-        yield
-        self._late_steps.append((start, self._clock.mark()))
+        return self._marked(self._late_steps.append)
 
     def leaving_out_codecs(self) -> AbstractContextManager[None]:
         """Around what may encode: where it does, its time is in none of the times.
 
         Neither is that of starting messages: both are among a codec's costs.
         """
-        # Called for every gradient: a generator would cost more than what it surrounds.
-        return self._leaving_out_codecs() if self.is_on else _NOTHING
+        # Asked for at every gradient: what is for nothing must cost nothing.
+        if not self.is_on:
+            return _NOTHING
+        before_s = device_work_s()
+
+        def note(span: Span) -> None:
+            if device_work_s() > before_s:
+                self._left_out.append(span)
+
+        return self._marking(note)
+
+    def _marked(self, note: Callable[[Span], object]) -> AbstractContextManager[None]:
+        return self._marking(note) if self.is_on else _NOTHING
 
     @contextmanager
-    def _leaving_out_codecs(self) -> Iterator[None]:
-        before_s, start = device_work_s(), self._clock.mark()
+    def _marking(self, note: Callable[[Span], object]) -> Iterator[None]:
+        start = self._clock.mark()
         yield
-        if device_work_s() > before_s:
-            self._left_out.append((start, self._clock.mark()))
+        note((start, self._clock.mark()))
 
     def note_gradient(self, index: int) -> None:
         """Parameter `index` has a new gradient."""

@@ -151,10 +151,13 @@ class StopRequest:
                 try:
                     heard = largest_of_all_ranks(self.asked, self.trainer.strategy.root_device)
                 except RuntimeError as error:
+                    if not collectives.reads_flags_freely:
+                        # There all ranks ask before every batch.
+                        raise
                     raise RuntimeError(
-                        "This rank made no step in its last batch and asks whether all are to stop;"
-                        " nobody answers. If others made one there, that is why: let no rank leave"
-                        " out a backward or a step that others make."
+                        "This rank has made no step of late and asks whether all are to stop;"
+                        " nobody answers. If others made one, that is why: let no rank leave out a"
+                        " backward or a step that others make."
                     ) from error
             if heard:
                 self._hear(heard)

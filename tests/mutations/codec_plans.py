@@ -80,9 +80,9 @@ CODEC_PLANS = [
     ),
     Mutation(
         "leaving encoding out of the times",
-        "StepTimer._leaving_out_codecs",
-        "        if device_work_s() > before_s:\n",
-        "        if device_work_s() < before_s:\n",
+        "StepTimer.leaving_out_codecs",
+        "            if device_work_s() > before_s:\n",
+        "            if device_work_s() < before_s:\n",
         (f"{PROBE}::test_a_measured_step_is_without_encoding",),
     ),
     Mutation(
