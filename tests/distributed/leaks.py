@@ -45,22 +45,27 @@ def _children() -> dict[int, str]:
     found = {}
     for pid in pids:
         with suppress(OSError):
-            # One that has ended, and that nobody has waited for, has no command line.
             command = Path("/proc", pid, "cmdline").read_text().replace("\0", " ").strip()
-            if command and not any(name in command for name in _STANDING_SERVICES):
+            # Not only one that has ended has no command line: one that starts has none yet.
+            ended = not command and "\nState:\tZ" in Path("/proc", pid, "status").read_text()
+            if not ended and not any(name in command for name in _STANDING_SERVICES):
                 found[int(pid)] = command
     return found
 
 
+def _children_since(before: Mapping[int, str]) -> dict[int, str]:
+    return {pid: command for pid, command in _children().items() if pid not in before}
+
+
 def _end_children(before: Mapping[int, str]) -> list[str]:
     end = time.monotonic() + _EXIT_WAIT_S
-    while (left := _children().items() - before.items()) and time.monotonic() < end:
+    while (left := _children_since(before)) and time.monotonic() < end:
         time.sleep(0.02)
-    for pid, _ in left:
+    for pid in left:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    return [f"process {pid} ({command})" for pid, command in sorted(left)]
+    return [f"process {pid} ({command})" for pid, command in sorted(left.items())]
 
 
 def _restore_variables(before: Mapping[str, str]) -> list[str]:
