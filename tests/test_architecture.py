@@ -119,6 +119,7 @@ OTHER_TESTS = {
     "netns",
     "benchmarks",
     "mutations",
+    "streams",
     "training",
     "distributed",
 }
