@@ -70,11 +70,11 @@ class _FreesEarly(NativeCollectives):
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size).clone()
-        launch = getattr(self.calls, ALL_GATHER)
-        work = launch(buffer, own, group=self.gather_group, async_op=True)
+        waits = self.start(ALL_GATHER, self.gather_group, buffer, own)
+        work = self.new_work("all_gather", f"bucket {bucket}", waits)
         with CUDA.stream(CUDA.Stream()):
-            work.wait()
-        return Work(work.wait)
+            work.arrive()
+        return work
 
 
 class _BroadcastsLate(NativeCollectives):
@@ -97,7 +97,7 @@ class _BroadcastsLate(NativeCollectives):
 
 
 def _reads_loss(trained: OnDevice, step: int) -> None:
-    float(trained.loss(step).detach())
+    float(trained.loss(step))
 
 
 def _run(
@@ -153,5 +153,6 @@ def test_another_order_on_one_rank_is_found() -> None:
 
 def test_a_wait_of_the_host_in_a_step_is_found() -> None:
     found, _ = _run(NativeCollectives, hook=_reads_loss)
-    assert any("test_planted.py:_reads_loss:" in one for one in found.syncs)
+    assert found.syncs
+    assert all("test_planted.py:_reads_loss:" in one for one in found.syncs)
     found.check()
