@@ -51,7 +51,7 @@ def source_of(before: str = "", inside: str = "") -> str:
     return APPLICATION.format(before=before, inside=inside, names=[*START_METHODS])
 
 
-@pytest.mark.parametrize("place", ["before", "inside"])
+@pytest.mark.parametrize("place", [pytest.param("before", marks=pytest.mark.slow), "inside"])
 def test_strategy_and_groups_are_known_without_an_import(tmp_path: Path, place: str) -> None:
     source = source_of(**{place: IMPORT_TRAINER})
     result = run_application(tmp_path, source, "+strategy=dear")
@@ -61,6 +61,7 @@ def test_strategy_and_groups_are_known_without_an_import(tmp_path: Path, place: 
         assert f"{name}: lightning_dear.strategy.dear {start_method}" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_documented_import_still_works_beside_the_plugin(tmp_path: Path) -> None:
     source = source_of(before=IMPORT_TRAINER, inside="import lightning_dear")
     result = run_application(tmp_path, source)
@@ -100,6 +101,7 @@ sys.exit()
     assert "needs `import lightning_dear` here" in result.stderr
 
 
+@pytest.mark.slow
 def test_lightning_keeps_its_own_loader(tmp_path: Path) -> None:
     source = f"""
 import sys, hydra

@@ -69,9 +69,8 @@ COMMANDS = re.findall(r"^OMP_NUM_THREADS=1 dear-converge ((?:.*\\\n)*.+)$", RECI
 # --- config -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "study", ["converge_digits", pytest.param("converge_gpt", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("study", ["converge_digits", "converge_gpt"])
 def test_every_entry_of_a_study_composes(study: str) -> None:
     with job(f"experiment={study}") as cfg:
         check(cfg)
@@ -85,6 +84,7 @@ def test_every_entry_of_a_study_composes(study: str) -> None:
     assert set(COMPRESSORS) - entries.keys() == {"none", "fp32", *SPARSE_ALL_REDUCES}
 
 
+@pytest.mark.slow
 def test_the_longer_studies_compose() -> None:
     with job("experiment=converge_gpt_long") as cfg:
         check(cfg)
@@ -123,6 +123,7 @@ def find(cfg: DictConfig, name: str) -> Entry:
     return next(entry for entry in entries_of(cfg) if entry.name == name)
 
 
+@pytest.mark.slow
 def test_options_reach_the_training() -> None:
     topk = "{name: mine, compressor: topk, compressor.density: 0.1, optimizer.lr: 7}"
     with job(f"entries=[dense,{topk}]") as cfg:
@@ -134,6 +135,7 @@ def test_options_reach_the_training() -> None:
     assert strategy._schedule._dense_steps == 18
 
 
+@pytest.mark.slow
 def test_the_dense_share_is_one_of_the_entrys_own_steps() -> None:
     with job("entries=[dense,{name: long, compressor: topk, trainer.max_steps: 400}]") as cfg:
         own = config_of(find(cfg, "long"), (), Options(1, 0.1), 0.1)
@@ -144,6 +146,7 @@ def test_the_dense_share_is_one_of_the_entrys_own_steps() -> None:
             entries_of(cfg)
 
 
+@pytest.mark.slow
 def test_a_key_knows_all_that_has_a_say_and_nothing_else() -> None:
     with job("entries=[dense,topk,topk_too]", folder="one") as cfg:
         cfg.entries[2] = {"name": "topk_too", "compressor": "topk"}
@@ -164,6 +167,7 @@ def test_a_key_knows_all_that_has_a_say_and_nothing_else() -> None:
         assert key_of(again, None, 1) == keys[0]
 
 
+@pytest.mark.slow
 def test_references_come_first_and_have_as_many_tries() -> None:
     late = "{name: sgd, optimizer: sgd_plain}"
     with job(f"entries=[dense,int8,{late},topk]") as cfg:
@@ -180,6 +184,7 @@ def test_references_come_first_and_have_as_many_tries() -> None:
     assert [one.lr_factor for one in tries[::2]] == [0.1, 0.01, 0.001]
 
 
+@pytest.mark.slow
 def test_an_entry_may_have_dense_shares_of_its_own() -> None:
     one = ("lr_factors=[1]", "dense_shares=[0.1]", "reference_lr_factors=[1]", "tuning_seeds=[]")
     with job("entries=[dense,int8,{name: a, compressor: bf16, dense_shares: [0]}]", *one) as cfg:
@@ -188,12 +193,14 @@ def test_an_entry_may_have_dense_shares_of_its_own() -> None:
         assert tries_of(find(cfg, "a")) == [Options(1.0, 0.0)]
 
 
+@pytest.mark.slow
 def test_other_strategies_are_references() -> None:
     with job("entries=[{name: ddp, strategy: ddp},{name: dear, compressor: none},int8]") as cfg:
         references = [(one.name, one.asked.reference) for one in entries_of(cfg)]
     assert references == [("ddp", None), ("dear", None), ("int8", "ddp")]
 
 
+@pytest.mark.slow
 def test_nothing_goes_dense_before_votes_which_try_more_learning_rates() -> None:
     small = "{name: small, compressor: signsgd, lr_factors: [6, 5, 4, 3, 2, 1]}"
     signum = "{name: signum, compressor: signum, optimizer: sgd_plain}"

@@ -115,6 +115,7 @@ def test_other_launchers(start_method, tmp_path):
     assert "Communication is" in table
 
 
+@pytest.mark.slow
 def test_one_rank_is_told_so(tmp_path):
     code, table, errors = run_alone(tmp_path, "strategy=single")
     assert code == 0, errors
@@ -150,11 +151,12 @@ def test_another_version_on_one_rank_fails(tmp_path):
     assert "Communication is" not in table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "words"),
     [
         (0, "Rank 1 did not report to rank 0 at 127.0.0.1:"),
-        pytest.param(1, "Rank 1 could not reach rank 0 at 127.0.0.1:", marks=pytest.mark.slow),
+        (1, "Rank 1 could not reach rank 0 at 127.0.0.1:"),
     ],
 )
 def test_a_rank_that_is_not_there_is_named_in_time(rank, words, tmp_path):

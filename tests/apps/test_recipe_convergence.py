@@ -156,6 +156,7 @@ def test_the_siblings_compose_and_the_readme_has_a_place() -> None:
     assert readme.count("dear-recipe writes from here") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["digits", "gpt"])
 def test_the_siblings_studies_compose(model: str) -> None:
     overrides = list(config().siblings[model].overrides)

@@ -76,6 +76,7 @@ def test_only_fp32_is_fitted_and_scales_as_published(report: Report) -> None:
     assert row["alone_s"] == pytest.approx(0.0713)
 
 
+@pytest.mark.slow
 def test_other_models_may_have_seconds_of_their_own() -> None:
     few = ("models=[resnet50,resnet101]", "clusters=[nvlink_8gpu]")
     fit, plain = (
@@ -139,6 +140,7 @@ def test_every_table_says_where_it_comes_from_and_the_summary_what_came_out(
     assert report.figure is not None
 
 
+@pytest.mark.slow
 def test_on_fewer_gpus_only_what_has_figures_unless_all_is_asked_for() -> None:
     few = (
         "models=[resnet50,resnet101]",
@@ -189,6 +191,7 @@ def test_published_figures_are_found_by_cluster_size_and_model() -> None:
     assert fp32_sizes("pcie_8gpu", "mask_rcnn") == [8]
 
 
+@pytest.mark.slow
 def test_a_cluster_of_the_command_line_has_no_figures() -> None:
     few = ("models=[resnet50]", "compressors=[fp16]", "world_sizes=[8]")
     given = list(cells(config("cluster=pcie_8gpu", *few), None))

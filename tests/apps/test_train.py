@@ -146,6 +146,7 @@ class Fails(Callback):
 """
 
 
+@pytest.mark.slow
 def test_one_failing_rank_ends_all_with_its_message(tmp_path):
     (tmp_path / "fails.py").write_text(FAILS_ON_RANK_1)
     start_s = time.monotonic()
@@ -173,6 +174,7 @@ def test_every_group_lists_its_valid_names(group, tmp_path):
         assert option in str(caught.value)
 
 
+@pytest.mark.slow
 def test_more_gpus_than_there_are_end_the_command_before_training(tmp_path):
     result = run(tmp_path, "cluster=gpu_host", "cluster.devices=999")
     assert result.returncode == 1

@@ -111,7 +111,7 @@ def _load_and_compare(
 
 
 @pytest.mark.parametrize(("name", "optimizer_name"), CASES)
-@pytest.mark.parametrize("saver", [1, 2, 3])
+@pytest.mark.parametrize("saver", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_world_size_loads_the_bits_that_consolidating_gives(
     tmp_path: Path, saver: int, name: str, optimizer_name: str
 ) -> None:

@@ -44,9 +44,9 @@ def test_fifty_steps_have_the_bits_of_ddp(model: str, optimizer: str) -> None:
     assert_equal_on_all_ranks(ours)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["conv", "gpt", "mlp"])
-@distributed(world_sizes=(3, 4))
+@distributed(world_sizes=(3, pytest.param(4, marks=pytest.mark.slow)))
 def test_fifty_steps_have_the_bits_of_a_rank_order_sum(
     model: str, optimizer: str, world_size: int
 ) -> None:
@@ -57,7 +57,7 @@ def test_fifty_steps_have_the_bits_of_a_rank_order_sum(
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["conv", "gpt", "mlp"])
-@distributed(world_sizes=(3, 4))
+@distributed(world_sizes=(3, pytest.param(4, marks=pytest.mark.slow)))
 def test_fifty_steps_in_double_precision_are_those_of_ddp(model: str, optimizer: str) -> None:
     ours = train_dear(model, optimizer, NUM_STEPS, dtype=torch.float64)[0][-1]
     theirs = train_ddp(model, optimizer, NUM_STEPS, dtype=torch.float64)[0][-1]

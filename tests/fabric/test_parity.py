@@ -116,8 +116,17 @@ def _run(name: str, optimizer: str) -> None:
 
 
 CASES = [
-    (name, optimizer, world_size)
-    for name, row in ROWS.items()
+    pytest.param(
+        name,
+        optimizer,
+        world_size,
+        id=f"{name}-{optimizer}-{world_size}",
+        # In every test run each row is run once, on two ranks or on three.
+        marks=()
+        if (optimizer, world_size) == (row.optimizers[-1], 2 + number % 2)
+        else pytest.mark.slow,
+    )
+    for number, (name, row) in enumerate(ROWS.items())
     for optimizer in row.optimizers
     for world_size in ((1, 2, 3) if optimizer == row.optimizers[-1] else (2,))
 ]

@@ -232,9 +232,8 @@ def test_all_stages_as_under_ddp(ddp_stages: dict[str, Any], tmp_path: Path) -> 
     assert validated["val_loss"] == pytest.approx(tested["test_loss"])
 
 
-@pytest.mark.parametrize(
-    "strategy", ["dear_fork", pytest.param("dear_spawn", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dear_fork", "dear_spawn"])
 def test_stages_in_new_processes_each(
     strategy: str, ddp_stages: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -177,7 +177,9 @@ def _train_changing(what: str, rank: int) -> None:
     new_trainer(new_strategy(), max_epochs=1).fit(_Changing(what, rank), loader)
 
 
-@pytest.mark.parametrize(("what", "rank"), [("optimizers", 1), ("groups", 0)])
+@pytest.mark.parametrize(
+    ("what", "rank"), [("optimizers", 1), pytest.param("groups", 0, marks=pytest.mark.slow)]
+)
 def test_a_change_on_one_rank_is_told_to_all(what: str, rank: int) -> None:
     outcomes = observe_ranks(_train_changing, 2, what, rank, init_process_group=False)
     for one, outcome in enumerate(outcomes):
@@ -214,7 +216,7 @@ def _train_by_hand(left_out: str) -> None:
     new_trainer(new_strategy(), max_epochs=1).fit(_Manual(left_out), loader)
 
 
-@pytest.mark.parametrize("left_out", ["step", "both"])
+@pytest.mark.parametrize("left_out", ["step", pytest.param("both", marks=pytest.mark.slow)])
 def test_one_that_leaves_out_a_step_is_named(left_out: str) -> None:
     outcomes = observe_ranks(_train_by_hand, 2, left_out, init_process_group=False)
     assert isinstance(outcomes[0], Raised), outcomes[0]
@@ -261,7 +263,7 @@ def test_a_rank_that_stands_still_is_not_called_dead(rank: int, tmp_path: Path) 
     for other in {0, 1, 2} - {rank}:
         outcome = outcomes[other]
         assert isinstance(outcome, Raised), f"rank {other}: {outcome}"
-        assert late_s(tmp_path, outcome) < 3
+        assert late_s(tmp_path, outcome) < 2
         assert "killed" not in outcome.traceback
         if HAS_NOTES:
             words = "is gone, stopped or out of" if rank == 0 else "Ranks [1] neither send nor"
@@ -283,7 +285,7 @@ def test_a_rank_that_hangs_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
     )
     assert isinstance(outcomes[1], Died), outcomes[1]
     assert outcomes[1].exit_code == 1
-    assert late_s(tmp_path, outcomes[1]) < 4
+    assert late_s(tmp_path, outcomes[1]) < 2
 
 
 class _Cut(Callback):
@@ -336,7 +338,7 @@ def test_a_link_that_goes_down(what: str, tmp_path: Path) -> None:
     outcomes = _cut(tmp_path, LASTING[what])
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, Raised), f"rank {rank}: {outcome}"
-        assert late_s(tmp_path, outcome) < 3
+        assert late_s(tmp_path, outcome) < 2
         assert f"rank {1 - rank}" in outcome.message
         assert "killed" not in outcome.traceback
 

@@ -185,13 +185,13 @@ def test_resuming_equals_never_stopping(
     _check(save, saver, resumer, optimizer, SAVED_AT[when], "plain", OTHER_ORDER)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 @pytest.mark.parametrize("resumer", [*DEAR, DDP], ids=str)
 def test_resuming_two_optimizers(save: Any, resumer: Run, optimizer: str) -> None:
     _check(save, DEAR[1], resumer, optimizer, 3, "two optimizers", OTHER_ORDER)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 @pytest.mark.parametrize("kind", ["16-bit weights", "GradScaler"])
 @pytest.mark.parametrize("resumer", DEAR, ids=str)
 def test_resuming_in_16_bits(save: Any, resumer: Run, kind: str, optimizer: str) -> None:

@@ -80,7 +80,7 @@ CODEC_PLANS = [
     ),
     Mutation(
         "leaving encoding out of the times",
-        "StepTimer.leaving_out_codecs",
+        "StepTimer._leaving_out_codecs",
         "        if device_work_s() > before_s:\n",
         "        if device_work_s() < before_s:\n",
         (f"{PROBE}::test_a_measured_step_is_without_encoding",),

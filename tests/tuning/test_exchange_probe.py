@@ -34,6 +34,7 @@ def test_noise_never_makes_a_cost_negative() -> None:
     assert line(10.0, 1.0, 30.0, 30.0).alpha_s == 0
 
 
+@pytest.mark.slow
 @distributed(world_sizes=(2, 3))
 def test_sizes_are_measured_alike_on_all_ranks(world_size: int) -> None:
     collectives = new_collectives(CPU)
