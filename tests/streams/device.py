@@ -72,15 +72,12 @@ class Stream:
     Attributes:
         number: Its own, over all devices.
         clock: What is over when its next kernel begins.
-        freed: What may still use memory that its next kernels may get: stream, access, and where
-            it was freed.
     """
 
     def __init__(self, device: Device, name: str) -> None:
         self.device, self.name = device, name
         self.number = self.cuda_stream = next(_numbers)
         self.clock: Clock = {self.number: 0}
-        self.freed: list[tuple[int, Access, Place]] = []
 
     def wait_clock(self, clock: Clock) -> None:
         """Puts kernels that come behind what `clock` knows to be over."""
@@ -143,27 +140,15 @@ class Memory:
         is_on_device: Whether kernels have had to do with it; else perhaps the host's.
         accesses: (first byte, end, whether it writes, stream) -> the last such access that a later
             one may still have to be ordered behind.
-        recorded: Streams that are done with it before anybody else gets it.
     """
 
     def __init__(self, device: Device) -> None:
         self.device, self.stream = device, device.current
         self.is_on_device = False
         self.accesses: dict[tuple[int, int, bool, int], Access] = {}
-        self.recorded: set[int] = set()
-        if self.stream.freed:
-            device.look_at_freed(self.stream)
 
     def __del__(self) -> None:
-        """Its stream's next allocation may get it, whatever other streams do with it."""
-        others = [
-            (number, access)
-            for (_, _, _, number), access in self.accesses.items()
-            if number != self.stream.number and number not in self.recorded
-        ]
-        if others and not self.device.is_over:
-            where = place()
-            self.stream.freed += [(number, access, where) for number, access in others]
+        self.device.look_at_freed(self)
 
 
 class Device:
@@ -177,7 +162,7 @@ class Device:
         current: The stream on which kernels run at present.
         host: What the host knows to be over.
         races: What is in no order -> how often.
-        frees: What was free, and got by others, while a stream still used it -> how often.
+        frees: What was free while a stream still used it -> how often.
         syncs: Where the host waited for the device -> how often.
         kernels: Where kernels were launched -> how many, without those of communicators.
         launches: Collectives in the order in which the host launched them, over all communicators.
@@ -256,14 +241,16 @@ class Device:
             f" {other.name} on {self.streams[number].name} {that}s at {told(other.place)}"
         ] += 1
 
-    def look_at_freed(self, stream: Stream) -> None:
-        """Whether others may still use memory that is allocated on `stream` now."""
-        freed, stream.freed = stream.freed, []
-        for number, access, where in freed:
-            if max(stream.clock.get(number, 0), self.host.get(number, 0)) < access.number:
+    def look_at_freed(self, memory: Memory) -> None:
+        """Whether a stream may still use memory that the next allocation may get now."""
+        if self.is_over:
+            return
+        clock = memory.stream.clock
+        for (_, _, _, number), access in memory.accesses.items():
+            if max(clock.get(number, 0), self.host.get(number, 0)) < access.number:
                 self.frees[
                     f"{access.name} on {self.streams[number].name}, launched at"
-                    f" {told(access.place)}, uses memory that is free at {told(where)}"
+                    f" {told(access.place)}, uses memory that is free at {told(place())}"
                 ] += 1
 
     def block_host(self, name: str, clock: Clock) -> None:
@@ -306,15 +293,8 @@ def memory_of(tensor: Tensor) -> Memory:
     memory: Memory | None = getattr(storage, "simulated_memory", None)
     # What one process has for all ranks would be each rank's own.
     if memory is None or memory.device is not here():
-        if memory is not None:
-            memory.accesses.clear()
         memory = storage.simulated_memory = Memory(here())
     return memory
-
-
-def record_stream(tensor: Tensor, stream: Stream) -> None:
-    """See torch.Tensor.record_stream, which a CPU's tensors refuse."""
-    memory_of(tensor).recorded.add(stream.number)
 
 
 def extent_of(tensor: Tensor) -> Extent:

@@ -16,7 +16,7 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import ThresholdFusion
 from lightning_dear.telemetry.clock import StreamClock
-from tests.streams.device import DEVICE, Cuda, Stream, here, record_stream
+from tests.streams.device import DEVICE, Cuda, Stream, here
 from tests.streams.ranks import Found, Rank, on_simulated_cuda
 from tests.streams.test_trainings import check, coded
 from tests.streams.trainings import (
@@ -50,7 +50,6 @@ class _RunsOn(torch.autograd.Function):
         device = here()
         # Behind whoever made the gradient; the head of the model, which is on the first stream.
         context.stream.wait_stream(device.default)
-        record_stream(gradient, context.stream)
         device.current = context.stream
         return gradient, None
 
@@ -69,10 +68,8 @@ class _Branches(nn.Module):
         for stream in self._streams:
             stream.wait_stream(main)
         for layer, stream in zip(self.layers, self._streams, strict=True):
-            record_stream(x, stream)
             with CUDA.stream(stream):
                 outputs.append(_RunsOn.apply(layer(x), stream))
-            record_stream(outputs[-1], main)
         for stream in self._streams:
             main.wait_stream(stream)
         return self.head(sum(outputs))
@@ -136,11 +133,11 @@ def _average_weights(rank: Rank, *, reads: bool) -> list[Tensor]:
                     parameter.detach() * 0.1
         with pipeline.forward():
             loss = trained.loss(step)
-        # What it reads must not change before, nor move, as it does in the first step.
-        CUDA.current_stream().wait_stream(beside)
         optimizer.zero_grad()
         with pipeline.backward():
             loss.backward()
+        # What it reads must not change yet, as users must see to under any strategy.
+        CUDA.current_stream().wait_stream(beside)
         optimizer.step()
     return trained.end()
 
