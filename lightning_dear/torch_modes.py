@@ -11,6 +11,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 
+class Onlooker:
+    """Mixin of dispatch modes that look on and change no result: `plain_mode` leaves them on."""
+
+
 @contextmanager
 def plain_mode(device_type: str, default_dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """No gradients, and none of the contexts around the caller that would change results.
@@ -28,6 +32,8 @@ def plain_mode(device_type: str, default_dtype: torch.dtype = torch.float32) -> 
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(cast(Any, torch)._C.DisableTorchFunction())
-        stack.enter_context(_disable_current_modes())
+        for mode in stack.enter_context(_disable_current_modes()):
+            if isinstance(mode, Onlooker):
+                stack.enter_context(cast(Any, mode))
         stack.enter_context(temporarily_clear_interpreter_stack())
         yield

@@ -120,6 +120,7 @@ OTHER_TESTS = {
     "netns",
     "benchmarks",
     "mutations",
+    "streams",
     "training",
     "distributed",
 }

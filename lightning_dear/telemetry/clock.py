@@ -10,9 +10,6 @@ import torch
 
 from lightning_dear.collectives.background import Background
 
-# What it makes has no types.
-_cuda: Any = torch.cuda
-
 Record = Callable[[Any, Any], None]
 """Takes the marks between which something happened."""
 
@@ -79,22 +76,23 @@ class StreamClock:
 
     Args:
         device: Whose streams are marked.
+        cuda: What is called: torch.cuda, or what stands in for it where a device is simulated.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._beside: torch.cuda.Stream = _cuda.Stream(device)
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+        self._beside: torch.cuda.Stream = cuda.Stream(device)
         # Twice: nothing must stand before the mark, and it must be passed when the host looks at
         # its own clock.
-        torch.cuda.synchronize(device)
+        cuda.synchronize(device)
         self._origin = self.mark()
-        torch.cuda.synchronize(device)
+        cuda.synchronize(device)
         self._origin_s = time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
         """See `Clock`."""
-        event: torch.cuda.Event = _cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event: torch.cuda.Event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._device))
         return event
 
     def seconds(self, mark: torch.cuda.Event) -> float:
@@ -106,14 +104,14 @@ class StreamClock:
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
         """See `Clock`: a stream of its own waits, so that the compute stream does not."""
         start = self.mark()
-        with torch.cuda.stream(self._beside):
+        with self._cuda.stream(self._beside):
             arrive()
             record(start, self.mark())
         return arrive
 
     def finish(self) -> None:
         """See `Clock`."""
-        torch.cuda.synchronize(self._device)
+        self._cuda.synchronize(self._device)
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -1,0 +1,360 @@
+"""Simulated NCCL: collectives are kernels on streams of their communicators' own.
+
+A communicator's stream waits for the stream that launches, and `wait` makes the current stream wait
+for the communicator's. What travels is read at the first wait, the latest moment at which a GPU
+might read it, and what is received holds nan until then: who does not wait computes with nan.
+
+Threads are ranks, of which one runs at a time, until it needs what another one has to send.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Condition
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.streams.device import Clock, Device, extent_of, here, place, told
+
+KNOWN = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+"""Types of numbers that NCCL sends."""
+
+
+class Hang(Exception):  # noqa: N818
+    """Every rank waits for another one, or for one that has ended."""
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What the simulation itself does to tensors: no kernel, and nothing that autograd sees."""
+    without_modes = torch._C.DisableTorchFunction(), _disable_current_modes()
+    with torch.inference_mode(False), torch.no_grad(), without_modes[0], without_modes[1]:
+        yield
+
+
+class Turns:
+    """Lets one of several threads run, and another one once that has to wait for it.
+
+    So a run is the same each time, and nobody waits for long: where nobody can go on, all raise.
+
+    Args:
+        size: How many threads.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._changed = Condition()
+        self._whose = 0
+        # Thread -> what it waits for, and how to see that it is there.
+        self._waits: list[tuple[str, Callable[[], bool]]] = [("its turn", lambda: True)] * size
+        self._has_ended = [False] * size
+        self._hang: str | None = None
+
+    def begin(self, number: int) -> None:
+        """Blocks until it is the calling thread's first turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._whose == number)
+
+    def wait_until(self, number: int, what: str, is_there: Callable[[], bool]) -> None:
+        """Blocks thread `number`, whose turn it is, until others have made `is_there` true.
+
+        Raises:
+            Hang: If nobody can go on.
+        """
+        if is_there():
+            return
+        with self._changed:
+            self._waits[number] = (what, is_there)
+            self._pass_on(number)
+            self._changed.wait_for(lambda: self._whose == number)
+            if self._hang is not None:
+                self._has_ended[number] = True
+                raise Hang(self._hang)
+
+    def end(self, number: int) -> None:
+        """Thread `number` needs no more turns."""
+        with self._changed:
+            self._has_ended[number] = True
+            self._waits[number] = ("nothing: it has ended", lambda: False)
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        size = len(self._waits)
+        others = [(number + hop) % size for hop in range(1, size + 1)]
+        alive = [one for one in others if not self._has_ended[one]]
+        able = [one for one in alive if self._waits[one][1]()]
+        if alive and not able and self._hang is None:
+            told = (f"rank {one} waits for {what}" for one, (what, _) in enumerate(self._waits))
+            self._hang = "; ".join(told)
+        if alive:
+            self._whose = (able or alive)[0]
+        self._changed.notify_all()
+
+
+class Network:
+    """What all ranks send, and have not all received yet.
+
+    Args:
+        size: Number of ranks.
+        is_late: Whether data arrives when it is waited for, and not when all have launched.
+
+    Attributes:
+        size: See above.
+        is_late: See above.
+        turns: Whose it is.
+        calls: (communicator, number of the collective in it) -> rank -> what it has launched.
+    """
+
+    def __init__(self, size: int, *, is_late: bool = True) -> None:
+        self.size, self.is_late = size, is_late
+        self.turns = Turns(size)
+        self.calls: dict[tuple[str, int], dict[int, Any]] = {}
+
+    def from_all(self, key: tuple[str, int], what: str) -> dict[int, Any]:
+        """What every rank has put under `key`; blocks until all have."""
+        calls, rank = self.calls[key], here().rank
+        self.turns.wait_until(rank, f"others in {what}", lambda: len(calls) == self.size)
+        return calls
+
+
+class Communicator:
+    """A process group: its name, and on each rank a stream and what is under way on it.
+
+    Args:
+        network: Over which.
+        name: The same on all ranks.
+        device: Of the rank that has this one.
+    """
+
+    def __init__(self, network: Network, name: str, device: Device) -> None:
+        self.network, self.name, self.device = network, name, device
+        self.stream = device.new_stream(f"the stream of '{name}'")
+        self.num_launched = 0
+        self.under_way: list[Collective] = []
+
+
+class Collective:
+    """One rank's part of a collective, and torch's work for it.
+
+    Args:
+        op: Name of what is done.
+        source: Read.
+        target: Written.
+        communicator: In which.
+        sizes: How many elements of the source are for each rank; None: as many for each.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        source: Tensor,
+        target: Tensor,
+        communicator: Communicator,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.op, self.communicator, self.sizes = op, communicator, sizes
+        # Where sizes are told, each rank has its own.
+        self.shape = source.dtype, None if sizes else tuple(source.shape)
+        self.name = f"{op} {communicator.num_launched} of '{communicator.name}'"
+        self._key = communicator.name, communicator.num_launched
+        # Torch keeps both until this rank has waited for the work, whatever its caller does.
+        self.source: Tensor | None = source
+        self.target: Tensor | None = target
+        self.result: Tensor | None = None
+        self.has_result = self.has_arrived = False
+        self.clock: Clock = {}
+
+    def launch(self, poisoned: Sequence[Tensor]) -> None:
+        """Puts it on the communicator's stream, behind what is on the current one."""
+        communicator, source, target = self.communicator, self.source, self.target
+        assert source is not None
+        assert target is not None
+        device, stream = communicator.device, communicator.stream
+        device.put(source, target)
+        device.launches.append(
+            f"{self.op} of {source.numel()} {source.dtype} in '{communicator.name}'"
+        )
+        stream.wait_stream(device.current)
+        device.run(stream, self.name, [extent_of(source)], [extent_of(target)])
+        self.clock = dict(stream.clock)
+        with unseen():
+            for part in poisoned:
+                part.data.fill_(float("nan") if part.is_floating_point() else 85)
+        communicator.num_launched += 1
+        communicator.under_way.append(self)
+        network = communicator.network
+        network.calls.setdefault(self._key, {})[device.rank] = self
+        if not network.is_late:
+            self._deliver()
+
+    def wait(self, timeout: Any = None) -> bool:
+        """As torch's: the current stream waits, the host does not, and no memory is kept longer."""
+        current = here().current
+        current.wait_clock(self.clock)
+        under_way = self.communicator.under_way
+        # A stream is in order: what was launched before has ended, too.
+        while self in under_way:
+            under_way[0]._deliver()
+            under_way.pop(0)
+        self.source = self.target = None
+        return True
+
+    def _deliver(self) -> None:
+        if self.has_arrived:
+            return
+        everybody = self.communicator.network.from_all(self._key, self.name)
+        if not self.has_result:
+            _carry_out(everybody)
+        with unseen():
+            if self.result is not None and self.target is not None:
+                self.target.data.copy_(self.result.view_as(self.target))
+        self.result, self.has_arrived = None, True
+
+
+def _carry_out(everybody: dict[int, Collective]) -> None:
+    """Reads all ranks' sources as they are now, and has every rank's result ready."""
+    ops = {(one.op, one.shape) for one in everybody.values()}
+    if len(ops) > 1:
+        raise RuntimeError(f"Ranks have launched what does not fit together: {ops}.")
+    ranks = range(len(everybody))
+    with unseen():
+        sources: list[Any] = [everybody[rank].source for rank in ranks]
+        if everybody[0].sizes:
+            sources = [one.split(everybody[rank].sizes) for rank, one in enumerate(sources)]
+        results = _RESULTS[everybody[0].op](sources)
+    for rank in ranks:
+        one = everybody[rank]
+        one.result, one.has_result = results[rank], True
+
+
+def _summed(sources: list[Tensor]) -> Tensor:
+    total = sources[0].clone()
+    for other in sources[1:]:
+        total = total + other
+    return total
+
+
+def _alike(result: Tensor, sources: list[Tensor]) -> list[Tensor]:
+    return [result.clone() for _ in sources]
+
+
+_RESULTS: dict[str, Callable[[list[Any]], Sequence[Tensor | None]]] = {
+    "reduce-scatter": lambda sources: [*_summed(sources).chunk(len(sources))],
+    "sum": lambda sources: _alike(_summed(sources), sources),
+    "maximum": lambda sources: _alike(torch.stack(sources).amax(0), sources),
+    "all-gather": lambda sources: _alike(torch.cat(sources), sources),
+    "all-to-all": lambda sources: [
+        torch.cat([source[rank].reshape(-1) for source in sources]) for rank in range(len(sources))
+    ],
+    "broadcast": lambda sources: [None, *_alike(sources[0], sources[1:])],
+}
+
+
+class Calls:
+    """What stands in for torch.distributed: its functions, over simulated communicators."""
+
+    ReduceOp = dist.ReduceOp
+
+    def reduce_scatter_tensor(
+        self,
+        output: Tensor,
+        input: Tensor,
+        *,
+        group: Any,
+        async_op: bool,  # noqa: A002
+    ) -> Any:
+        """See torch.distributed; `output` may lie in `input`."""
+        assert input.numel() == output.numel() * group.network.size
+        return self._launch("reduce-scatter", input, output, group, async_op)
+
+    def all_gather_into_tensor(
+        self,
+        output: Tensor,
+        input: Tensor,
+        *,
+        group: Any,
+        async_op: bool,  # noqa: A002
+    ) -> Any:
+        """See torch.distributed; `input` may lie in `output`."""
+        size, rank = group.network.size, group.device.rank
+        assert output.numel() == input.numel() * size
+        others = [part for one, part in enumerate(output.chunk(size)) if one != rank]
+        return self._launch("all-gather", input, output, group, async_op, others)
+
+    # Their names since torch 2.13.
+    reduce_scatter_single, all_gather_single = reduce_scatter_tensor, all_gather_into_tensor
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,  # noqa: A002
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        *,
+        group: Any,
+        async_op: bool,
+    ) -> Any:
+        """See torch.distributed."""
+        assert output_split_sizes is not None or input.shape == output.shape
+        return self._launch(
+            "all-to-all", input, output, group, async_op, [output], input_split_sizes
+        )
+
+    def all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any, async_op: bool
+    ) -> Any:
+        """See torch.distributed."""
+        name = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "maximum"}[op]
+        return self._launch(name, tensor, tensor, group, async_op)
+
+    def broadcast(self, tensor: Tensor, src: int, *, group: Any, async_op: bool) -> Any:
+        """See torch.distributed; from rank 0."""
+        assert src == 0
+        poisoned = [tensor] if group.device.rank else []
+        return self._launch("broadcast", tensor, tensor, group, async_op, poisoned)
+
+    def all_gather_object(self, values: list[Any], value: Any, *, group: Any) -> None:
+        """See torch.distributed; on the host."""
+        key = f"objects of {group.name}", group.num_launched
+        group.num_launched += 1
+        with unseen():
+            group.network.calls.setdefault(key, {})[group.device.rank] = pickle.dumps(value)
+        everybody = group.network.from_all(key, f"all_gather_object at {told(place())}")
+        with unseen():
+            values[:] = [pickle.loads(everybody[rank]) for rank in range(group.network.size)]
+
+    def _launch(
+        self,
+        op: str,
+        source: Tensor,
+        target: Tensor,
+        group: Communicator,
+        async_op: bool,
+        poisoned: Sequence[Tensor] = (),
+        sizes: Sequence[int] | None = None,
+    ) -> Collective | None:
+        for tensor in (source, target):
+            assert tensor.is_contiguous(), f"{op}: NCCL takes contiguous tensors only"
+            assert tensor.dtype in KNOWN, f"{op}: NCCL sends no {tensor.dtype}"
+        assert source.dtype == target.dtype
+        collective = Collective(op, source, target, group, sizes)
+        collective.launch(poisoned)
+        if async_op:
+            return collective
+        collective.wait()
+        return None

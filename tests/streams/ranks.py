@@ -1,0 +1,148 @@
+"""Runs ranks as threads, each with a simulated device, and says what was found."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from lightning_dear.collectives.nccl import NativeCollectives
+from tests.streams.checker import checked
+from tests.streams.communicators import Calls, Communicator, Hang, Network
+from tests.streams.device import Device, use
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a body is given.
+
+    Attributes:
+        number: From 0.
+        size: How many there are.
+        device: Its own.
+        network: Shared by all.
+    """
+
+    number: int
+    size: int
+    device: Device
+    network: Network
+
+    def collectives(
+        self, kind: type[NativeCollectives] = NativeCollectives, **options: Any
+    ) -> NativeCollectives:
+        """What the engine uses on NCCL, over simulated communicators."""
+        groups = (
+            Communicator(self.network, name, self.device)
+            for name in ("reduce", "gather", "objects")
+        )
+        return kind(*groups, self.number, self.size, Calls(), **options)
+
+
+@dataclass(frozen=True)
+class Found(Generic[T]):
+    """What ranks returned, and what was found on their devices.
+
+    Attributes:
+        results: In the order of the ranks.
+        devices: In the same order.
+    """
+
+    results: list[T]
+    devices: list[Device]
+
+    def _all(self, name: str) -> Counter[str]:
+        return sum((getattr(one, name) for one in self.devices), start=Counter())
+
+    @property
+    def races(self) -> Counter[str]:
+        """Of all ranks."""
+        return self._all("races")
+
+    @property
+    def frees(self) -> Counter[str]:
+        """Of all ranks."""
+        return self._all("frees")
+
+    @property
+    def syncs(self) -> Counter[str]:
+        """Of all ranks, since each called `forget`."""
+        return self._all("syncs")
+
+    @property
+    def other_order(self) -> str | None:
+        """The first launch that is another one on some rank; None: all have one order."""
+        launches = zip_longest(*(one.launches for one in self.devices), fillvalue="nothing")
+        for number, several in enumerate(launches):
+            if len(set(several)) > 1:
+                told = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(several))
+                return f"Launch {number} is: {told}."
+        return None
+
+    def check(self) -> None:
+        """Fails if anything is in no order, or is free too early, or ranks launch differently."""
+        assert not self.races, _listed(self.races)
+        assert not self.frees, _listed(self.frees)
+        assert self.other_order is None, self.other_order
+
+
+def _listed(found: Counter[str]) -> str:
+    first = "\n".join(f"{count} times: {what}" for what, count in found.most_common(10))
+    return f"{len(found)} kinds\n{first}"
+
+
+def on_simulated_cuda(
+    body: Callable[[Rank], T], size: int, *, is_checked: bool = True, is_late: bool = True
+) -> Found[T]:
+    """Runs `body` on every rank.
+
+    Args:
+        body: Told its rank. Its tensors are the host's until they are put on `rank.device`.
+        size: Number of ranks.
+        is_checked: Whether kernels are looked at; else nothing is found but a hang.
+        is_late: See `Network`.
+
+    Raises:
+        Hang: If all wait for each other.
+        Exception: What a rank has raised.
+    """
+    network = Network(size, is_late=is_late)
+    devices = [Device(number) for number in range(size)]
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        device = devices[number]
+        use(device)
+        # Of each thread, whatever the others have.
+        torch.set_num_threads(1)
+        network.turns.begin(number)
+        try:
+            with checked(device) if is_checked else nullcontext():
+                results[number] = body(Rank(number, size, device, network))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            device.is_over = True
+            network.turns.end(number)
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.set_num_threads(num_threads)
+    # Who waits for a rank that has failed hangs because of it.
+    for error in sorted(errors, key=lambda one: isinstance(one, Hang)):
+        raise error
+    return Found(results, devices)
