@@ -434,8 +434,8 @@ class Pipeline:
             part.abandon()
 
     @property
-    def statistics(self) -> StepStatistics:
-        """Of the last finished step of any optimizer."""
+    def statistics(self) -> StepStatistics | None:
+        """Of the last finished step of any optimizer; on a GPU None until somebody has asked."""
         return self._instruments.statistics
 
     @property

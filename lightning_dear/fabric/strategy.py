@@ -379,8 +379,8 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         return self.pipeline_of().parts[0].plan
 
     @property
-    def statistics(self) -> StepStatistics:
-        """What the last optimizer step of the only model cost."""
+    def statistics(self) -> StepStatistics | None:
+        """What the last optimizer step of the only model cost; see `Pipeline.statistics`."""
         return self.pipeline_of().statistics
 
     @property

@@ -544,7 +544,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @property
     def statistics(self) -> StepStatistics | None:
-        """What the last optimizer step cost; None outside a fit."""
+        """What the last optimizer step cost; None outside a fit, and see `Pipeline.statistics`."""
         return None if self._pipeline is None else self._pipeline.statistics
 
     @property
