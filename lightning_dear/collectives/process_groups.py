@@ -22,8 +22,9 @@ alive: WeakSet[GroupCollectives] = WeakSet()
 reusable_groups: dict[timedelta | None, tuple[Any, list[Any]]] = {}
 """Timeout -> the default group and ours made under it; else every fit would open new sockets."""
 
-Waits = Sequence[tuple[int | None, Any]]
-"""Torch's own works, each with its peer, or None where only the backend knows whom it waits for."""
+Waits = Sequence[tuple[Any, ...]]
+"""Torch's own works, each behind its peer, or None where only the backend knows whom it waits for.
+Behind the work stands what must be held until then."""
 
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -82,7 +83,14 @@ class GroupCollectives(Collectives):
 
     def start(self, call: str, group: Any, *arguments: Any) -> Waits:
         """Launches the backend's own collective `call`, which does not say whom it waits for."""
-        return [(None, getattr(self.calls, call)(*arguments, group=group, async_op=True))]
+        self.check()
+        work = getattr(self.calls, call)(*arguments, group=group, async_op=True)
+        return [(None, work, arguments)]
+
+    @override
+    def check(self) -> None:
+        if self.was_aborted:
+            raise RuntimeError("another rank has failed, and the communicator was aborted")
 
     def ring_bytes(self, buffer: Tensor) -> int:
         """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""
@@ -103,7 +111,7 @@ class GroupCollectives(Collectives):
         """
 
         def arrive() -> None:
-            for peer, work in waits:
+            for peer, work, *_ in waits:
                 begin_s = time.monotonic()
                 try:
                     work.wait(*([_AT_ONCE] if self.has_given_up else []))

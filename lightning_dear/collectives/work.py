@@ -97,7 +97,9 @@ class Work:
     """A launched collective. `wait` may be called any number of times; it acts once.
 
     Args:
-        arrive: Blocks the host (gloo) or the current stream (NCCL) until the data is here.
+        arrive: Blocks the host (gloo) or the current stream (NCCL) until the data is here. Holds
+            all memory that is sent or received: torch's works let go of it as soon as any stream
+            waits, such as one that records a timeline.
         finish: Local work on the arrived data, run by whoever waits first.
 
     Attributes:
@@ -115,7 +117,7 @@ class Work:
     @classmethod
     def done(cls) -> Work:
         """One with nothing to wait for."""
-        work = cls(lambda: None)
+        work = cls(_nothing)
         work.is_done = True
         return work
 
@@ -164,6 +166,12 @@ class Collectives(Protocol):
 
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard."""
+        # Lets go of what they hold.
+        self.arrive, self._finish = _nothing, None
+
+
+def _nothing() -> None:
+    return None
 
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
         """Sends row r to rank r; after `wait`, row s of `incoming` is what rank s has sent here.
