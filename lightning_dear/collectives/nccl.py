@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 
 import torch.distributed as dist
@@ -62,3 +64,18 @@ class NativeCollectives(GroupCollectives):
         waits = self.start("broadcast", self.gather_group, buffer, 0)
         self.ledger.other_bytes += buffer.nbytes
         return self.new_work("other", "module buffers", waits)
+    @override
+    def abort(self) -> None:
+        self.was_aborted = True
+        # Also the default group: there forwards may wait for others, and losses that are logged.
+        groups = self.reduce_group, self.gather_group, self.calls.group.WORLD
+        # Where torch cannot, or has done so, who waits is ended after the timeout.
+        with suppress(Exception):
+            backends = [group._get_backend(torch.device("cuda")) for group in groups]
+            # At once, since one after the other they might wait for each other.
+            backends[0]._group_start()
+            for backend in backends:
+                with suppress(Exception):
+                    backend.abort()
+            backends[0]._group_end()
+

@@ -61,7 +61,8 @@ class GroupCollectives(Collectives):
         self.ledger = WireLedger()
         self.observer: WorkObserver | None = None
         self.signal = Signal()
-        self.was_discarded = self.has_given_up = False
+        self.streams = streams or Streams()
+        self.was_discarded = self.was_aborted = self.has_given_up = False
         alive.add(self)
 
     @override
@@ -124,6 +125,7 @@ class GroupCollectives(Collectives):
         observe = self.observer
         observed = observe(lane, name, arrive) if observe and waits else arrive
         work = Work(observed, finish)
+                    self.check()
         work.is_done = not waits and finish is None
         return work
 

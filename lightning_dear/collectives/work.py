@@ -281,3 +281,15 @@ def sum_in_source_order(rows: Sequence[Tensor], out: Tensor) -> None:
         torch.add(total, row, out=out if number == len(rows) else total)
     if len(rows) == 1 and total.data_ptr() != out.data_ptr():
         out.copy_(total)
+    def abort(self) -> None:
+        """After a failure elsewhere, by any thread: ends what a device waits for in vain.
+
+        What is launched or waited for here from now on raises. May block a few seconds. Nothing to
+        do on gloo, where nobody waits for a rank that has ended.
+        """
+        return
+
+    def check(self) -> None:
+        """Raises `RuntimeError` after `abort`: what has arrived since is of no use."""
+        return
+

@@ -397,6 +397,8 @@ class Pipeline:
 
     def complete_parameters(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step; local and idempotent."""
+        # A device has waited for what may have been aborted since.
+        self.collectives.check()
         for part in self.parts:
             part.complete_parameters(reason)
 

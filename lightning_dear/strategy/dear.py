@@ -214,6 +214,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
         # Others wait in a collective meanwhile: in half of their time one can tell them why.
         self._pipeline.before_change = partial(
+        self._failures.on_failed = collectives.abort
             self._failures.board.agree,
             "follow a change of the optimizers, which all ranks must make before the same step",
             timeout_s=(self._timeout or NO_TIMEOUT).total_seconds() / 2,
@@ -379,6 +380,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         if board.has_failed:
             # Not all ranks may come: then this raises.
             step = 0 if self.lightning_module is None else self.lightning_module.global_step
+            self._pipeline.collectives.check()
             board.agree("collect the whole optimizer state", f"step {step}")
         if self._saves_folders:
             return self._pipeline.of(optimizer).sharded_state_dict()
