@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.work import Collectives, Signal, T, WireLedger, Work, WorkObserver
+from lightning_dear.collectives.work import (
+    Collectives,
+    Signal,
+    Streams,
+    T,
+    WireLedger,
+    Work,
+    WorkObserver,
+)
 
 # Weak, since nobody is to be kept by this once its training is over.
 alive: WeakSet[GroupCollectives] = WeakSet()
@@ -41,6 +49,7 @@ class GroupCollectives(Collectives):
         world_size: Number of ranks in all.
         calls: What is called to send and receive: torch.distributed, or what stands in for it,
             where messages are late on purpose or a device is simulated.
+        streams: Those of the parameters' device; None: it has none.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class GroupCollectives(Collectives):
         rank: int,
         world_size: int,
         calls: Any = dist,
+        streams: Streams | None = None,
     ) -> None:
         self.calls = calls
         self.reduce_group = reduce_group
@@ -115,6 +125,7 @@ class GroupCollectives(Collectives):
             for peer, work, *_ in waits:
                 begin_s = time.monotonic()
                 try:
+                    self.check()
                     work.wait(*([_AT_ONCE] if self.has_given_up else []))
                 except RuntimeError as error:
                     self.has_given_up = True
@@ -125,7 +136,6 @@ class GroupCollectives(Collectives):
         observe = self.observer
         observed = observe(lane, name, arrive) if observe and waits else arrive
         work = Work(observed, finish)
-                    self.check()
         work.is_done = not waits and finish is None
         return work
 

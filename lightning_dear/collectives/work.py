@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,13 +70,50 @@ def as_metadata(collectives: Collectives) -> Iterator[None]:
         ledger.metadata_bytes += collectives.ledger.total_bytes
 
 
+class Streams:
+    """The queues in which a device does its work. A CPU has none: all is done at once.
+
+    Attributes:
+        readers: Those on which parameters are stepped, or were read in a recorded forward.
+    """
+
+    def __init__(self) -> None:
+        self.readers: set[Any] = set()
+
+    @property
+    def model(self) -> str:
+        """Which model the device is; others may draw other numbers from the same seed."""
+        return ""
+
+    def current(self) -> Any:
+        """The one on which the calling thread puts work; None where there are none."""
+        return None
+
+    def follow(self, others: Iterable[Any]) -> None:
+        """Work put on the current one from now on waits for what is on `others`. Host: no wait."""
+
+    def read_later(self, numbers: Tensor) -> Callable[[], list[int]]:
+        """Takes what [n] `numbers` are now; what it returns blocks until that is known.
+
+        The host does not wait before.
+        """
+        known: list[int] = numbers.tolist()
+        return lambda: known
+
+    def synchronize(self) -> None:
+        """Blocks the host until all work is done."""
+
+    def lead_readers(self) -> None:
+        """Work put on `readers` from now on waits for what is on the current one. Host: no wait."""
+
+
 class Signal:
     """A number that all ranks hear once a step, with the flags of used parameters.
 
     Attributes:
         ask: What this rank says at present, from 0 to 255.
-        heard: The largest that any said in the last exchange; None if there was none since it was
-            set to None.
+        heard: The largest that any said in the last exchange, or, where the host would have to wait
+            for that, in the one before; None if there was none since it was set to None.
         on_heard: Called with it, unless that is 0.
     """
 
@@ -129,6 +166,12 @@ class Work:
         if self._finish is not None:
             self._finish()
         self.is_done = True
+        # Lets go of what they hold.
+        self.arrive, self._finish = _nothing, None
+
+
+def _nothing() -> None:
+    return None
 
 
 WorkObserver = Callable[[str, str, Callable[[], None]], Callable[[], None]]
@@ -143,6 +186,8 @@ class Collectives(Protocol):
     ledger: WireLedger
     observer: WorkObserver | None
     signal: Signal
+    streams: Streams
+    """Those of the parameters' device."""
     was_discarded: bool
     """Whether `discard` has been called."""
     has_given_up: bool
@@ -166,12 +211,6 @@ class Collectives(Protocol):
 
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard."""
-        # Lets go of what they hold.
-        self.arrive, self._finish = _nothing, None
-
-
-def _nothing() -> None:
-    return None
 
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
         """Sends row r to rank r; after `wait`, row s of `incoming` is what rank s has sent here.
@@ -248,6 +287,18 @@ def _nothing() -> None:
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order. Blocks."""
 
+    def abort(self) -> None:
+        """After a failure elsewhere, by any thread: ends what a device waits for in vain.
+
+        What is launched or waited for here from now on raises. May block a few seconds. Nothing to
+        do on gloo, where nobody waits for a rank that has ended.
+        """
+        return
+
+    def check(self) -> None:
+        """Raises `RuntimeError` after `abort`: what has arrived since is of no use."""
+        return
+
     def discard(self) -> None:
         """After a failure: something may still be in flight, so nobody may use the groups again."""
 
@@ -281,15 +332,3 @@ def sum_in_source_order(rows: Sequence[Tensor], out: Tensor) -> None:
         torch.add(total, row, out=out if number == len(rows) else total)
     if len(rows) == 1 and total.data_ptr() != out.data_ptr():
         out.copy_(total)
-    def abort(self) -> None:
-        """After a failure elsewhere, by any thread: ends what a device waits for in vain.
-
-        What is launched or waited for here from now on raises. May block a few seconds. Nothing to
-        do on gloo, where nobody waits for a rank that has ended.
-        """
-        return
-
-    def check(self) -> None:
-        """Raises `RuntimeError` after `abort`: what has arrived since is of no use."""
-        return
-

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -31,6 +32,7 @@ class _Round:
         works: Bucket number -> its reduce-scatter, in the order of their launches.
         arrivals: Bucket number -> an early bucket's arrival.
     """
+        streams: On which gradients were written.
 
     num_calls: list[int]
     collected: list[bool]
@@ -38,6 +40,7 @@ class _Round:
     works: dict[int, Work] = field(default_factory=dict)
     arrivals: dict[int, Future[None]] = field(default_factory=dict)
 
+    streams: set[Any] = field(default_factory=set)
 
 class GradientReducer:
     """Collects gradients and launches reduce-scatters in reduce order.
@@ -140,6 +143,7 @@ class GradientReducer:
         if self._round.num_calls[index] >= self._expected[index]:
             self._collect(index)
             if launches:
+            self._round.streams.add(self._collectives.streams.current())
                 self._launch_ready()
 
     def check_was_complete(self, index: int) -> None:
@@ -194,6 +198,8 @@ class GradientReducer:
             if self._round.missing[number]:
                 return
             work = self._round.works[number] = self._exchange.launch_reduce(self._buckets[number])
+            # A backend waits for the stream that launches, and for no other.
+            self._collectives.streams.follow(self._round.streams)
             if self.steps_early and number in self._early:
                 self._round.arrivals[number] = self._waiter.submit(work.arrive)
                 work.arrive = self._round.arrivals[number].result

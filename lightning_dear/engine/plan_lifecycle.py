@@ -25,7 +25,6 @@ from lightning_dear.engine.active_plan import (
 from lightning_dear.engine.gradient_reducer import GradientReducer
 from lightning_dear.engine.hooks import OnGradient
 from lightning_dear.engine.parameter_gatherer import LimitedGathers, ParameterGatherer
-from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale, new_exchange
@@ -116,7 +115,9 @@ class PlanLifecycle:
 
     def _start_recording(self) -> None:
         self.looks_again = False
-        self.trained = TrainedParameters(self._module, self._stepper.optimizer)
+        self.trained = TrainedParameters(
+            self._module, self._stepper.optimizer, self._collectives.streams
+        )
         if self._uses_buckets:
             self.trained.watch(self._on_gradient)
 
@@ -170,6 +171,7 @@ class PlanLifecycle:
             exchange if depth is None else LimitedGathers(exchange, depth),
             recording.ungated,
             partial(waiting, "all_gather"),
+            collectives.streams,
             self._on_arrival,
             is_gated=self._uses_buckets,
         )
@@ -197,7 +199,7 @@ class PlanLifecycle:
         has_moved = self.trained.have_moved(notes=True)
         if has_moved and self._uses_buckets and self.active is not None:
             self.active.gatherer.complete(reason="exchanged modules")
-            self.trained.recorder = ForwardRecorder(self._module, self.parameters)
+            self.trained.recorder = self.trained.new_recorder()
             self.looks_again = True
 
     def follow_readers(self) -> None:

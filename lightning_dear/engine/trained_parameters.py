@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from torch.optim import AdamW, Optimizer
 
 from lightning_dear.bucket import storage_strides
-from lightning_dear.collectives.work import OTHER_NUMBERS, Collectives, shard_of
+from lightning_dear.collectives.work import OTHER_NUMBERS, Collectives, Streams, shard_of
 from lightning_dear.compression.groups import unused_group
 from lightning_dear.engine.gate import owners, plain_parameters
 from lightning_dear.engine.hooks import GradientHooks, OnGradient
@@ -32,6 +32,7 @@ class TrainedParameters:
     Args:
         module: Whose parameters count.
         optimizer: Its groups are looked at, not mutated.
+        streams: Those of the parameters' device.
 
     Attributes:
         names: Qualified names, in registration order.
@@ -40,7 +41,7 @@ class TrainedParameters:
         hooks: Those that `watch` has put there.
     """
 
-    def __init__(self, module: Module, optimizer: Optimizer) -> None:
+    def __init__(self, module: Module, optimizer: Optimizer, streams: Streams) -> None:
         named = managed_parameters(module, optimizer)
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
@@ -53,8 +54,13 @@ class TrainedParameters:
         self._homes = owners(module, self.parameters)
         self._tables = _tables_of(module)
         self._tree = _tree_of(self._tables)
-        self.recorder = ForwardRecorder(module, self.parameters)
+        self._streams = streams
+        self.recorder = self.new_recorder()
         self.hooks = GradientHooks((), lambda *_: None)
+
+    def new_recorder(self) -> ForwardRecorder:
+        """One that has recorded nothing yet."""
+        return ForwardRecorder(self._module, self.parameters, self._streams)
 
     def watch(self, on_gradient: OnGradient) -> None:
         """Calls `on_gradient` whenever a gradient has been accumulated, until `hooks.remove()`.
