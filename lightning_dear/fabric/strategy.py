@@ -163,7 +163,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         refusals.check_precision(self.precision)
         refusals.check_optimizers(optimizers, self.precision)
         refusals.check_module_states(module)
-        collectives = new_collectives(self.root_device, self._timeout)
+        collectives = new_collectives(
+            self.root_device, self._timeout, sends_rows=self._options.codec is not None
+        )
         others = [one.pipeline for one in self._trained if one.module is not module]
         own = [part.plans.number for other in others for part in other.parts]
         # Everybody's, since a rank may have deleted a model that is still there on another one.

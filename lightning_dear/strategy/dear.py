@@ -210,11 +210,13 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         before = self._pipeline.parts if self._pipeline is not None else ()
         parts = [part for part in before if part.optimizer in self.optimizers]
         states = [part.optimizer_state_dict() for part in parts]
-        collectives = new_collectives(self.root_device, self._timeout)
+        collectives = new_collectives(
+            self.root_device, self._timeout, sends_rows=self._options.codec is not None
+        )
         self._pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
+        self._failures.on_failed = collectives.abort
         # Others wait in a collective meanwhile: in half of their time one can tell them why.
         self._pipeline.before_change = partial(
-        self._failures.on_failed = collectives.abort
             self._failures.board.agree,
             "follow a change of the optimizers, which all ranks must make before the same step",
             timeout_s=(self._timeout or NO_TIMEOUT).total_seconds() / 2,
@@ -378,9 +380,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             return super().optimizer_state(optimizer)
         board = self._failures.board
         if board.has_failed:
+            self._pipeline.collectives.check()
             # Not all ranks may come: then this raises.
             step = 0 if self.lightning_module is None else self.lightning_module.global_step
-            self._pipeline.collectives.check()
             board.agree("collect the whole optimizer state", f"step {step}")
         if self._saves_folders:
             return self._pipeline.of(optimizer).sharded_state_dict()
