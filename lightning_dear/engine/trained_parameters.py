@@ -248,19 +248,24 @@ def check_layout(
         for name, what in _describe(module, optimizer)
     ]
     settings = [options_of(optimizer) for optimizer in optimizers]
-    reports = collectives.all_gather_object((problem, described, settings, repr(options)))
+    how, codecs = repr(options), [options.codec, *(codec for _, codec in options.groups)]
+    if any(getattr(one, "randomness", None) == "shared" for one in codecs):
+        how += f", which draws on {collectives.streams.model}"
+    reports = collectives.all_gather_object((problem, described, settings, how))
     if problem is not None:
         raise ValueError(problem)
     for rank, (other_problem, *_) in enumerate(reports):
         if other_problem is not None:
             raise ValueError(f"{other_problem} (found on rank {rank})")
-    for rank, (_, other, _, other_options) in enumerate(reports):
+    for rank, (_, other, _, other_how) in enumerate(reports):
         if other != reports[0][1]:
             raise ValueError(_difference(rank, reports[0][1], other))
-        if other_options != reports[0][3]:
+        if other_how != reports[0][3]:
             raise ValueError(
-                f"Ranks exchange in other ways: {reports[0][3]} on rank 0 and {other_options} on"
-                f" rank {rank}. Give all the same compressor, gather and gather_depth."
+                f"Ranks exchange in other ways: {reports[0][3]} on rank 0 and {other_how} on rank"
+                f" {rank}. Give all the same compressor, gather and gather_depth, and devices of"
+                " one model where a compressor draws on them: others draw other numbers"
+                " ('randomk' draws on the CPU)."
             )
     for number, optimizer in enumerate(optimizers):
         what = f"set up other optimizers: {type(optimizer).__name__} {number}"
