@@ -18,6 +18,7 @@ from tests.mutations.shares import SHARES
 from tests.mutations.sparse_sums import SPARSE_SUMS
 from tests.mutations.speed import SPEED
 from tests.mutations.steps import FLUSHES, GUARDS, WAITS
+from tests.mutations.streams import STREAMS
 
 STATE = "tests/optimizers/test_state.py"
 
@@ -134,4 +135,5 @@ MUTATIONS = [
     *CODEC_PLANS,
     *COMPARING,
     *SEEDS,
+    *STREAMS,
 ]

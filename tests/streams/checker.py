@@ -39,7 +39,15 @@ _COPY_TO_HOST = ("tolist", "numpy", "cpu", "__array__")
 
 
 class _Kind(NamedTuple):
-    """What an operation does: `writes` are the names and positions of arguments."""
+    """What an operation does.
+
+    Attributes:
+        is_view: Whether it makes another view of what it is given.
+        is_like: Whether it makes what is like an argument, which it does not read.
+        launches: Whether there is a kernel.
+        blocks: Whether the host waits for it.
+        writes: Positions and names of the arguments that it writes.
+    """
 
     is_view: bool
     is_like: bool
@@ -87,22 +95,19 @@ class Checker(Onlooker, TorchDispatchMode):
             return func(*args, **kwargs)
         reads: list[Extent] = []
         writes: list[Extent] = []
+        is_on_device = False
+        known = set()
         for key, tensor in _tensors_in(args, kwargs):
             extent = extent_of(tensor)
+            known.add(extent.memory)
+            is_on_device |= extent.memory.is_on_device
             if key in kind.writes:
                 writes.append(extent)
             elif not kind.is_like:
                 reads.append(extent)
-            elif extent.memory.is_on_device:
-                # Read by none, but what is made will be where this is.
-                kind = kind._replace(is_like=False)
-                reads.append(Extent(extent.memory, 0, 0))
         result = func(*args, **kwargs)
-        is_on_device = any(one.memory.is_on_device for one in (*reads, *writes))
-        known = {id(one.memory) for one in (*reads, *writes)}
-        made = result if isinstance(result, (tuple, list)) else (result,)
-        for tensor in made:
-            if isinstance(tensor, Tensor) and id(memory_of(tensor)) not in known:
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and memory_of(tensor) not in known:
                 writes.append(extent_of(tensor))
         for extent in writes:
             extent.memory.is_on_device |= is_on_device

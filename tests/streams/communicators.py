@@ -156,11 +156,20 @@ class Collective:
         source: Read.
         target: Written.
         communicator: In which.
+        sizes: How many elements of the source are for each rank; None: as many for each.
     """
 
-    def __init__(self, op: str, source: Tensor, target: Tensor, communicator: Communicator) -> None:
-        self.op, self.communicator = op, communicator
-        self.shape = source.dtype, tuple(source.shape)
+    def __init__(
+        self,
+        op: str,
+        source: Tensor,
+        target: Tensor,
+        communicator: Communicator,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.op, self.communicator, self.sizes = op, communicator, sizes
+        # Where sizes are told, each rank has its own.
+        self.shape = source.dtype, None if sizes else tuple(source.shape)
         self.name = f"{op} {communicator.num_launched} of '{communicator.name}'"
         self._key = communicator.name, communicator.num_launched
         # Torch keeps both until this rank has waited for the work, whatever its caller does.
@@ -213,7 +222,7 @@ class Collective:
             _carry_out(everybody)
         with unseen():
             if self.result is not None and self.target is not None:
-                self.target.data.copy_(self.result)
+                self.target.data.copy_(self.result.view_as(self.target))
         self.result, self.has_arrived = None, True
 
 
@@ -224,7 +233,9 @@ def _carry_out(everybody: dict[int, Collective]) -> None:
         raise RuntimeError(f"Ranks have launched what does not fit together: {ops}.")
     ranks = range(len(everybody))
     with unseen():
-        sources = [everybody[rank].source for rank in ranks]
+        sources: list[Any] = [everybody[rank].source for rank in ranks]
+        if everybody[0].sizes:
+            sources = [one.split(everybody[rank].sizes) for rank, one in enumerate(sources)]
         results = _RESULTS[everybody[0].op](sources)
     for rank in ranks:
         one = everybody[rank]
@@ -248,7 +259,7 @@ _RESULTS: dict[str, Callable[[list[Any]], Sequence[Tensor | None]]] = {
     "maximum": lambda sources: _alike(torch.stack(sources).amax(0), sources),
     "all-gather": lambda sources: _alike(torch.cat(sources), sources),
     "all-to-all": lambda sources: [
-        torch.stack([source[rank] for source in sources]) for rank in range(len(sources))
+        torch.cat([source[rank].reshape(-1) for source in sources]) for rank in range(len(sources))
     ],
     "broadcast": lambda sources: [None, *_alike(sources[0], sources[1:])],
 }
@@ -291,14 +302,18 @@ class Calls:
     def all_to_all_single(
         self,
         output: Tensor,
-        input: Tensor,
+        input: Tensor,  # noqa: A002
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
         *,
         group: Any,
-        async_op: bool,  # noqa: A002
+        async_op: bool,
     ) -> Any:
-        """See torch.distributed; rows of equal length."""
-        assert input.shape == output.shape
-        return self._launch("all-to-all", input, output, group, async_op, [output])
+        """See torch.distributed."""
+        assert output_split_sizes is not None or input.shape == output.shape
+        return self._launch(
+            "all-to-all", input, output, group, async_op, [output], input_split_sizes
+        )
 
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any, async_op: bool
@@ -331,12 +346,13 @@ class Calls:
         group: Communicator,
         async_op: bool,
         poisoned: Sequence[Tensor] = (),
+        sizes: Sequence[int] | None = None,
     ) -> Collective | None:
         for tensor in (source, target):
             assert tensor.is_contiguous(), f"{op}: NCCL takes contiguous tensors only"
             assert tensor.dtype in KNOWN, f"{op}: NCCL sends no {tensor.dtype}"
         assert source.dtype == target.dtype
-        collective = Collective(op, source, target, group)
+        collective = Collective(op, source, target, group, sizes)
         collective.launch(poisoned)
         if async_op:
             return collective

@@ -288,11 +288,11 @@ def here() -> Device:
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    """The allocation in which it lies."""
+    """The allocation in which it lies, on the calling thread's device."""
     storage: Any = tensor.untyped_storage()
-    try:
-        memory: Memory = storage.simulated_memory
-    except AttributeError:
+    memory: Memory | None = getattr(storage, "simulated_memory", None)
+    # What one process has for all ranks would be each rank's own.
+    if memory is None or memory.device is not here():
         memory = storage.simulated_memory = Memory(here())
     return memory
 

@@ -1,0 +1,233 @@
+"""Steps on a device of which there are shapes alone: `test_accelerator.py` says how it is started.
+
+Its tensors are fake ones: they know shape, type of numbers and device, and hold nothing. So what is
+done on devices other than a CPU runs, and whoever asks for a number, for which the host would have
+to wait, is refused. Prints what was refused in which case, as JSON.
+
+In a process of its own, since torch can be given one such device, and only once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_leaves, tree_map
+
+import lightning_dear
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.compression import CODECS, Compressor, OkTopk, resolve_compressor
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.planning import ThresholdFusion
+from lightning_dear.telemetry.clock import HostClock
+from lightning_dear.torch_modes import Onlooker
+
+NAME = "fakecuda"
+WORLD_SIZE = 4
+NUM_STEPS = 3
+_FOUND = {
+    torch.ops.aten.allclose.default: True,
+    torch.ops.aten.equal.default: False,
+    torch.ops.aten._local_scalar_dense.default: 0,
+}
+"""What is found where optimizers are tried: right results, and that a step changes something."""
+IS_POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+"""Whether torch takes a device that is written in Python; since 2.13."""
+
+
+class FakeDevice(Onlooker, FakeTensorMode):
+    """A context in which tensors on the device are fake, and those on the CPU are real.
+
+    Attributes:
+        is_tried: Whether the host may look at tensors: before the training, when optimizers are
+            tried.
+    """
+
+    is_tried = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        values = [*tree_leaves(args), *tree_leaves(kwargs)]
+        if not any(map(_is_there, values)):
+            return func(*args, **kwargs)
+        if self.is_tried and func in _FOUND:
+            return _FOUND[func]
+        if func is torch.ops.aten.copy_.default and not _is_there(args[0]) and len(args) < 3:
+            raise DataDependentOutputException("a copy to the host")
+        args, kwargs = tree_map(self._from_host, (args, kwargs))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _from_host(self, value: Any) -> Any:
+        is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+        return self.from_tensor(value) if is_real else value
+
+
+def _is_there(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == NAME
+    return isinstance(value, FakeTensor)
+
+
+def address_of(tensor: FakeTensor) -> int:
+    """Stands for `data_ptr`: another one for each place in each memory."""
+    start = tensor.untyped_storage()._cdata << 32
+    return start + tensor.storage_offset() * tensor.element_size()
+
+
+class OnDevice(TorchFunctionMode):
+    """A context in which what is made of Python's numbers may be the device's."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if func is torch.tensor and device is not None and torch.device(device).type == NAME:
+            return func(*args, **{**kwargs, "device": "cpu"}).to(device)
+        return func(*args, **kwargs)
+
+
+class Module(backend_registration._DummyBackendModule):
+    """What stands for torch.cuda."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Which autocast may use."""
+        return [torch.float16, torch.bfloat16]
+
+
+class Calls:
+    """Torch's own, over a process group that sends nothing; all ranks say what this one says."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_gather_object(self, values: list[Any], value: Any, *, group: Any) -> None:
+        """See torch.distributed."""
+        values[:] = [value] * len(values)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Attributes:
+        codec: What encodes.
+        gather: What is gathered.
+        decouple: Whether there is anything to gather.
+        optimizer: Name of its class.
+        dtype: Of the parameters.
+        clips: Whether gradients are clipped.
+        has_unused: Whether a layer is not used.
+        is_alone: Whether there is one rank.
+    """
+
+    codec: Compressor | None = None
+    gather: str = "gradients"
+    decouple: bool = True
+    optimizer: str = "SGD"
+    dtype: torch.dtype = torch.float32
+    clips: bool = False
+    has_unused: bool = False
+    is_alone: bool = False
+
+    def collectives(self) -> Collectives:
+        """What sends."""
+        if self.is_alone:
+            return PairwiseCollectives(None, None, 0, 1)
+        groups = [dist.group.WORLD] * 3
+        return NativeCollectives(*groups, 0, WORLD_SIZE, Calls())
+
+    def run(self, device: FakeDevice) -> None:
+        """Some steps. Raises where anybody asks for a number that is on `device`."""
+        layers = [nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 8)]
+        model = nn.Sequential(*layers, *([nn.Linear(8, 8)] if self.has_unused else []))
+        model.to(NAME, self.dtype)
+        kinds: Any = {"foreach": True} if self.optimizer == "AdamW" else {}
+        optimizer: Any = getattr(torch.optim, self.optimizer)(model.parameters(), lr=0.1, **kinds)
+        options = ExchangeOptions(self.gather, decouple=self.decouple, codec=self.codec)
+        fusion = ThresholdFusion(bucket_cap_mb=0.04, first_bucket_cap_mb=0.005)
+        pipeline = Pipeline(
+            model, [optimizer], self.collectives(), fusion, options=options, clock=HostClock()
+        )
+        device.is_tried = False
+        for _ in range(NUM_STEPS):
+            with pipeline.forward():
+                output: Tensor = torch.empty(16, 64, device=NAME, dtype=self.dtype)
+                for layer in model[:3]:
+                    output = layer(output)
+                loss = output.float().sum()
+            optimizer.zero_grad()
+            with pipeline.backward():
+                loss.backward()
+            if self.clips:
+                pipeline.parts[0].clip_by_norm(1.0)
+            optimizer.step()
+        pipeline.detach()
+
+
+def coded(name: str, **options: Any) -> Case:
+    """With a compressor."""
+    codec = OkTopk(mode="static", density=0.05) if name == "oktopk" else resolve_compressor(name)
+    return Case(codec, **options)
+
+
+# Mostly with gathered gradients: for parameters an optimizer is tried first, which takes seconds.
+CASES = {
+    "dense": Case(gather="parameters"),
+    "16_bits": Case(gather="parameters", dtype=torch.bfloat16, optimizer="AdamW", clips=True),
+    "gathered_int8": coded("int8", gather="parameters"),
+    "gradients": Case(),
+    "clipping": Case(clips=True),
+    "all_reduced": Case(decouple=False),
+    "unused": Case(has_unused=True),
+    "one_rank": Case(gather="parameters", is_alone=True),
+    "one_rank_int8": coded("int8", is_alone=True),
+    **{name: coded(name) for name in (*CODECS, "powersgd", "oktopk")},
+}
+
+
+def refusal(case: Case) -> str | None:
+    """Who has asked for a number, innermost first; None: nobody."""
+    try:
+        with OnDevice(), FakeDevice(allow_non_fake_inputs=True) as device:
+            case.run(device)
+    except Exception as error:
+        package = str(Path(lightning_dear.__file__).parent)
+        frames = [
+            f"{frame.filename.removeprefix(package)[1:]}:{frame.name}:{frame.lineno}"
+            for frame in reversed(traceback.extract_tb(error.__traceback__))
+            if frame.filename.startswith(package)
+        ]
+        first = str(error).splitlines()[0] if str(error) else ""
+        return f"{' < '.join(frames[:3])}: {type(error).__name__}: {first[:200]}"
+    return None
+
+
+def main() -> None:
+    """Runs all cases."""
+    backend: Any = backend_registration
+    backend._setup_privateuseone_for_python_backend(NAME, Module())
+    FakeTensor.data_ptr = address_of  # type: ignore[method-assign]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    names = sys.argv[1:] or CASES
+    json.dump({name: refusal(CASES[name]) for name in names}, sys.stdout)

@@ -1,0 +1,224 @@
+"""Programs that use more streams than one, and other things that users of NCCL do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.compression import Int8
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.planning import ThresholdFusion
+from lightning_dear.telemetry.clock import StreamClock
+from tests.streams.device import DEVICE, Cuda, Stream, here
+from tests.streams.ranks import Found, Rank, on_simulated_cuda
+from tests.streams.test_trainings import check, coded
+from tests.streams.trainings import (
+    FIRST_STEADY,
+    NUM_STEPS,
+    OnDevice,
+    Training,
+    reference,
+    run,
+    train,
+)
+from tests.training.models import batch, weights
+
+CUDA: Any = Cuda()
+
+
+class _RunsOn(torch.autograd.Function):
+    """The backward of what was computed before runs on a stream, as autograd sees to on CUDA.
+
+    A CPU's autograd knows no streams.
+    """
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, stream: Stream) -> Tensor:
+        context.stream = stream
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        device = here()
+        # Behind whoever made the gradient; the head of the model, which is on the first stream.
+        context.stream.wait_stream(device.default)
+        device.current = context.stream
+        return gradient, None
+
+
+class _Branches(nn.Module):
+    """Two layers, each of which may run on a stream of its own."""
+
+    def __init__(self, streams: list[Stream]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 40) for _ in streams)
+        self.head = nn.Linear(40, 3)
+        self._streams = streams
+
+    def forward(self, x: Tensor) -> Tensor:
+        main, outputs = CUDA.current_stream(), []
+        for stream in self._streams:
+            stream.wait_stream(main)
+        for layer, stream in zip(self.layers, self._streams, strict=True):
+            with CUDA.stream(stream):
+                outputs.append(_RunsOn.apply(layer(x), stream))
+        for stream in self._streams:
+            main.wait_stream(stream)
+        return self.head(sum(outputs))
+
+
+def _train_branches(rank: Rank, *, num_streams: int, is_whole: bool) -> list[Tensor]:
+    """With branches on as many streams; `is_whole`: a bucket has parameters of both."""
+    torch.manual_seed(0)
+    streams = [rank.device.default, *(CUDA.Stream() for _ in range(num_streams - 1))]
+    model = _Branches([streams[0], streams[-1]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank.device.put(*model.parameters())
+    fusion = ThresholdFusion(bucket_cap_mb=25 if is_whole else 1e-6, first_bucket_cap_mb=1e-6)
+    clock = StreamClock(DEVICE, CUDA)
+    pipeline = Pipeline(model, [optimizer], rank.collectives(), fusion, clock=clock)
+    for step in range(NUM_STEPS):
+        inputs, targets = batch("mlp", step, rank.number)
+        rank.device.put(inputs, targets)
+        with pipeline.forward():
+            loss = F.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        with pipeline.backward():
+            loss.backward()
+            # As autograd does at the end.
+            rank.device.current = streams[0]
+            streams[0].wait_stream(streams[-1])
+        optimizer.step()
+    pipeline.detach()
+    return weights(model)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("size", [2, 3])
+def test_branches_on_one_stream(size: int, is_whole: bool) -> None:
+    on_simulated_cuda(
+        lambda rank: _train_branches(rank, num_streams=1, is_whole=is_whole), size
+    ).check()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="A bucket is launched behind one stream's copies, and waited for by the first reader.",
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_branches_on_two_streams_that_share_a_bucket(size: int) -> None:
+    on_simulated_cuda(
+        lambda rank: _train_branches(rank, num_streams=2, is_whole=True), size
+    ).check()
+
+
+def _average_weights(rank: Rank, *, reads: bool) -> list[Tensor]:
+    """Reads weights on a second stream between a step and the next forward."""
+    trained, beside = OnDevice(Training(), rank), CUDA.Stream()
+    pipeline, optimizer = trained.pipeline, trained.optimizers[0]
+    for step in range(NUM_STEPS):
+        if reads:
+            beside.wait_stream(CUDA.current_stream())
+            with CUDA.stream(beside):
+                for parameter in trained.model.parameters():
+                    parameter.detach() * 0.1
+        with pipeline.forward():
+            loss = trained.loss(step)
+        optimizer.zero_grad()
+        with pipeline.backward():
+            loss.backward()
+        # What it reads must not change yet, as users must see to under any strategy.
+        CUDA.current_stream().wait_stream(beside)
+        optimizer.step()
+    return trained.end()
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.xfail(
+                strict=True,
+                raises=AssertionError,
+                reason="Only the stream that reads a parameter first waits for it.",
+            ),
+        ),
+    ],
+)
+def test_weights_that_are_averaged_on_another_stream(reads: bool) -> None:
+    on_simulated_cuda(lambda rank: _average_weights(rank, reads=reads), 2).check()
+
+
+CODED = ExchangeOptions("parameters", codec=Int8())
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=RuntimeError,
+    reason="State that is taken over in inference mode cannot be stepped any more.",
+)
+@pytest.mark.parametrize("options", [None, CODED], ids=["dense", "int8"])
+def test_state_that_is_saved_in_inference_mode_after_it_was_loaded(
+    options: ExchangeOptions | None,
+) -> None:
+    training = Training(options=options)
+
+    def load_and_save(trained: OnDevice, step: int) -> None:
+        part = trained.pipeline.parts[0]
+        if step == FIRST_STEADY:
+            part.optimizer.load_state_dict(part.optimizer_state_dict())
+            with torch.inference_mode():
+                part.optimizer_state_dict()
+
+    found: Found[list[Tensor]] = on_simulated_cuda(
+        lambda rank: train(training, rank, hook=load_and_save), 2
+    )
+    found.check()
+    if options is None:
+        assert all(map(torch.equal, found.results[0], reference(training, 2)))
+
+
+@pytest.mark.parametrize(
+    "has_timeline",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.xfail(
+                strict=True,
+                raises=AssertionError,
+                reason="What is sent is free as soon as the timeline's stream waits for it.",
+            ),
+        ),
+    ],
+)
+def test_what_is_sent_once_lives_until_it_has_been_sent(has_timeline: bool) -> None:
+    training = Training(
+        optimizer="plain", options=coded("oktopk", "mlp").options, has_timeline=has_timeline
+    )
+    check(run(training, 2))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="With one rank the host reads flags in every step, as on a CPU.",
+)
+def test_the_host_of_one_rank_waits_for_nothing() -> None:
+    """Without a compressor the flags are what nothing but `test_accelerator.py` sees."""
+    training = Training(options=CODED)
+    found = on_simulated_cuda(
+        lambda rank: train(training, rank, new_collectives(torch.device("cuda"))), 1
+    )
+    assert not found.syncs

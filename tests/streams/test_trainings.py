@@ -1,0 +1,115 @@
+"""Trainings over simulated NCCL: in order, without waits of the host, with the right numbers."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dear.compression import CODECS, OkTopk, resolve_compressor
+from lightning_dear.exchange.options import ExchangeOptions, default_gather
+from tests.streams.ranks import Found
+from tests.streams.trainings import Training, reference, run
+from tests.training.models import distance
+from tests.training.odd_models import ODD_MODELS
+
+MODELS = ("mlp", "conv", "gpt")
+SIZES = (2, 3)
+
+VARIANTS = {
+    "dense": Training(),
+    "gradients": Training(options=ExchangeOptions("gradients")),
+    "all_reduced": Training(options=ExchangeOptions("gradients", decouple=False)),
+    "accumulation": Training(num_batches=2),
+    "clipping": Training(optimizer="sgd", max_norm=0.1),
+    "16_bits": Training(dtype=torch.bfloat16),
+    "loss_scale": Training(is_scaled=True),
+    "unused_on_one_rank": Training(lacks=True),
+    "two_optimizers": Training(optimizer="two"),
+    "replan": Training(between="replan"),
+    "checkpoint": Training(between="checkpoint"),
+    "validation": Training(between="validation"),
+    "timeline": Training(has_timeline=True),
+}
+
+ROUNDED = {"clipping": 1e-6}
+"""How far apart numbers may be, where sums are made in another order; else not by a bit."""
+
+CODED = (*CODECS, "powersgd", "oktopk")
+
+FLAGS = "engine/gradient_reducer.py:hear"
+
+WAITS = {
+    # What other ranks say of a parameter that has no gradient here, and of votes.
+    "unused_on_one_rank": (FLAGS,),
+    "signsgd": (FLAGS,),
+    "signum": (FLAGS,),
+    # Torch's own, in `GradScaler.step`.
+    "loss_scale": ("_local_scalar_dense at streams/trainings.py:step",),
+    # What codecs do on a CPU alone; `test_accelerator.py` runs what they do elsewhere.
+    "fp16": ("compression/floats.py:encode",),
+    "bf16": ("compression/floats.py:encode",),
+    "dgc": ("compression/selectors.py:first_above", "compression/selectors.py:all_above"),
+}
+"""Where the host waits in every step; nowhere else."""
+
+
+def check(found: Found[list[Tensor]], waits: tuple[str, ...] = ()) -> None:
+    """Nothing is in no order, the host waits nowhere else, and ranks agree, in buffers as well."""
+    found.check()
+    others = [told for told in found.syncs if not any(one in told for one in waits)]
+    assert not others, others
+    first, *rest = found.results
+    for other in rest:
+        assert all(map(torch.equal, first, other))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_numbers_are_those_of_one_process(variant: str, model: str, size: int) -> None:
+    training = replace(VARIANTS[variant], model=model)
+    found = run(training, size)
+    check(found, WAITS.get(variant, ()))
+    expected = reference(training, size)
+    weights = found.results[0][: len(expected)]
+    if variant in ROUNDED:
+        assert distance(weights, expected) < ROUNDED[variant]
+    else:
+        assert all(map(torch.equal, weights, expected))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("model", ODD_MODELS)
+def test_odd_models(model: str, size: int) -> None:
+    training = Training(model=model)
+    found = run(training, size)
+    check(found)
+    assert distance(found.results[0], reference(training, size)) < 1e-6
+
+
+@cache
+def coded(name: str, model: str) -> Training:
+    """With a codec, and an optimizer without momentum: some bring their own."""
+    codec = OkTopk(mode="static", density=0.05) if name == "oktopk" else resolve_compressor(name)
+    options = ExchangeOptions(default_gather(codec), codec=codec)
+    return Training(model=model, optimizer="plain", options=options)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", CODED)
+def test_encoded_numbers_are_those_of_collectives_that_are_over_at_once(
+    name: str, model: str, size: int
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = run(coded(name, model), size)
+        at_once = run(coded(name, model), size, is_checked=False, is_late=False)
+    check(found, WAITS.get(name, ()))
+    assert all(map(torch.equal, found.results[0], at_once.results[0]))
+    assert all(one.isfinite().all() for one in found.results[0])
