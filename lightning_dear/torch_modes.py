@@ -58,6 +58,6 @@ def plain_mode(device_type: str, default_dtype: torch.dtype = torch.float32) -> 
         stack.enter_context(cast(Any, torch)._C.DisableTorchFunction())
         for mode in stack.enter_context(_disable_current_modes()):
             if isinstance(mode, Onlooker):
-                stack.enter_context(mode)
+                stack.enter_context(cast(Any, mode))
         stack.enter_context(temporarily_clear_interpreter_stack())
         yield

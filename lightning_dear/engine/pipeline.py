@@ -397,7 +397,6 @@ class Pipeline:
 
     def complete_parameters(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step; local and idempotent."""
-        # A device has waited for what may have been aborted since.
         self.collectives.check()
         for part in self.parts:
             part.complete_parameters(reason)
@@ -413,6 +412,8 @@ class Pipeline:
         if all(part.state is StepState.ENDED for part in self.parts):
             return
         if not self.collectives.was_discarded:
+            # Any stream may still read the flat buffers.
+            self.collectives.streams.synchronize()
             for part in self.parts:
                 part.drop_gradients()
         try:

@@ -151,6 +151,8 @@ class PlanLifecycle:
         options, collectives, depth = self._options, self._collectives, self._options.depth
         waiting = partial(Waiting, self._instruments)
         number, num_shards = options.shards(collectives)
+        # Any stream may still read where parameters have been.
+        collectives.streams.synchronize()
         flat = allocate(
             plan,
             self.parameters,
@@ -336,6 +338,8 @@ class PlanLifecycle:
         with uncounted(self._collectives):
             state = whole_state(self._stepper, self.plan, self.parameters, self._collectives)
             self.residuals.release()
+        # Any stream may still read the flat buffers.
+        self._collectives.streams.synchronize()
         self._stepper.detach()
         # Not of parameters that are gone, which nobody could remove here.
         known = set(self._module.parameters())

@@ -248,9 +248,7 @@ def check_layout(
         for name, what in _describe(module, optimizer)
     ]
     settings = [options_of(optimizer) for optimizer in optimizers]
-    how, codecs = repr(options), [options.codec, *(codec for _, codec in options.groups)]
-    if any(getattr(one, "randomness", None) == "shared" for one in codecs):
-        how += f", which draws on {collectives.streams.model}"
+    how = _how(options, collectives)
     reports = collectives.all_gather_object((problem, described, settings, how))
     if problem is not None:
         raise ValueError(problem)
@@ -271,6 +269,13 @@ def check_layout(
         what = f"set up other optimizers: {type(optimizer).__name__} {number}"
         check_options(what, [settings[number] for _, _, settings, _ in reports])
     return options, remark
+
+
+def _how(options: ExchangeOptions, collectives: Collectives) -> str:
+    """What all ranks must have alike to exchange; where they draw alike, that is their device."""
+    codecs = [options.codec, *(codec for _, codec in options.groups)]
+    draws = any(getattr(one, "randomness", None) == "shared" for one in codecs)
+    return f"{options!r}, which draws on {collectives.streams.model}" if draws else repr(options)
 
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:
