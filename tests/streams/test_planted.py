@@ -71,7 +71,8 @@ class _FreesEarly(NativeCollectives):
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size).clone()
-        waits = self.start(ALL_GATHER, self.gather_group, buffer, own)
+        # Without what is to be held.
+        waits = [one[:2] for one in self.start(ALL_GATHER, self.gather_group, buffer, own)]
         work = self.new_work("all_gather", f"bucket {bucket}", waits)
         with CUDA.stream(CUDA.Stream()):
             work.arrive()
