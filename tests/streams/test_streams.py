@@ -77,7 +77,7 @@ class _Branches(nn.Module):
 
 
 def check_order(found: Found[Any]) -> None:
-    """As `check`, but of memory that one stream allocates and another uses, which is users' care."""
+    """As `check`, but for memory of one stream that another one uses, which is users' care."""
     assert not found.races, found.races
     assert found.other_order is None, found.other_order
 
