@@ -248,8 +248,8 @@ def check_layout(
         for name, what in _describe(module, optimizer)
     ]
     settings = [options_of(optimizer) for optimizer in optimizers]
-    how = _how(options, collectives)
-    reports = collectives.all_gather_object((problem, described, settings, how))
+    own = problem, described, settings, _how(options, collectives)
+    reports = collectives.all_gather_object(own)
     if problem is not None:
         raise ValueError(problem)
     for rank, (other_problem, *_) in enumerate(reports):
@@ -262,8 +262,7 @@ def check_layout(
             raise ValueError(
                 f"Ranks exchange in other ways: {reports[0][3]} on rank 0 and {other_how} on rank"
                 f" {rank}. Give all the same compressor, gather and gather_depth, and devices of"
-                " one model where a compressor draws on them: others draw other numbers"
-                " ('randomk' draws on the CPU)."
+                " one model if it draws on them, as others draw others ('randomk' uses the CPU)."
             )
     for number, optimizer in enumerate(optimizers):
         what = f"set up other optimizers: {type(optimizer).__name__} {number}"
