@@ -11,6 +11,30 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Matrices of fp32 are multiplied in fp32, also after `torch.set_float32_matmul_precision`."""
+    backends: Any = torch.backends
+    if not hasattr(backends.mkldnn, "matmul"):
+        # Before torch 2.9 one word is for all devices.
+        earlier = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(earlier)
+        return
+    places = backends.cuda.matmul, backends.mkldnn.matmul
+    before = [one.fp32_precision for one in places]
+    for one in places:
+        one.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for one, own in zip(places, before, strict=True):
+            one.fp32_precision = own
+
+
 class Onlooker:
     """Mixin of dispatch modes that look on and change no result: `plain_mode` leaves them on."""
 

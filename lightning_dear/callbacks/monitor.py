@@ -57,6 +57,11 @@ class DearMonitor(Callback):
         self._reset()
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # With a GPU waits are timed once somebody asks.
+        self._latest = getattr(trainer.strategy, "statistics", None)
+
+    @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began_s = None
 

@@ -224,7 +224,8 @@ def unpacked(
         for one, factor in by_parameter(state.get("factors", {}))
     }
     kept[STEERING] = {
-        one: rows[rank].cpu()
+        # Where collectives need it, too.
+        one: rows[rank].to(one.device, copy=True)
         for one, rows in by_parameter(state.get("steering", {}))
         # Regions are of as many ranks.
         if len(rows) == world_size

@@ -19,33 +19,40 @@ import torch.distributed as dist
 
 from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, DelayedSends, message_delay_s
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.nccl import CudaStreams, NativeCollectives
 from lightning_dear.collectives.process_groups import alive, reusable_groups
-from lightning_dear.collectives.work import Collectives, WireLedger
+from lightning_dear.collectives.work import Collectives, Streams, WireLedger
 
 
-def new_collectives(device: torch.device, timeout: timedelta | None = None) -> Collectives:
+def new_collectives(
+    device: torch.device, timeout: timedelta | None = None, *, sends_rows: bool = False
+) -> Collectives:
     """Over all ranks, with new process groups or those of the fit before. Collective, blocks.
 
     Args:
         device: Where parameters live.
         timeout: How long a collective may take before it raises; None keeps torch's default.
+        sends_rows: Whether connections from each rank to each other one are opened now, too.
 
     Returns:
         Collectives of one rank if torch.distributed is not initialised.
 
     Raises:
-        ValueError: If parameters on an accelerator are to travel through gloo.
+        ValueError: If parameters on an accelerator are to travel through gloo, or the default
+            process group has no backend for them.
     """
+    streams = CudaStreams(device) if device.type == "cuda" else Streams()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return PairwiseCollectives(None, None, 0, 1)
-    backend = dist.get_backend()
+        alone = PairwiseCollectives(None, None, 0, 1)
+        alone.streams = streams
+        return alone
+    backend = _backend_of(device)
     if backend == "gloo" and device.type != "cpu":
         raise ValueError(
             f"strategy='dear' cannot send parameters on {device} through gloo;"
             " use process_group_backend='nccl'."
         )
-    reduce_group, gather_group, *others = _process_groups(timeout)
+    reduce_group, gather_group, *others = _process_groups(timeout, backend)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     collectives: Collectives
     if backend == "gloo":
@@ -58,19 +65,34 @@ def new_collectives(device: torch.device, timeout: timedelta | None = None) -> C
         calls = DelayedSends(delay_s) if delay_s else dist
         collectives = PairwiseCollectives(reduce_group, gather_group, rank, world_size, calls)
     else:
-        collectives = NativeCollectives(reduce_group, gather_group, others[0], rank, world_size)
-    _connect(collectives, device)
+        groups = reduce_group, gather_group, others[0]
+        collectives = NativeCollectives(*groups, rank, world_size, streams=streams)
+    _connect(collectives, device, sends_rows=sends_rows)
     return collectives
 
 
-def _process_groups(timeout: timedelta | None) -> list[Any]:
+def _backend_of(device: torch.device) -> str:
+    """Name of what serves `device`: the default group may have a backend for each kind of them."""
+    world: Any = dist.group.WORLD
+    try:
+        name: str = world._get_backend(torch.device(device.type)).name()
+    except RuntimeError as error:
+        raise ValueError(
+            f"The default process group ('{dist.get_backend_config()}') has no backend for"
+            f" parameters on {device}: use process_group_backend='nccl' for CUDA devices, 'gloo'"
+            " for CPUs, or name a backend for both in torch.distributed.init_process_group."
+        ) from error
+    return name
+
+
+def _process_groups(timeout: timedelta | None, backend: str) -> list[Any]:
     default_group, groups = reusable_groups.get(timeout, (None, []))
     can_reuse: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(can_reuse, default_group is dist.group.WORLD)
     # All or none: making a group is collective, and who reused its own would not come.
     if not all(can_reuse):
         groups = [dist.new_group(timeout=timeout) for _ in range(2)]
-        if dist.get_backend() != "gloo":
+        if backend != "gloo":
             groups.append(dist.new_group(timeout=timeout, backend="gloo"))
         reusable_groups.clear()
         reusable_groups[timeout] = dist.group.WORLD, groups
@@ -109,15 +131,28 @@ def end_process_groups() -> None:
     forget_process_groups()
     # What Python sets before it prints an exception that nobody caught.
     is_failing = getattr(sys, "last_value", None) is not None
-    if have_sent and not is_failing and dist.is_initialized() and dist.get_backend() == "gloo":
+    if have_sent and not is_failing and dist.is_initialized() and _has_only_gloo():
         dist.destroy_process_group()
 
 
 atexit.register(end_process_groups)
 
 
-def _connect(collectives: Collectives, device: torch.device) -> None:
-    """Opens every connection now, in one order, instead of in the midst of the first backward."""
+def _has_only_gloo() -> bool:
+    kinds = dist.get_backend_config().split(",")
+    return all(one.rpartition(":")[2] == "gloo" for one in kinds)
+
+
+def _connect(collectives: Collectives, device: torch.device, *, sends_rows: bool) -> None:
+    """Opens every connection now, in one order, instead of in the midst of the first backward.
+
+    Blocks until they are open. NCCL connects every pair of ranks for rows alone, which takes memory
+    on the device; gloo has done so before.
+    """
+    if sends_rows and not collectives.reads_flags_freely:
+        rows = torch.zeros((2, collectives.world_size, 1), dtype=torch.uint8, device=device)
+        collectives.launch_all_to_all(rows[0], rows[1], 0).wait()
     collectives.launch_any(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
     collectives.launch_all_gather(torch.zeros(collectives.world_size, device=device), 0).wait()
+    collectives.streams.synchronize()
     collectives.ledger = WireLedger()

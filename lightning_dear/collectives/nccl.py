@@ -2,19 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.collectives.process_groups import GroupCollectives
-from lightning_dear.collectives.work import Work, shard_of
+from lightning_dear.collectives.work import Streams, Work, shard_of
 
 # torch 2.13 renamed both; the old names warn there and are the only ones before it.
 _IS_RENAMED = hasattr(dist, "reduce_scatter_single")
 REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_tensor"
 ALL_GATHER = "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor"
+
+
+class CudaStreams(Streams):
+    """Those of a CUDA device.
+
+    Args:
+        device: Which one.
+        cuda: What is called: torch.cuda, or what stands in for it where a device is simulated.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        super().__init__()
+        self._device, self._cuda = device, cuda
+
+    @property
+    @override
+    def model(self) -> str:
+        return str(self._cuda.get_device_name(self._device))
+
+    @override
+    def current(self) -> Any:
+        return self._cuda.current_stream(self._device)
+
+    @override
+    def follow(self, others: Iterable[Any]) -> None:
+        current = self.current()
+        for other in others:
+            if other != current:
+                current.wait_stream(other)
+
+    @override
+    def read_later(self, numbers: Tensor) -> Callable[[], list[int]]:
+        # Pinned, so that the host does not wait for the copy.
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+        host.copy_(numbers, non_blocking=True)
+        event = self._cuda.Event()
+        event.record(self.current())
+
+        def read() -> list[int]:
+            event.synchronize()
+            known: list[int] = host.tolist()
+            return known
+
+        return read
+
+    @override
+    def synchronize(self) -> None:
+        self._cuda.synchronize(self._device)
+
+    @override
+    def lead_readers(self) -> None:
+        current = self.current()
+        for reader in self.readers:
+            if reader != current:
+                reader.wait_stream(current)
 
 
 class NativeCollectives(GroupCollectives):
@@ -27,6 +86,21 @@ class NativeCollectives(GroupCollectives):
     """
 
     reads_flags_freely = False
+
+    @override
+    def abort(self) -> None:
+        self.was_aborted = True
+        # Also the default group: there forwards may wait for others, and losses that are logged.
+        groups = self.reduce_group, self.gather_group, self.calls.group.WORLD
+        # Where torch cannot, or has done so, who waits is ended after the timeout.
+        with suppress(Exception):
+            backends = [group._get_backend(torch.device("cuda")) for group in groups]
+            # At once, since one after the other they might wait for each other.
+            backends[0]._group_start()
+            for backend in backends:
+                with suppress(Exception):
+                    backend.abort()
+            backends[0]._group_end()
 
     @override
     def launch_reduce_scatter(

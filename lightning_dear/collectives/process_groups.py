@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.work import Collectives, Signal, T, WireLedger, Work, WorkObserver
+from lightning_dear.collectives.work import (
+    Collectives,
+    Signal,
+    Streams,
+    T,
+    WireLedger,
+    Work,
+    WorkObserver,
+)
 
 # Weak, since nobody is to be kept by this once its training is over.
 alive: WeakSet[GroupCollectives] = WeakSet()
@@ -22,8 +30,9 @@ alive: WeakSet[GroupCollectives] = WeakSet()
 reusable_groups: dict[timedelta | None, tuple[Any, list[Any]]] = {}
 """Timeout -> the default group and ours made under it; else every fit would open new sockets."""
 
-Waits = Sequence[tuple[int | None, Any]]
-"""Torch's own works, each with its peer, or None where only the backend knows whom it waits for."""
+Waits = Sequence[tuple[Any, ...]]
+"""Torch's own works, each behind its peer, or None where only the backend knows whom it waits for.
+Behind the work stands what must be held until then."""
 
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -40,6 +49,7 @@ class GroupCollectives(Collectives):
         world_size: Number of ranks in all.
         calls: What is called to send and receive: torch.distributed, or what stands in for it,
             where messages are late on purpose or a device is simulated.
+        streams: Those of the parameters' device; None: it has none.
     """
 
     def __init__(
@@ -50,6 +60,7 @@ class GroupCollectives(Collectives):
         rank: int,
         world_size: int,
         calls: Any = dist,
+        streams: Streams | None = None,
     ) -> None:
         self.calls = calls
         self.reduce_group = reduce_group
@@ -60,7 +71,8 @@ class GroupCollectives(Collectives):
         self.ledger = WireLedger()
         self.observer: WorkObserver | None = None
         self.signal = Signal()
-        self.was_discarded = self.has_given_up = False
+        self.streams = streams or Streams()
+        self.was_discarded = self.was_aborted = self.has_given_up = False
         alive.add(self)
 
     @override
@@ -82,7 +94,14 @@ class GroupCollectives(Collectives):
 
     def start(self, call: str, group: Any, *arguments: Any) -> Waits:
         """Launches the backend's own collective `call`, which does not say whom it waits for."""
-        return [(None, getattr(self.calls, call)(*arguments, group=group, async_op=True))]
+        self.check()
+        work = getattr(self.calls, call)(*arguments, group=group, async_op=True)
+        return [(None, work, arguments)]
+
+    @override
+    def check(self) -> None:
+        if self.was_aborted:
+            raise RuntimeError("another rank has failed, and the communicator was aborted")
 
     def ring_bytes(self, buffer: Tensor) -> int:
         """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""
@@ -103,9 +122,10 @@ class GroupCollectives(Collectives):
         """
 
         def arrive() -> None:
-            for peer, work in waits:
+            for peer, work, *_ in waits:
                 begin_s = time.monotonic()
                 try:
+                    self.check()
                     work.wait(*([_AT_ONCE] if self.has_given_up else []))
                 except RuntimeError as error:
                     self.has_given_up = True

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any, cast
 from uuid import uuid4
 
-import torch
 import torch.distributed as dist
 
 from lightning_dear.collectives.work import T
@@ -80,13 +79,6 @@ def attempt_store(timeout: timedelta) -> Any | None:
         answer = f"{name}/answer/{rank}"
         answered = store.check([answer]) and store.get(answer).decode() == own
     return distributed.PrefixStore(name, store)
-
-
-def largest_of_all_ranks(number: int, device: torch.device) -> int:
-    """The largest `number` of any rank, over the default group. Collective, blocks."""
-    flag = torch.tensor(number, device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return int(flag)
 
 
 def from_all_ranks(value: T) -> list[T]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,13 +70,50 @@ def as_metadata(collectives: Collectives) -> Iterator[None]:
         ledger.metadata_bytes += collectives.ledger.total_bytes
 
 
+class Streams:
+    """The queues in which a device does its work. A CPU has none: all is done at once.
+
+    Attributes:
+        readers: Those on which parameters are stepped, or were read in a recorded forward.
+    """
+
+    def __init__(self) -> None:
+        self.readers: set[Any] = set()
+
+    @property
+    def model(self) -> str:
+        """Which model the device is; others may draw other numbers from the same seed."""
+        return ""
+
+    def current(self) -> Any:
+        """The one on which the calling thread puts work; None where there are none."""
+        return None
+
+    def follow(self, others: Iterable[Any]) -> None:
+        """Work put on the current one from now on waits for what is on `others`. Host: no wait."""
+
+    def read_later(self, numbers: Tensor) -> Callable[[], list[int]]:
+        """Takes what [n] `numbers` are now; what it returns blocks until that is known.
+
+        The host does not wait before.
+        """
+        known: list[int] = numbers.tolist()
+        return lambda: known
+
+    def synchronize(self) -> None:
+        """Blocks the host until all work is done."""
+
+    def lead_readers(self) -> None:
+        """Work put on `readers` from now on waits for what is on the current one. Host: no wait."""
+
+
 class Signal:
     """A number that all ranks hear once a step, with the flags of used parameters.
 
     Attributes:
         ask: What this rank says at present, from 0 to 255.
-        heard: The largest that any said in the last exchange; None if there was none since it was
-            set to None.
+        heard: The largest that any said in the last exchange, or, where the host would have to wait
+            for that, in the one before; None if there was none since it was set to None.
         on_heard: Called with it, unless that is 0.
     """
 
@@ -97,7 +134,9 @@ class Work:
     """A launched collective. `wait` may be called any number of times; it acts once.
 
     Args:
-        arrive: Blocks the host (gloo) or the current stream (NCCL) until the data is here.
+        arrive: Blocks the host (gloo) or the current stream (NCCL) until the data is here. Holds
+            all memory that is sent or received: torch's works let go of it as soon as any stream
+            waits, such as one that records a timeline.
         finish: Local work on the arrived data, run by whoever waits first.
 
     Attributes:
@@ -115,7 +154,7 @@ class Work:
     @classmethod
     def done(cls) -> Work:
         """One with nothing to wait for."""
-        work = cls(lambda: None)
+        work = cls(_nothing)
         work.is_done = True
         return work
 
@@ -127,6 +166,12 @@ class Work:
         if self._finish is not None:
             self._finish()
         self.is_done = True
+        # Lets go of what they hold.
+        self.arrive, self._finish = _nothing, None
+
+
+def _nothing() -> None:
+    return None
 
 
 WorkObserver = Callable[[str, str, Callable[[], None]], Callable[[], None]]
@@ -141,6 +186,8 @@ class Collectives(Protocol):
     ledger: WireLedger
     observer: WorkObserver | None
     signal: Signal
+    streams: Streams
+    """Those of the parameters' device."""
     was_discarded: bool
     """Whether `discard` has been called."""
     has_given_up: bool
@@ -239,6 +286,18 @@ class Collectives(Protocol):
 
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order. Blocks."""
+
+    def abort(self) -> None:
+        """After a failure elsewhere, by any thread: ends what a device waits for in vain.
+
+        What is launched or waited for here from now on raises. May block a few seconds. Nothing to
+        do on gloo, where nobody waits for a rank that has ended.
+        """
+        return
+
+    def check(self) -> None:
+        """Raises `RuntimeError` after `abort`: what has arrived since is of no use."""
+        return
 
     def discard(self) -> None:
         """After a failure: something may still be in flight, so nobody may use the groups again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -297,10 +297,13 @@ def _draw(rows: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Te
         raise ValueError("randomk needs a generator: the same seed in encode and in decode.")
     longest = -(-rows.shape[1] // max(1, k))
     number, turn = divmod(generator.initial_seed(), max(1, longest))
-    drawing = Generator(generator.device).manual_seed(number)
+    # On the CPU, since other devices draw other numbers from the same seed, even of one maker.
+    drawing = Generator().manual_seed(number)
     bounds = torch.arange(k + 1, device=rows.device) * rows.shape[1] // max(1, k)
     lengths = bounds.diff()
     # Integers: a fp32 number in [0, 1) reaches only 2^24 of a long stratum's places.
     # So many more than places that the remainder favours none of them noticeably.
-    drawn = torch.randint(turn, 2**62 + turn, (k,), generator=drawing, device=rows.device)
+    # Pinned, so that the host does not wait for the device.
+    host: Any = {"generator": drawing, "device": "cpu", "pin_memory": rows.is_cuda}
+    drawn = torch.randint(turn, 2**62 + turn, (k,), **host).to(rows.device, non_blocking=True)
     return bounds[:-1] + drawn % lengths, lengths

@@ -242,6 +242,13 @@ def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:
         if index is None:
             return
         buckets = active.flat.placements[index].buckets
+        streams = active.exchange.collectives.streams
+        if streams.current() not in streams.readers:
+            raise RuntimeError(
+                f"'{trained.names[index]}' was read on a CUDA stream that does not wait for its new"
+                " value, as the first forward read nothing there. Use the same streams in every"
+                " forward, or call strategy.complete_parameters() before the fork."
+            )
         if any(active.gatherer.is_pending(number) for number in buckets):
             raise RuntimeError(
                 f"'{trained.names[index]}' was read while its new value was still being gathered,"

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import FlatBuffers
@@ -30,6 +32,7 @@ class _Round:
         missing: How many tensors each bucket still lacks.
         works: Bucket number -> its reduce-scatter, in the order of their launches.
         arrivals: Bucket number -> an early bucket's arrival.
+        streams: On which gradients were written.
     """
 
     num_calls: list[int]
@@ -37,6 +40,7 @@ class _Round:
     missing: list[int]
     works: dict[int, Work] = field(default_factory=dict)
     arrivals: dict[int, Future[None]] = field(default_factory=dict)
+    streams: set[Any] = field(default_factory=set)
 
 
 class GradientReducer:
@@ -139,6 +143,7 @@ class GradientReducer:
         self._round.num_calls[index] += 1
         if self._round.num_calls[index] >= self._expected[index]:
             self._collect(index)
+            self._round.streams.add(self._collectives.streams.current())
             if launches:
                 self._launch_ready()
 
@@ -193,6 +198,8 @@ class GradientReducer:
             number = self._order[len(self._round.works)]
             if self._round.missing[number]:
                 return
+            # A backend waits for the stream that launches, and for no other.
+            self._collectives.streams.follow(self._round.streams)
             work = self._round.works[number] = self._exchange.launch_reduce(self._buckets[number])
             if self.steps_early and number in self._early:
                 self._round.arrivals[number] = self._waiter.submit(work.arrive)
@@ -325,8 +332,9 @@ class GradientReducer:
         own = torch.tensor([one.parameter.grad is not None for one in self._placements])
         flags = own.to(self._buckets[0].parameters.device, torch.uint8)
         self._collectives.launch_any(flags).wait()
-        # Whoever has all of them need not wait for a device to know.
-        used = own.tolist() if own.all() else flags.tolist()
+        # Whoever has all of them, or is alone, need not wait for a device to know.
+        knows = bool(own.all()) or self._collectives.world_size == 1
+        used = (own if knows else flags).tolist()
         for index, placement in enumerate(self._placements):
             gradient, home = placement.parameter.grad, placement.gradient
             self._used[index] = bool(used[index]) and (home is not None or gradient is not None)
@@ -387,9 +395,12 @@ class RoundFlags:
         self.granted = False
         self._exchange, self._collectives = exchange, exchange.collectives
         self._uses_all = all(one == USED for one in says)
+        self._is_alone = self._collectives.world_size == 1
         self._shared, num_told = shared, len(says) + len(voting)
         self._digests = slice(num_told, num_told + shared.num_bytes)
-        # Behind them: the wish, inf or nan, the signal.
+        # Behind them: the wish, inf or nan, the signal. Who is alone has nobody to hear from: the
+        # host reads what it has said itself, and waits for no device.
+        device = torch.device("cpu") if self._is_alone else device
         self._flags = torch.ones(self._digests.stop + 3, dtype=torch.uint8, device=device)
         if not self._uses_all or voting:
             lacks = [says[number] == UNUSED for number in voting]
@@ -400,7 +411,9 @@ class RoundFlags:
             # The 1 of who wishes nothing is less where all read flags, and where only some do more:
             # these hear whether others read them, too.
             self._flags[-3] = 2 if self._collectives.reads_flags_freely else 0
-        self._flags[-2] = exchange.take_found_inf()
+        self._found: Tensor | bool = exchange.take_found_inf()
+        if not self._is_alone:
+            self._flags[-2], self._found = self._found, self._flags[-2]
         self._flags[-1] = self._collectives.signal.ask()
         self.work = self._collectives.launch_any(self._flags)
 
@@ -414,16 +427,18 @@ class RoundFlags:
         Raises:
             ValueError: See `SharedOptions.hear`.
         """
-        self._shared.hear(self._flags[self._digests])
-        self._exchange.hear_found_inf(self._flags[-2])
+        all_read, behind = self._collectives.reads_flags_freely, self._flags[self._digests.start :]
+        # Where the host would have to wait, all hear of these one step later.
+        *digest, _, _, heard = behind.tolist() if all_read else self._shared.said_before(behind)
+        self._shared.hear(digest, is_late=not all_read)
+        self._collectives.signal.hear(heard)
+        self._exchange.hear_found_inf(torch.as_tensor(self._found))
         # Where reading flags blocks the host, late gradients were refused, and a rank that used
         # everything learns nothing new from them.
-        all_read = self._collectives.reads_flags_freely
         if self._uses_all and not (all_read or self._wishes) and not self._voting:
             return self._says, []
-        *told, wished, _, heard = self._flags.tolist()
+        *told, wished, _, _ = self._flags.tolist()
         self.granted = wished == (2 if all_read else 0)
-        self._collectives.signal.hear(heard)
         said, lacks = told[: len(self._says)], told[len(self._says) : self._digests.start]
         split = [
             number

@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
-from lightning_dear.collectives.work import Work
+from lightning_dear.collectives.work import Streams, Work
 from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
 from lightning_dear.exchange import Exchange
 
@@ -46,6 +46,7 @@ class ParameterGatherer:
         ungated: Parameter index -> module in front of whose forward to wait, since it reads the
             parameter behind the gate's back (see `ForwardRecorder.ungated`).
         waiting: Entered around every wait.
+        streams: Those of the parameters' device.
         on_arrival: Called with a bucket's number when it has arrived, by whoever waits for it;
             None: nobody is.
         is_gated: False where nothing ever travels: no hook or gate is put anywhere.
@@ -64,13 +65,14 @@ class ParameterGatherer:
         exchange: Exchange | LimitedGathers,
         ungated: Mapping[int, Module | None],
         waiting: Waiting,
+        streams: Streams,
         on_arrival: Callable[[int], None] | None,
         *,
         is_gated: bool = True,
     ) -> None:
         self._buffers = buffers
         self._exchange = exchange
-        self._waiting = waiting
+        self._waiting, self._streams = waiting, streams
         self._on_arrival = on_arrival
         self.arriving = threading.RLock()
         self._step_ended = threading.Condition(self.arriving)
@@ -117,6 +119,7 @@ class ParameterGatherer:
         """From now on parameters and gradients change under the calling thread's hands."""
         with self.arriving:
             self._stepping_thread = threading.current_thread()
+            self._streams.readers.add(self._streams.current())
             for module, hook in self._hooks.items():
                 # Not registered: TorchScript has no such method, and refuses to script hooks, so
                 # that they stand there no longer than something is waited for.
@@ -216,6 +219,9 @@ class ParameterGatherer:
             work.wait()
         if self._on_arrival is not None:
             self._on_arrival(number)
+        # Other streams find no gate any more; and what was gathered is freed, and overwritten, in
+        # the order of the one that steps.
+        self._streams.lead_readers()
         # A tensor that an earlier operation saved for backward now holds other values: with the
         # version bumped, autograd refuses to use it instead of returning a wrong gradient.
         torch.autograd.graph.increment_version(self._parameters_of[number])

@@ -397,6 +397,7 @@ class Pipeline:
 
     def complete_parameters(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step; local and idempotent."""
+        self.collectives.check()
         for part in self.parts:
             part.complete_parameters(reason)
 
@@ -411,6 +412,8 @@ class Pipeline:
         if all(part.state is StepState.ENDED for part in self.parts):
             return
         if not self.collectives.was_discarded:
+            # Any stream may still read the flat buffers.
+            self.collectives.streams.synchronize()
             for part in self.parts:
                 part.drop_gradients()
         try:
@@ -434,8 +437,8 @@ class Pipeline:
             part.abandon()
 
     @property
-    def statistics(self) -> StepStatistics:
-        """Of the last finished step of any optimizer."""
+    def statistics(self) -> StepStatistics | None:
+        """Of the last finished step of any optimizer; on a GPU None until somebody has asked."""
         return self._instruments.statistics
 
     @property

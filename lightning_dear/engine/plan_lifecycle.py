@@ -25,7 +25,6 @@ from lightning_dear.engine.active_plan import (
 from lightning_dear.engine.gradient_reducer import GradientReducer
 from lightning_dear.engine.hooks import OnGradient
 from lightning_dear.engine.parameter_gatherer import LimitedGathers, ParameterGatherer
-from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale, new_exchange
@@ -116,7 +115,9 @@ class PlanLifecycle:
 
     def _start_recording(self) -> None:
         self.looks_again = False
-        self.trained = TrainedParameters(self._module, self._stepper.optimizer)
+        self.trained = TrainedParameters(
+            self._module, self._stepper.optimizer, self._collectives.streams
+        )
         if self._uses_buckets:
             self.trained.watch(self._on_gradient)
 
@@ -150,6 +151,8 @@ class PlanLifecycle:
         options, collectives, depth = self._options, self._collectives, self._options.depth
         waiting = partial(Waiting, self._instruments)
         number, num_shards = options.shards(collectives)
+        # Any stream may still read where parameters have been.
+        collectives.streams.synchronize()
         flat = allocate(
             plan,
             self.parameters,
@@ -170,6 +173,7 @@ class PlanLifecycle:
             exchange if depth is None else LimitedGathers(exchange, depth),
             recording.ungated,
             partial(waiting, "all_gather"),
+            collectives.streams,
             self._on_arrival,
             is_gated=self._uses_buckets,
         )
@@ -197,7 +201,7 @@ class PlanLifecycle:
         has_moved = self.trained.have_moved(notes=True)
         if has_moved and self._uses_buckets and self.active is not None:
             self.active.gatherer.complete(reason="exchanged modules")
-            self.trained.recorder = ForwardRecorder(self._module, self.parameters)
+            self.trained.recorder = self.trained.new_recorder()
             self.looks_again = True
 
     def follow_readers(self) -> None:
@@ -334,6 +338,8 @@ class PlanLifecycle:
         with uncounted(self._collectives):
             state = whole_state(self._stepper, self.plan, self.parameters, self._collectives)
             self.residuals.release()
+        # Any stream may still read the flat buffers.
+        self._collectives.streams.synchronize()
         self._stepper.detach()
         # Not of parameters that are gone, which nobody could remove here.
         known = set(self._module.parameters())

@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules import module as all_modules
 from torch.overrides import TorchFunctionMode
 
+from lightning_dear.collectives.work import Streams
 from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
 
 _READ_NOTHING = """
@@ -34,6 +35,8 @@ _DATA_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 class ForwardRecorder:
     """Records the reads of `parameters` in the forwards run under `recording`.
 
+    Streams on which parameters are read are noted among the `readers` of `streams`.
+
     Attributes:
         first_use: Parameter index -> position of its first read.
         ungated: Parameter index -> module that was running at its first read, for reads that
@@ -43,8 +46,8 @@ class ForwardRecorder:
             the last accumulations.
     """
 
-    def __init__(self, module: Module, parameters: Sequence[Parameter]) -> None:
-        self._module, self._parameters = module, parameters
+    def __init__(self, module: Module, parameters: Sequence[Parameter], streams: Streams) -> None:
+        self._module, self._parameters, self._streams = module, parameters, streams
         self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._gated: set[int] = set()
         self._running: list[Module] = []
@@ -88,7 +91,10 @@ class ForwardRecorder:
 
     def _note_read(self, value: Any) -> None:
         index = self._index.get(id(value))
-        if index is not None and index not in self.first_use:
+        if index is None:
+            return
+        self._streams.readers.add(self._streams.current())
+        if index not in self.first_use:
             self.first_use[index] = len(self.first_use)
             if id(value) not in self._gated:
                 self.ungated[index] = self._running[-1] if self._running else None

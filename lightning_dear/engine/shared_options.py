@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -15,7 +15,6 @@ from lightning_dear.collectives.work import Collectives
 Options = Mapping[tuple[int, str], Any]
 """(number of a parameter group, key) -> value."""
 
-_SELDOM = 64
 _KINDS = (bool, int, float, str, tuple, type(None), Tensor)
 
 
@@ -81,13 +80,16 @@ class SharedOptions:
         self._optimizer, self._number = optimizer, number
         self._collectives = collectives
         self.num_bytes = self.NUM_BYTES if collectives.world_size > 1 else 0
+        # Of this step, and of the one before.
         self._options: Options = {}
+        self._before: Options = {}
         self._digest: Tensor | None = None
-        self._num_heard = 0
+        # Nobody has said anything.
+        self._said: Callable[[], list[int]] = lambda: [0, 0, 0]
 
     def digest(self, device: torch.device) -> Tensor:
         """A hash of the present options, and its complement: [num_bytes], uint8, on `device`."""
-        options = options_of(self._optimizer)
+        options, self._before = options_of(self._optimizer), self._options
         if self._digest is None or options != self._options:
             self._options = options
             hashed = crc32(repr(options).encode()).to_bytes(self.NUM_BYTES // 2, "little")
@@ -96,23 +98,26 @@ class SharedOptions:
             self._digest = torch.full((1,), both, device=device).view(torch.uint8)
         return self._digest
 
-    def hear(self, told: Tensor) -> None:
-        """Takes the maximum over ranks of the last digest.
+    def said_before(self, flags: Tensor) -> list[int]:
+        """What `flags` were at the call before, which is long past.
 
-        Where the host has to wait for it, only every `_SELDOM`-th is looked at.
+        At the first call nothing, as the last three of them say it.
+        """
+        said, self._said = self._said, self._collectives.streams.read_later(flags)
+        return said()
+
+    def hear(self, told: Sequence[int], *, is_late: bool = False) -> None:
+        """Takes the maximum over ranks of the last digest; of the one before if `is_late`.
 
         Raises:
             ValueError: If ranks have other options, on all of them, naming the option.
         """
-        self._num_heard += 1
-        is_seldom = not self._collectives.reads_flags_freely and self._num_heard % _SELDOM
-        if is_seldom or not self.num_bytes:
-            return
         # A byte and its complement are 255 together, and the maxima are more if any two differ.
-        if sum(told.tolist()) == 255 * self.NUM_BYTES // 2:
+        if sum(told) == 255 * len(told) // 2:
             return
         what = f"step with other options: {type(self._optimizer).__name__} {self._number}"
-        check_options(what, self._collectives.all_gather_object(self._options))
+        options = self._before if is_late else self._options
+        check_options(what, self._collectives.all_gather_object(options))
 
     def anyone(self, says: bool) -> bool:
         """Whether any rank says so. Collective; blocks the host; raises as `hear`."""
@@ -121,5 +126,5 @@ class SharedOptions:
         if self.num_bytes:
             flags[1:] = self.digest(flags.device)
         self._collectives.launch_any(flags).wait()
-        self.hear(flags[1:])
+        self.hear(flags[1:].tolist())
         return bool(flags[0])

@@ -569,6 +569,7 @@ class OptimizerPipeline:
         """What is trained, in the order of the plan's tensor numbers."""
         return self.plans.parameters
 
+    @torch.inference_mode(False)
     def replan(self, plan: BucketPlan) -> None:
         """Trains on with another plan; weights and optimizer state stay, bit for bit.
 
@@ -613,6 +614,10 @@ class OptimizerPipeline:
 
     # --- checkpoints ----------------------------------------------------------------------------
 
+    # With NCCL Lightning validates, and saves then, under inference mode, whose new tensors would
+    # refuse later updates.
+
+    @torch.inference_mode(False)
     def optimizer_state_dict(self) -> dict[str, Any]:
         """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks."""
         self.prepare_state()
@@ -636,6 +641,7 @@ class OptimizerPipeline:
         self.prepare_state("sync_replicas")
         self.plans.sync_replicas()
 
+    @torch.inference_mode(False)
     def prepare_state(self, reason: str = "optimizer state") -> None:
         """Puts right what a step that raised left behind, and takes over what was written. Local.
 

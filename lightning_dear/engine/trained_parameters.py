@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from torch.optim import AdamW, Optimizer
 
 from lightning_dear.bucket import storage_strides
-from lightning_dear.collectives.work import OTHER_NUMBERS, Collectives, shard_of
+from lightning_dear.collectives.work import OTHER_NUMBERS, Collectives, Streams, shard_of
 from lightning_dear.compression.groups import unused_group
 from lightning_dear.engine.gate import owners, plain_parameters
 from lightning_dear.engine.hooks import GradientHooks, OnGradient
@@ -32,6 +32,7 @@ class TrainedParameters:
     Args:
         module: Whose parameters count.
         optimizer: Its groups are looked at, not mutated.
+        streams: Those of the parameters' device.
 
     Attributes:
         names: Qualified names, in registration order.
@@ -40,7 +41,7 @@ class TrainedParameters:
         hooks: Those that `watch` has put there.
     """
 
-    def __init__(self, module: Module, optimizer: Optimizer) -> None:
+    def __init__(self, module: Module, optimizer: Optimizer, streams: Streams) -> None:
         named = managed_parameters(module, optimizer)
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
@@ -53,8 +54,13 @@ class TrainedParameters:
         self._homes = owners(module, self.parameters)
         self._tables = _tables_of(module)
         self._tree = _tree_of(self._tables)
-        self.recorder = ForwardRecorder(module, self.parameters)
+        self._streams = streams
+        self.recorder = self.new_recorder()
         self.hooks = GradientHooks((), lambda *_: None)
+
+    def new_recorder(self) -> ForwardRecorder:
+        """One that has recorded nothing yet."""
+        return ForwardRecorder(self._module, self.parameters, self._streams)
 
     def watch(self, on_gradient: OnGradient) -> None:
         """Calls `on_gradient` whenever a gradient has been accumulated, until `hooks.remove()`.
@@ -242,24 +248,33 @@ def check_layout(
         for name, what in _describe(module, optimizer)
     ]
     settings = [options_of(optimizer) for optimizer in optimizers]
-    reports = collectives.all_gather_object((problem, described, settings, repr(options)))
+    own = problem, described, settings, _how(options, collectives)
+    reports = collectives.all_gather_object(own)
     if problem is not None:
         raise ValueError(problem)
     for rank, (other_problem, *_) in enumerate(reports):
         if other_problem is not None:
             raise ValueError(f"{other_problem} (found on rank {rank})")
-    for rank, (_, other, _, other_options) in enumerate(reports):
+    for rank, (_, other, _, other_how) in enumerate(reports):
         if other != reports[0][1]:
             raise ValueError(_difference(rank, reports[0][1], other))
-        if other_options != reports[0][3]:
+        if other_how != reports[0][3]:
             raise ValueError(
-                f"Ranks exchange in other ways: {reports[0][3]} on rank 0 and {other_options} on"
-                f" rank {rank}. Give all the same compressor, gather and gather_depth."
+                f"Ranks exchange in other ways: {reports[0][3]} on rank 0 and {other_how} on rank"
+                f" {rank}. Give all the same compressor, gather and gather_depth, and devices of"
+                " one model if it draws on them, as others draw others ('randomk' uses the CPU)."
             )
     for number, optimizer in enumerate(optimizers):
         what = f"set up other optimizers: {type(optimizer).__name__} {number}"
         check_options(what, [settings[number] for _, _, settings, _ in reports])
     return options, remark
+
+
+def _how(options: ExchangeOptions, collectives: Collectives) -> str:
+    """What all ranks must have alike to exchange; where they draw alike, that is their device."""
+    codecs = [options.codec, *(codec for _, codec in options.groups)]
+    draws = any(getattr(one, "randomness", None) == "shared" for one in codecs)
+    return f"{options!r}, which draws on {collectives.streams.model}" if draws else repr(options)
 
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:

@@ -419,7 +419,8 @@ class CompressedExchange(Exchange):
 
         Where the host would have to wait for that, what is decoded becomes nan instead.
         """
-        if self.collectives.reads_flags_freely:
+        is_host = found.is_cpu and self.collectives.streams.current() is None
+        if self.collectives.reads_flags_freely and is_host:
             if not found:
                 return
             self._refusal = GradientsNotFinite(

@@ -36,6 +36,7 @@ from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.low_rank import orthonormal, starting_factor
 from lightning_dear.exchange.base import CompressedBucket, CompressedExchange, Sending, Traffic
 from lightning_dear.telemetry.device_work import as_device_work
+from lightning_dear.torch_modes import exact_products
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ class LowRankBucket(CompressedBucket):
         self.worker.compensate(self._flat, scale)
         return self._flat.index_fill_(0, self._padding, 0.0)
 
+    @exact_products()
     def encode_first(self) -> Messages:
         """Writes the first message, P = M Q; returns both, for what is to come."""
         messages = self.messages
@@ -165,6 +167,7 @@ class LowRankBucket(CompressedBucket):
             place.copy_(self._flat[where])
         return messages
 
+    @exact_products()
     def encode_second(self, messages: Messages, scale: Tensor | None) -> None:
         """Writes the second message, Q = M^T P of the mean's orthonormal P."""
         for matrix in messages.matrices.values():
@@ -177,6 +180,7 @@ class LowRankBucket(CompressedBucket):
             self._flat[where].zero_()
         self.worker.note_lost(self._flat, scale)
 
+    @exact_products()
     def decode(self, messages: Messages) -> None:
         """Makes the bucket's mean of both messages, P Q^T."""
         for number, matrix in messages.matrices.items():

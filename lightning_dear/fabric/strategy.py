@@ -163,7 +163,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         refusals.check_precision(self.precision)
         refusals.check_optimizers(optimizers, self.precision)
         refusals.check_module_states(module)
-        collectives = new_collectives(self.root_device, self._timeout)
+        collectives = new_collectives(
+            self.root_device, self._timeout, sends_rows=self._options.codec is not None
+        )
         others = [one.pipeline for one in self._trained if one.module is not module]
         own = [part.plans.number for other in others for part in other.parts]
         # Everybody's, since a rank may have deleted a model that is still there on another one.
@@ -379,8 +381,8 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         return self.pipeline_of().parts[0].plan
 
     @property
-    def statistics(self) -> StepStatistics:
-        """What the last optimizer step of the only model cost."""
+    def statistics(self) -> StepStatistics | None:
+        """What the last optimizer step of the only model cost; see `Pipeline.statistics`."""
         return self.pipeline_of().statistics
 
     @property

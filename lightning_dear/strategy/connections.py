@@ -26,7 +26,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear.collectives.store import largest_of_all_ranks
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
@@ -141,15 +140,13 @@ class StopRequest:
 
     def ask_through(self, collectives: Collectives) -> None:
         """Lets the wish travel with the flags of `collectives`, and answers the loop's question."""
-        if collectives.reads_flags_freely:
-            # Elsewhere some ranks read them and others do not.
-            collectives.signal.ask, collectives.signal.on_heard = lambda: self.asked, self._hear
+        collectives.signal.ask, collectives.signal.on_heard = lambda: self.asked, self._hear
 
         def answer() -> None:
             heard, collectives.signal.heard = collectives.signal.heard, None
-            if heard is None or not collectives.reads_flags_freely:
+            if heard is None:
                 try:
-                    heard = largest_of_all_ranks(self.asked, self.trainer.strategy.root_device)
+                    heard = max(collectives.all_gather_object(self.asked))
                 except RuntimeError as error:
                     if not collectives.reads_flags_freely:
                         # There all ranks ask before every batch.

@@ -210,8 +210,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         before = self._pipeline.parts if self._pipeline is not None else ()
         parts = [part for part in before if part.optimizer in self.optimizers]
         states = [part.optimizer_state_dict() for part in parts]
-        collectives = new_collectives(self.root_device, self._timeout)
+        collectives = new_collectives(
+            self.root_device, self._timeout, sends_rows=self._options.codec is not None
+        )
         self._pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
+        self._failures.on_failed = collectives.abort
         # Others wait in a collective meanwhile: in half of their time one can tell them why.
         self._pipeline.before_change = partial(
             self._failures.board.agree,
@@ -377,6 +380,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             return super().optimizer_state(optimizer)
         board = self._failures.board
         if board.has_failed:
+            self._pipeline.collectives.check()
             # Not all ranks may come: then this raises.
             step = 0 if self.lightning_module is None else self.lightning_module.global_step
             board.agree("collect the whole optimizer state", f"step {step}")
@@ -544,7 +548,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @property
     def statistics(self) -> StepStatistics | None:
-        """What the last optimizer step cost; None outside a fit."""
+        """What the last optimizer step cost; None outside a fit, and see `Pipeline.statistics`."""
         return None if self._pipeline is None else self._pipeline.statistics
 
     @property

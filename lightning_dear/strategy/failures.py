@@ -44,6 +44,9 @@ WATCH_POLL_S = 0.5
 RAISING_S = 1.5
 """More than the timeout: in it whoever waits in a collective raises by itself, and says more."""
 
+ABORT_S = 2.0
+"""After a failure was noticed; whoever has heard of it otherwise ends before, and says more."""
+
 POLL_S = 0.05
 
 _MAX_MESSAGE_CHARS = 2000
@@ -386,6 +389,8 @@ class FailureWatch:
 
     Attributes:
         board: See above.
+        on_failed: Called once, in a thread of its own, if this rank still trains `ABORT_S` after
+            another one has reported a failure. May block.
         on_asked: Told, again and again and in a thread of its own, that a rank was asked to stop;
             takes `FailureBoard.asked`.
     """
@@ -393,6 +398,7 @@ class FailureWatch:
     def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
         self.board = board
         self.on_asked: Callable[[int], object] = int
+        self.on_failed: Callable[[], object] = int
         self._timeout_s = timeout.total_seconds()
         self._end_s = time.monotonic() + self._timeout_s + RAISING_S
         self._has_noticed = False
@@ -429,6 +435,8 @@ class FailureWatch:
         client = new_store_client()
         if client is None:
             return
+        abort = threading.Timer(ABORT_S, lambda: self._is_over.is_set() or self.on_failed())
+        abort.daemon = True
         # A thread of its own: the store of a process that is stopped may take for ever to answer.
         threading.Thread(target=self._end_in_time, daemon=True, name="failure end").start()
         while client is not None and not self._is_over.wait(WATCH_POLL_S):
@@ -437,6 +445,8 @@ class FailureWatch:
                 noticed = self.board.notice(client)
                 if not self._has_noticed:
                     self._end_s = time.monotonic() + self._timeout_s + RAISING_S
+                if noticed and not self._has_noticed:
+                    abort.start()
                 self._has_noticed = noticed
             except Exception:
                 # An outage may pass; a connection that was lost in it does not come back.

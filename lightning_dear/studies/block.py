@@ -105,8 +105,10 @@ class _Probe:
             self.sent.append(machine.sent_bytes(self._interface))
             self.cpu.append(machine.cpu_times())
             self.codec_cpu_s.append(device_work_cpu_s())
+        # Always, as with a GPU waits are timed once somebody asks.
+        figures = getattr(self._strategy, "statistics", None)
         if rest == 0 and first < step <= last:
-            self.statistics.append(getattr(self._strategy, "statistics", None))
+            self.statistics.append(figures)
             self.plan = getattr(self._strategy, "plan", None)
 
 

@@ -15,7 +15,13 @@ Record = Callable[[Any, Any], None]
 
 
 class Clock(Protocol):
-    """Marks moments of a device without making the host wait for them."""
+    """Marks moments of a device without making the host wait for them.
+
+    Attributes:
+        is_free: Whether marks cost no more than a look at the host's clock.
+    """
+
+    is_free: bool
 
     def mark(self) -> Any:
         """The moment at which the device reaches this point of the program."""
@@ -45,6 +51,7 @@ class HostClock:
         self._threads: dict[str, Background] = {}
 
     mark = staticmethod(time.perf_counter)
+    is_free = True
 
     def seconds(self, mark: float) -> float:
         """See `Clock`; never blocks."""
@@ -79,6 +86,8 @@ class StreamClock:
         cuda: What is called: torch.cuda, or what stands in for it where a device is simulated.
     """
 
+    is_free = False
+
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
         self._beside: torch.cuda.Stream = cuda.Stream(device)
@@ -98,8 +107,11 @@ class StreamClock:
     def seconds(self, mark: torch.cuda.Event) -> float:
         """See `Clock`; blocks until the stream has passed the mark."""
         mark.synchronize()
-        since_origin_ms: float = self._origin.elapsed_time(mark)
-        return self._origin_s + since_origin_ms / 1e3
+        # Devices count milliseconds in fp32, after hours only whole ones: so from the mark that was
+        # asked for last, which lies near this one.
+        self._origin_s += self._origin.elapsed_time(mark) / 1e3
+        self._origin = mark
+        return self._origin_s
 
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
         """See `Clock`: a stream of its own waits, so that the compute stream does not."""

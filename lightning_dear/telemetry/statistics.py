@@ -19,7 +19,6 @@ class Instruments:
 
     Attributes:
         clock: See above.
-        statistics: Of the last finished optimizer step.
         timeline: Where spans are recorded at present; None for nowhere.
     """
 
@@ -29,8 +28,25 @@ class Instruments:
         self.timeline: Timeline | None = None
         self._sent_bytes = 0
         self._step_began: Any = None
-        self.statistics = StepStatistics(self.clock)
-        self._current = StepStatistics(self.clock)
+        self._is_asked = clock.is_free
+        self._last = self._current = self._new_statistics()
+
+    def _new_statistics(self) -> StepStatistics | None:
+        return StepStatistics(self.clock) if self._is_asked else None
+
+    @property
+    def statistics(self) -> StepStatistics | None:
+        """Of the last finished optimizer step.
+
+        On a device waits are timed from the step on that follows the first call. Before it is None.
+        """
+        self._is_asked = True
+        return self._last
+
+    @property
+    def times_waits(self) -> bool:
+        """Whether somebody wants to know of waits: on a device each costs the host two marks."""
+        return self._current is not None or self.timeline is not None
 
     def record_in(self, timeline: Timeline | None) -> None:
         """Records spans, and collectives launched from now on, there; None: nowhere."""
@@ -42,7 +58,8 @@ class Instruments:
     def note_wait(self, lane: str, reason: str, start: Any) -> None:
         """Counts the time since the mark `start` as exposed communication of `lane`."""
         end = self.clock.mark()
-        self._current.waits[lane].append((start, end))
+        if self._current is not None:
+            self._current.waits[lane].append((start, end))
         if self.timeline is not None:
             self.timeline.record("wait", reason, start, end)
 
@@ -58,9 +75,10 @@ class Instruments:
     def finish_step(self) -> None:
         """Ends a step: its figures become `statistics`."""
         sent_bytes = self._collectives.ledger.total_bytes
-        self._current.wire_bytes = sent_bytes - self._sent_bytes
+        if self._current is not None:
+            self._current.wire_bytes = sent_bytes - self._sent_bytes
         self._sent_bytes = sent_bytes
-        self.statistics, self._current = self._current, StepStatistics(self.clock)
+        self._last, self._current = self._current, self._new_statistics()
 
 
 @dataclass
@@ -79,11 +97,11 @@ class Waiting:
     _start: Any = None
 
     def __enter__(self) -> None:
-        self._start = self.instruments.clock.mark()
+        self._start = self.instruments.clock.mark() if self.instruments.times_waits else None
 
     def __exit__(self, kind: object, *_: object) -> None:
         # After a failure the device may refuse a mark, which would hide what has failed.
-        if kind is None:
+        if kind is None and self._start is not None:
             self.instruments.note_wait(self.lane, self.reason, self._start)
 
 

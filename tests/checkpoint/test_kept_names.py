@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from lightning_dear.checkpoint.residuals import FACTORS, unpacked
+from lightning_dear.checkpoint.residuals import FACTORS, STEERING, unpacked
 from lightning_dear.compression import DGC, Codec, Int4, Int8, Signum
 from tests.distributed.harness import distributed
 from tests.exchange.test_coded import coded
@@ -101,6 +101,7 @@ def test_what_is_loaded_lies_where_its_parameter_does() -> None:
         "owner": {"residual": {0: numbers[0]}},
         "factors": {0: numbers[0]},
         "counts": {"reduce": 1, "gather": 1},
+        "steering": {0: torch.arange(6.0, dtype=torch.float64).view(2, 3)},
     }
     for device in ("cpu", "meta"):
         parameter = Parameter(torch.zeros(3, 2, device=device))
@@ -111,5 +112,7 @@ def test_what_is_loaded_lies_where_its_parameter_does() -> None:
                 held.kept["owner", "residual"][parameter],
                 held.kept[FACTORS][parameter],
             ]
-            assert {one.device.type for one in found} == {device}
+            # Regions are of as many ranks.
+            steering = held.kept[STEERING].get(parameter, found[0])
+            assert {one.device.type for one in (*found, steering)} == {device}
             assert [one.numel() for one in found] == [6, 6, 6]

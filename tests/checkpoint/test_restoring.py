@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -167,3 +168,23 @@ def _check_shrinking(codec: Codec) -> None:
             limit = 1e-5 * float(masters[number].abs().max())
             torch.testing.assert_close(left, lags[number], rtol=0, atol=limit)
         assert any(bool(lag.any()) for lag in lags)
+
+
+@distributed(world_sizes=(1, 2))
+def test_what_is_saved_loaded_and_planned_under_inference_mode_is_trained_on() -> None:
+    dense = [(ExchangeOptions(gather), torch.float32) for gather in ("parameters", "gradients")]
+    for options, dtype in (*CASES, *dense):
+        seen = []
+        for context in (nullcontext, torch.inference_mode):
+            training = _Training(options, dtype)
+            training.run(range(2))
+            with context():
+                training.optimizer.load_state_dict(training.part.optimizer_state_dict())
+                # Takes over what was loaded.
+                training.part.sync_replicas()
+                assert training.part.plan is not None
+                training.part.replan(training.part.plan)
+            seen.append(training.run(range(2, 4)))
+            training.pipeline.detach()
+        for ours, plain in zip(*seen, strict=True):
+            assert_equal(ours, plain)

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_dear.collectives import factory
 from lightning_dear.collectives.factory import forget_process_groups, new_collectives
+from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
-from lightning_dear.collectives.work import shard_of, sum_in_source_order
-from tests.distributed.harness import distributed
+from lightning_dear.collectives.work import Streams, shard_of, sum_in_source_order
+from tests.distributed.harness import distributed, run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -107,7 +109,7 @@ def test_our_traffic_leaves_the_default_group_free() -> None:
 @distributed(world_sizes=(2,))
 def test_beside_groups_of_another_backend_objects_have_one_of_gloos() -> None:
     with (
-        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch.object(factory, "_backend_of", return_value="nccl"),
         mock.patch.object(dist, "new_group", wraps=dist.new_group) as made,
     ):
         collectives = new_collectives(torch.device("cpu"))
@@ -130,6 +132,36 @@ def test_beside_groups_of_another_backend_objects_have_one_of_gloos() -> None:
     assert buffer.tolist() == [2.0, 2.0]
     forget_process_groups()
     assert collectives.object_group is None
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])
+def test_the_default_group_is_asked_which_backend_serves_a_device(backend: str | None) -> None:
+    run_ranks(_ask_which_backend_serves, 2, backend, init_process_group=False)
+
+
+def _ask_which_backend_serves(backend: str | None) -> None:
+    dist.init_process_group(*([backend] if backend else []))
+    assert isinstance(new_collectives(torch.device("cpu")), PairwiseCollectives)
+    # Groups of gloo alone would send it.
+    sends = "cannot send parameters on cuda through gloo" if backend == "gloo" else "no backend for"
+    with pytest.raises(ValueError, match=f"{sends}.*process_group_backend='nccl'"):
+        new_collectives(torch.device("cuda"))
+
+
+@distributed(world_sizes=(2,))
+def test_connections_for_rows_are_opened_where_a_compressor_needs_them() -> None:
+    with (
+        mock.patch.object(factory, "_backend_of", return_value="nccl"),
+        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as opened,
+        mock.patch.object(Streams, "synchronize") as waited,
+    ):
+        new_collectives(torch.device("cpu"))
+        assert opened.call_count == 0
+        collectives = new_collectives(torch.device("cpu"), sends_rows=True)
+        assert opened.call_count == 1
+    # Else the first backward would wait until they are open.
+    assert waited.call_count == 2
+    assert collectives.ledger.total_bytes == 0
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.sampled_from(DTYPES))

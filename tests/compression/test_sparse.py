@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +98,17 @@ def test_randomk_draws_one_number_of_each_stratum(numel: int, density: float, se
     assert torch.equal(chosen, chosen[:1].expand(3, numel)), "rows got different places"
     for i in range(k):
         assert chosen[0, i * numel // k : (i + 1) * numel // k].sum() == 1
+
+
+def test_randomk_draws_alike_on_all_devices() -> None:
+    row, drawn = torch.arange(1.0, 1001.0).view(1, -1), []
+    codec = RandomK(density=0.1)
+    for device in ("cpu", "cuda"):
+        wire = torch.empty(1, codec.wire_bytes(1000), dtype=torch.uint8)
+        generator: Any = SimpleNamespace(initial_seed=lambda: 7, device=torch.device(device))
+        codec.encode(row, wire, generator)
+        drawn.append(wire)
+    assert torch.equal(*drawn)
 
 
 def test_unbiased_randomk_scales_by_the_length_of_the_stratum() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from lightning_dear.bucket import FlatBuffers
-from lightning_dear.collectives.work import Work
+from lightning_dear.collectives.work import Streams, Work
 from lightning_dear.engine.parameter_gatherer import _NUM_EXPECTED_AHEAD, ParameterGatherer
 
 
@@ -39,6 +39,7 @@ def test_a_few_at_first_and_one_more_with_each_launch() -> None:
         exchange,
         {},
         lambda reason: nullcontext(),
+        Streams(),
         lambda number: None,
         is_gated=False,
     )

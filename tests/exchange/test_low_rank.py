@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dear.bucket import storage_shape
 from lightning_dear.compression import Fp32, PowerSGD
@@ -356,3 +358,42 @@ def test_a_basis_is_orthonormal_whatever_it_spans() -> None:
     for factor in (torch.zeros(9, 3), torch.ones(9, 3), 1e-30 * torch.randn(9, 3)):
         basis = orthonormal(factor)
         torch.testing.assert_close(basis.T @ basis, torch.eye(3))
+
+
+class _Precisions(TorchDispatchMode):
+    """Notes how products of fp32 matrices are made when one is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            self.seen.append(_precision())
+        return func(*args, **(kwargs or {}))
+
+
+def _precision() -> str:
+    matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
+    is_exact = torch.get_float32_matmul_precision() == "highest" if matmul is None else False
+    return ("ieee" if is_exact else "bf16") if matmul is None else matmul.fp32_precision
+
+
+@distributed(world_sizes=(1,))
+def test_products_are_exact_whatever_users_set_for_theirs() -> None:
+    run = Run(OPTIONS, SingleFusion())
+    run.step()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        bucket = run.part.plans.active.exchange.coded[0]
+        with _Precisions() as noting:
+            bucket.compensated(None)
+            messages = bucket.encode_first()
+            bucket.encode_second(messages, None)
+            bucket.decode(messages)
+        assert set(noting.seen) == {"ieee"}
+        assert len(noting.seen) == 4 * len(bucket.factors)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)

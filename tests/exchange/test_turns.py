@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dear.collectives.work import Streams
 from lightning_dear.compression import RandomK
 from lightning_dear.compression.codec import Randomness
 from lightning_dear.planning import SingleFusion
@@ -102,3 +105,12 @@ def test_who_asks_for_other_draws_in_both_halves_gets_them() -> None:
     assert run.error() <= 1e-5
     assert_equal_on_all_ranks(([weights(run.model)], []))
     assert _owners_hold_back(run)
+
+
+@distributed(world_sizes=(2,))
+def test_devices_that_draw_other_numbers_are_refused_on_all_ranks() -> None:
+    model = property(lambda streams: f"card {dist.get_rank()}")
+    with mock.patch.object(Streams, "model", model):
+        Run(coded(RandomK(density=0.3)), SingleFusion())
+        with pytest.raises(ValueError, match=r"on card 0 on rank 0 and .* on card 1 .*'randomk'"):
+            Run(coded(_DrawsAnew(density=0.3)), SingleFusion())

@@ -17,10 +17,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
-from lightning_dear.strategy import connections
+from lightning_dear.collectives.process_groups import GroupCollectives
+from lightning_dear.collectives.work import Streams
+from lightning_dear.strategy import dear as dear_strategy
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import dear, fit, new_trainer
 from tests.lightning.nets import Net, data
+from tests.training.three_ways import new_native
 
 asks = pytest.mark.skipif(
     not hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"),
@@ -131,6 +134,11 @@ def _fit_with_slow_validation(folder: Path, rank: int, options: dict[str, Any]) 
 class _Hears(Callback):
     """Rank 1 says in the third batch that it was asked."""
 
+    num_steps = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.num_steps = trainer.global_step
+
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -141,19 +149,53 @@ class _Hears(Callback):
 @asks
 @distributed(world_sizes=(2,))
 def test_only_the_first_batch_asks() -> None:
-    largest = mock.patch.object(
-        connections, "largest_of_all_ranks", wraps=connections.largest_of_all_ranks
-    )
-    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast, largest as asked:
+    tell, told = GroupCollectives.all_gather_object, []
+
+    def noting(collectives: GroupCollectives, value: Any) -> list[Any]:
+        told.append(value)
+        return tell(collectives, value)
+
+    with (
+        mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast,
+        mock.patch.object(GroupCollectives, "all_gather_object", noting),
+    ):
         trainer = fit(dear(), Net("mlp"))
     assert trainer.global_step > 3
-    assert (broadcast.call_count, asked.call_count) == (0, 1)
+    # Nobody tells any other number.
+    assert (broadcast.call_count, told.count(0)) == (0, 1)
     assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
     assert "_sigterm_notifier_fn" not in vars(trainer._signal_connector)
 
 
 @distributed(world_sizes=(2,), keeps_ranks=False)
 def test_what_one_rank_says_all_hear_in_that_step() -> None:
+    hears = _Hears()
     with pytest.raises(SystemExit) as end:
-        fit(dear(), Net("mlp"), _Hears())
+        fit(dear(), Net("mlp"), hears)
     assert end.value.code is None
+    assert hears.num_steps == 3
+
+
+@distributed(world_sizes=(2,), keeps_ranks=False)
+def test_with_nccl_all_hear_it_one_step_later_and_no_host_waits_for_the_number() -> None:
+    read, early = Streams.read_later, []
+
+    def once_a_step_is_over(streams: Streams, numbers: torch.Tensor) -> Any:
+        later, step = read(streams, numbers), hears.num_steps
+
+        def late() -> list[int]:
+            early.append(step >= hears.num_steps)
+            return later()
+
+        return late
+
+    hears = _Hears()
+    with (
+        mock.patch.object(dear_strategy, "new_collectives", new_native),
+        mock.patch.object(Streams, "read_later", once_a_step_is_over),
+        pytest.raises(SystemExit) as end,
+    ):
+        fit(dear(), Net("mlp"), hears)
+    assert end.value.code is None
+    assert hears.num_steps == 4
+    assert True not in early

@@ -160,8 +160,8 @@ CODED = [
     Mutation(
         "telling all ranks of inf",
         "RoundFlags.__init__",
-        "        self._flags[-2] = exchange.take_found_inf()\n",
-        "        self._flags[-2] = False\n",
+        "            self._flags[-2], self._found = self._found, self._flags[-2]\n",
+        "            self._flags[-2] = False\n",
         (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),
     ),
     Mutation(

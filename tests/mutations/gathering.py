@@ -118,9 +118,15 @@ GATHERING = [
         for name, context in (
             ("inference mode", "torch.inference_mode(False)"),
             ("autocast", "torch.autocast(device_type, enabled=False)"),
-            ("dispatch modes", "_disable_current_modes()"),
             ("torch.func", "temporarily_clear_interpreter_stack()"),
         )
+    ),
+    Mutation(
+        "updating outside dispatch modes",
+        "plain_mode",
+        "stack.enter_context(_disable_current_modes()):",
+        "():",
+        CONTEXTS,
     ),
     Mutation(
         "cutting no tensor",

@@ -7,6 +7,7 @@ from tests.mutations.codec_plans import CODEC_PLANS
 from tests.mutations.codecs import CODECS
 from tests.mutations.coded import CODED
 from tests.mutations.comparing import COMPARING
+from tests.mutations.devices import DEVICES
 from tests.mutations.gathering import GATHERING
 from tests.mutations.hooks import HOOKS
 from tests.mutations.kept import KEPT
@@ -125,6 +126,7 @@ MUTATIONS = [
     *SPARSE_SUMS,
     *SHARES,
     *SPEED,
+    *DEVICES,
     *GATHERING,
     *ALL_REDUCED,
     *CODECS,

@@ -409,6 +409,27 @@ def test_a_rank_whose_store_does_not_answer_is_ended(
     assert ended == ["Rank 0 does not answer."]
 
 
+@pytest.mark.parametrize("ends_by_itself", [True, False])
+def test_who_does_not_notice_a_failure_aborts_soon(
+    boards: list[FailureBoard], monkeypatch: pytest.MonkeyPatch, ends_by_itself: bool
+) -> None:
+    monkeypatch.setattr(failures, "WATCH_POLL_S", 0.05)
+    monkeypatch.setattr(failures, "ABORT_S", 0.4)
+    aborted: list[float] = []
+    watch = FailureWatch(boards[1], timedelta(seconds=60))
+    watch.on_failed = lambda: aborted.append(time.monotonic())
+    start_s = time.monotonic()
+    boards[0].report(0, ValueError("its own"))
+    while not boards[1].seen:
+        time.sleep(0.01)
+    if ends_by_itself:
+        watch.handle(RuntimeError(CLOSED))
+    while not aborted and time.monotonic() < start_s + (1.0 if ends_by_itself else 5.0):
+        time.sleep(0.01)
+    watch.close()
+    assert len(aborted) == (0 if ends_by_itself else 1)
+
+
 def test_a_watch_is_pickled_as_of_no_run(watch_all: Any) -> None:
     copied = pickle.loads(pickle.dumps(watch_all(1.0)[0]))
     assert copied.board.world_size == 1

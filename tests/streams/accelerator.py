@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import lightning_dear
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.collectives.work import Collectives, Streams
 from lightning_dear.compression import CODECS, Compressor, OkTopk, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
@@ -126,6 +127,14 @@ class Calls:
         values[:] = [value] * len(values)
 
 
+class LaterStreams(Streams):
+    """Where numbers are read once they are there, which here are none."""
+
+    def read_later(self, numbers: Tensor) -> Callable[[], list[int]]:
+        """See `Streams`."""
+        return lambda: [0] * numbers.numel()
+
+
 @dataclass(frozen=True)
 class Case:
     """What is trained.
@@ -155,7 +164,7 @@ class Case:
         if self.is_alone:
             return PairwiseCollectives(None, None, 0, 1)
         groups = [dist.group.WORLD] * 3
-        return NativeCollectives(*groups, 0, WORLD_SIZE, Calls())
+        return NativeCollectives(*groups, 0, WORLD_SIZE, Calls(), LaterStreams())
 
     def run(self, device: FakeDevice) -> None:
         """Some steps. Raises where anybody asks for a number that is on `device`."""

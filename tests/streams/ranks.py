@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.nccl import CudaStreams, NativeCollectives
 from tests.streams.checker import checked
 from tests.streams.communicators import Calls, Communicator, Hang, Network
-from tests.streams.device import Device, use
+from tests.streams.device import DEVICE, Cuda, Device, use
 
 T = TypeVar("T")
 
@@ -44,7 +44,8 @@ class Rank:
             Communicator(self.network, name, self.device)
             for name in ("reduce", "gather", "objects")
         )
-        return kind(*groups, self.number, self.size, Calls(), **options)
+        streams = CudaStreams(DEVICE, Cuda())
+        return kind(*groups, self.number, self.size, Calls(), **{"streams": streams, **options})
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ main()
 WAITS = dict.fromkeys(("unused", "signsgd", "signum"), "engine/gradient_reducer.py:hear")
 """Where the host waits in every step: for what other ranks say of gradients and votes."""
 
-FAULTS = ("one_rank", "one_rank_int8")
-
 
 @cache
 def refusals() -> dict[str, str | None]:
@@ -42,21 +40,7 @@ def refusals() -> dict[str, str | None]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(
-                name in FAULTS,
-                strict=True,
-                raises=AssertionError,
-                reason="With one rank the host reads flags in every step, as on a CPU.",
-            ),
-        )
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.xdist_group("accelerator")
 def test_nobody_waits_for_the_device(name: str) -> None:
     found = refusals()[name]

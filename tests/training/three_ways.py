@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def new_pipeline(
     return Pipeline(model, [optimizer, *more], collectives, fusion, audit=audit, options=options)
 
 
-def new_native(device: torch.device) -> NativeCollectives:
+def new_native(*_: Any, **__: Any) -> NativeCollectives:
     """What is used on NCCL, over gloo's groups. To be patched in for `new_collectives`."""
     groups = [dist.new_group() for _ in range(3)]
     return NativeCollectives(*groups, dist.get_rank(), dist.get_world_size())

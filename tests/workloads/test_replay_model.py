@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
+from lightning_dear.collectives.work import Streams
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.telemetry import device_work
 from lightning_dear.workloads.replay import ReplayData, ReplayModel, load_profile
@@ -91,7 +92,7 @@ def test_parameters_are_read_in_order_where_the_engine_sees_it():
     model = ReplayModel(small_profile())
     with_fake_time(model)
     parameters = list(model.parameters())
-    recorder = ForwardRecorder(model, parameters)
+    recorder = ForwardRecorder(model, parameters, Streams())
     with recorder.recording():
         model.training_step(torch.tensor([0]), 0)
     assert list(recorder.first_use) == list(range(len(parameters)))

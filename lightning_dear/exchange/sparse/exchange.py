@@ -240,7 +240,9 @@ class SparseExchange(WholeSparseExchange):
 
     def _choose(self) -> Sending:
         """Leaves in means what owners keep, but for those of which they have to agree first."""
-        scale = self._loss_scale()
+        # Others keep what they do of numbers that the host does not see.
+        looks = any(isinstance(one, RegionBucket) and one.is_sparse for one in self.coded)
+        scale = self._loss_scale() if looks else None
         factor = 1.0 if scale is None else float(scale)
         static, asked = list[StaticBucket](), list[tuple[RegionBucket, Entries]]()
         for one in self.coded:
