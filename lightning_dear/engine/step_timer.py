@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,6 @@ from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.clock import Clock
 from lightning_dear.telemetry.device_work import device_work_s
-
-_NOTHING = nullcontext()
 
 
 class StepTimer:
@@ -105,25 +103,23 @@ class StepTimer:
         yield
         self._late_steps.append((start, self._clock.mark()))
 
-    def leaving_out_codecs(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def leaving_out_codecs(self) -> Iterator[None]:
         """Around what may encode: where it does, its time is in none of the times.
 
         Neither is that of starting messages: both are among a codec's costs.
         """
-        # Called for every gradient: a generator would cost more than what it surrounds.
-        return self._leaving_out_codecs() if self.is_on else _NOTHING
-
-    @contextmanager
-    def _leaving_out_codecs(self) -> Iterator[None]:
+        if not self.is_on:
+            yield
+            return
         before_s, start = device_work_s(), self._clock.mark()
         yield
         if device_work_s() > before_s:
             self._left_out.append((start, self._clock.mark()))
 
     def note_gradient(self, index: int) -> None:
-        """Parameter `index` has a new gradient."""
-        if self.is_on:
-            self._gradients[index] = self._clock.mark()
+        """Parameter `index` has a new gradient, while `is_on`."""
+        self._gradients[index] = self._clock.mark()
 
     def _readers(self) -> dict[Module, set[int]]:
         found = owners(self._module, self._parameters).items()
