@@ -38,8 +38,8 @@ test-all: $(VENV)/.ready-to-test ## run every test: full matrices and package bu
 netns: $(VENV)/.ready-to-test ## run the tests that need root and iproute2: bytes and overlap on shaped links
 	$(BIN)/python -m pytest -m netns $(ARGS)
 
-gpu: $(VENV)/.ready-to-test ## run the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+gpu: $(VENV)/.ready-to-test ## in ten minutes at most: what needs a CUDA device, NCCL between ranks on one too
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 mutations: $(VENV)/.ready-to-test ## remove each wait, flush and guard in turn: a test must fail
 	$(BIN)/python -m tests.mutations $(ARGS)

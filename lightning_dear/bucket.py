@@ -98,8 +98,8 @@ class Bucket:
         return torch.sub(self.shard, self.replica, out=out)
 
     def follow(self, differences: Tensor) -> None:
-        """Adds what every rank has sent of its lag to the parameters, the same on all ranks."""
-        self.parameters.add_(differences)
+        """Adds what every rank has sent of its lag, its row, to the parameters everywhere alike."""
+        self.parameters.view(differences.shape).add_(differences)
         self.note_published()
 
     def note_published(self) -> None:
@@ -126,8 +126,8 @@ class Bucket:
         elif self.is_staged and not self.has_master:
             self.shard.copy_(self.replica)
         elif self.has_master:
-            was_written = self.replica != self.shard.to(self.replica.dtype)
-            torch.where(was_written, self.replica.to(self.shard.dtype), self.shard, out=self.shard)
+            is_own = self.replica == self.shard.to(self.replica.dtype)
+            torch.where(is_own, self.shard, self.replica, out=self.shard)
 
     def adopt_gradients(self) -> None:
         """Takes what was changed of this rank's shard of the whole mean gradient into `mean`."""

@@ -10,6 +10,14 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+HOST_DEVICES: tuple[str, ...] = ("cpu",)
+"""Devices on which a pass over memory costs more than the call that makes it."""
+
+
+def saves_calls(device: torch.device) -> bool:
+    """Whether fewer calls are worth more passes over memory: on accelerators each is a launch."""
+    return device.type not in HOST_DEVICES
+
 
 @contextmanager
 def exact_products() -> Iterator[None]:

@@ -91,12 +91,22 @@ def _process_groups(timeout: timedelta | None, backend: str) -> list[Any]:
     dist.all_gather_object(can_reuse, default_group is dist.group.WORLD)
     # All or none: making a group is collective, and who reused its own would not come.
     if not all(can_reuse):
-        groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+        groups = [_new_group(timeout, backend) for _ in range(2)]
         if backend != "gloo":
             groups.append(dist.new_group(timeout=timeout, backend="gloo"))
         reusable_groups.clear()
         reusable_groups[timeout] = dist.group.WORLD, groups
     return groups
+
+
+def _new_group(timeout: timedelta | None, backend: str) -> Any:
+    """One in which NCCL's kernels go before those that a device computes with."""
+    options: Any = None
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        # Else torch warns that it takes this one.
+        options._timeout = timeout or options._timeout
+    return dist.new_group(timeout=timeout, pg_options=options)
 
 
 def forget_process_groups() -> None:

@@ -298,6 +298,8 @@ class Codec(Compressor):
         block_size: Elements that share statistics. A row that is cut at multiples of it decodes to
             the same numbers. None: the whole row.
         clip_norm: Largest 2-norm of a rank's own gradient of a tensor; None: any.
+        wire_dtype: Of the numbers that a row of bytes begins with, if they are what it decodes to,
+            nan included; else None.
 
     Raises:
         ValueError: For options outside their range, or that exclude each other.
@@ -307,6 +309,7 @@ class Codec(Compressor):
     brings_momentum: ClassVar[bool] = False
     is_summable: ClassVar[bool] = False
     largest: ClassVar[float] = math.inf
+    wire_dtype: ClassVar[torch.dtype | None] = None
 
     halves: str = "both"
     allow_lag: bool = False

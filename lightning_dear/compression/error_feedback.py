@@ -22,6 +22,8 @@ from typing_extensions import override
 class Decodes(Protocol):
     """The part of a codec that is needed here."""
 
+    wire_dtype: ClassVar[torch.dtype | None]
+
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         """See `Codec.decode`."""
 

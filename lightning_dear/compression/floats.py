@@ -23,15 +23,15 @@ class _Float(Codec):
     kind: ClassVar[Kind] = "contractive"
     lag: ClassVar[Lag] = "small"
     block_size: ClassVar[int] = 1
-    _dtype: ClassVar[torch.dtype]
+    wire_dtype: ClassVar[torch.dtype]
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        return padded_bytes(self._dtype.itemsize * numel)
+        return padded_bytes(self.wire_dtype.itemsize * numel)
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        rows.copy_(field(wire, self._dtype, 0, rows.shape[1]))
+        rows.copy_(field(wire, self.wire_dtype, 0, rows.shape[1]))
 
 
 class _HalfFloat(_Float):
@@ -39,9 +39,9 @@ class _HalfFloat(_Float):
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
-        numel, largest = rows.shape[1], torch.finfo(self._dtype).max
+        numel, largest = rows.shape[1], torch.finfo(self.wire_dtype).max
         wire[:, 2 * numel :].zero_()
-        narrow = field(wire, self._dtype, 0, numel)
+        narrow = field(wire, self.wire_dtype, 0, numel)
         if rows.device.type != "cpu":
             # Without a temporary as large as the rows, and without waiting for the device.
             narrow.copy_(rows).clamp_(-largest, largest)
@@ -59,11 +59,11 @@ class Fp32(_Float):
 
     name: ClassVar[str] = "fp32"
     is_identity: ClassVar[bool] = True
-    _dtype: ClassVar[torch.dtype] = torch.float32
+    wire_dtype: ClassVar[torch.dtype] = torch.float32
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
-        field(wire, self._dtype, 0, rows.shape[1]).copy_(rows)
+        field(wire, self.wire_dtype, 0, rows.shape[1]).copy_(rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Bf16(_HalfFloat):
     """
 
     name: ClassVar[str] = "bf16"
-    _dtype: ClassVar[torch.dtype] = torch.bfloat16
+    wire_dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,4 +93,4 @@ class Fp16(_HalfFloat):
     overflows: ClassVar[str] = (
         " Numbers beyond twice 65504 count as inf: 'bf16' has the range of fp32."
     )
-    _dtype: ClassVar[torch.dtype] = torch.float16
+    wire_dtype: ClassVar[torch.dtype] = torch.float16

@@ -6,6 +6,7 @@ tensors into buckets does not cost accuracy.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from typing_extensions import override
 from lightning_dear.compression import error_feedback as feedback
 from lightning_dear.compression.blocks import BlockCodec
 from lightning_dear.compression.codec import Kind, Lag
+from lightning_dear.torch_modes import saves_calls
 
 _FP32 = torch.finfo(torch.float32)
 
@@ -44,26 +46,29 @@ class _BlockIntegers(BlockCodec):
         # Rounded to nearest, LARGEST / L times L may be more than LARGEST.
         largest = _FP32.max / self._levels * (1 - _FP32.eps)
         for tile, values, scales, integers in self._tiles(rows, wire, num_scratch=1):
-            # max|x| / L of each block; |x| itself would be a temporary.
-            torch.amax(tile, -1, keepdim=True, out=scales)
-            torch.maximum(scales, torch.amin(tile, -1, keepdim=True).neg_(), out=scales)
+            # max|x| / L of each block.
+            if saves_calls(tile.device):
+                torch.linalg.vector_norm(tile, math.inf, -1, keepdim=True, out=scales)
+            else:
+                # Slow there, and |x| itself would be a temporary.
+                torch.amax(tile, -1, keepdim=True, out=scales)
+                torch.maximum(scales, torch.amin(tile, -1, keepdim=True).neg_(), out=scales)
             scales.div_(self._levels).clamp_(_FP32.tiny, largest)
             self._pack(torch.div(tile, scales, out=integers).round_(), values.view(torch.int8))
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         for tile, values, scales in self._tiles(rows, wire):
-            self._unpack(values.view(torch.int8), tile)
-            tile.mul_(scales)
+            torch.mul(self._unpack(values.view(torch.int8), tile), scales, out=tile)
 
     def _pack(self, integers: Tensor, values: Tensor) -> None:
         """Write integers, given as fp32 [rows, blocks, elements], as bytes; may change them."""
         # No clamp: |x| / s is at most L but for an error of fp32, which rounding has removed.
         values.copy_(integers)
 
-    def _unpack(self, values: Tensor, integers: Tensor) -> None:
-        """The inverse of `_pack`."""
-        integers.copy_(values)
+    def _unpack(self, values: Tensor, integers: Tensor) -> Tensor:
+        """The inverse of `_pack`: `integers`, or what else has them, in any type."""
+        return values if saves_calls(values.device) else integers.copy_(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +118,7 @@ class Int4(_BlockIntegers):
         values.copy_(low)
 
     @override
-    def _unpack(self, values: Tensor, integers: Tensor) -> None:
+    def _unpack(self, values: Tensor, integers: Tensor) -> Tensor:
         half = values.shape[2]
         low, high = integers[..., :half], integers[..., half:]
         low.copy_(values)
@@ -121,6 +126,7 @@ class Int4(_BlockIntegers):
         # |q_i| <= 7 is less than half of 16: rounding finds the other number.
         torch.mul(both, 1 / 16, out=high).round_()
         both.sub_(high, alpha=16)
+        return integers
 
 
 class ShortResidual(feedback.Residual):

@@ -66,7 +66,7 @@ class ActivePlan:
         if tallies := [one.tally for one in exchange.coded if one.tally and one.tally.num_wanted]:
             figures.update(figures_of(tallies, self.plan.world_size))
         lagging = [bucket for bucket in self.flat.buckets if bucket.lags]
-        if arrived := [one for one in lagging if not self.gatherer.is_pending(one.number)]:
+        if arrived := [one for one in lagging if one.number not in self.gatherer.pending]:
             behind = [torch.dist(one.shard.float(), one.replica.float()) for one in arrived]
             whole = [torch.linalg.vector_norm(one.shard.float()) for one in arrived]
             figures["lag"] = torch.stack(behind).norm() / torch.stack(whole).norm()
@@ -249,7 +249,7 @@ def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:
                 " value, as the first forward read nothing there. Use the same streams in every"
                 " forward, or call strategy.complete_parameters() before the fork."
             )
-        if any(active.gatherer.is_pending(number) for number in buckets):
+        if any(number in active.gatherer.pending for number in buckets):
             raise RuntimeError(
                 f"'{trained.names[index]}' was read while its new value was still being gathered,"
                 " through a reference that strategy='dear' cannot see. Read it as an attribute of"

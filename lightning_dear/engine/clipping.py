@@ -88,8 +88,7 @@ def unscale_shards(
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    norms = torch._foreach_norm(list(gradients), norm_type)
-    return torch.stack([norm.double() for norm in norms])
+    return torch.stack(torch._foreach_norm(list(gradients), norm_type)).double()
 
 
 def check_may_add(options: ExchangeOptions) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import sparse_gradient
 from lightning_dear.exchange import Exchange
 from lightning_dear.planning.plan import BucketPlan
+from lightning_dear.torch_modes import saves_calls
 
 
 @dataclass
@@ -30,17 +32,23 @@ class _Round:
         num_calls: How often each parameter's gradient was accumulated.
         collected: Whether each parameter's gradient lies in its buckets.
         missing: How many tensors each bucket still lacks.
+        held: Bucket number -> (where to, gradient) that one call copies when it is full.
         works: Bucket number -> its reduce-scatter, in the order of their launches.
         arrivals: Bucket number -> an early bucket's arrival.
         streams: On which gradients were written.
+        kept: Gradients that were copied on another stream, until the round is over.
+        num_full: How many buckets lack nothing.
     """
 
     num_calls: list[int]
     collected: list[bool]
     missing: list[int]
+    held: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     works: dict[int, Work] = field(default_factory=dict)
     arrivals: dict[int, Future[None]] = field(default_factory=dict)
     streams: set[Any] = field(default_factory=set)
+    kept: list[Tensor] = field(default_factory=list)
+    num_full: int = 0
 
 
 class GradientReducer:
@@ -56,7 +64,7 @@ class GradientReducer:
         expected: How often each parameter's gradient is accumulated in one backward, as recorded.
         plan: Which bucket is launched after which, and which may be stepped in backward.
         exchange: What moves buckets.
-        is_pending: Whether a bucket's parameters are still being gathered.
+        pending: Numbers of the buckets whose parameters are being gathered at present.
         waiting: Entered around the wait for the last reduce-scatters.
         shared: Told in every round what other ranks say of the optimizer's options.
 
@@ -74,7 +82,7 @@ class GradientReducer:
         expected: Sequence[int],
         plan: BucketPlan,
         exchange: Exchange,
-        is_pending: Callable[[int], bool],
+        pending: Collection[int],
         waiting: Callable[[str], AbstractContextManager[None]],
         shared: SharedOptions,
     ) -> None:
@@ -86,12 +94,20 @@ class GradientReducer:
         self._num_tensors = [len(bucket.spec.slices) for bucket in buffers.buckets]
         self._exchange = exchange
         self._collectives = exchange.collectives
-        self._is_pending = is_pending
+        self._pending = pending
         self._waiting = waiting
         self._shared = shared
         # Scaled before the sum, as DistributedDataParallel does: at two ranks the bits are its own.
         self._scale = 1.0 / exchange.collectives.world_size
         self._early = frozenset(plan.early)
+        turns = {number: turn for turn, number in enumerate(plan.reduce_order)}
+        # Buckets are launched in this order, and so that many launched ones have a parameter's.
+        self._turns = [min(map(turns.__getitem__, one.buckets)) for one in buffers.placements]
+        # On a CPU those that are copied in less time than a call takes: longer ones would leave the
+        # cache before their bucket is full.
+        most = 1 << (62 if saves_calls(buffers.buckets[0].parameters.device) else 12)
+        wholes = ((one.parameter.numel(), len(one.buckets)) for one in buffers.placements)
+        self._may_be_held = [numel <= most and count == 1 for numel, count in wholes]
         self._waiter = Background("dear-early-steps")
         self.wishes = self.granted = False
         self.reset()
@@ -119,8 +135,8 @@ class GradientReducer:
         self._start_round()
 
     def _start_round(self) -> None:
-        count = len(self._placements)
-        self._round = _Round([0] * count, [False] * count, list(self._num_tensors))
+        num_calls = [0] * len(self._placements)
+        self._round = _Round(num_calls, [False] * len(num_calls), list(self._num_tensors))
 
     # --- during backward --------------------------------------------------------------------
 
@@ -137,19 +153,21 @@ class GradientReducer:
             RuntimeError: If its bucket is already under way and the backend (NCCL) lets no rank
                 know without a wait whether others need another round too.
         """
-        if self._num_rounds or self._is_launched(index):
+        round_ = self._round
+        if self._num_rounds or len(round_.works) > self._turns[index]:
             self._check_may_be_late(index)
             return
-        self._round.num_calls[index] += 1
-        if self._round.num_calls[index] >= self._expected[index]:
-            self._collect(index)
-            self._round.streams.add(self._collectives.streams.current())
-            if launches:
-                self._launch_ready()
+        round_.num_calls[index] += 1
+        if round_.num_calls[index] < self._expected[index]:
+            return
+        round_.streams.add(self._collectives.streams.current())
+        self._collect(index)
+        if launches and round_.num_full > len(round_.works):
+            self._launch_ready()
 
     def check_was_complete(self, index: int) -> None:
         """Raises `RuntimeError` if parameter `index` is still being gathered."""
-        if any(self._is_pending(number) for number in self._placements[index].buckets):
+        if any(number in self._pending for number in self._placements[index].buckets):
             raise RuntimeError(
                 f"A gradient arrived for '{self._names[index]}' although its new value was still"
                 " being gathered: forward read it through a reference that strategy='dear' cannot"
@@ -158,9 +176,6 @@ class GradientReducer:
                 " Read it as an attribute of its module, exchange modules before training_step, or"
                 " call strategy.complete_parameters() before reading it."
             )
-
-    def _is_launched(self, index: int) -> bool:
-        return any(number in self._round.works for number in self._placements[index].buckets)
 
     def _check_may_be_late(self, index: int) -> None:
         if self._num_rounds or self._collectives.reads_flags_freely:
@@ -174,24 +189,47 @@ class GradientReducer:
         )
 
     def _collect(self, index: int) -> None:
-        placement = self._placements[index]
-        gradient, home = placement.parameter.grad, placement.gradient
+        placement, round_ = self._placements[index], self._round
+        parameter, home = placement.parameter, placement.gradient
+        gradient, is_first = parameter.grad, not round_.collected[index]
         if gradient is None:
             # A hook has cleared it: DistributedDataParallel averages zeros then.
-            gradient = torch.zeros_like(placement.parameter)
+            gradient = torch.zeros_like(parameter)
         if gradient.is_sparse:
             raise sparse_gradient(self._names[index])
-        is_first = not self._round.collected[index]
         if home is not None:
-            if is_first:
-                torch.mul(gradient, self._scale, out=home)
-            else:
+            parameter.grad = None
+            # Else it is refused or converted, or somebody who has it too may change it until then.
+            is_ours = not gradient.requires_grad and getrefcount(gradient) <= 2
+            if not is_first:
+                self._copy_held(placement.buckets[0])
                 home.add_(gradient, alpha=self._scale)
-            placement.parameter.grad = None
+            elif is_ours and self._may_be_held[index] and gradient.dtype == home.dtype:
+                round_.held.setdefault(placement.buckets[0], []).append((home, gradient))
+            else:
+                torch.mul(gradient, self._scale, out=home)
         if is_first:
-            self._round.collected[index] = True
+            round_.collected[index] = True
             for number in placement.buckets:
-                self._round.missing[number] -= 1
+                round_.missing[number] -= 1
+                if not round_.missing[number]:
+                    round_.num_full += 1
+                    self._copy_held(number)
+
+    def _copy_held(self, number: int) -> None:
+        """Copies what is held of bucket `number` into it."""
+        if (held := self._round.held.pop(number, None)) is None:
+            return
+        self._collectives.streams.follow(self._round.streams)
+        homes, gradients = map(list, zip(*held, strict=True))
+        # The same numbers either way. Not scaled in place: a CPU rounds the factor first then.
+        if len(held) == self._num_tensors[number]:
+            torch._foreach_copy_(homes, gradients)
+            self._buckets[number].gradients.mul_(self._scale)
+        else:
+            torch._foreach_copy_(homes, torch._foreach_mul(gradients, self._scale))
+        # Of several streams, one must not write yet to what another one reads.
+        self._round.kept += gradients if len(self._round.streams) > 1 else []
 
     def _launch_ready(self) -> None:
         while len(self._round.works) < len(self._order):
@@ -268,7 +306,7 @@ class GradientReducer:
         says = []
         for index, placement in enumerate(self._placements):
             gradient = placement.parameter.grad
-            if gradient is not None and self._is_launched(index):
+            if gradient is not None and len(self._round.works) > self._turns[index]:
                 says.append(LATE)
                 continue
             if gradient is not None:
@@ -276,6 +314,8 @@ class GradientReducer:
             elif not self._round.collected[index] and placement.gradient is not None:
                 placement.gradient.zero_()
             says.append(USED if self._round.collected[index] else UNUSED)
+        for number in tuple(self._round.held):
+            self._copy_held(number)
         return says
 
     def _wait(self, says: list[int]) -> list[int]:

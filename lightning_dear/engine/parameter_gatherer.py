@@ -52,6 +52,7 @@ class ParameterGatherer:
         is_gated: False where nothing ever travels: no hook or gate is put anywhere.
 
     Attributes:
+        pending: Bucket number -> its gather, until it has arrived; to be looked at.
         entry: Numbers of the buckets that a forward reads before any module of it runs.
         ungatable: Numbers of the buckets that modules without a gate own (see `has_gate`): they
             are complete when the step has ended.
@@ -78,7 +79,7 @@ class ParameterGatherer:
         self._step_ended = threading.Condition(self.arriving)
         self._stepping_thread: threading.Thread | None = None
         self._unexpected: dict[int, Bucket] = {}
-        self._pending: dict[int, Work] = {}
+        self.pending: dict[int, Work] = {}
         self._staged: dict[int, Work] = {}
         self._parameters_of: list[list[Tensor]] = [[] for _ in buffers.buckets]
         for placement in buffers.placements:
@@ -162,7 +163,7 @@ class ParameterGatherer:
         work = self._exchange.launch_gather(bucket)
         if not work.is_done:
             # Until the step has ended, reads find the values that a backward may still need.
-            (self._staged if bucket.is_staged else self._pending)[number] = work
+            (self._staged if bucket.is_staged else self.pending)[number] = work
         self._expect_next(1)
 
     def close_gates(self) -> None:
@@ -171,10 +172,10 @@ class ParameterGatherer:
         Blocks for those whose reads cannot be made to wait.
         """
         with self.arriving:
-            self._pending.update(self._staged)
+            self.pending.update(self._staged)
             self._staged.clear()
             for module, hook in self._hooks.items():
-                if not any(number in self._pending for number in hook.numbers):
+                if not any(number in self.pending for number in hook.numbers):
                     self._open(module)
                 elif has_gate(module):
                     name = type(module).__name__
@@ -199,8 +200,8 @@ class ParameterGatherer:
         with self._step_ended:
             while self._stepping_thread not in (None, threading.current_thread()):
                 self._wait_for_end_of_step()
-            for number in tuple(self._pending) if numbers is None else numbers:
-                work = self._pending.get(number)
+            for number in tuple(self.pending) if numbers is None else numbers:
+                work = self.pending.get(number)
                 if work is not None:
                     self._wait(number, work, reason)
 
@@ -225,19 +226,15 @@ class ParameterGatherer:
         # A tensor that an earlier operation saved for backward now holds other values: with the
         # version bumped, autograd refuses to use it instead of returning a wrong gradient.
         torch.autograd.graph.increment_version(self._parameters_of[number])
-        del self._pending[number]
+        del self.pending[number]
         for module in self._modules_of[number]:
-            if not any(other in self._pending for other in self._hooks[module].numbers):
+            if not any(other in self.pending for other in self._hooks[module].numbers):
                 self._open(module)
-
-    def is_pending(self, number: int) -> bool:
-        """Whether bucket `number` is still being gathered."""
-        return number in self._pending
 
     @property
     def is_idle(self) -> bool:
         """Whether no bucket is being gathered, and no step is under way."""
-        return not self._pending and self._stepping_thread is None
+        return not self.pending and self._stepping_thread is None
 
     def detach(self) -> None:
         """Removes hooks and gates. Does not wait: complete first, or accept old values."""

@@ -471,7 +471,7 @@ class BufferBroadcast:
         self.are_due = True
         self._module = module
         self._collectives = collectives
-        self.launched: list[tuple[Work, Tensor, Sequence[Tensor]]] = []
+        self.launched: list[tuple[Work, Tensor, list[Tensor]]] = []
 
     @torch.no_grad()
     def launch(self) -> None:
@@ -495,6 +495,6 @@ class BufferBroadcast:
             work.wait()
             if self._collectives.rank != 0:
                 parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-                for buffer, part in zip(buffers, parts, strict=True):
-                    buffer.copy_(part.view_as(buffer))
+                pairs = zip(parts, buffers, strict=True)
+                torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in pairs])
         self.launched.clear()

@@ -183,7 +183,7 @@ class PlanLifecycle:
             recording.expected,
             plan,
             exchange,
-            gatherer.is_pending,
+            gatherer.pending,
             partial(waiting, "reduce_scatter"),
             self.shared,
         )

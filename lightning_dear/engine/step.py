@@ -33,6 +33,8 @@ from lightning_dear.telemetry.statistics import Instruments
 _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
 _ARE_ON_THEIR_WAY = (StepState.SENDING, StepState.REOPENED)
+# As constants, since a look into an enumeration takes longer than the comparison.
+_LOCAL, _NONE, _BEFORE_STEP = Backward.LOCAL, Backward.NONE, SendTime.BEFORE_STEP
 
 
 class OptimizerPipeline:
@@ -215,28 +217,31 @@ class OptimizerPipeline:
         if gradients[0] is None:
             return
         active = self.plans.active
-        if active is not None:
+        if active is not None and active.gatherer.pending:
             active.reducer.check_was_complete(index)
-        if self._backward is Backward.LOCAL:
+        if self._backward is _LOCAL:
             if self.state is StepState.EMPTY:
                 self._enter(StepState.ACCUMULATING)
             return
-        if self._backward is Backward.NONE and self.state in _MEANS_ARE_THERE:
+        if self._backward is _NONE and self.state in _MEANS_ARE_THERE:
             # Perhaps on this rank only: the step asks the others.
             self._interrupted = self.state
             self._enter(StepState.REOPENED)
         elif self.state not in _ARE_ON_THEIR_WAY:
             self._enter(StepState.SENDING)
-        self.timer.note_gradient(index)
+        if self.timer.is_on:
+            self.timer.note_gradient(index)
         if active is None:
             self.plans.trained.recorder.note_gradient(index)
             if (parameter := self.parameters[index]).grad is None:
                 # A hook has cleared it: see `GradientReducer`.
                 parameter.grad = torch.zeros_like(parameter)
-        else:
+        elif self.timer.is_on:
             with self.timer.leaving_out_codecs():
-                launches = self.sending is not SendTime.BEFORE_STEP
-                active.reducer.on_gradient(index, launches=launches)
+                active.reducer.on_gradient(index, launches=self.sending is not _BEFORE_STEP)
+        else:
+            # Called for every gradient: even a context that does nothing would be noticed.
+            active.reducer.on_gradient(index, launches=self.sending is not _BEFORE_STEP)
         if self._early_steps is not None:
             self._early_steps.poll()
 

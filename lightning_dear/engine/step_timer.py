@@ -123,9 +123,8 @@ class StepTimer:
         note((start, self._clock.mark()))
 
     def note_gradient(self, index: int) -> None:
-        """Parameter `index` has a new gradient."""
-        if self.is_on:
-            self._gradients[index] = self._clock.mark()
+        """Parameter `index` has a new gradient, while `is_on`."""
+        self._gradients[index] = self._clock.mark()
 
     def _readers(self) -> dict[Module, set[int]]:
         found = owners(self._module, self._parameters).items()

@@ -23,6 +23,7 @@ from lightning_dear.compression import Compressor
 from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.exchange.sparse.figures import Tally
 from lightning_dear.telemetry.device_work import as_device_work
+from lightning_dear.torch_modes import saves_calls
 
 LossScale = Callable[[], "Tensor | None"]
 """What gradients are multiplied by at present, as a tensor of one element; None: by nothing."""
@@ -361,7 +362,8 @@ class CompressedExchange(Exchange):
         super().__init__(traffic.dense.collectives, traffic.dense.first_number)
         self._dense, self._codec = traffic.dense, codec
         self._loss_scale = traffic.loss_scale
-        self._found_inf: Tensor | None = None
+        # Largest number that may be sent -> largest ones that were to be, of each bucket.
+        self._found: dict[float, list[Tensor]] = {}
         self._refusal: RuntimeError | None = None
         self._is_nan: Tensor | None = None
         self._next: Compressor | None = None
@@ -405,13 +407,14 @@ class CompressedExchange(Exchange):
     # --- gradients that are not finite ------------------------------------------------------------
 
     def _look_for_inf(self, rows: Tensor, largest: float = math.inf) -> None:
-        is_inf = zero_or_nan(rows, largest).isnan()
-        self._found_inf = is_inf if self._found_inf is None else self._found_inf | is_inf
+        most = min(largest, torch.finfo(rows.dtype).max)
+        self._found.setdefault(most, []).append(largest_of(rows))
 
     @override
     def take_found_inf(self) -> Tensor | bool:
-        found, self._found_inf = self._found_inf, None
-        return False if found is None else found
+        found, self._found = self._found, {}
+        are_small = [torch.stack(ones) <= most for most, ones in found.items()]
+        return ~torch.cat(are_small).all() if are_small else False
 
     @override
     def hear_found_inf(self, found: Tensor) -> None:
@@ -434,8 +437,8 @@ class CompressedExchange(Exchange):
         else:
             is_nan = found.bool()
             self._is_nan = is_nan if self._is_nan is None else self._is_nan | is_nan
-        for coded in self.coded:
-            coded.bucket.mean.masked_fill_(found.bool(), math.nan)
+        one_or_nan = torch.where(found.view(()).bool(), math.nan, 1.0)
+        torch._foreach_mul_([coded.bucket.mean for coded in self.coded], one_or_nan)
 
     @override
     def look_again(self) -> None:
@@ -489,9 +492,9 @@ class CompressedExchange(Exchange):
             self.use(self._next)
 
 
-def zero_or_nan(numbers: Tensor, largest: float = math.inf) -> Tensor:
-    """0 if none is inf, nan or beyond `largest`, else nan; a tensor: a device is not waited for."""
-    # In one pass; sums of finite numbers may overflow.
-    low, high = numbers.aminmax()
-    most = min(largest, torch.finfo(numbers.dtype).max)
-    return torch.where(torch.maximum(high, -low) <= most, 0.0, math.nan)
+def largest_of(numbers: Tensor) -> Tensor:
+    """The largest absolute value, or nan if there is one; a tensor: a device is not waited for."""
+    if not saves_calls(numbers.device):
+        low, high = numbers.aminmax()
+        return torch.maximum(low.abs_(), high.abs_())
+    return torch.linalg.vector_norm(numbers, math.inf)  # type: ignore[no-any-return]

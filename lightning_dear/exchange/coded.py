@@ -24,16 +24,17 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.work import Collectives, Work, shard_of, sum_in_source_order
 from lightning_dear.compression import Codec, Fp32
+from lightning_dear.compression.codec import field
 from lightning_dear.compression.error_feedback import Encoded, Memory
 from lightning_dear.exchange.base import (
     CompressedBucket,
     CompressedExchange,
     Sending,
     Traffic,
-    zero_or_nan,
+    largest_of,
 )
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.torch_modes import plain_mode
+from lightning_dear.torch_modes import plain_mode, saves_calls
 
 
 class Reduction:
@@ -144,6 +145,7 @@ class CodedBucket(CompressedBucket):
         self.stream = stream
         self._encodes_reduce, self._encodes_gather = map(options.encodes, ("reduce", "gather"))
         self._clip_norm = keeps.clip_norm
+        self._clears_first = keeps.clip_norm is not None or keeps.brings_momentum
         self._make_room()
 
     @override
@@ -174,7 +176,8 @@ class CodedBucket(CompressedBucket):
             [world_size, elements of a shard] fp32; a view where they are fp32 themselves.
         """
         # First, since momentum would keep a nan; and once more, since zeros leave residuals too.
-        rows = self.clear_padding().view(self._world_size, -1).float()
+        rows = self.clear_padding() if self._clears_first else self.bucket.gradients
+        rows = rows.view(self._world_size, -1).float()
         flat = rows.view(-1)
         if self._clip_norm is not None:
             self._clip(flat, self._clip_norm, scale)
@@ -236,7 +239,7 @@ class CodedBucket(CompressedBucket):
             row[:, part].zero_()
         if lags:
             # An update that is not finite shows on all ranks: codecs send nan, but inf not always.
-            row.add_(zero_or_nan(row))
+            row.add_(largest_of(row), alpha=0.0)
         row.view(-1).index_fill_(0, self._own_padding, 0.0)
         own = self.outgoing[self._collectives.rank : self._collectives.rank + 1]
         encoded = self._encode("gather", row, own)
@@ -258,6 +261,12 @@ class CodedBucket(CompressedBucket):
         """
         # In whatever context somebody reads a parameter.
         with plain_mode(self.bucket.parameters.device.type):
+            dtype = encoded.codec.wire_dtype if saves_calls(wire.device) else None
+            if dtype is not None and self.bucket.lags and not unused:
+                # As they are: such codecs send nan, and zeros between parameters.
+                numel = self.bucket.parameters.numel() // len(wire)
+                self.bucket.follow(field(wire, dtype, 0, numel))
+                return
             rows = self._decode(wire, slice(None), encoded)
             if is_nan is not None:
                 rows.masked_fill_(is_nan, math.nan)

@@ -25,10 +25,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import FlatBuffers, Piece, as_flat, cut_state, shard_pieces
 from lightning_dear.optimizers.masters import MASTER_KEY, differs, undo_casts
+from lightning_dear.torch_modes import saves_calls
 
-# A call of the optimizer costs as much as stepping some tens of thousands of elements.
+# A call of the optimizer costs as much as stepping so many elements.
 MAX_RUN_NUMEL = 1 << 16
-"""Elements of shards that are stepped at once."""
+"""Elements of shards that are stepped at once on a CPU."""
+
+MAX_RUN_NUMEL_OF_DEVICES = 1 << 23
+"""The same on accelerators, which step some tens of elements in a nanosecond."""
 
 _PROFILED: Any = Optimizer.profile_hook_step(print)
 """What torch makes of a class's `step`, by its code: it calls the hooks around it."""
@@ -311,7 +315,8 @@ class ShardedOptimizer(OptimizerShards):
         """
         wanted = dict.fromkeys((*order, *self.shards.in_bucket))
         late = [number for number in wanted if number not in self.stepped_early]
-        *head, last = step_runs(late, self.shards.in_bucket)
+        most = MAX_RUN_NUMEL_OF_DEVICES if saves_calls(self.device) else MAX_RUN_NUMEL
+        *head, last = step_runs(late, self.shards.in_bucket, most)
         self._swap()
         for numbers in head:
             self._put(numbers)
@@ -441,10 +446,14 @@ class ShardedOptimizer(OptimizerShards):
             undo_casts(optimizer, loaded)
 
 
-def step_runs(numbers: Sequence[int], pieces: Mapping[int, Sequence[Piece]]) -> list[list[int]]:
+Pieces = Mapping[int, Sequence[Piece]]
+"""Number of a bucket -> this rank's pieces of it."""
+
+
+def step_runs(numbers: Sequence[int], pieces: Pieces, most: int) -> list[list[int]]:
     """Cuts a list of buckets into runs that one call of the optimizer steps, small ones together.
 
-    Small ones only: the first gather of a run waits for the whole run.
+    Of at most `most` elements: the first gather of a run waits for the whole run.
     """
     runs: list[list[int]] = []
     room = 0
@@ -452,7 +461,7 @@ def step_runs(numbers: Sequence[int], pieces: Mapping[int, Sequence[Piece]]) -> 
         numel = sum(piece.stop - piece.start for piece in pieces[number])
         if not runs or numel > room:
             runs.append([])
-            room = MAX_RUN_NUMEL
+            room = most
         runs[-1].append(number)
         room -= numel
     return runs

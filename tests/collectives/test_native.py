@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dear.collectives import factory
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.work import Work
 from lightning_dear.strategy.failures import is_consequence
@@ -94,3 +96,26 @@ def test_after_an_abort_whatever_is_launched_or_waited_for_raises(can_abort: boo
         with pytest.raises(RuntimeError, match="another rank has failed") as raised:
             late()
         assert is_consequence(raised.value)
+
+
+@pytest.mark.parametrize("timeout", [None, timedelta(seconds=40)])
+def test_kernels_of_nccl_go_before_others(
+    timeout: timedelta | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = timedelta(minutes=10)
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            self.is_high_priority_stream, self._timeout = is_high_priority_stream, usual
+
+    def new_group(timeout: timedelta | None, pg_options: Any) -> Any:
+        return pg_options
+
+    nccl = SimpleNamespace(Options=Options)
+    monkeypatch.setattr(
+        factory, "dist", SimpleNamespace(new_group=new_group, ProcessGroupNCCL=nccl)
+    )
+    options = factory._new_group(timeout, "nccl")
+    assert options.is_high_priority_stream
+    assert options._timeout == (timeout or usual)
+    assert factory._new_group(timeout, "gloo") is None

@@ -49,7 +49,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "scaling by 1/P": (
         "mlp",
-        lambda: mock.patch.object(torch, "mul", lambda a, b, out: out.copy_(a)),
+        lambda: mock.patch.object(torch, "_foreach_mul", lambda tensors, factor: tensors),
     ),
     "stepping every bucket": (
         "mlp",

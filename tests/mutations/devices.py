@@ -38,6 +38,20 @@ DEVICES = [
         (f"{STREAMS}::test_branches_on_two_streams_that_share_a_bucket",),
     ),
     Mutation(
+        "the wait for them of who copies what was held",
+        "GradientReducer._copy_held",
+        "        self._collectives.streams.follow(self._round.streams)\n",
+        "",
+        (f"{STREAMS}::test_branches_on_two_streams_that_share_a_bucket",),
+    ),
+    Mutation(
+        "keeping gradients that are copied on another stream",
+        "GradientReducer._copy_held",
+        "        self._round.kept += gradients if len(self._round.streams) > 1 else []\n",
+        "",
+        (f"{STREAMS}::test_branches_on_two_streams_that_share_a_bucket",),
+    ),
+    Mutation(
         "holding what a collective was given",
         "GroupCollectives.start",
         "        return [(None, work, arguments)]\n",

@@ -8,6 +8,7 @@ MODULES = "tests/engine/test_modules.py"
 READING = "tests/engine/test_reading.py"
 GRADIENTS = "tests/engine/test_gradients.py"
 CONTRACT = "tests/optimizers/test_optimizer_contract.py"
+CALLS = "tests/engine/test_saved_calls.py"
 STATE = "tests/optimizers/test_state.py"
 DELAYS = "tests/engine/test_delays.py"
 MASTERS = "tests/optimizers/test_masters.py"
@@ -120,7 +121,7 @@ GUARDS = [
     Mutation(
         "the audit",
         "audit.check",
-        "        if any(active.gatherer.is_pending(number) for number in buckets):\n",
+        "        if any(number in active.gatherer.pending for number in buckets):\n",
         "        if False:\n",
         (f"{READING}::test_an_audit_finds_a_read_that_takes_part_in_no_backward",),
     ),
@@ -141,9 +142,30 @@ GUARDS = [
     Mutation(
         "counting gradients before a launch",
         "GradientReducer.on_gradient",
-        "        if self._round.num_calls[index] >= self._expected[index]:\n",
-        "        if True:\n",
+        "        if round_.num_calls[index] < self._expected[index]:\n",
+        "        if False:\n",
         (f"{STATE}::test_gradients_that_come_in_parts_are_sent_once",),
+    ),
+    Mutation(
+        "copying what is held before more is added to it",
+        "GradientReducer._collect",
+        "                self._copy_held(placement.buckets[0])\n",
+        "",
+        (f"{CALLS}::test_what_comes_again_before_a_bucket_is_full_is_added",),
+    ),
+    Mutation(
+        "copying what is held of buckets that are never full",
+        "GradientReducer._collect_rest",
+        "            self._copy_held(number)\n",
+        "            pass\n",
+        (f"{STATE}::test_parameters_unused_by_all_or_by_some_are_stepped_as_ddp_steps_them",),
+    ),
+    Mutation(
+        "copying at once what somebody else has, too",
+        "GradientReducer._collect",
+        " and getrefcount(gradient) <= 2",
+        "",
+        (f"{CALLS}::test_what_is_done_to_a_gradient_after_its_hooks_does_not_count",),
     ),
     Mutation(
         "leaving late gradients to another round",

@@ -26,7 +26,7 @@ def test_runs_keep_the_order_and_are_as_long_as_they_may_be(sizes: list[int]) ->
     numbers = [3 * place for place in range(len(sizes))]
     pieces = dict(zip(numbers, map(pieces_of, sizes), strict=True))
     size_of = dict(zip(numbers, sizes, strict=True))
-    runs = sharded.step_runs(numbers, pieces)
+    runs = sharded.step_runs(numbers, pieces, sharded.MAX_RUN_NUMEL)
     assert [number for run in runs for number in run] == numbers
     for run, later in zip(runs, [*runs[1:], []], strict=False):
         total = sum(size_of[number] for number in run)
@@ -43,4 +43,5 @@ def test_small_buckets_share_a_call_and_large_ones_do_not() -> None:
         2: pieces_of(20),
         3: pieces_of(30),
     }
-    assert sharded.step_runs([2, 0, 1, 3], pieces) == [[2], [0], [1, 3]]
+    runs = sharded.step_runs([2, 0, 1, 3], pieces, sharded.MAX_RUN_NUMEL)
+    assert runs == [[2], [0], [1, 3]]

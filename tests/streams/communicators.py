@@ -236,7 +236,7 @@ def _carry_out(everybody: dict[int, Collective]) -> None:
         sources: list[Any] = [everybody[rank].source for rank in ranks]
         if everybody[0].sizes:
             sources = [one.split(everybody[rank].sizes) for rank, one in enumerate(sources)]
-        results = _RESULTS[everybody[0].op](sources)
+        results = RESULTS[everybody[0].op](sources)
     for rank in ranks:
         one = everybody[rank]
         one.result, one.has_result = results[rank], True
@@ -253,7 +253,7 @@ def _alike(result: Tensor, sources: list[Tensor]) -> list[Tensor]:
     return [result.clone() for _ in sources]
 
 
-_RESULTS: dict[str, Callable[[list[Any]], Sequence[Tensor | None]]] = {
+RESULTS: dict[str, Callable[[list[Any]], Sequence[Tensor | None]]] = {
     "reduce-scatter": lambda sources: [*_summed(sources).chunk(len(sources))],
     "sum": lambda sources: _alike(_summed(sources), sources),
     "maximum": lambda sources: _alike(torch.stack(sources).amax(0), sources),
@@ -263,6 +263,7 @@ _RESULTS: dict[str, Callable[[list[Any]], Sequence[Tensor | None]]] = {
     ],
     "broadcast": lambda sources: [None, *_alike(sources[0], sources[1:])],
 }
+"""Collective -> makes of all ranks' sources what each of them gets."""
 
 
 class Calls:

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from lightning_dear import torch_modes
 from lightning_dear.collectives.nccl import CudaStreams, NativeCollectives
 from tests.streams.checker import checked
 from tests.streams.communicators import Calls, Communicator, Hang, Network
@@ -135,14 +136,17 @@ def on_simulated_cuda(
             device.is_over = True
             network.turns.end(number)
 
-    num_threads = torch.get_num_threads()
+    num_threads, host_devices = torch.get_num_threads(), torch_modes.HOST_DEVICES
     torch.set_num_threads(1)
+    # Where there is a choice, as on an accelerator.
+    torch_modes.HOST_DEVICES = ()
     threads = [threading.Thread(target=run, args=(number,)) for number in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     torch.set_num_threads(num_threads)
+    torch_modes.HOST_DEVICES = host_devices
     # Who waits for a rank that has failed hangs because of it.
     for error in sorted(errors, key=lambda one: isinstance(one, Hang)):
         raise error

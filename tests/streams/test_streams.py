@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,8 +83,17 @@ def check_order(found: Found[Any]) -> None:
     assert found.other_order is None, found.other_order
 
 
-def _train_branches(rank: Rank, *, num_streams: int, is_whole: bool) -> list[Tensor]:
-    """With branches on as many streams; `is_whole`: a bucket has parameters of both."""
+def _train_branches(
+    rank: Rank, *, num_streams: int, is_whole: bool, keeps: bool = False
+) -> list[Tensor]:
+    """With branches on as many streams.
+
+    Args:
+        rank: See `Rank`.
+        num_streams: See above.
+        is_whole: Whether a bucket has parameters of both.
+        keeps: Whether somebody else has all gradients, too, so that each is copied at once.
+    """
     torch.manual_seed(0)
     streams = [rank.device.default, *(CUDA.Stream() for _ in range(num_streams - 1))]
     model = _Branches([streams[0], streams[-1]])
@@ -92,6 +102,9 @@ def _train_branches(rank: Rank, *, num_streams: int, is_whole: bool) -> list[Ten
     fusion = ThresholdFusion(bucket_cap_mb=25 if is_whole else 1e-6, first_bucket_cap_mb=1e-6)
     clock = StreamClock(DEVICE, CUDA)
     pipeline = Pipeline(model, [optimizer], rank.collectives(), fusion, clock=clock)
+    kept: list[Tensor | None] = []
+    for one in model.parameters() if keeps else ():
+        one.register_post_accumulate_grad_hook(lambda one: kept.append(one.grad))
     for step in range(NUM_STEPS):
         inputs, targets = batch("mlp", step, rank.number)
         rank.device.put(inputs, targets)
@@ -116,11 +129,14 @@ def test_branches_on_one_stream(size: int, is_whole: bool) -> None:
     ).check()
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_branches_on_two_streams_that_share_a_bucket(size: int) -> None:
-    check_order(
-        on_simulated_cuda(lambda rank: _train_branches(rank, num_streams=2, is_whole=True), size)
-    )
+def test_branches_on_two_streams_that_share_a_bucket(size: int, keeps: bool) -> None:
+    train = partial(_train_branches, num_streams=2, is_whole=True, keeps=keeps)
+    found = on_simulated_cuda(train, size)
+    check_order(found)
+    # Nor is a gradient free while it is copied on another stream.
+    assert not [what for what in found.frees if "foreach" in what]
 
 
 def _average_weights(rank: Rank, *, reads: bool) -> list[Tensor]:

@@ -1,0 +1,185 @@
+"""Several ranks on one GPU, over real NCCL. NOT RUN so far: there was no GPU.
+
+    torchrun --nproc-per-node 2 -m tests.gpu.two_on_one
+
+NCCL refuses two ranks with one device on one host. Here each rank says that it is a host of its
+own, so that they talk through sockets on the loopback device and take turns on the GPU: right or
+wrong can be seen, but nothing about speed. Exits with 1 if anything is wrong.
+
+Each step begins behind a long kernel, so that the host is ahead of the device, as in training. From
+the third step on, whatever makes the host wait for the device raises.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.compression import OkTopk, resolve_compressor
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions, default_gather
+from lightning_dear.telemetry.timeline import Timeline
+from tests.training.models import batch, build, loss_of, optimizer_for, weights
+from tests.training.three_ways import SMALL_BUCKETS
+
+SETTINGS = {
+    # Since NCCL 2.30 several ranks may share a device; before, they must seem to be on two hosts.
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+}
+
+NUM_STEPS = 6
+SLEEP_CYCLES = 50_000_000
+"""Some 25 ms of a GPU's time."""
+
+Case = dict[str, Any]
+
+
+def cases() -> dict[str, Case]:
+    """What is trained: arguments of `train`."""
+    found: dict[str, Case] = {
+        "dense": {},
+        "dense, convolutions": {"name": "conv", "optimizer": "sgd"},
+        "dense, transformer": {"name": "gpt"},
+        "gradients gathered": {"options": ExchangeOptions("gradients")},
+        "16 bits": {"dtype": torch.bfloat16},
+    }
+    for name in ("bf16", "int8", "topk", "efsignsgd", "randomk", "powersgd"):
+        codec = resolve_compressor(name)
+        options = ExchangeOptions(default_gather(codec), codec=codec)
+        found[name] = {"optimizer": "sgd", "options": options}
+    codec = OkTopk(mode="static", density=0.05)
+    static: Case = {"optimizer": "sgd", "options": ExchangeOptions("gradients", codec=codec)}
+    # A recording marks every wait, which may make the host wait.
+    recorded = {**static, "has_timeline": True, "may_wait": True}
+    return {**found, "oktopk": static, "oktopk, timeline": recorded}
+
+
+@contextmanager
+def watched(*, is_on: bool) -> Iterator[None]:
+    """What makes the host wait for the device raises, as far as torch notices."""
+    torch.cuda.set_sync_debug_mode("error" if is_on else "default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def train(
+    collectives: NativeCollectives | None,
+    device: torch.device,
+    name: str = "mlp",
+    optimizer: str = "adamw",
+    options: ExchangeOptions | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    has_timeline: bool = False,
+    may_wait: bool = False,
+) -> list[Tensor]:
+    """Weights after some steps; with DDP where there are no collectives of ours."""
+    model = build(name, dtype=dtype).to(device)
+    steps = optimizer_for(optimizer, model)
+    wrapped, pipeline = model, None
+    if collectives is None:
+        wrapped = DistributedDataParallel(model, device_ids=[device.index])
+    else:
+        pipeline = Pipeline(model, [steps], collectives, SMALL_BUCKETS, options=options)
+    for step in range(NUM_STEPS):
+        x, y = (one.to(device) for one in batch(name, step, dist.get_rank(), dtype))
+        if pipeline is not None and has_timeline and step == NUM_STEPS // 2:
+            pipeline.timeline = Timeline()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        with watched(is_on=pipeline is not None and step > 1 and not may_wait):
+            steps.zero_grad()
+            if pipeline is None:
+                loss_of(wrapped, x, y).backward()
+            else:
+                with pipeline.forward():
+                    loss = loss_of(model, x, y)
+                with pipeline.backward():
+                    loss.backward()
+            steps.step()
+    if pipeline is not None:
+        pipeline.detach()
+    torch.cuda.synchronize()
+    return [one.detach().clone() for one in weights(model)]
+
+
+def are_equal_everywhere(own: list[Tensor]) -> bool:
+    """Whether all ranks have the same bits. Collective."""
+    flat = torch.cat([one.float().flatten() for one in own])
+    rows = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, flat)
+    return all(torch.equal(rows[0], row) for row in rows)
+
+
+def check(title: str, case: Case, collectives: NativeCollectives, device: torch.device) -> str:
+    """What is wrong; empty if nothing is. Collective."""
+    try:
+        own = train(collectives, device, **case)
+    except RuntimeError as error:
+        ours = [
+            f for f in traceback.extract_tb(error.__traceback__) if "lightning_dear" in f.filename
+        ]
+        where = f" at {ours[-1].filename}:{ours[-1].lineno}" if ours else ""
+        return f"{str(error).splitlines()[0]}{where}"
+    if not are_equal_everywhere(own):
+        return "ranks have different weights"
+    if title.startswith("dense") and dist.get_world_size() == 2:
+        # Sums of two numbers have one order.
+        theirs = train(None, device, **case)
+        if not all(map(torch.equal, own, theirs)):
+            return "weights are not those of DDP"
+    return ""
+
+
+def main() -> int:
+    """Runs all cases; how many are wrong."""
+    rank, device = int(os.environ["RANK"]), torch.device("cuda", 0)
+    os.environ.update(SETTINGS, NCCL_HOSTID=f"host{rank}")
+    torch.cuda.set_device(device)
+    free = [torch.cuda.mem_get_info()[0]]
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    dist.all_reduce(torch.ones(1, device=device))
+    torch.cuda.synchronize()
+    free.append(torch.cuda.mem_get_info()[0])
+    collectives = new_collectives(device, sends_rows=True)
+    assert isinstance(collectives, NativeCollectives)
+    free.append(torch.cuda.mem_get_info()[0])
+    first, ours = ((a - b) >> 20 for a, b in zip(free, free[1:], strict=False))
+    if rank == 0:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL", end=" ")
+        print(f"{torch.cuda.nccl.version()}: {first} MiB for its group, {ours} more for ours")
+    num_wrong = 0
+    for title, case in cases().items():
+        begin_s = time.perf_counter()
+        wrong = check(title, case, collectives, device)
+        num_wrong += bool(wrong)
+        if rank == 0:
+            spent_s = time.perf_counter() - begin_s
+            print(f"{title:26} {wrong or 'right'} ({spent_s:.1f} s)", flush=True)
+    dist.destroy_process_group()
+    return num_wrong
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 1))
