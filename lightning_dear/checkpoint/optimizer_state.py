@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -14,12 +15,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.bucket import Piece
-from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
-from lightning_dear.optimizers.sharded import OptimizerShards
-from lightning_dear.planning.plan import BucketPlan, BucketSpec
+from lightning_dear.checkpoint.moving import Chunk, Item, Wanted, move
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.optimizers.masters import MASTER_KEY
+from lightning_dear.optimizers.sharded import AdoptedState, LeftPiece, OptimizerShards
 
 CLASS = "optimizer_class"
 """Key in a state dict: the name of the class that has written it."""
+
+_IN_NO_PLAN = -1
+"""In the place of a tensor's number in a plan."""
 
 Described = dict[int, dict[str, Any]]
 """Tensor index -> state key -> `PerElement`, `Scalar`, or a value that is no tensor."""
@@ -38,19 +43,6 @@ class Scalar:
 
     value: Tensor
     is_on_cpu: bool
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive elements of a tensor, in storage order.
-
-    Attributes:
-        start: Number of the first one.
-        values: The elements; of any shape, without gaps.
-    """
-
-    start: int
-    values: Tensor
 
 
 class ShardedState(dict[str, Any]):
@@ -77,9 +69,15 @@ class ShardedState(dict[str, Any]):
     @override
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "This optimizer state is sharded and cannot be pickled or copied: save it with"
-            " trainer.save_checkpoint, or leave out save_distributed_checkpoint=True."
+            "This optimizer state is sharded, or whole on rank 0 alone, and cannot be pickled,"
+            " copied or loaded: save it with trainer.save_checkpoint on all ranks, or take the"
+            " state from strategy.optimizer_state(optimizer), whole on every rank that calls."
         )
+
+    @override
+    def copy(self) -> NoReturn:
+        # What `load_state_dict` does first.
+        self.__reduce_ex__(2)
 
 
 def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -98,65 +96,159 @@ def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def whole_state(
-    sharded: OptimizerShards,
-    plan: BucketPlan,
-    parameters: Sequence[Parameter],
-    collectives: Collectives,
-) -> dict[Tensor, dict[str, Any]]:
-    """Parameter -> its whole state; parameters never stepped are left out. Collective, blocks.
-
-    Needs memory for the whole state on each rank.
-    """
-    described = _describe(sharded, collectives)
-    whole = _undescribed(described, parameters)
-    for number, spec in enumerate(plan.buckets):
-        for key, dtype in _cut_entries(spec, described):
-            shard = _fill_shard(sharded, number, spec, key, dtype)
-            if number not in plan.all_reduced:
-                collectives.launch_all_gather(shard, STATE_NUMBERS + number).wait()
-            for part in spec.slices:
-                target = whole.get(part.tensor, {}).get(key)
-                if isinstance(target, Tensor) and target.dtype == dtype:
-                    flat = target.as_strided((target.numel(),), (1,))
-                    flat[part.start : part.stop] = shard[part.offset : part.offset + part.numel]
-    return {parameters[index]: entries for index, entries in whole.items()}
-
-
-@torch.no_grad()
-def sharded_state(
-    sharded: OptimizerShards, parameters: Sequence[Parameter], collectives: Collectives
-) -> ShardedState:
+def sharded_state(sharded: OptimizerShards, collectives: Collectives) -> ShardedState:
     """The optimizer's state as it lies. Collective, blocks; moves descriptions, no state.
 
     The chunks are views of the state that the optimizer works on: save before the next step.
 
     Args:
         sharded: With its state adopted.
-        parameters: The engine's list, by `Piece.tensor_index`.
         collectives: Of the pipeline.
     """
-    described = _describe(sharded, collectives)
-    state = _undescribed(described, parameters, place="meta")
-    chunks: dict[tuple[int, str], list[Chunk]] = {
-        (index, key): []
+    parameters = sharded.shards.parameters
+    pieces = [(piece, sharded.state_of(piece)) for piece in sharded.pieces]
+    described, _ = _describe(pieces, (), collectives)
+    state = {
+        index: {key: _restored(value, parameters[index]) for key, value in entries.items()}
+        for index, entries in described.items()
+    }
+    chunks = _chunks_of(pieces)
+    own_state = packed(sharded.optimizer, {parameters[index]: own for index, own in state.items()})
+    stand_ins = [
+        (state[index][key], chunks[index, key])
         for index, entries in described.items()
         for key, value in entries.items()
         if isinstance(value, PerElement)
-    }
-    for piece in sharded.pieces:
-        for key, value in sharded.state_of(piece).items():
-            if (piece.tensor_index, key) in chunks:
-                chunks[piece.tensor_index, key].append(Chunk(piece.start, value))
-    own_state = packed(sharded.optimizer, {parameters[index]: own for index, own in state.items()})
-    stand_ins = [(state[index][key], own) for (index, key), own in chunks.items()]
+    ]
     return ShardedState(own_state, stand_ins, parameters)
 
 
+@torch.no_grad()
+def gathered(
+    state: dict[str, Any], collectives: Collectives, device: torch.device, *, on_rank_0: bool
+) -> dict[str, Any]:
+    """`state` with whole tensors, on the CPU, where it was sharded. Collective, blocks.
+
+    Args:
+        state: What `sharded_state` returns, or what is whole already.
+        collectives: Of the pipeline.
+        device: Where ranks meet.
+        on_rank_0: Whether other ranks get a `ShardedState` that nobody can save, instead.
+    """
+    if not isinstance(state, ShardedState):
+        return state
+    holds, cpu = collectives.rank == 0 or not on_rank_0, torch.device("cpu")
+    whole: dict[int, Tensor] = {}
+
+    def made(stand_in: Tensor) -> Tensor:
+        whole[id(stand_in)] = torch.zeros_like(stand_in, device=cpu)
+        return whole[id(stand_in)]
+
+    items = [
+        Item(
+            stand_in.dtype,
+            [chunk for chunk in chunks if chunk.values.dtype == stand_in.dtype],
+            [Wanted(0, stand_in.numel(), partial(made, stand_in))] if holds else [],
+        )
+        for stand_in, chunks in state.chunks
+    ]
+    what = "the whole optimizer state, which save_distributed_checkpoint=True makes nowhere"
+    move(items, collectives, device, cpu, what, is_copy=True)
+    return _filled(dict(state), whole) if holds else ShardedState(state, (), ())
+
+
+def _filled(value: Any, whole: Mapping[int, Tensor]) -> Any:
+    """`value` with whole tensors in the place of stand-ins, by their `id`."""
+    if type(value) is dict:
+        return {key: _filled(one, whole) for key, one in value.items()}
+    return whole.get(id(value), value)
+
+
+@torch.no_grad()
+def hand_on(
+    left: list[LeftPiece],
+    before: Sequence[Parameter],
+    sharded: OptimizerShards,
+    planned: Sequence[Parameter],
+    known: Collection[Tensor],
+    collectives: Collectives,
+) -> AdoptedState:
+    """Moves what an earlier plan has left to whoever steps it now. Collective, blocks.
+
+    The state of parameters that are in no plan is whole in `optimizer.state` afterwards, on every
+    rank. What lies there already wins.
+
+    Args:
+        left: This rank's; emptied, and let go of as it is sent.
+        before: The parameters of that plan, by `Piece.tensor_index` in `left`.
+        sharded: Mutated: the new plan's.
+        planned: The new plan's parameters; of none where there is no plan.
+        known: The module's parameters; what was of others is forgotten.
+        collectives: What moves the bytes.
+    """
+    number_of = {one: number for number, one in enumerate(planned)}
+    places = [number_of.get(one, _IN_NO_PLAN if one in known else None) for one in before]
+    described, agreed = _describe(left, places, collectives)
+    chunks = _chunks_of(left)
+    left.clear()
+    pieces: defaultdict[int | None, list[Piece]] = defaultdict(list)
+    for piece in sharded.pieces:
+        pieces[piece.tensor_index].append(piece)
+    state, own = sharded.shards.state, sharded.optimizer.state
+    items: list[Item] = []
+    new: list[tuple[Piece, dict[str, Any]]] = []
+    have_masters: list[bool] = []
+    for index, entries in described.items():
+        places = [(piece, {}) for piece in pieces[agreed[index]]]
+        if agreed[index] == _IN_NO_PLAN:
+            one = before[index]
+            places = [(Piece(index, 0, one.numel(), _IN_NO_PLAN, 0, one, None), {})]
+        elif MASTER_KEY in entries:
+            have_masters += [piece.has_master for piece, _ in places]
+        for key, value in entries.items():
+            want = [wanted for place in places for wanted in _wanted(key, value, *place)]
+            if isinstance(value, PerElement):
+                items.append(Item(value.dtype, chunks.pop((index, key), []), want))
+        new += places
+    chunks.clear()
+    device, what = sharded.device, "another plan of buckets, which fusion='threshold' never makes"
+    move(items, collectives, device, device, what)
+    for piece, entries in new:
+        if piece.bucket == _IN_NO_PLAN:
+            own[piece.parameter] = {**entries, **own.get(piece.parameter, {})}
+        elif entries:
+            state[piece.parameter] = entries
+    return AdoptedState(any(have_masters), not all(have_masters))
+
+
+def _wanted(key: str, value: Any, piece: Piece, entries: dict[str, Any]) -> list[Wanted]:
+    """What of described state a piece wants; puts it into `entries`, or lets it be put there."""
+    if not isinstance(value, PerElement):
+        entries[key] = _restored(value, piece.parameter)
+        return []
+    if key == MASTER_KEY and piece.bucket != _IN_NO_PLAN:
+        piece.was_stepped = piece.has_master
+        own = Wanted(piece.start, piece.stop, lambda: piece.parameter)
+        return [own] if piece.has_master else []
+    # In its place among the others.
+    entries[key] = None
+    # Beside fp32 masters state is fp32, see `cut_state`.
+    is_cast = piece.has_master and value.dtype.is_floating_point
+    dtype = piece.parameter.dtype if is_cast else value.dtype
+
+    def room() -> Tensor:
+        entries[key] = torch.zeros_like(piece.parameter, dtype=dtype, requires_grad=False)
+        return cast(Tensor, entries[key])
+
+    return [Wanted(piece.start, piece.stop, room)]
+
+
 def packed(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
-    """`optimizer.state_dict()` as if it had `state` too, ordered by parameter number."""
+    """`optimizer.state_dict()` as if it had `state` too, by parameter number; its own wins."""
     # torch numbers parameters inside `state_dict` alone, so that it is lent the state.
-    whole = {**optimizer.state, **state}
+    whole: dict[Any, Any] = dict(optimizer.state)
+    # What somebody has put there since the state was left wins.
+    whole.update((one, {**own, **whole.get(one, {})}) for one, own in state.items())
     held = {one for group in optimizer.param_groups for one in group["params"]}
     # Of those that left the groups it would say KeyError, and nobody could remove them here.
     for gone in {key for key in whole if isinstance(key, Tensor)} - held:
@@ -169,16 +261,22 @@ def packed(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
         optimizer.state = own
 
 
-def _describe(sharded: OptimizerShards, collectives: Collectives) -> Described:
-    """What state there is, on whatever rank, without the sharded values. Collective, blocks."""
+def _describe(
+    pieces: Iterable[LeftPiece], places: Sequence[int | None], collectives: Collectives
+) -> tuple[Described, Sequence[int | None]]:
+    """What state there is, on whatever rank, without the sharded values. Collective, blocks.
+
+    And `places`, with None where ranks say different things.
+    """
     own = {
         piece.tensor_index: {key: _described(value, piece) for key, value in entries.items()}
-        for piece in sharded.pieces
-        if (entries := sharded.state_of(piece))
+        for piece, entries in pieces
+        if entries
     }
-    everyones = collectives.all_gather_object(own)
-    merged = {index: entries for one in everyones for index, entries in one.items()}
-    return dict(sorted(merged.items()))
+    everyones = collectives.all_gather_object((own, places))
+    merged = {index: entries for one, _ in everyones for index, entries in one.items()}
+    said = zip(*(places for _, places in everyones), strict=True)
+    return dict(sorted(merged.items())), [one[0] if len(set(one)) == 1 else None for one in said]
 
 
 def _described(value: Any, piece: Piece) -> Any:
@@ -190,44 +288,20 @@ def _described(value: Any, piece: Piece) -> Any:
     return Scalar(value.cpu(), value.device.type == "cpu")
 
 
-def _undescribed(
-    described: Described, parameters: Sequence[Parameter], place: str | None = None
-) -> Described:
-    """What is described, where it came from. Tensors with a value per element are without values.
-
-    `place` is where those are made; None: where their parameters are.
-    """
-
-    def made(value: Any, like: Parameter) -> Any:
-        if isinstance(value, PerElement):
-            return torch.empty_like(like, dtype=value.dtype, device=place, requires_grad=False)
-        if isinstance(value, Scalar):
-            return value.value if value.is_on_cpu else value.value.to(like.device)
-        return value
-
-    return {
-        index: {key: made(value, parameters[index]) for key, value in entries.items()}
-        for index, entries in described.items()
-    }
+def _restored(value: Any, like: Tensor) -> Any:
+    """What was described, where it came from; a tensor without values for one that is sharded."""
+    if isinstance(value, PerElement):
+        return torch.empty_like(like, dtype=value.dtype, device="meta", requires_grad=False)
+    if isinstance(value, Scalar):
+        return value.value.to("cpu" if value.is_on_cpu else like.device, copy=True)
+    return value
 
 
-def _cut_entries(spec: BucketSpec, described: Described) -> Iterable[tuple[str, torch.dtype]]:
-    """Key and dtype of all state with a value per element that a bucket's tensors have; once."""
-    return dict.fromkeys(
-        (key, value.dtype)
-        for part in spec.slices
-        for key, value in described.get(part.tensor, {}).items()
-        if isinstance(value, PerElement)
-    )
-
-
-def _fill_shard(
-    sharded: OptimizerShards, number: int, spec: BucketSpec, key: str, dtype: torch.dtype
-) -> Tensor:
-    """A buffer as long as the bucket whose own shard holds this rank's values of `key`."""
-    buffer = torch.zeros(spec.padded_numel, dtype=dtype, device=sharded.device)
-    for piece in sharded.shards.in_bucket[number]:
-        value = sharded.state_of(piece).get(key)
-        if isinstance(value, Tensor) and value.dtype == dtype:
-            buffer[piece.offset : piece.offset + piece.numel] = value
-    return buffer
+def _chunks_of(pieces: Iterable[LeftPiece]) -> defaultdict[tuple[int, str], list[Chunk]]:
+    """(Tensor index, state key) -> this rank's chunks of all state with a value per element."""
+    chunks: defaultdict[tuple[int, str], list[Chunk]] = defaultdict(list)
+    for piece, entries in pieces:
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == (piece.numel,):
+                chunks[piece.tensor_index, key].append(Chunk(piece.start, value))
+    return chunks

@@ -31,7 +31,7 @@ from typing_extensions import override
 from lightning_dear.bucket import as_flat, storage_strides
 from lightning_dear.checkpoint.files import CheckpointError, check_records, delete, naming
 from lightning_dear.checkpoint.format import METADATA_FILE
-from lightning_dear.checkpoint.optimizer_state import Chunk
+from lightning_dear.checkpoint.moving import Chunk
 from lightning_dear.checkpoint.tree import Stored
 
 MAX_CHUNK_NUMEL = 1 << 22

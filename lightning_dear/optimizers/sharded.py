@@ -120,6 +120,15 @@ class Shards:
     in_bucket: Mapping[int, Sequence[Piece]]
     state: defaultdict[Tensor, Any]
 
+    @classmethod
+    def none(cls) -> Shards:
+        """Those of no plan."""
+        return cls(FlatBuffers([], []), (), (), {}, defaultdict(dict))
+
+
+LeftPiece = tuple[Piece, Mapping[str, Any]]
+"""A piece of a plan that has ended, and its state, as `OptimizerShards.state_of` says."""
+
 
 class OptimizerShards:
     """This rank's pieces of an optimizer's parameters, with their mean gradients.
@@ -140,9 +149,10 @@ class OptimizerShards:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.shards = Shards(FlatBuffers([], []), (), (), {}, defaultdict(dict))
+        self.shards = Shards.none()
         self.pieces: Sequence[Piece] = ()
-        self.device = torch.device("cpu")
+        held = (one for group in optimizer.param_groups for one in group["params"])
+        self.device = next((one.device for one in held), torch.device("cpu"))
         self.stepped_early: set[int] = set()
         # Which parameters have a mean gradient.
         self._used: Sequence[bool] = ()
@@ -193,6 +203,31 @@ class OptimizerShards:
         if piece.has_master and (state or piece.was_stepped):
             return {**state, MASTER_KEY: piece.parameter}
         return state
+
+    def take(self) -> list[LeftPiece]:
+        """Takes the state out of the pieces of a plan that has ended."""
+        left = [(piece, self.state_of(piece)) for piece in self.pieces]
+        for piece in self.pieces:
+            # It may be a master, which is in the state as well.
+            piece.parameter = torch.empty(0)
+        self.pieces, self.shards = (), Shards.none()
+        return left
+
+    def inherit(self, before: OptimizerShards) -> None:
+        """Takes over the state of another one's pieces, whose plan has ended; for the next plan."""
+        self.device, self.shards = before.device, before.shards
+        self.pieces, before.pieces, before.shards = before.pieces, (), Shards.none()
+
+    def take_masters(self) -> list[LeftPiece]:
+        """Takes the masters alone out of the pieces of a plan that has ended."""
+        masters = [
+            (piece, {MASTER_KEY: piece.parameter})
+            for piece in self.pieces
+            if MASTER_KEY in self.state_of(piece)
+        ]
+        for piece in self.pieces:
+            piece.has_master = False
+        return masters
 
     def remove_hooks(self) -> None:
         """Gives the optimizer's methods back their ordinary meaning."""
@@ -435,6 +470,9 @@ class ShardedOptimizer(OptimizerShards):
 
     @torch.no_grad()
     def _on_loaded(self, optimizer: Optimizer) -> None:
+        if not self.shards.buffers.buckets:
+            # What a plan has left for the next one is of other weights.
+            self._forget()
         self._was_loaded = True
         loaded, self._loading = self._loading, None
         if loaded is not None:

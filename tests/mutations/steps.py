@@ -86,7 +86,7 @@ WAITS = [
     ),
     Mutation(
         "completing parameters before a new plan",
-        "PlanLifecycle._put_state_together",
+        "PlanLifecycle._leave_plan",
         '        self.active.gatherer.complete(reason="re-plan")\n',
         "",
         (
