@@ -356,6 +356,19 @@ def _place(parameter: Parameter, gradients: Tensor, start: int, homes: list[int]
     return Placement(parameter, view, gradient, tuple(homes), view.data_ptr())
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive elements of a tensor, in storage order.
+
+    Attributes:
+        start: Number of the first one.
+        values: The elements; of any shape, without gaps.
+    """
+
+    start: int
+    values: Tensor
+
+
 @dataclass
 class Piece:
     """The part of one parameter that lies in this rank's shard of one bucket.

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_dear.bucket import Chunk
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
 
 ROUND_BYTES = 1 << 22
@@ -26,19 +27,6 @@ ROUND_BYTES = 1 << 22
 
 Extents = list[tuple[int, list[tuple[int, int]], list[tuple[int, int]]]]
 """By item: bytes of an element, and (start, stop) of what a rank has, and of what it wants."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive elements of a tensor, in storage order.
-
-    Attributes:
-        start: Number of the first one.
-        values: The elements; of any shape, without gaps.
-    """
-
-    start: int
-    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,12 +55,12 @@ class Item:
 
     Attributes:
         dtype: The same on all ranks.
-        have: This rank's parts; let go of once they are sent.
+        have: This rank's parts; emptied once they are sent, unless that is a copy.
         want: What shall be here.
     """
 
     dtype: torch.dtype
-    have: Sequence[Chunk]
+    have: list[Chunk]
     want: Sequence[Wanted]
 
 
@@ -145,11 +133,10 @@ def move(
     done = 0
     for together in _rounds(transfers):
         _exchange(together, items, collectives, meeting)
-        for item in items[done : together[-1].item]:
-            item.have = ()
+        for item in items[done : together[-1].item] if not is_copy else ():
+            item.have.clear()
         done = together[-1].item
     for item in items:
-        item.have = ()
         # Also where nobody had anything.
         _ = [wanted.values for wanted in item.want]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,27 +14,17 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.bucket import Piece
-from lightning_dear.checkpoint.moving import Chunk, Item, Wanted, move
+from lightning_dear.bucket import Chunk, Piece
+from lightning_dear.checkpoint.moving import Item, Wanted, move
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.optimizers.masters import MASTER_KEY
-from lightning_dear.optimizers.sharded import AdoptedState, LeftPiece, OptimizerShards
+from lightning_dear.optimizers.sharded import AdoptedState, OptimizerShards, SpreadState
 
 CLASS = "optimizer_class"
 """Key in a state dict: the name of the class that has written it."""
 
-_IN_NO_PLAN = -1
-"""In the place of a tensor's number in a plan."""
-
-Described = dict[int, dict[str, Any]]
-"""Tensor index -> state key -> `PerElement`, `Scalar`, or a value that is no tensor."""
-
-
-@dataclass(frozen=True)
-class PerElement:
-    """Stands for a tensor with one value per element, of which each rank has its pieces."""
-
-    dtype: torch.dtype
+_WHOLE = -1
+"""In the place of a bucket's number."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +60,8 @@ class ShardedState(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "This optimizer state is sharded, or whole on rank 0 alone, and cannot be pickled,"
-            " copied or loaded: save it with trainer.save_checkpoint on all ranks, or take the"
-            " state from strategy.optimizer_state(optimizer), whole on every rank that calls."
+            " copied or loaded: save it with trainer.save_checkpoint on all ranks. Without"
+            " save_distributed_checkpoint=True strategy.optimizer_state(optimizer) is whole on all."
         )
 
     @override
@@ -96,31 +86,42 @@ def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def sharded_state(sharded: OptimizerShards, collectives: Collectives) -> ShardedState:
-    """The optimizer's state as it lies. Collective, blocks; moves descriptions, no state.
+def spread_state(sharded: OptimizerShards, collectives: Collectives) -> SpreadState:
+    """The state as it lies. Collective, blocks; moves descriptions, no state.
 
-    The chunks are views of the state that the optimizer works on: save before the next step.
-
-    Args:
-        sharded: With its state adopted.
-        collectives: Of the pipeline.
+    The chunks are views of the state that the optimizer works on, but for what a plan has left.
     """
-    parameters = sharded.shards.parameters
-    pieces = [(piece, sharded.state_of(piece)) for piece in sharded.pieces]
-    described, _ = _describe(pieces, (), collectives)
-    state = {
-        index: {key: _restored(value, parameters[index]) for key, value in entries.items()}
-        for index, entries in described.items()
+    if sharded.left is not None:
+        return sharded.left
+    parts: defaultdict[int, list[tuple[Piece, Mapping[str, Any]]]] = defaultdict(list)
+    for piece in sharded.pieces:
+        if own := sharded.state_of(piece):
+            parts[piece.tensor_index].append((piece, own))
+    described = {
+        index: {key: _described(value, piece) for key, value in own.items()}
+        for index, pieces in parts.items()
+        for piece, own in pieces
     }
-    chunks = _chunks_of(pieces)
-    own_state = packed(sharded.optimizer, {parameters[index]: own for index, own in state.items()})
-    stand_ins = [
-        (state[index][key], chunks[index, key])
-        for index, entries in described.items()
-        for key, value in entries.items()
-        if isinstance(value, PerElement)
-    ]
-    return ShardedState(own_state, stand_ins, parameters)
+    everyones = collectives.all_gather_object(described)
+    merged = {index: entries for one in everyones for index, entries in one.items()}
+    entries: dict[Parameter, dict[str, Any]] = {}
+    chunks: list[tuple[Tensor, list[Chunk]]] = []
+    for index, own in sorted(merged.items()):
+        like = sharded.shards.parameters[index]
+        entries[like] = {key: _restored(value, like) for key, value in own.items()}
+        for key, value in entries[like].items():
+            if _is_stand_in(value):
+                here = [(piece.start, own[key]) for piece, own in parts[index] if key in own]
+                fits = [Chunk(*one) for one in here if one[1].dtype == value.dtype]
+                chunks.append((value, fits))
+    return SpreadState(entries, chunks)
+
+
+def sharded_state(sharded: OptimizerShards, collectives: Collectives) -> ShardedState:
+    """`spread_state` by the numbers of parameters: save before the next step."""
+    spread = spread_state(sharded, collectives)
+    parameters = sharded.shards.parameters or list(spread.entries)
+    return ShardedState(packed(sharded.optimizer, spread.entries), spread.chunks, parameters)
 
 
 @torch.no_grad()
@@ -135,8 +136,8 @@ def gathered(
         device: Where ranks meet.
         on_rank_0: Whether other ranks get a `ShardedState` that nobody can save, instead.
     """
-    if not isinstance(state, ShardedState):
-        return state
+    if not isinstance(state, ShardedState) or not state.chunks:
+        return dict(state)
     holds, cpu = collectives.rank == 0 or not on_rank_0, torch.device("cpu")
     whole: dict[int, Tensor] = {}
 
@@ -145,11 +146,7 @@ def gathered(
         return whole[id(stand_in)]
 
     items = [
-        Item(
-            stand_in.dtype,
-            [chunk for chunk in chunks if chunk.values.dtype == stand_in.dtype],
-            [Wanted(0, stand_in.numel(), partial(made, stand_in))] if holds else [],
-        )
+        Item(stand_in.dtype, chunks, [Wanted(0, stand_in.numel(), partial(made, stand_in))] * holds)
         for stand_in, chunks in state.chunks
     ]
     what = "the whole optimizer state, which save_distributed_checkpoint=True makes nowhere"
@@ -166,11 +163,9 @@ def _filled(value: Any, whole: Mapping[int, Tensor]) -> Any:
 
 @torch.no_grad()
 def hand_on(
-    left: list[LeftPiece],
-    before: Sequence[Parameter],
+    left: SpreadState,
     sharded: OptimizerShards,
-    planned: Sequence[Parameter],
-    known: Collection[Tensor],
+    known: set[Parameter],
     collectives: Collectives,
 ) -> AdoptedState:
     """Moves what an earlier plan has left to whoever steps it now. Collective, blocks.
@@ -179,66 +174,59 @@ def hand_on(
     rank. What lies there already wins.
 
     Args:
-        left: This rank's; emptied, and let go of as it is sent.
-        before: The parameters of that plan, by `Piece.tensor_index` in `left`.
-        sharded: Mutated: the new plan's.
-        planned: The new plan's parameters; of none where there is no plan.
+        left: What is sent of its chunks is let go of.
+        sharded: Mutated: of the new plan, or of none.
         known: The module's parameters; what was of others is forgotten.
         collectives: What moves the bytes.
     """
-    number_of = {one: number for number, one in enumerate(planned)}
-    places = [number_of.get(one, _IN_NO_PLAN if one in known else None) for one in before]
-    described, agreed = _describe(left, places, collectives)
-    chunks = _chunks_of(left)
-    left.clear()
-    pieces: defaultdict[int | None, list[Piece]] = defaultdict(list)
+    pieces: defaultdict[Tensor, list[Piece]] = defaultdict(list)
     for piece in sharded.pieces:
-        pieces[piece.tensor_index].append(piece)
-    state, own = sharded.shards.state, sharded.optimizer.state
+        pieces[sharded.shards.parameters[piece.tensor_index]].append(piece)
+    for one in known - set(sharded.shards.parameters):
+        pieces[one] = [Piece(_WHOLE, 0, one.numel(), _WHOLE, 0, one, None)]
+    chunks = {id(stand_in): own for stand_in, own in left.chunks}
     items: list[Item] = []
     new: list[tuple[Piece, dict[str, Any]]] = []
-    have_masters: list[bool] = []
-    for index, entries in described.items():
-        places = [(piece, {}) for piece in pieces[agreed[index]]]
-        if agreed[index] == _IN_NO_PLAN:
-            one = before[index]
-            places = [(Piece(index, 0, one.numel(), _IN_NO_PLAN, 0, one, None), {})]
-        elif MASTER_KEY in entries:
-            have_masters += [piece.has_master for piece, _ in places]
-        for key, value in entries.items():
+    for parameter, described in left.entries.items():
+        places = [(piece, dict.fromkeys(described)) for piece in pieces[parameter]]
+        for key, value in described.items():
             want = [wanted for place in places for wanted in _wanted(key, value, *place)]
-            if isinstance(value, PerElement):
-                items.append(Item(value.dtype, chunks.pop((index, key), []), want))
+            if _is_stand_in(value):
+                items.append(Item(value.dtype, chunks[id(value)], want))
         new += places
-    chunks.clear()
     device, what = sharded.device, "another plan of buckets, which fusion='threshold' never makes"
     move(items, collectives, device, device, what)
-    for piece, entries in new:
-        if piece.bucket == _IN_NO_PLAN:
-            own[piece.parameter] = {**entries, **own.get(piece.parameter, {})}
-        elif entries:
-            state[piece.parameter] = entries
-    return AdoptedState(any(have_masters), not all(have_masters))
+    had_master: set[bool] = set()
+    for piece, own in new:
+        state = sharded.shards.state
+        if piece.bucket == _WHOLE:
+            state = sharded.optimizer.state
+            own.update(state.get(piece.parameter, {}))
+        elif MASTER_KEY in own:
+            del own[MASTER_KEY]
+            piece.was_stepped = piece.has_master
+            had_master.add(piece.has_master)
+        if own:
+            state[piece.parameter] = own
+    return AdoptedState(True in had_master, False in had_master)
 
 
-def _wanted(key: str, value: Any, piece: Piece, entries: dict[str, Any]) -> list[Wanted]:
-    """What of described state a piece wants; puts it into `entries`, or lets it be put there."""
-    if not isinstance(value, PerElement):
-        entries[key] = _restored(value, piece.parameter)
+def _wanted(key: str, value: Any, piece: Piece, own: dict[str, Any]) -> list[Wanted]:
+    """Puts what is described into a piece's own state; or returns what will be put there."""
+    is_master = key == MASTER_KEY and piece.bucket != _WHOLE
+    if not _is_stand_in(value):
+        own[key] = value.clone() if isinstance(value, Tensor) else value
+    if not _is_stand_in(value) or (is_master and not piece.has_master):
         return []
-    if key == MASTER_KEY and piece.bucket != _IN_NO_PLAN:
-        piece.was_stepped = piece.has_master
-        own = Wanted(piece.start, piece.stop, lambda: piece.parameter)
-        return [own] if piece.has_master else []
-    # In its place among the others.
-    entries[key] = None
     # Beside fp32 masters state is fp32, see `cut_state`.
-    is_cast = piece.has_master and value.dtype.is_floating_point
+    is_cast = piece.has_master and value.is_floating_point()
     dtype = piece.parameter.dtype if is_cast else value.dtype
 
     def room() -> Tensor:
-        entries[key] = torch.zeros_like(piece.parameter, dtype=dtype, requires_grad=False)
-        return cast(Tensor, entries[key])
+        like = piece.parameter
+        made = like if is_master else torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        own[key] = made
+        return made
 
     return [Wanted(piece.start, piece.stop, room)]
 
@@ -261,47 +249,24 @@ def packed(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
         optimizer.state = own
 
 
-def _describe(
-    pieces: Iterable[LeftPiece], places: Sequence[int | None], collectives: Collectives
-) -> tuple[Described, Sequence[int | None]]:
-    """What state there is, on whatever rank, without the sharded values. Collective, blocks.
-
-    And `places`, with None where ranks say different things.
-    """
-    own = {
-        piece.tensor_index: {key: _described(value, piece) for key, value in entries.items()}
-        for piece, entries in pieces
-        if entries
-    }
-    everyones = collectives.all_gather_object((own, places))
-    merged = {index: entries for one, _ in everyones for index, entries in one.items()}
-    said = zip(*(places for _, places in everyones), strict=True)
-    return dict(sorted(merged.items())), [one[0] if len(set(one)) == 1 else None for one in said]
+def _is_stand_in(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _described(value: Any, piece: Piece) -> Any:
+    """For other ranks: a tensor with a number for each element as one on the meta device."""
     if not isinstance(value, Tensor):
         return value
     if value.shape == (piece.numel,):
-        return PerElement(value.dtype)
+        return value.new_empty(0, device="meta")
     # It is pickled for other ranks, which may not have the device that it is on.
     return Scalar(value.cpu(), value.device.type == "cpu")
 
 
 def _restored(value: Any, like: Tensor) -> Any:
-    """What was described, where it came from; a tensor without values for one that is sharded."""
-    if isinstance(value, PerElement):
+    """What was described, where it came from; a stand-in for what has a number for each element."""
+    if _is_stand_in(value):
         return torch.empty_like(like, dtype=value.dtype, device="meta", requires_grad=False)
     if isinstance(value, Scalar):
         return value.value.to("cpu" if value.is_on_cpu else like.device, copy=True)
     return value
-
-
-def _chunks_of(pieces: Iterable[LeftPiece]) -> defaultdict[tuple[int, str], list[Chunk]]:
-    """(Tensor index, state key) -> this rank's chunks of all state with a value per element."""
-    chunks: defaultdict[tuple[int, str], list[Chunk]] = defaultdict(list)
-    for piece, entries in pieces:
-        for key, value in entries.items():
-            if isinstance(value, Tensor) and value.shape == (piece.numel,):
-                chunks[piece.tensor_index, key].append(Chunk(piece.start, value))
-    return chunks

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_dear.bucket import Chunk
 from lightning_dear.checkpoint import residuals
-from lightning_dear.checkpoint.moving import Chunk
 from lightning_dear.checkpoint.optimizer_state import CLASS, ShardedState, check_class
 from lightning_dear.checkpoint.residuals import FACTORS, KEY, STEERING, Kind, Part, Residuals
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives

@@ -28,8 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_dear.bucket import as_flat, storage_strides
-from lightning_dear.checkpoint.moving import Chunk
+from lightning_dear.bucket import Chunk, as_flat, storage_strides
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression.signs import RunningMean
 from lightning_dear.exchange import NO_SEED

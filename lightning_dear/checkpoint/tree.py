@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dear.checkpoint.moving import Chunk
+from lightning_dear.bucket import Chunk
 from lightning_dear.checkpoint.optimizer_state import ShardedState
 
 _MARK = "lightning_dear.tensor"

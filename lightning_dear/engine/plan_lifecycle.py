@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from lightning_dear.bucket import allocate
-from lightning_dear.checkpoint.optimizer_state import hand_on
+from lightning_dear.checkpoint.optimizer_state import hand_on, spread_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor, check_replaces
@@ -32,7 +32,7 @@ from lightning_dear.exchange import LossScale, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY, LeftWeights
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
-from lightning_dear.optimizers.sharded import AdoptedState, LeftPiece, ShardedOptimizer
+from lightning_dear.optimizers.sharded import AdoptedState, ShardedOptimizer, SpreadState
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
 from lightning_dear.telemetry.statistics import Instruments, Waiting
@@ -139,10 +139,10 @@ class PlanLifecycle:
         if self.codec is not None:
             self.active.exchange.use(self.codec)
         rank, num_shards = self._options.shards(self._collectives)
-        before, left = self._stepper.shards.parameters, self._stepper.take()
+        left = self._stepper.left
         self._stepper.attach(self.active.flat, self.parameters, rank, num_shards)
         # What was written to 16-bit weights while there was no plan: there the bits tell.
-        if self._hand_on(left, before, self.parameters):
+        if left is not None and self._hand_on(left):
             self.active.flat.adopt_writes()
         coded, seed = self.active.exchange.coded, self.recording.seed
         self.residuals.attach(coded, self.parameters, seed)
@@ -324,9 +324,8 @@ class PlanLifecycle:
         """
         if self.active is not None:
             self._leave_plan()
-            if lagging := self.active.flat.lagging:
-                before = self._stepper.shards.parameters
-                self._hand_on(self._stepper.take_masters(), before, ())
+            if (lagging := self.active.flat.lagging) and (left := self._stepper.left):
+                self._hand_on(left.take(MASTER_KEY))
                 self.left_weights.note(lagging)
         self.release()
         self.plan = None
@@ -337,20 +336,16 @@ class PlanLifecycle:
 
         Needs memory for the whole state.
         """
-        before = self._stepper.shards.parameters
-        self._hand_on(self._stepper.take(), before, ())
+        left = spread_state(self._stepper, self._collectives)
+        self._stepper.leave(None)
+        self._hand_on(left)
 
-    def _hand_on(
-        self, left: list[LeftPiece], before: Sequence[Parameter], planned: Sequence[Parameter]
-    ) -> bool:
-        """Moves what a plan has left to where it is needed; says whether masters came to pieces."""
-        if not before:
-            # There was no plan.
-            return False
+    def _hand_on(self, left: SpreadState) -> bool:
+        """Moves state to where it is needed now; says whether masters came to pieces."""
         known = set(self._module.parameters())
         with uncounted(self._collectives):
-            way = self._stepper, planned, known, self._collectives
-            return self._tell_of_masters(hand_on(left, before, *way))
+            moved = hand_on(left, self._stepper, known, self._collectives)
+        return self._tell_of_masters(moved)
 
     def _leave_plan(self) -> None:
         """Completes parameters; their state stays in shards. Collective, blocks."""
@@ -359,7 +354,7 @@ class PlanLifecycle:
         self.take_over()
         with uncounted(self._collectives):
             self.residuals.release()
-        self._stepper.detach()
+        self._stepper.leave(spread_state(self._stepper, self._collectives))
 
     def release(self) -> None:
         """Removes hooks and gates; parameters have storage of their own again."""

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Placement
-from lightning_dear.checkpoint.optimizer_state import gathered, sharded_state
+from lightning_dear.checkpoint.optimizer_state import gathered, sharded_state, spread_state
 from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
@@ -650,7 +650,8 @@ class OptimizerPipeline:
                 if isinstance(self.stepper, ReplicatedOptimizer):
                     other.plans.give_back()
                 else:
-                    self.stepper.inherit(other.stepper)
+                    self.stepper.left = spread_state(other.stepper, self._collectives)
+                    other.stepper.leave(None)
 
     @torch.no_grad()
     def sync_replicas(self) -> None:

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dear.bucket import FlatBuffers, Piece, as_flat, cut_state, shard_pieces
+from lightning_dear.bucket import Chunk, FlatBuffers, Piece, as_flat, cut_state, shard_pieces
 from lightning_dear.optimizers.masters import MASTER_KEY, differs, undo_casts
 
 # A call of the optimizer costs as much as stepping some tens of thousands of elements.
@@ -120,14 +120,24 @@ class Shards:
     in_bucket: Mapping[int, Sequence[Piece]]
     state: defaultdict[Tensor, Any]
 
-    @classmethod
-    def none(cls) -> Shards:
-        """Those of no plan."""
-        return cls(FlatBuffers([], []), (), (), {}, defaultdict(dict))
 
+@dataclass(frozen=True)
+class SpreadState:
+    """An optimizer's state, of which each rank has parts.
 
-LeftPiece = tuple[Piece, Mapping[str, Any]]
-"""A piece of a plan that has ended, and its state, as `OptimizerShards.state_of` says."""
+    Attributes:
+        entries: Parameter -> its state, the same on all ranks. Tensors on the meta device stand for
+            those with a number for each element.
+        chunks: (stand-in, this rank's chunks of it), in one order on all ranks.
+    """
+
+    entries: Mapping[Parameter, dict[str, Any]]
+    chunks: Sequence[tuple[Tensor, list[Chunk]]]
+
+    def take(self, key: str) -> SpreadState:
+        """What there is under `key`, taken out of `entries`."""
+        own = {one: {key: its.pop(key)} for one, its in self.entries.items() if key in its}
+        return SpreadState(own, self.chunks)
 
 
 class OptimizerShards:
@@ -141,6 +151,7 @@ class OptimizerShards:
     Attributes:
         optimizer: The user's.
         shards: What is this rank's at present.
+        left: State that an earlier plan has left for the next one; None: nothing.
         pieces: This rank's, bucket by bucket.
         device: Where the parameters were when the plan began, which is where ranks meet for their
             state; after a fit Lightning moves them to the CPU.
@@ -149,8 +160,8 @@ class OptimizerShards:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.shards = Shards.none()
         self.pieces: Sequence[Piece] = ()
+        self.leave(None)
         held = (one for group in optimizer.param_groups for one in group["params"])
         self.device = next((one.device for one in held), torch.device("cpu"))
         self.stepped_early: set[int] = set()
@@ -167,6 +178,7 @@ class OptimizerShards:
         self, buffers: FlatBuffers, parameters: Sequence[Parameter], rank: int, world_size: int
     ) -> None:
         """Takes over this rank's pieces of the optimizer's parameters."""
+        self.left = None
         in_bucket = {
             bucket.number: shard_pieces(bucket, rank, world_size) for bucket in buffers.buckets
         }
@@ -204,30 +216,10 @@ class OptimizerShards:
             return {**state, MASTER_KEY: piece.parameter}
         return state
 
-    def take(self) -> list[LeftPiece]:
-        """Takes the state out of the pieces of a plan that has ended."""
-        left = [(piece, self.state_of(piece)) for piece in self.pieces]
-        for piece in self.pieces:
-            # It may be a master, which is in the state as well.
-            piece.parameter = torch.empty(0)
-        self.pieces, self.shards = (), Shards.none()
-        return left
-
-    def inherit(self, before: OptimizerShards) -> None:
-        """Takes over the state of another one's pieces, whose plan has ended; for the next plan."""
-        self.device, self.shards = before.device, before.shards
-        self.pieces, before.pieces, before.shards = before.pieces, (), Shards.none()
-
-    def take_masters(self) -> list[LeftPiece]:
-        """Takes the masters alone out of the pieces of a plan that has ended."""
-        masters = [
-            (piece, {MASTER_KEY: piece.parameter})
-            for piece in self.pieces
-            if MASTER_KEY in self.state_of(piece)
-        ]
-        for piece in self.pieces:
-            piece.has_master = False
-        return masters
+    def leave(self, left: SpreadState | None) -> None:
+        """Lets go of the pieces, whose plan has ended; `left` is what is kept of their state."""
+        self.pieces, self.left = (), left
+        self.shards = Shards(FlatBuffers([], []), (), (), {}, defaultdict(dict))
 
     def remove_hooks(self) -> None:
         """Gives the optimizer's methods back their ordinary meaning."""
@@ -470,9 +462,9 @@ class ShardedOptimizer(OptimizerShards):
 
     @torch.no_grad()
     def _on_loaded(self, optimizer: Optimizer) -> None:
-        if not self.shards.buffers.buckets:
-            # What a plan has left for the next one is of other weights.
-            self._forget()
+        if self.left is not None:
+            # It is of other weights.
+            self.left = SpreadState({}, ())
         self._was_loaded = True
         loaded, self._loading = self._loading, None
         if loaded is not None:
