@@ -7,7 +7,7 @@ contiguous 1/world_size of a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -268,14 +268,7 @@ def allocate(
         flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
         sizes = (plan.buckets[number].padded_numel for number in numbers)
         begins = dict(zip(numbers, accumulate(sizes, initial=0), strict=False))
-        starts = {
-            piece.tensor: begins[number] + piece.offset
-            for number in numbers
-            for piece in plan.buckets[number].slices
-            if piece.start == 0
-        }
-        for tensor, start in starts.items():
-            _put_data(parameters[tensor], flat, start)
+        starts = _move_data(plan, begins, parameters, flat)
         # Behind that, which gives back as much memory as is needed here.
         has_gradients = keeps_gradients or flat.dtype in LOW_PRECISION
         gradients = torch.zeros_like(flat) if has_gradients else flat.new_empty(0)
@@ -343,10 +336,22 @@ def _bucket(
     return Bucket(number, spec, parameters, gradients, scratch, *own_parts)
 
 
-def _put_data(parameter: Parameter, flat: Tensor, start: int) -> None:
-    view = flat.as_strided(parameter.size(), storage_strides(parameter), start)
-    view.copy_(parameter.data)
-    parameter.data = view
+def _move_data(
+    plan: BucketPlan, begins: Mapping[int, int], parameters: Sequence[Parameter], flat: Tensor
+) -> dict[int, int]:
+    """Moves data into buckets that begin where `begins` says; returns where each tensor begins."""
+    starts = {
+        piece.tensor: begin + piece.offset
+        for number, begin in begins.items()
+        for piece in plan.buckets[number].slices
+        if piece.start == 0
+    }
+    for tensor, start in starts.items():
+        parameter = parameters[tensor]
+        view = flat.as_strided(parameter.size(), storage_strides(parameter), start)
+        view.copy_(parameter.data)
+        parameter.data = view
+    return starts
 
 
 def _place(parameter: Parameter, gradients: Tensor, start: int, homes: list[int]) -> Placement:

@@ -28,6 +28,13 @@ _WHOLE = -1
 
 
 @dataclass(frozen=True)
+class PerElement:
+    """Stands for a tensor with one number for each element, of which each rank has its pieces."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Scalar:
     """A tensor that all ranks have alike (`step`), on the CPU, and whether it came from there."""
 
@@ -254,18 +261,17 @@ def _is_stand_in(value: Any) -> bool:
 
 
 def _described(value: Any, piece: Piece) -> Any:
-    """For other ranks: a tensor with a number for each element as one on the meta device."""
     if not isinstance(value, Tensor):
         return value
     if value.shape == (piece.numel,):
-        return value.new_empty(0, device="meta")
+        return PerElement(value.dtype)
     # It is pickled for other ranks, which may not have the device that it is on.
     return Scalar(value.cpu(), value.device.type == "cpu")
 
 
 def _restored(value: Any, like: Tensor) -> Any:
     """What was described, where it came from; a stand-in for what has a number for each element."""
-    if _is_stand_in(value):
+    if isinstance(value, PerElement):
         return torch.empty_like(like, dtype=value.dtype, device="meta", requires_grad=False)
     if isinstance(value, Scalar):
         return value.value.to("cpu" if value.is_on_cpu else like.device, copy=True)

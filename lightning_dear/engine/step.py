@@ -616,10 +616,7 @@ class OptimizerPipeline:
     def optimizer_state_dict(self, *, on_rank_0: bool = False) -> dict[str, Any]:
         """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks.
 
-        Those that were sharded are on the CPU, copies.
-
-        Args:
-            on_rank_0: Whether other ranks get descriptions instead, which nobody can load.
+        Those that were sharded are on the CPU, copies; or, `on_rank_0`, descriptions elsewhere.
         """
         state, place = self.sharded_state_dict(), (self._collectives, self.stepper.device)
         with uncounted(self._collectives):
@@ -634,14 +631,8 @@ class OptimizerPipeline:
     def inherit(self, others: Sequence[OptimizerPipeline], *, goes_on: bool = True) -> None:
         """Goes on with the residuals of others, that have ended, and the same optimizer's state.
 
-        To be called before the first step. Collective, blocks.
-
-        Args:
-            others: See above.
-            goes_on: See `ResidualKeeper.inherit`.
-
-        Raises:
-            RuntimeError: See `prepare_state`.
+        Before the first step; `goes_on`: see `ResidualKeeper.inherit`. Collective, blocks; raises
+        as `prepare_state`.
         """
         self.plans.residuals.inherit([one.plans.residuals for one in others], goes_on=goes_on)
         for other in others:
