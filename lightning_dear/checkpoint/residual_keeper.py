@@ -64,7 +64,7 @@ class ResidualKeeper:
     def release(self) -> None:
         """Takes over what the buckets have; their plan ends. Collective, blocks."""
         if self._coded:
-            self._held = self.taken(self._collectives)
+            self._held = self.taken()
         self._coded = self._parameters = ()
 
     def inherit(self, others: Iterable[ResidualKeeper], *, goes_on: bool) -> None:
@@ -75,7 +75,7 @@ class ResidualKeeper:
             goes_on: Whether what is counted and the seed go on where nothing else is held.
         """
         for held in (other.taken(self._collectives) for other in others):
-            if goes_on or not held.is_of_nothing:
+            if not held.is_of_nothing or (goes_on and held.seed is not None):
                 self._held = held if self._held is None else self._held.joined(held)
 
     def detach(self) -> None:
@@ -168,11 +168,12 @@ class ResidualKeeper:
     # --- out of buckets -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def taken(self, collectives: Collectives) -> Residuals:
+    def taken(self, through: Collectives | None = None) -> Residuals:
         """Copies of all parameters', in buckets, none of which may be pending, and not in buckets.
 
-        Collective, blocks.
+        Collective, blocks; through the keeper's own collectives if no others are given.
         """
+        collectives = through or self._collectives
         taken = self._common()
         taken.kept[FACTORS] = {one: own.clone() for one, own in taken.kept[FACTORS].items()}
         for one in self._coded:

@@ -446,7 +446,8 @@ class ShardedOptimizer(OptimizerShards):
 
     def _warn_of_shards(self, optimizer: Optimizer) -> None:
         """Whoever wants the whole state lends it to `optimizer` while asking, see `packed`."""
-        has_shards, is_lent = (any(s.values()) for s in (self.shards.state, optimizer.state))
+        own: Mapping[Any, Any] = self.shards.state if self.left is None else self.left.entries
+        has_shards, is_lent = (any(s.values()) for s in (own, optimizer.state))
         if has_shards and not is_lent and not self._has_warned:
             self._has_warned = True
             warnings.warn(

@@ -279,7 +279,7 @@ def test_parameters_that_are_in_no_plan_any_more_keep_their_state() -> None:
     """Whole, in `optimizer.state`, until they are trained again."""
     model = build("mlp")
     parameters = list(model.parameters())
-    optimizer = optimizer_for("adamw", model)
+    optimizer = torch.optim.AdamW(parameters)
     pipeline = new_pipeline(model, optimizer)
     train_steps(pipeline, model, [0])
     part = pipeline.parts[0]
