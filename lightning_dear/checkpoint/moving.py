@@ -203,7 +203,8 @@ def _exchange(
     parts = [of(one, items[one.item].have[one.have]).to(meeting) for one in sends]
     outgoing = torch.cat([incoming[:0], *(part.view(torch.uint8) for part in parts)])
     collectives.launch_parts((outgoing, sizes), (incoming, theirs), STATE_NUMBERS).wait()
-    for one, part in zip(receives, incoming.split([one.nbytes for one in receives]), strict=True):
+    lengths = [one.nbytes for one in receives]
+    for one, part in zip(receives, torch.split(incoming, lengths), strict=True):
         dtype, room = items[one.item].dtype, of(one, items[one.item].want[one.want])
         # Numbers of several sizes may lie in one message, not all where memory is aligned.
         is_aligned = part.storage_offset() % dtype.itemsize == 0

@@ -56,7 +56,7 @@ class ShardedState(dict[str, Any]):
     def __init__(
         self,
         packed: Mapping[str, Any],
-        chunks: Iterable[tuple[Tensor, Sequence[Chunk]]],
+        chunks: Iterable[tuple[Tensor, list[Chunk]]],
         parameters: Sequence[Parameter],
     ) -> None:
         super().__init__(packed)
@@ -238,7 +238,7 @@ def _wanted(key: str, value: Any, piece: Piece, own: dict[str, Any]) -> list[Wan
     return [Wanted(piece.start, piece.stop, room)]
 
 
-def packed(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
+def packed(optimizer: Optimizer, state: Mapping[Parameter, Any]) -> dict[str, Any]:
     """`optimizer.state_dict()` as if it had `state` too, by parameter number; its own wins."""
     # torch numbers parameters inside `state_dict` alone, so that it is lent the state.
     whole: dict[Any, Any] = dict(optimizer.state)

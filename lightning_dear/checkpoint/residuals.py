@@ -133,10 +133,10 @@ def sharded(
     state["rates"] = {number_of[one]: rate for one, rate in whole.rates.items()}
     state["steering"], state["compressor"] = {}, whole.compressor
     stand_ins: list[tuple[Tensor, list[Chunk]]] = []
-    for kind, all_own in chunks.items():
+    for kind, of_kind in chunks.items():
         of, name = kind
         place = state[of].setdefault(name, {}) if name else state[of]
-        for parameter, own in all_own.items():
+        for parameter, own in of_kind.items():
             values = own[0].values
             layout = _layout(kind, parameter, values, collectives.world_size)
             stand_in = torch.empty_strided(*layout, dtype=values.dtype, device="meta")

@@ -87,7 +87,7 @@ class PairwiseCollectives(GroupCollectives):
     @override
     def launch_parts(self, outgoing: Parts, incoming: Parts, number: int) -> Work:
         sent, rows = (
-            {rank: part for rank, part in enumerate(flat.split(sizes)) if len(part)}
+            {rank: part for rank, part in enumerate(torch.split(flat, sizes)) if len(part)}
             for flat, sizes in (outgoing, incoming)
         )
         waits = self._exchange("all_gather", incoming[0], rows, sent, number)

@@ -121,6 +121,10 @@ class Shards:
     state: defaultdict[Tensor, Any]
 
 
+def _no_shards() -> Shards:
+    return Shards(FlatBuffers([], []), (), (), {}, defaultdict(dict))
+
+
 @dataclass(frozen=True)
 class SpreadState:
     """An optimizer's state, of which each rank has parts.
@@ -161,7 +165,8 @@ class OptimizerShards:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.pieces: Sequence[Piece] = ()
-        self.leave(None)
+        self.left: SpreadState | None = None
+        self.shards = _no_shards()
         held = (one for group in optimizer.param_groups for one in group["params"])
         self.device = next((one.device for one in held), torch.device("cpu"))
         self.stepped_early: set[int] = set()
@@ -218,8 +223,7 @@ class OptimizerShards:
 
     def leave(self, left: SpreadState | None) -> None:
         """Lets go of the pieces, whose plan has ended; `left` is what is kept of their state."""
-        self.pieces, self.left = (), left
-        self.shards = Shards(FlatBuffers([], []), (), (), {}, defaultdict(dict))
+        self.pieces, self.left, self.shards = (), left, _no_shards()
 
     def remove_hooks(self) -> None:
         """Gives the optimizer's methods back their ordinary meaning."""
