@@ -98,6 +98,7 @@ ROOMS = {
 THEIRS = {
     "_hydra_subprocess_cmd",
     "_launcher",
+    "_modules",
     "_optimizer",
     "_parameters",
     "_strategy",

@@ -16,7 +16,6 @@ NAMESPACES = {
     "lightning.pytorch": "lightning_dear",
     "pytorch_lightning": "lightning_dear.pytorch_lightning",
 }
-every_namespace = pytest.mark.parametrize("namespace", NAMESPACES)
 
 QUIET = {
     "accelerator": "cpu",
@@ -106,7 +105,10 @@ print({"torch", "lightning", "pytorch_lightning"} & set(sys.modules))
     assert run_script(tmp_path, source) == "set()\n"
 
 
-@every_namespace
+@pytest.mark.parametrize(
+    "namespace",
+    ["pytorch_lightning", pytest.param("lightning.pytorch", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     "is_first",
     [pytest.param(True, id="before", marks=pytest.mark.slow), pytest.param(False, id="after")],
@@ -127,6 +129,7 @@ def test_import_before_or_after_lightning(namespace: str, is_first: bool, tmp_pa
     assert told[-3:] == [f"{NAMESPACES[namespace]}.strategy.dear", "False", "SourceFileLoader True"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["dear", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dear_spawn", "dear_fork"))],

@@ -51,7 +51,7 @@ def source_of(before: str = "", inside: str = "") -> str:
     return APPLICATION.format(before=before, inside=inside, names=[*START_METHODS])
 
 
-@pytest.mark.parametrize("place", ["before", "inside"])
+@pytest.mark.parametrize("place", [pytest.param("before", marks=pytest.mark.slow), "inside"])
 def test_strategy_and_groups_are_known_without_an_import(tmp_path: Path, place: str) -> None:
     source = source_of(**{place: IMPORT_TRAINER})
     result = run_application(tmp_path, source, "+strategy=dear")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,8 @@ from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.clock import Clock
 from lightning_dear.telemetry.device_work import device_work_s
+
+_NOTHING = nullcontext()
 
 
 class StepTimer:
@@ -103,15 +105,16 @@ class StepTimer:
         yield
         self._late_steps.append((start, self._clock.mark()))
 
-    @contextmanager
-    def leaving_out_codecs(self) -> Iterator[None]:
+    def leaving_out_codecs(self) -> AbstractContextManager[None]:
         """Around what may encode: where it does, its time is in none of the times.
 
         Neither is that of starting messages: both are among a codec's costs.
         """
-        if not self.is_on:
-            yield
-            return
+        # Called for every gradient: a generator would cost more than what it surrounds.
+        return self._leaving_out_codecs() if self.is_on else _NOTHING
+
+    @contextmanager
+    def _leaving_out_codecs(self) -> Iterator[None]:
         before_s, start = device_work_s(), self._clock.mark()
         yield
         if device_work_s() > before_s:

@@ -103,18 +103,21 @@ def test_the_line_it_prints_plans_with_that(calibrated, tmp_path: Path) -> None:
     assert (tmp_path / "plan" / "plan.csv").is_file()
 
 
+@pytest.mark.slow
 def test_one_rank_has_no_network(tmp_path: Path) -> None:
     result = run(tmp_path, "calibrate", *QUICK, "cluster=single_process", program=PROGRAM)
     assert result.returncode != 0
     assert "One rank has no network to measure; set cluster.devices=2" in result.stderr
 
 
+@pytest.mark.slow
 def test_another_strategy_measures_nothing(tmp_path: Path) -> None:
     result = run(tmp_path, "calibrate", *QUICK, "strategy=ddp", program=PROGRAM)
     assert result.returncode != 0
     assert "measures with strategy=dear; leave strategy out" in result.stderr
 
 
+@pytest.mark.slow
 def test_too_few_steps_are_said_to_be_too_few(tmp_path: Path) -> None:
     options = ("trainer.max_steps=2", "fusion=single")
     result = run(tmp_path, "calibrate", *QUICK, *options, program=PROGRAM)

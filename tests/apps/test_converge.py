@@ -69,9 +69,8 @@ COMMANDS = re.findall(r"^OMP_NUM_THREADS=1 dear-converge ((?:.*\\\n)*.+)$", RECI
 # --- config -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "study", ["converge_digits", pytest.param("converge_gpt", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("study", ["converge_digits", "converge_gpt"])
 def test_every_entry_of_a_study_composes(study: str) -> None:
     with job(f"experiment={study}") as cfg:
         check(cfg)
@@ -85,6 +84,7 @@ def test_every_entry_of_a_study_composes(study: str) -> None:
     assert set(COMPRESSORS) - entries.keys() == {"none", "fp32", *SPARSE_ALL_REDUCES}
 
 
+@pytest.mark.slow
 def test_the_longer_studies_compose() -> None:
     with job("experiment=converge_gpt_long") as cfg:
         check(cfg)

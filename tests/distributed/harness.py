@@ -122,7 +122,7 @@ def observe_ranks(
 
 
 def distributed(
-    world_sizes: Sequence[int] = (1, 2, 3, 4), timeout_s: float = 60, keeps_ranks: bool = True
+    world_sizes: Sequence[Any] = (1, 2, 3, 4), timeout_s: float = 60, keeps_ranks: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test function the body that every rank runs, once per world size.
 

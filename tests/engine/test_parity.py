@@ -44,7 +44,7 @@ def test_fifty_steps_have_the_bits_of_ddp(model: str, optimizer: str) -> None:
     assert_equal_on_all_ranks(ours)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["conv", "gpt", "mlp"])
 @distributed(world_sizes=(3, 4))
 def test_fifty_steps_have_the_bits_of_a_rank_order_sum(

@@ -210,6 +210,7 @@ def test_a_program_may_end_right_after_a_step(strategy: str, tmp_path: Path) -> 
     assert not WRONG.search(done.stderr), done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_ends(tmp_path: Path) -> None:
     ending = "raise ValueError('on purpose')"
     done = _run(SCRIPT.format(strategy="dear", ending=ending), tmp_path)

@@ -177,7 +177,9 @@ def _train_changing(what: str, rank: int) -> None:
     new_trainer(new_strategy(), max_epochs=1).fit(_Changing(what, rank), loader)
 
 
-@pytest.mark.parametrize(("what", "rank"), [("optimizers", 1), ("groups", 0)])
+@pytest.mark.parametrize(
+    ("what", "rank"), [("optimizers", 1), pytest.param("groups", 0, marks=pytest.mark.slow)]
+)
 def test_a_change_on_one_rank_is_told_to_all(what: str, rank: int) -> None:
     outcomes = observe_ranks(_train_changing, 2, what, rank, init_process_group=False)
     for one, outcome in enumerate(outcomes):
@@ -214,7 +216,7 @@ def _train_by_hand(left_out: str) -> None:
     new_trainer(new_strategy(), max_epochs=1).fit(_Manual(left_out), loader)
 
 
-@pytest.mark.parametrize("left_out", ["step", "both"])
+@pytest.mark.parametrize("left_out", ["step", pytest.param("both", marks=pytest.mark.slow)])
 def test_one_that_leaves_out_a_step_is_named(left_out: str) -> None:
     outcomes = observe_ranks(_train_by_hand, 2, left_out, init_process_group=False)
     assert isinstance(outcomes[0], Raised), outcomes[0]

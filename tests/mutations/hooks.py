@@ -19,7 +19,8 @@ HOOKS = [
         "OptimizerPipeline._on_gradient",
         "                parameter.grad = torch.zeros_like(parameter)\n",
         "                pass\n",
-        row("register_post_accumulate_grad_hook that clears .grad"),
+        # SGD does with zeros what it does without a gradient.
+        row("register_post_accumulate_grad_hook that clears .grad", how="adamw-3"),
     ),
     Mutation(
         "putting hooks back that autograd has forgotten",

@@ -63,9 +63,9 @@ class Verdict:
     seconds: float
 
 
-def row(*names: str) -> tuple[str, ...]:
-    """Rows of the parity matrix, at two ranks with SGD."""
-    ids = [f"tests/lightning/matrix/test_matrix.py::test_row[{name}-sgd-2]" for name in names]
+def row(*names: str, how: str = "sgd-2") -> tuple[str, ...]:
+    """Rows of the parity matrix, with an optimizer and a number of ranks."""
+    ids = [f"tests/lightning/matrix/test_matrix.py::test_row[{name}-{how}]" for name in names]
     return tuple(ids)
 
 

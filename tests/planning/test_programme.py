@@ -135,6 +135,7 @@ def test_exact_for_both_halves_without_a_codec(
     assert best_groupings(course)[0].step_s == pytest.approx(best_s)
 
 
+@pytest.mark.slow
 def test_exact_where_thousands_of_ways_are_unbeaten() -> None:
     """Ten tensors of which the best plan is lost if only a few hundred ways are kept."""
     sizes = [5632, 640, 2048, 6912, 5120, 2304, 3584, 11008, 6912, 128]

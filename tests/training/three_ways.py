@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,7 @@ def train_ddp(
     return seen, losses
 
 
+@lru_cache(maxsize=4)
 def train_reference(
     model_name: str,
     optimizer_name: str,

@@ -261,7 +261,8 @@ def test_making_factors_is_the_devices_work() -> None:
         before_s = device_work_s()
         train_steps(pipeline, model, [1])
     num_buckets = len(pipeline.parts[0].plan.buckets)
-    assert 0.03 * num_buckets <= device_work_s() - before_s < 0.03 * num_buckets + 0.02
+    # Once each; twice would be 0.06 s a bucket.
+    assert 0.03 * num_buckets <= device_work_s() - before_s < 0.05 * num_buckets
     pipeline.detach()
 
 

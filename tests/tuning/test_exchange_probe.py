@@ -34,7 +34,7 @@ def test_noise_never_makes_a_cost_negative() -> None:
     assert line(10.0, 1.0, 30.0, 30.0).alpha_s == 0
 
 
-@distributed(world_sizes=(2, 3))
+@distributed(world_sizes=(2, pytest.param(3, marks=pytest.mark.slow)))
 def test_sizes_are_measured_alike_on_all_ranks(world_size: int) -> None:
     collectives = new_collectives(CPU)
     sent_before = collectives.ledger.total_bytes

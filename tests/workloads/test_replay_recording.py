@@ -39,8 +39,9 @@ def test_a_recording_of_a_replay_is_the_profile_again():
     recorded = record_profile(ReplayModel(profile), torch.tensor([0]), num_steps=5, num_warm_up=1)
     assert [layer.shapes for layer in recorded.layers] == [layer.shapes for layer in layers]
     for layer, expected in zip(recorded.layers, layers, strict=True):
-        assert 0.8 < layer.forward_s / expected.forward_s < 2.5
-        assert 0.8 < layer.backward_s / expected.backward_s < 2.5
+        # A core that others use adds some milliseconds.
+        assert 0.8 < layer.forward_s / expected.forward_s < 1.5 + 0.01 / expected.forward_s
+        assert 0.8 < layer.backward_s / expected.backward_s < 1.5 + 0.01 / expected.backward_s
 
 
 def test_time_between_layers_counts_for_the_layer_before():

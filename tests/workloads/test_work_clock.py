@@ -25,6 +25,7 @@ print(*(after - before for before, after in zip(began, ended)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="no schedstats")
 def test_waiting_for_a_core_is_work():
     command = [sys.executable, "-c", SHARES_A_CORE]

@@ -78,13 +78,13 @@ class _HookedInAllWays(_Hooked):
 
 
 class _Clearing(RowNet):
-    """Clears a gradient in its hook, on one rank or on all, by turns."""
+    """Clears a gradient in its hook, on all ranks or on one, by turns."""
 
     def on_train_start(self) -> None:
         self.net.layers[2].weight.register_post_accumulate_grad_hook(self._clear)
 
     def _clear(self, parameter: Tensor) -> None:
-        if self.global_rank == 0 or self.trainer.global_step % 2:
+        if self.global_rank == 0 or self.trainer.global_step % 2 == 0:
             parameter.grad = None
 
 

@@ -10,10 +10,10 @@ from tests.distributed.harness import run_ranks
 from tests.lightning.matrix.run import run_row
 from tests.lightning.matrix.table import FEATURES
 
-QUICK = {("sgd", 1), ("sgd", 2), ("adamw", 3)}
-"""What runs in every test run, beside rows of one optimizer; half of the matrix is marked slow.
+QUICK = {("sgd", 2), ("adamw", 3)}
+"""What runs in every test run, beside rows of one optimizer; the others are marked slow.
 
-Each optimizer, and each number of ranks, is in it; AdamW on two ranks in `test_parity.py`, too.
+One rank takes the code that more take, and AdamW on two ranks is in `test_parity.py`.
 """
 
 CASES = [
