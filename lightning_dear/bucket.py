@@ -7,9 +7,10 @@ contiguous 1/world_size of a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -209,6 +210,11 @@ class FlatBuffers:
     buckets: list[Bucket]
     placements: list[Placement]
 
+    @property
+    def lagging(self) -> list[Parameter]:
+        """Those that stay behind what is stepped, see `Bucket.lags`."""
+        return [one.parameter for one in self.placements if self.buckets[one.buckets[0]].lags]
+
     @torch.no_grad()
     def adopt_writes(self, but: Collection[int] = ()) -> bool:
         """Takes over what was written from outside: to a parameter, or in place of its data.
@@ -260,15 +266,16 @@ def allocate(
         like = parameters[plan.buckets[numbers[0]].slices[0].tensor]
         numel = sum(plan.buckets[number].padded_numel for number in numbers)
         flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
+        sizes = (plan.buckets[number].padded_numel for number in numbers)
+        begins = dict(zip(numbers, accumulate(sizes, initial=0), strict=False))
+        starts = _move_data(plan, begins, parameters, flat)
+        # Behind that, which gives back as much memory as is needed here.
         has_gradients = keeps_gradients or flat.dtype in LOW_PRECISION
         gradients = torch.zeros_like(flat) if has_gradients else flat.new_empty(0)
-        offset = 0
-        for number in numbers:
+        for tensor, start in starts.items():
+            placements[tensor] = _place(parameters[tensor], gradients, start, homes[tensor])
+        for number, offset in begins.items():
             spec = plan.buckets[number]
-            for piece in spec.slices:
-                if piece.start == 0:
-                    whole = parameters[piece.tensor], flat, gradients, offset + piece.offset
-                    placements[piece.tensor] = _place(*whole, homes[piece.tensor])
             part = slice(offset, offset + spec.padded_numel)
             place = number, spec, flat[part], gradients[part]
             if plan.world_size > 1 and (num_shards == 1 or number in plan.all_reduced):
@@ -280,7 +287,6 @@ def allocate(
                 is_staged = number in plan.early and plan.world_size > 1
                 bucket = _bucket(*place, scratch, own, is_staged=is_staged, lags=lags)
             buckets[number] = bucket
-            offset += spec.padded_numel
     for bucket in buckets.values():
         bucket.shard.copy_(bucket.replica)
         bucket.note_published()
@@ -330,17 +336,42 @@ def _bucket(
     return Bucket(number, spec, parameters, gradients, scratch, *own_parts)
 
 
-def _place(
-    parameter: Parameter, flat: Tensor, gradients: Tensor, offset: int, homes: list[int]
-) -> Placement:
-    strides = storage_strides(parameter)
-    view = flat.as_strided(parameter.size(), strides, offset)
-    view.copy_(parameter.data)
-    gradient = None
+def _move_data(
+    plan: BucketPlan, begins: Mapping[int, int], parameters: Sequence[Parameter], flat: Tensor
+) -> dict[int, int]:
+    """Moves data into buckets that begin where `begins` says; returns where each tensor begins."""
+    starts = {
+        piece.tensor: begin + piece.offset
+        for number, begin in begins.items()
+        for piece in plan.buckets[number].slices
+        if piece.start == 0
+    }
+    for tensor, start in starts.items():
+        parameter = parameters[tensor]
+        view = flat.as_strided(parameter.size(), storage_strides(parameter), start)
+        view.copy_(parameter.data)
+        parameter.data = view
+    return starts
+
+
+def _place(parameter: Parameter, gradients: Tensor, start: int, homes: list[int]) -> Placement:
+    view, gradient = parameter.data, None
     if gradients.numel():
-        gradient = gradients.as_strided(parameter.size(), strides, offset)
-    parameter.data = view
+        gradient = gradients.as_strided(view.size(), view.stride(), start)
     return Placement(parameter, view, gradient, tuple(homes), view.data_ptr())
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive elements of a tensor, in storage order.
+
+    Attributes:
+        start: Number of the first one.
+        values: The elements; of any shape, without gaps.
+    """
+
+    start: int
+    values: Tensor
 
 
 @dataclass

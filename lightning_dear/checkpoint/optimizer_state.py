@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,21 +14,22 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.bucket import Piece
-from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
-from lightning_dear.optimizers.sharded import OptimizerShards
-from lightning_dear.planning.plan import BucketPlan, BucketSpec
+from lightning_dear.bucket import Chunk, Piece
+from lightning_dear.checkpoint.moving import Item, Wanted, move
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.optimizers.masters import MASTER_KEY
+from lightning_dear.optimizers.sharded import AdoptedState, OptimizerShards, SpreadState
 
 CLASS = "optimizer_class"
 """Key in a state dict: the name of the class that has written it."""
 
-Described = dict[int, dict[str, Any]]
-"""Tensor index -> state key -> `PerElement`, `Scalar`, or a value that is no tensor."""
+_WHOLE = -1
+"""In the place of a bucket's number."""
 
 
 @dataclass(frozen=True)
 class PerElement:
-    """Stands for a tensor with one value per element, of which each rank has its pieces."""
+    """Stands for a tensor with one number for each element, of which each rank has its pieces."""
 
     dtype: torch.dtype
 
@@ -38,19 +40,6 @@ class Scalar:
 
     value: Tensor
     is_on_cpu: bool
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive elements of a tensor, in storage order.
-
-    Attributes:
-        start: Number of the first one.
-        values: The elements; of any shape, without gaps.
-    """
-
-    start: int
-    values: Tensor
 
 
 class ShardedState(dict[str, Any]):
@@ -67,7 +56,7 @@ class ShardedState(dict[str, Any]):
     def __init__(
         self,
         packed: Mapping[str, Any],
-        chunks: Iterable[tuple[Tensor, Sequence[Chunk]]],
+        chunks: Iterable[tuple[Tensor, list[Chunk]]],
         parameters: Sequence[Parameter],
     ) -> None:
         super().__init__(packed)
@@ -77,9 +66,15 @@ class ShardedState(dict[str, Any]):
     @override
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "This optimizer state is sharded and cannot be pickled or copied: save it with"
-            " trainer.save_checkpoint, or leave out save_distributed_checkpoint=True."
+            "This optimizer state is sharded, or whole on rank 0 alone, and cannot be pickled,"
+            " copied or loaded: save it with trainer.save_checkpoint on all ranks. Without"
+            " save_distributed_checkpoint=True strategy.optimizer_state(optimizer) is whole on all."
         )
+
+    @override
+    def copy(self) -> NoReturn:
+        # What `load_state_dict` does first.
+        self.__reduce_ex__(2)
 
 
 def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -97,66 +92,160 @@ def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         )
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
-def whole_state(
-    sharded: OptimizerShards,
-    plan: BucketPlan,
-    parameters: Sequence[Parameter],
-    collectives: Collectives,
-) -> dict[Tensor, dict[str, Any]]:
-    """Parameter -> its whole state; parameters never stepped are left out. Collective, blocks.
+def spread_state(sharded: OptimizerShards, collectives: Collectives) -> SpreadState:
+    """The state as it lies. Collective, blocks; moves descriptions, no state.
 
-    Needs memory for the whole state on each rank.
+    The chunks are views of the state that the optimizer works on, but for what a plan has left.
     """
-    described = _describe(sharded, collectives)
-    whole = _undescribed(described, parameters)
-    for number, spec in enumerate(plan.buckets):
-        for key, dtype in _cut_entries(spec, described):
-            shard = _fill_shard(sharded, number, spec, key, dtype)
-            if number not in plan.all_reduced:
-                collectives.launch_all_gather(shard, STATE_NUMBERS + number).wait()
-            for part in spec.slices:
-                target = whole.get(part.tensor, {}).get(key)
-                if isinstance(target, Tensor) and target.dtype == dtype:
-                    flat = target.as_strided((target.numel(),), (1,))
-                    flat[part.start : part.stop] = shard[part.offset : part.offset + part.numel]
-    return {parameters[index]: entries for index, entries in whole.items()}
+    if sharded.left is not None:
+        return sharded.left
+    parts: defaultdict[int, list[tuple[Piece, Mapping[str, Any]]]] = defaultdict(list)
+    for piece in sharded.pieces:
+        if own := sharded.state_of(piece):
+            parts[piece.tensor_index].append((piece, own))
+    described = {
+        index: {key: _described(value, piece) for key, value in own.items()}
+        for index, pieces in parts.items()
+        for piece, own in pieces
+    }
+    everyones = collectives.all_gather_object(described)
+    merged = {index: entries for one in everyones for index, entries in one.items()}
+    entries: dict[Parameter, dict[str, Any]] = {}
+    chunks: list[tuple[Tensor, list[Chunk]]] = []
+    for index, own in sorted(merged.items()):
+        like = sharded.shards.parameters[index]
+        entries[like] = {key: _restored(value, like) for key, value in own.items()}
+        for key, value in entries[like].items():
+            if _is_stand_in(value):
+                here = [(piece.start, own[key]) for piece, own in parts[index] if key in own]
+                fits = [Chunk(*one) for one in here if one[1].dtype == value.dtype]
+                chunks.append((value, fits))
+    return SpreadState(entries, chunks)
+
+
+def sharded_state(sharded: OptimizerShards, collectives: Collectives) -> ShardedState:
+    """`spread_state` by the numbers of parameters: save before the next step."""
+    spread = spread_state(sharded, collectives)
+    parameters = sharded.shards.parameters or list(spread.entries)
+    return ShardedState(packed(sharded.optimizer, spread.entries), spread.chunks, parameters)
 
 
 @torch.no_grad()
-def sharded_state(
-    sharded: OptimizerShards, parameters: Sequence[Parameter], collectives: Collectives
-) -> ShardedState:
-    """The optimizer's state as it lies. Collective, blocks; moves descriptions, no state.
-
-    The chunks are views of the state that the optimizer works on: save before the next step.
+def gathered(
+    state: dict[str, Any], collectives: Collectives, device: torch.device, *, on_rank_0: bool
+) -> dict[str, Any]:
+    """`state` with whole tensors, on the CPU, where it was sharded. Collective, blocks.
 
     Args:
-        sharded: With its state adopted.
-        parameters: The engine's list, by `Piece.tensor_index`.
+        state: What `sharded_state` returns, or what is whole already.
         collectives: Of the pipeline.
+        device: Where ranks meet.
+        on_rank_0: Whether other ranks get a `ShardedState` that nobody can save, instead.
     """
-    described = _describe(sharded, collectives)
-    state = _undescribed(described, parameters, place="meta")
-    chunks: dict[tuple[int, str], list[Chunk]] = {
-        (index, key): []
-        for index, entries in described.items()
-        for key, value in entries.items()
-        if isinstance(value, PerElement)
-    }
+    if not isinstance(state, ShardedState) or not state.chunks:
+        return dict(state)
+    holds, cpu = collectives.rank == 0 or not on_rank_0, torch.device("cpu")
+    whole: dict[int, Tensor] = {}
+
+    def made(stand_in: Tensor) -> Tensor:
+        whole[id(stand_in)] = torch.zeros_like(stand_in, device=cpu)
+        return whole[id(stand_in)]
+
+    items = [
+        Item(stand_in.dtype, chunks, [Wanted(0, stand_in.numel(), partial(made, stand_in))] * holds)
+        for stand_in, chunks in state.chunks
+    ]
+    what = "the whole optimizer state, which save_distributed_checkpoint=True makes nowhere"
+    move(items, collectives, device, cpu, what, is_copy=True)
+    return _filled(dict(state), whole) if holds else ShardedState(state, (), ())
+
+
+def _filled(value: Any, whole: Mapping[int, Tensor]) -> Any:
+    """`value` with whole tensors in the place of stand-ins, by their `id`."""
+    if type(value) is dict:
+        return {key: _filled(one, whole) for key, one in value.items()}
+    return whole.get(id(value), value)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def hand_on(
+    left: SpreadState,
+    sharded: OptimizerShards,
+    known: set[Parameter],
+    collectives: Collectives,
+) -> AdoptedState:
+    """Moves what an earlier plan has left to whoever steps it now. Collective, blocks.
+
+    The state of parameters that are in no plan is whole in `optimizer.state` afterwards, on every
+    rank. What lies there already wins.
+
+    Args:
+        left: What is sent of its chunks is let go of.
+        sharded: Mutated: of the new plan, or of none.
+        known: The module's parameters; what was of others is forgotten.
+        collectives: What moves the bytes.
+    """
+    pieces: defaultdict[Tensor, list[Piece]] = defaultdict(list)
     for piece in sharded.pieces:
-        for key, value in sharded.state_of(piece).items():
-            if (piece.tensor_index, key) in chunks:
-                chunks[piece.tensor_index, key].append(Chunk(piece.start, value))
-    own_state = packed(sharded.optimizer, {parameters[index]: own for index, own in state.items()})
-    stand_ins = [(state[index][key], own) for (index, key), own in chunks.items()]
-    return ShardedState(own_state, stand_ins, parameters)
+        pieces[sharded.shards.parameters[piece.tensor_index]].append(piece)
+    for one in known - set(sharded.shards.parameters):
+        pieces[one] = [Piece(_WHOLE, 0, one.numel(), _WHOLE, 0, one, None)]
+    chunks = {id(stand_in): own for stand_in, own in left.chunks}
+    items: list[Item] = []
+    new: list[tuple[Piece, dict[str, Any]]] = []
+    for parameter, described in left.entries.items():
+        places = [(piece, dict.fromkeys(described)) for piece in pieces[parameter]]
+        for key, value in described.items():
+            want = [wanted for place in places for wanted in _wanted(key, value, *place)]
+            if _is_stand_in(value):
+                items.append(Item(value.dtype, chunks[id(value)], want))
+        new += places
+    device, what = sharded.device, "another plan of buckets, which fusion='threshold' never makes"
+    move(items, collectives, device, device, what)
+    had_master: set[bool] = set()
+    for piece, own in new:
+        state = sharded.shards.state
+        if piece.bucket == _WHOLE:
+            state = sharded.optimizer.state
+            own.update(state.get(piece.parameter, {}))
+        elif MASTER_KEY in own:
+            del own[MASTER_KEY]
+            piece.was_stepped = piece.has_master
+            had_master.add(piece.has_master)
+        if own:
+            state[piece.parameter] = own
+    return AdoptedState(True in had_master, False in had_master)
 
 
-def packed(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
-    """`optimizer.state_dict()` as if it had `state` too, ordered by parameter number."""
+def _wanted(key: str, value: Any, piece: Piece, own: dict[str, Any]) -> list[Wanted]:
+    """Puts what is described into a piece's own state; or returns what will be put there."""
+    is_master = key == MASTER_KEY and piece.bucket != _WHOLE
+    if not _is_stand_in(value):
+        own[key] = value.clone() if isinstance(value, Tensor) else value
+    if not _is_stand_in(value) or (is_master and not piece.has_master):
+        return []
+    # Beside fp32 masters state is fp32, see `cut_state`.
+    is_cast = piece.has_master and value.is_floating_point()
+    dtype = piece.parameter.dtype if is_cast else value.dtype
+
+    def room() -> Tensor:
+        like = piece.parameter
+        made = like if is_master else torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        own[key] = made
+        return made
+
+    return [Wanted(piece.start, piece.stop, room)]
+
+
+def packed(optimizer: Optimizer, state: Mapping[Parameter, Any]) -> dict[str, Any]:
+    """`optimizer.state_dict()` as if it had `state` too, by parameter number; its own wins."""
     # torch numbers parameters inside `state_dict` alone, so that it is lent the state.
-    whole = {**optimizer.state, **state}
+    whole: dict[Any, Any] = dict(optimizer.state)
+    # What somebody has put there since the state was left wins.
+    whole.update((one, {**own, **whole.get(one, {})}) for one, own in state.items())
     held = {one for group in optimizer.param_groups for one in group["params"]}
     # Of those that left the groups it would say KeyError, and nobody could remove them here.
     for gone in {key for key in whole if isinstance(key, Tensor)} - held:
@@ -169,16 +258,8 @@ def packed(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> dict[str, Any]:
         optimizer.state = own
 
 
-def _describe(sharded: OptimizerShards, collectives: Collectives) -> Described:
-    """What state there is, on whatever rank, without the sharded values. Collective, blocks."""
-    own = {
-        piece.tensor_index: {key: _described(value, piece) for key, value in entries.items()}
-        for piece in sharded.pieces
-        if (entries := sharded.state_of(piece))
-    }
-    everyones = collectives.all_gather_object(own)
-    merged = {index: entries for one in everyones for index, entries in one.items()}
-    return dict(sorted(merged.items()))
+def _is_stand_in(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _described(value: Any, piece: Piece) -> Any:
@@ -190,44 +271,10 @@ def _described(value: Any, piece: Piece) -> Any:
     return Scalar(value.cpu(), value.device.type == "cpu")
 
 
-def _undescribed(
-    described: Described, parameters: Sequence[Parameter], place: str | None = None
-) -> Described:
-    """What is described, where it came from. Tensors with a value per element are without values.
-
-    `place` is where those are made; None: where their parameters are.
-    """
-
-    def made(value: Any, like: Parameter) -> Any:
-        if isinstance(value, PerElement):
-            return torch.empty_like(like, dtype=value.dtype, device=place, requires_grad=False)
-        if isinstance(value, Scalar):
-            return value.value if value.is_on_cpu else value.value.to(like.device)
-        return value
-
-    return {
-        index: {key: made(value, parameters[index]) for key, value in entries.items()}
-        for index, entries in described.items()
-    }
-
-
-def _cut_entries(spec: BucketSpec, described: Described) -> Iterable[tuple[str, torch.dtype]]:
-    """Key and dtype of all state with a value per element that a bucket's tensors have; once."""
-    return dict.fromkeys(
-        (key, value.dtype)
-        for part in spec.slices
-        for key, value in described.get(part.tensor, {}).items()
-        if isinstance(value, PerElement)
-    )
-
-
-def _fill_shard(
-    sharded: OptimizerShards, number: int, spec: BucketSpec, key: str, dtype: torch.dtype
-) -> Tensor:
-    """A buffer as long as the bucket whose own shard holds this rank's values of `key`."""
-    buffer = torch.zeros(spec.padded_numel, dtype=dtype, device=sharded.device)
-    for piece in sharded.shards.in_bucket[number]:
-        value = sharded.state_of(piece).get(key)
-        if isinstance(value, Tensor) and value.dtype == dtype:
-            buffer[piece.offset : piece.offset + piece.numel] = value
-    return buffer
+def _restored(value: Any, like: Tensor) -> Any:
+    """What was described, where it came from; a stand-in for what has a number for each element."""
+    if isinstance(value, PerElement):
+        return torch.empty_like(like, dtype=value.dtype, device="meta", requires_grad=False)
+    if isinstance(value, Scalar):
+        return value.value.to("cpu" if value.is_on_cpu else like.device, copy=True)
+    return value

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_dear.bucket import Chunk
 from lightning_dear.checkpoint import residuals
-from lightning_dear.checkpoint.optimizer_state import CLASS, Chunk, ShardedState, check_class
+from lightning_dear.checkpoint.optimizer_state import CLASS, ShardedState, check_class
 from lightning_dear.checkpoint.residuals import FACTORS, KEY, STEERING, Kind, Part, Residuals
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
 from lightning_dear.exchange import CompressedBucket
@@ -66,10 +67,15 @@ class ResidualKeeper:
             self._held = self.taken()
         self._coded = self._parameters = ()
 
-    def inherit(self, others: Iterable[ResidualKeeper]) -> None:
-        """Holds what others hold, whose plans have ended; to be called before the first plan."""
-        for held in (other.taken() for other in others):
-            if not held.is_of_nothing:
+    def inherit(self, others: Iterable[ResidualKeeper], *, goes_on: bool) -> None:
+        """Holds what others hold, whose plans have ended; to be called before the first plan.
+
+        Args:
+            others: See above.
+            goes_on: Whether what is counted and the seed go on where nothing else is held.
+        """
+        for held in (other.taken(self._collectives) for other in others):
+            if not held.is_of_nothing or (goes_on and held.seed is not None):
                 self._held = held if self._held is None else self._held.joined(held)
 
     def detach(self) -> None:
@@ -162,11 +168,12 @@ class ResidualKeeper:
     # --- out of buckets -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def taken(self) -> Residuals:
+    def taken(self, through: Collectives | None = None) -> Residuals:
         """Copies of all parameters', in buckets, none of which may be pending, and not in buckets.
 
-        Collective, blocks.
+        Collective, blocks; through the keeper's own collectives if no others are given.
         """
+        collectives = through or self._collectives
         taken = self._common()
         taken.kept[FACTORS] = {one: own.clone() for one, own in taken.kept[FACTORS].items()}
         for one in self._coded:
@@ -174,7 +181,7 @@ class ResidualKeeper:
             for name, shard in one.owner.kept.items():
                 flat = whole["owner", name] = shard.new_zeros(one.spec.padded_numel)
                 flat[one.own] = shard
-                self._collectives.launch_all_gather(flat, STATE_NUMBERS + one.number).wait()
+                collectives.launch_all_gather(flat, STATE_NUMBERS + one.number).wait()
             for (kind, flat), part in product(whole.items(), one.spec.slices):
                 parameter, target = self._parameters[part.tensor], taken.kept.setdefault(kind, {})
                 if parameter not in target:
@@ -219,19 +226,6 @@ class ResidualKeeper:
                     yield ("owner", name), parameter, _owned(one, part, shard)
 
     # --- into and out of state dicts ------------------------------------------------------------
-
-    def add_to(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """`state_dict` with all ranks' residuals, if there are any. Collective, blocks.
-
-        And whose it is; mutated.
-        """
-        state_dict[CLASS] = type(self._optimizer).__name__
-        held = self.taken() if self._coded else self._held
-        if held is None:
-            return state_dict
-        numbers = self._numbers()
-        held = held.of(lambda one: one in numbers)
-        return {**state_dict, KEY: residuals.packed(held, numbers, self._collectives)}
 
     def add_to_sharded(self, state: dict[str, Any]) -> dict[str, Any]:
         """`state` with this rank's chunks of all residuals, if there are any. Local.

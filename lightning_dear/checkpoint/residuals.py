@@ -28,9 +28,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_dear.bucket import as_flat, storage_strides
-from lightning_dear.checkpoint.optimizer_state import Chunk
-from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
+from lightning_dear.bucket import Chunk, as_flat, storage_strides
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression.signs import RunningMean
 from lightning_dear.exchange import NO_SEED
 
@@ -104,26 +103,6 @@ class Residuals:
         )
 
 
-@torch.no_grad()
-def packed(
-    residuals: Residuals, number_of: Mapping[Tensor, int], collectives: Collectives
-) -> dict[str, Any]:
-    """`residuals` as they stand in a whole state dict, on every rank. Collective, blocks.
-
-    Needs memory for every rank's residuals.
-    """
-
-    def of_all_ranks(kind: Kind, parameter: Tensor, own: Tensor) -> Tensor:
-        numbers = own
-        if kind[0] not in OF_ALL:
-            numbers = own.new_empty((collectives.world_size, own.numel()))
-            numbers[collectives.rank] = own
-            collectives.launch_all_gather(numbers.view(-1), STATE_NUMBERS).wait()
-        return numbers.as_strided(*_layout(kind, parameter, own, collectives.world_size))
-
-    return _as_saved(residuals, residuals.kept, number_of, of_all_ranks)
-
-
 Part = tuple[Kind, Tensor, Chunk]
 """Kind, parameter, and what lies here of it, perhaps nothing."""
 
@@ -134,12 +113,12 @@ def sharded(
     number_of: Mapping[Tensor, int],
     collectives: Collectives,
 ) -> tuple[dict[str, Any], list[tuple[Tensor, list[Chunk]]]]:
-    """As `packed`, with tensors on the meta device, and this rank's chunks of these. Local.
+    """Residuals as they stand in a state dict, on the meta device, and this rank's chunks. Local.
 
     Args:
         parts: Of what lies here in parts; every rank names the same kinds and parameters.
         whole: What lies here in whole, and what all ranks have alike.
-        number_of: See `packed`.
+        number_of: Parameter -> its number in the optimizer's state dict.
         collectives: Not used but for the rank and how many there are.
     """
     chunks: dict[Kind, dict[Tensor, list[Chunk]]] = {}
@@ -149,35 +128,21 @@ def sharded(
         before = 0 if kind[0] in OF_ALL else collectives.rank * numel
         all_own = chunks.setdefault(kind, {}).setdefault(parameter, [])
         all_own.append(Chunk(before + chunk.start, chunk.values))
-    stand_ins: list[tuple[Tensor, list[Chunk]]] = []
-
-    def stand_in(kind: Kind, parameter: Tensor, own: list[Chunk]) -> Tensor:
-        values = own[0].values
-        layout = _layout(kind, parameter, values, collectives.world_size)
-        made = torch.empty_strided(*layout, dtype=values.dtype, device="meta")
-        stand_ins.append((made, own))
-        return made
-
-    return _as_saved(whole, chunks, number_of, stand_in), stand_ins
-
-
-def _as_saved(
-    residuals: Residuals,
-    kept: Mapping[Kind, Mapping[Tensor, T]],
-    number_of: Mapping[Tensor, int],
-    saved: Callable[[Kind, Tensor, T], Tensor],
-) -> dict[str, Any]:
-    """The dict of the module's words, with what `saved` makes of each parameter's `kept`."""
     state: dict[str, Any] = {"worker": {}, "owner": {}, "factors": {}}
-    state["counts"], state["seed"] = dict(residuals.counts), residuals.seed
-    state["rates"] = {number_of[one]: rate for one, rate in residuals.rates.items()}
-    state["steering"], state["compressor"] = {}, residuals.compressor
-    for kind, all_own in kept.items():
+    state["counts"], state["seed"] = dict(whole.counts), whole.seed
+    state["rates"] = {number_of[one]: rate for one, rate in whole.rates.items()}
+    state["steering"], state["compressor"] = {}, whole.compressor
+    stand_ins: list[tuple[Tensor, list[Chunk]]] = []
+    for kind, of_kind in chunks.items():
         of, name = kind
         place = state[of].setdefault(name, {}) if name else state[of]
-        for parameter, own in all_own.items():
-            place[number_of[parameter]] = saved(kind, parameter, own)
-    return state
+        for parameter, own in of_kind.items():
+            values = own[0].values
+            layout = _layout(kind, parameter, values, collectives.world_size)
+            stand_in = torch.empty_strided(*layout, dtype=values.dtype, device="meta")
+            place[number_of[parameter]] = stand_in
+            stand_ins.append((stand_in, own))
+    return state, stand_ins
 
 
 def _layout(

@@ -28,10 +28,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save as save_collectively
 from typing_extensions import override
 
-from lightning_dear.bucket import as_flat, storage_strides
+from lightning_dear.bucket import Chunk, as_flat, storage_strides
 from lightning_dear.checkpoint.files import CheckpointError, check_records, delete, naming
 from lightning_dear.checkpoint.format import METADATA_FILE
-from lightning_dear.checkpoint.optimizer_state import Chunk
 from lightning_dear.checkpoint.tree import Stored
 
 MAX_CHUNK_NUMEL = 1 << 22

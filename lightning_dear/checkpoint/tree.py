@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dear.checkpoint.optimizer_state import Chunk, ShardedState
+from lightning_dear.bucket import Chunk
+from lightning_dear.checkpoint.optimizer_state import ShardedState
 
 _MARK = "lightning_dear.tensor"
 _SMALL_BYTES = 1024

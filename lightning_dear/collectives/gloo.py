@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.collectives.process_groups import GroupCollectives, Waits
-from lightning_dear.collectives.work import Work, nbytes_of, shard_of, sum_in_source_order
+from lightning_dear.collectives.work import Parts, Work, nbytes_of, shard_of, sum_in_source_order
 
 # Above those of all buckets.
 _FLAGS_TAG = 1 << 29
@@ -83,6 +83,16 @@ class PairwiseCollectives(GroupCollectives):
         waits = self._exchange("reduce_scatter", incoming, self._rows(incoming), outgoing, bucket)
         self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
+
+    @override
+    def launch_parts(self, outgoing: Parts, incoming: Parts, number: int) -> Work:
+        sent, rows = (
+            {rank: part for rank, part in enumerate(torch.split(flat, sizes)) if len(part)}
+            for flat, sizes in (outgoing, incoming)
+        )
+        waits = self._exchange("all_gather", incoming[0], rows, sent, number)
+        self.ledger.all_gather_bytes += nbytes_of(sent)
+        return self.new_work("all_gather", f"bucket {number}", waits)
 
     @override
     def launch_messages(

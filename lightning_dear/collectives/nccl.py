@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.collectives.process_groups import GroupCollectives
-from lightning_dear.collectives.work import Streams, Work, shard_of
+from lightning_dear.collectives.work import Parts, Streams, Work, shard_of
 
 # torch 2.13 renamed both; the old names warn there and are the only ones before it.
 _IS_RENAMED = hasattr(dist, "reduce_scatter_single")
@@ -117,6 +117,13 @@ class NativeCollectives(GroupCollectives):
         waits = self.start("all_to_all_single", self.reduce_group, incoming, rows)
         self.ledger.reduce_scatter_bytes += self.ring_bytes(rows)
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
+
+    @override
+    def launch_parts(self, outgoing: Parts, incoming: Parts, number: int) -> Work:
+        both = incoming[0], outgoing[0], incoming[1], outgoing[1]
+        waits = self.start("all_to_all_single", self.gather_group, *both)
+        self.ledger.all_gather_bytes += outgoing[0].nbytes
+        return self.new_work("all_gather", f"bucket {number}", waits)
 
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+Parts = tuple[Tensor, list[int]]
+"""A flat tensor, and how many of its elements are for, or from, each rank, by rank."""
+
 GRADIENT_NUMBERS = 1 << 22
 STATE_NUMBERS = 1 << 23
 SELECTION_NUMBERS = 3 << 22
@@ -221,6 +224,17 @@ class Collectives(Protocol):
             rows: [world_size, n]; not to be mutated before `wait`.
             incoming: [world_size, n] of the same dtype; overwritten.
             bucket: Number of the bucket, equal on all ranks.
+        """
+
+    def launch_parts(self, outgoing: Parts, incoming: Parts, number: int) -> Work:
+        """Sends each rank its part; after `wait`, `incoming` holds what they have sent here.
+
+        On the all-gather group.
+
+        Args:
+            outgoing: Not to be mutated before `wait`; nothing for this rank itself.
+            incoming: Of the same dtype; overwritten.
+            number: As a bucket's, equal on all ranks.
         """
 
     def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.collectives.work import Collectives
@@ -72,14 +72,11 @@ class ActivePlan:
             figures["lag"] = torch.stack(behind).norm() / torch.stack(whole).norm()
         return figures
 
-    def release(self) -> None:
-        """Removes hooks and gates and gives every parameter storage of its own again."""
+    def release(self) -> Sequence[Parameter]:
+        """Removes hooks and gates; returns the parameters that are still views of its buffers."""
         self.gatherer.detach()
         self.reducer.release()
-        for placement in self.flat.placements:
-            parameter = placement.parameter
-            if not placement.was_replaced():
-                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        return [one.parameter for one in self.flat.placements if not one.was_replaced()]
 
 
 class EarlySteps:

@@ -192,21 +192,23 @@ class Pipeline:
         # Optimizers are tried on copies of what arrives.
         self.complete_parameters("re-plan")
         self._check(optimizers, optimizers)
-        residuals = [part.plans.residuals for part in self.parts]
         codec, shows = self.parts[0].plans.codec, self.parts[0].shows_gradients
         find_plan = self.parts[0].plans.find_plan
-        for part in self.parts:
+        before = list(self.parts)
+        for part in before:
             part.sync_replicas()
             part.follow()
             part.detach()
-            # It would be old, should the optimizer come back.
-            for state in part.optimizer.state.values() if part.optimizer not in optimizers else ():
-                state.pop(MASTER_KEY, None)
+            if part.optimizer not in optimizers:
+                part.plans.give_back()
+                # It would be old, should the optimizer come back.
+                for state in part.optimizer.state.values():
+                    state.pop(MASTER_KEY, None)
         self._start(optimizers)
         self.parts[0].plans.find_plan = find_plan
         for part in self.parts:
             part.shows_gradients = shows
-            part.plans.residuals.inherit(residuals)
+            part.inherit(before, goes_on=False)
             if codec is not None:
                 part.use_codec(codec)
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from lightning_dear.bucket import allocate
-from lightning_dear.checkpoint.optimizer_state import whole_state
+from lightning_dear.checkpoint.optimizer_state import hand_on, spread_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor, check_replaces
@@ -31,7 +31,7 @@ from lightning_dear.exchange import LossScale, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY, LeftWeights
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
-from lightning_dear.optimizers.sharded import ShardedOptimizer
+from lightning_dear.optimizers.sharded import AdoptedState, ShardedOptimizer, SpreadState
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
 from lightning_dear.telemetry.statistics import Instruments, Waiting
@@ -140,7 +140,11 @@ class PlanLifecycle:
         if self.codec is not None:
             self.active.exchange.use(self.codec)
         rank, num_shards = self._options.shards(self._collectives)
+        left = self._stepper.left
         self._stepper.attach(self.active.flat, self.parameters, rank, num_shards)
+        # What was written to 16-bit weights while there was no plan: there the bits tell.
+        if left is not None and self._hand_on(left):
+            self.active.flat.adopt_writes()
         coded, seed = self.active.exchange.coded, self.recording.seed
         self.residuals.attach(coded, self.parameters, seed)
         return self.active
@@ -284,7 +288,9 @@ class PlanLifecycle:
 
         Rank 0 warns, once a load, if masters are lost; all ranks may call.
         """
-        adopted = self._stepper.adopt_state()
+        return self._tell_of_masters(self._stepper.adopt_state())
+
+    def _tell_of_masters(self, adopted: AdoptedState) -> bool:
         if adopted.loses_masters and self._collectives.rank == 0:
             warnings.warn(
                 f"The masters in a checkpoint ('{MASTER_KEY}') are dropped, where weights differ:"
@@ -311,46 +317,63 @@ class PlanLifecycle:
         assert self.active is not None
         assert self.recording is not None
         agree_on_plan(plan, self.recording, self._collectives)
-        self._put_state_together()
-        self.active.release()
-        # Its buffers are not needed any more, and the new ones are as large.
-        self.active = None
+        self._leave_plan()
+        self._release_active()
         self._activate(plan)
-        self.adopt_state()
 
     def dissolve(self) -> None:
-        """Back to before the first step, values and optimizer state kept. Collective, blocks."""
+        """Back to before the first step, values and optimizer state kept. Collective, blocks.
+
+        State stays in shards for the next plan; masters of weights that lag behind them do not.
+        """
         if self.active is not None:
-            self._put_state_together()
-            buckets, placements = self.active.flat.buckets, self.active.flat.placements
-            self.left_weights.note(p.parameter for p in placements if buckets[p.buckets[0]].lags)
+            self._leave_plan()
+            if (lagging := self.active.flat.lagging) and (left := self._stepper.left):
+                self._hand_on(left.take(MASTER_KEY))
+                self.left_weights.note(lagging)
         self.release()
-        # The state is whole in `optimizer.state`, until there is another plan.
         self.plan = None
         self._start_recording()
 
-    def _put_state_together(self) -> None:
-        """Completes parameters and makes `optimizer.state` whole again. Collective, blocks."""
-        assert self.plan is not None
+    def give_back(self) -> None:
+        """Makes `optimizer.state` whole, on every rank; the plans have ended. Collective, blocks.
+
+        Needs memory for the whole state.
+        """
+        left = spread_state(self._stepper, self._collectives)
+        self._stepper.leave(None)
+        self._hand_on(left)
+
+    def _hand_on(self, left: SpreadState) -> bool:
+        """Moves state to where it is needed now; says whether masters came to pieces."""
+        known = set(self._module.parameters())
+        with uncounted(self._collectives):
+            moved = hand_on(left, self._stepper, known, self._collectives)
+        return self._tell_of_masters(moved)
+
+    def _leave_plan(self) -> None:
+        """Completes parameters; their state stays in shards. Collective, blocks."""
         assert self.active is not None
         self.active.gatherer.complete(reason="re-plan")
         self.take_over()
         with uncounted(self._collectives):
-            state = whole_state(self._stepper, self.plan, self.parameters, self._collectives)
             self.residuals.release()
         # Any stream may still read the flat buffers.
         self._collectives.streams.synchronize()
-        self._stepper.detach()
-        # Not of parameters that are gone, which nobody could remove here.
-        known = set(self._module.parameters())
-        self._stepper.optimizer.state.update({p: own for p, own in state.items() if p in known})
+        self._stepper.leave(spread_state(self._stepper, self._collectives))
 
     def release(self) -> None:
         """Removes hooks and gates; parameters have storage of their own again."""
         self.trained.hooks.remove()
-        if self.active is not None:
-            self.active.release()
+        self._release_active()
+
+    @torch.no_grad()
+    def _release_active(self) -> None:
+        # The gradients' buffers go first, which nobody needs, and the parameters' one by one.
+        views = () if self.active is None else self.active.release()
         self.active = None
+        for parameter in views:
+            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
     def detach(self) -> None:
         """Ends the training: state and residuals stay readable. Parameters should be complete."""

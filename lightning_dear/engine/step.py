@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Placement
-from lightning_dear.checkpoint.optimizer_state import packed, sharded_state, whole_state
+from lightning_dear.checkpoint.optimizer_state import gathered, sharded_state, spread_state
 from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
@@ -623,22 +623,36 @@ class OptimizerPipeline:
     # refuse later updates.
 
     @torch.inference_mode(False)
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks."""
-        self.prepare_state()
+    def optimizer_state_dict(self, *, on_rank_0: bool = False) -> dict[str, Any]:
+        """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks.
+
+        Those that were sharded are on the CPU, copies; or, `on_rank_0`, descriptions elsewhere.
+        """
+        state, place = self.sharded_state_dict(), (self._collectives, self.stepper.device)
         with uncounted(self._collectives):
-            if self.plan is None:
-                return self.plans.residuals.add_to(self.optimizer.state_dict())
-            whole = whole_state(self.stepper, self.plan, self.parameters, self._collectives)
-            return self.plans.residuals.add_to(packed(self.optimizer, whole))
+            return gathered(state, *place, on_rank_0=on_rank_0)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """`optimizer.state_dict()`, tensors left where they are. Collective, blocks."""
         self.prepare_state()
-        if self.plan is None:
-            return self.plans.residuals.add_to_sharded(self.optimizer.state_dict())
-        state = sharded_state(self.stepper, self.parameters, self._collectives)
+        state = sharded_state(self.stepper, self._collectives)
         return self.plans.residuals.add_to_sharded(state)
+
+    def inherit(self, others: Sequence[OptimizerPipeline], *, goes_on: bool = True) -> None:
+        """Goes on with the residuals of others, that have ended, and the same optimizer's state.
+
+        Before the first step; `goes_on`: see `ResidualKeeper.inherit`. Collective, blocks; raises
+        as `prepare_state`.
+        """
+        self.plans.residuals.inherit([one.plans.residuals for one in others], goes_on=goes_on)
+        for other in others:
+            if other.optimizer is self.optimizer:
+                other.prepare_state()
+                if isinstance(self.stepper, ReplicatedOptimizer):
+                    other.plans.give_back()
+                else:
+                    self.stepper.left = spread_state(other.stepper, self._collectives)
+                    other.stepper.leave(None)
 
     @torch.no_grad()
     def sync_replicas(self) -> None:

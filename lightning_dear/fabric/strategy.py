@@ -30,6 +30,7 @@ from lightning_dear.checkpoint.format import KEY, stamp
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.fabric.module import (
     DearModule,
     check_apart,
@@ -99,7 +100,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         check_without_trainer(resolve_fusion(fusion, bucket_cap_mb), resolve_compressor(compressor))
         self._take_options(locals())
         self._setups: list[weakref.ref[DearModule]] = []
-        self._num_optimizers, self._checks_digests = 0, check_digests
+        self._num_optimizers, self._checks_digests, self._is_saving = 0, check_digests, False
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -172,7 +173,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         taken = set(chain(*collectives.all_gather_object(own)))
         self._options.check(collectives, len(optimizers) + len(taken))
         number = self._next_number(len(optimizers), taken)
-        states = self._end_training_of(module)
+        before = self._end_training_of(module)
         check_apart(module, self._trained)
         place = collectives, number, bool(taken)
         pipeline = self._new_pipeline(module, optimizers, *place)
@@ -181,9 +182,8 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         pipeline.refuse_early("under Fabric nobody says which backward belongs to which step")
         _sync(module, self.world_size)
         wrapped = self._remember(DearModule(module, pipeline))
-        for optimizer in optimizers:
-            if optimizer in states:
-                optimizer.load_state_dict(states[optimizer])
+        for part in pipeline.parts:
+            part.inherit([one for one in before if one.optimizer is part.optimizer])
         self._connect_scaler(pipeline)
         return (wrapped, optimizers, scheduler) if _SETS_UP_SCHEDULERS else (wrapped, optimizers)
 
@@ -205,16 +205,16 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             " fabric.setup returned for models that are not trained any more."
         )
 
-    def _end_training_of(self, module: Module) -> dict[Optimizer, dict[str, Any]]:
-        """Ends it, if there is one; returns its optimizers' whole states."""
-        states: dict[Optimizer, dict[str, Any]] = {}
+    def _end_training_of(self, module: Module) -> list[OptimizerPipeline]:
+        """Ends it, if there is one; returns its parts, whose shards have the optimizers' state."""
+        parts: list[OptimizerPipeline] = []
         for one in self._trained:
             if one.module is module:
-                states |= {
-                    part.optimizer: part.optimizer_state_dict() for part in one.pipeline.parts
-                }
+                parts += one.pipeline.parts
+                for part in one.pipeline.parts:
+                    part.prepare_state()
                 one.end()
-        return states
+        return parts
 
     def _remember(self, module: DearModule) -> DearModule:
         self._setups = [ref for ref in self._setups if ref() is not None]
@@ -304,11 +304,14 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state in torch's format, on every rank. Collective, blocks."""
+        """The whole state in torch's format, on every rank, on the CPU. Collective, blocks.
+
+        For `save_checkpoint` on rank 0 alone.
+        """
         part = part_of(unwrapped(optimizer))
         if part is None:
             return super().get_optimizer_state(optimizer)
-        return part.optimizer_state_dict()
+        return part.optimizer_state_dict(on_rank_0=self._is_saving)
 
     @override
     def save_checkpoint(
@@ -318,7 +321,11 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         if any(isinstance(one, (DearModule, Optimizer)) for one in state.values()):
             state = dict(state)
             stamp(state)
-        super().save_checkpoint(path, state, *args, **kwargs)
+        self._is_saving = True
+        try:
+            super().save_checkpoint(path, state, *args, **kwargs)
+        finally:
+            self._is_saving = False
 
     @override
     def load_checkpoint(

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dear.bucket import FlatBuffers, Piece, as_flat, cut_state, shard_pieces
+from lightning_dear.bucket import Chunk, FlatBuffers, Piece, as_flat, cut_state, shard_pieces
 from lightning_dear.optimizers.masters import MASTER_KEY, differs, undo_casts
 from lightning_dear.torch_modes import saves_calls
 
@@ -125,6 +125,29 @@ class Shards:
     state: defaultdict[Tensor, Any]
 
 
+def _no_shards() -> Shards:
+    return Shards(FlatBuffers([], []), (), (), {}, defaultdict(dict))
+
+
+@dataclass(frozen=True)
+class SpreadState:
+    """An optimizer's state, of which each rank has parts.
+
+    Attributes:
+        entries: Parameter -> its state, the same on all ranks. Tensors on the meta device stand for
+            those with a number for each element.
+        chunks: (stand-in, this rank's chunks of it), in one order on all ranks.
+    """
+
+    entries: Mapping[Parameter, dict[str, Any]]
+    chunks: Sequence[tuple[Tensor, list[Chunk]]]
+
+    def take(self, key: str) -> SpreadState:
+        """What there is under `key`, taken out of `entries`."""
+        own = {one: {key: its.pop(key)} for one, its in self.entries.items() if key in its}
+        return SpreadState(own, self.chunks)
+
+
 class OptimizerShards:
     """This rank's pieces of an optimizer's parameters, with their mean gradients.
 
@@ -136,6 +159,7 @@ class OptimizerShards:
     Attributes:
         optimizer: The user's.
         shards: What is this rank's at present.
+        left: State that an earlier plan has left for the next one; None: nothing.
         pieces: This rank's, bucket by bucket.
         device: Where the parameters were when the plan began, which is where ranks meet for their
             state; after a fit Lightning moves them to the CPU.
@@ -144,9 +168,11 @@ class OptimizerShards:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.shards = Shards(FlatBuffers([], []), (), (), {}, defaultdict(dict))
         self.pieces: Sequence[Piece] = ()
-        self.device = torch.device("cpu")
+        self.left: SpreadState | None = None
+        self.shards = _no_shards()
+        held = (one for group in optimizer.param_groups for one in group["params"])
+        self.device = next((one.device for one in held), torch.device("cpu"))
         self.stepped_early: set[int] = set()
         # Which parameters have a mean gradient.
         self._used: Sequence[bool] = ()
@@ -161,6 +187,7 @@ class OptimizerShards:
         self, buffers: FlatBuffers, parameters: Sequence[Parameter], rank: int, world_size: int
     ) -> None:
         """Takes over this rank's pieces of the optimizer's parameters."""
+        self.left = None
         in_bucket = {
             bucket.number: shard_pieces(bucket, rank, world_size) for bucket in buffers.buckets
         }
@@ -197,6 +224,10 @@ class OptimizerShards:
         if piece.has_master and (state or piece.was_stepped):
             return {**state, MASTER_KEY: piece.parameter}
         return state
+
+    def leave(self, left: SpreadState | None) -> None:
+        """Lets go of the pieces, whose plan has ended; `left` is what is kept of their state."""
+        self.pieces, self.left, self.shards = (), left, _no_shards()
 
     def remove_hooks(self) -> None:
         """Gives the optimizer's methods back their ordinary meaning."""
@@ -424,7 +455,8 @@ class ShardedOptimizer(OptimizerShards):
 
     def _warn_of_shards(self, optimizer: Optimizer) -> None:
         """Whoever wants the whole state lends it to `optimizer` while asking, see `packed`."""
-        has_shards, is_lent = (any(s.values()) for s in (self.shards.state, optimizer.state))
+        own: Mapping[Any, Any] = self.shards.state if self.left is None else self.left.entries
+        has_shards, is_lent = (any(s.values()) for s in (own, optimizer.state))
         if has_shards and not is_lent and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -440,6 +472,9 @@ class ShardedOptimizer(OptimizerShards):
 
     @torch.no_grad()
     def _on_loaded(self, optimizer: Optimizer) -> None:
+        if self.left is not None:
+            # It is of other weights.
+            self.left = SpreadState({}, ())
         self._was_loaded = True
         loaded, self._loading = self._loading, None
         if loaded is not None:

@@ -6,6 +6,7 @@ The engine does the work (`engine/pipeline.py`); here is when Lightning asks for
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -21,6 +22,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -208,8 +210,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         assert self.model is not None
         refusals.check_optimizers(self.optimizers, self.precision_plugin)
         before = self._pipeline.parts if self._pipeline is not None else ()
-        parts = [part for part in before if part.optimizer in self.optimizers]
-        states = [part.optimizer_state_dict() for part in parts]
         collectives = new_collectives(
             self.root_device, self._timeout, sends_rows=self._options.codec is not None
         )
@@ -221,8 +221,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             "follow a change of the optimizers, which all ranks must make before the same step",
             timeout_s=(self._timeout or NO_TIMEOUT).total_seconds() / 2,
         )
-        for part, state in zip(parts, states, strict=True):
-            part.optimizer.load_state_dict(state)
+        for part in self._pipeline.parts:
+            part.inherit([one for one in before if one.optimizer is part.optimizer])
         self._insert_guards(trainer)
         self._connect(trainer)
         if self._stop is not None:
@@ -374,7 +374,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state in torch's format: whole on every rank, or for a folder. Collective, blocks."""
+        """The state in torch's format: whole on every rank, or for a folder. Collective, blocks.
+
+        For a checkpoint that the trainer writes it is whole on rank 0 alone.
+        """
         optimizer = unwrapped(optimizer)
         if self._pipeline is None or optimizer not in self._pipeline.optimizers:
             return super().optimizer_state(optimizer)
@@ -386,7 +389,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             board.agree("collect the whole optimizer state", f"step {step}")
         if self._saves_folders:
             return self._pipeline.of(optimizer).sharded_state_dict()
-        return self._pipeline.of(optimizer).optimizer_state_dict()
+        # Rank 0 writes: others would hold as much for nothing.
+        is_saving = sys._getframe(1).f_code is _CheckpointConnector.dump_checkpoint.__code__
+        return self._pipeline.of(optimizer).optimizer_state_dict(on_rank_0=is_saving)
 
     @override
     def save_checkpoint(

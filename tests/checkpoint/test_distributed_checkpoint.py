@@ -219,7 +219,7 @@ def _sharded_state_gathers_nothing() -> None:
         for piece in part.stepper.pieces
         for value in part.stepper.state_of(piece).values()
     }
-    state = sharded_state(part.stepper, part.parameters, part._collectives)
+    state = sharded_state(part.stepper, part._collectives)
     assert part._collectives.ledger.total_bytes == sent_before
     chunks = [chunk for _, chunks in state.chunks for chunk in chunks]
     assert len(chunks) > len(list(model.parameters()))

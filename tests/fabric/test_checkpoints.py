@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_dear.checkpoint.format import FORMAT, KEY, MASTER_KEY
+from lightning_dear.engine.step import OptimizerPipeline
 from tests.distributed.harness import distributed, run_ranks
 from tests.fabric.running import STRATEGIES, dear, new_fabric
 from tests.lightning.fitting import assert_same, assert_same_optimizer, poison_until_waited
@@ -97,6 +99,26 @@ def test_the_file_is_an_ordinary_one(tmp_path: Path) -> None:
     assert list(ours["model"]) == list(theirs["model"])
     assert_same(ours["model"].values(), theirs["model"].values(), "weights")
     assert_same_optimizer(ours["optimizer"], theirs["optimizer"])
+
+
+def _save_and_look(file: Path) -> list[bool]:
+    """Whether state is on the meta device: for the file, and as one asks for it."""
+    asked: list[bool] = []
+    whole = OptimizerPipeline.optimizer_state_dict
+
+    def noted(part: OptimizerPipeline, **options: Any) -> dict[str, Any]:
+        state = whole(part, **options)
+        asked.append(state["state"][0]["exp_avg"].is_meta)
+        return state
+
+    with mock.patch.object(OptimizerPipeline, "optimizer_state_dict", noted):
+        _train("dear", 0, 1, save=file)
+    return asked
+
+
+def test_a_file_is_whole_on_rank_0_and_what_one_asks_for_is_so_on_all(tmp_path: Path) -> None:
+    seen = run_ranks(_save_and_look, 2, tmp_path / "file")
+    assert seen == [[False, False], [True, False]]
 
 
 def test_masters_survive(tmp_path: Path) -> None:

@@ -94,6 +94,29 @@ def test_a_checkpoint_saved_after_fit(tmp_path: Path) -> None:
     assert_same_optimizer(ours["optimizer_states"][0], theirs["optimizer_states"][0])
 
 
+class _Looking(Callback):
+    """Keeps what each rank has in a checkpoint, and what it is given if it asks itself."""
+
+    seen: Any = None
+
+    def on_save_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
+        asked = trainer.strategy.optimizer_state(trainer.optimizers[0])
+        self.seen = checkpoint["optimizer_states"][0]["state"], asked["state"]
+
+
+@distributed(world_sizes=[2])
+def test_a_checkpoint_is_whole_on_rank_0_and_what_one_asks_for_is_so_on_all(tmp_path: Path) -> None:
+    looking = _Looking()
+    trainer = fit(dear(), Net("mlp", "adamw"), looking)
+    trainer.save_checkpoint(tmp_path / "file")
+    in_checkpoint, asked = looking.seen
+    file = torch.load(tmp_path / "file")["optimizer_states"][0]["state"]
+    assert asked.keys() == in_checkpoint.keys() == file.keys()
+    for number, entries in file.items():
+        assert torch.equal(asked[number]["exp_avg"], entries["exp_avg"])
+        assert in_checkpoint[number]["exp_avg"].is_meta == (trainer.global_rank == 1)
+
+
 class _Stop(Callback):
     """Raises behind a step, on every rank."""
 

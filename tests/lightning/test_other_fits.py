@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import STRATEGIES, assert_same, dear, fit
-from tests.lightning.nets import Net, copies
+from tests.lightning.nets import Net, copies, data
 
 
 @distributed(world_sizes=[1])
@@ -31,6 +31,27 @@ def test_a_module_trains_on_under_another_strategy() -> None:
         fit(strategy(), nets[name])
         fit(STRATEGIES["ddp"](), nets[name])
         fit(strategy(), nets[name])
+    assert_same(nets["dear"].losses, nets["ddp"].losses, "loss")
+    assert_same(copies(nets["dear"]), copies(nets["ddp"]), "weights")
+
+
+class _KeepingOptimizer(Net):
+    """Trains with the same optimizer in every fit."""
+
+    optimizer: Any = None
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = self.optimizer or super().configure_optimizers()
+        return self.optimizer
+
+
+@distributed(world_sizes=[2])
+def test_a_second_fit_with_the_same_optimizer_goes_on_with_its_state() -> None:
+    nets = {name: _KeepingOptimizer("mlp", "adamw") for name in STRATEGIES}
+    for name, strategy in STRATEGIES.items():
+        trainer = fit(strategy(), nets[name])
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(nets[name], data())
     assert_same(nets["dear"].losses, nets["ddp"].losses, "loss")
     assert_same(copies(nets["dear"]), copies(nets["ddp"]), "weights")
 

@@ -202,7 +202,7 @@ CODED = [
     ),
     Mutation(
         "residuals that move to the next plan",
-        "PlanLifecycle._put_state_together",
+        "PlanLifecycle._leave_plan",
         "            self.residuals.release()\n",
         "",
         (f"{ENGINE}::test_the_same_with_another_plan_in_mid_run",),

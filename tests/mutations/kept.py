@@ -8,6 +8,8 @@ DTYPE = "tests/checkpoint/test_default_dtype.py"
 SAME = f"{DTYPE}::test_training_is_the_same_within_any_default_dtype"
 SHORT = "test_a_stranger_with_a_small_rate_passes_within_a_short_default_dtype"
 UNUSED = "tests/exchange/test_lagging_unused.py"
+MEMORY = "tests/checkpoint/test_memory.py"
+PEAKS = f"{MEMORY}::test_memory_of_a_checkpoint_and_of_other_plans"
 
 KEPT = [
     Mutation(
@@ -110,5 +112,26 @@ KEPT = [
             "tests/exchange/test_lagging_unused.py"
             "::test_a_gradient_that_a_hook_clears_on_one_rank_is_stepped_on_all",
         ),
+    ),
+    Mutation(
+        "a checkpoint's state on rank 0 alone",
+        "gathered",
+        "collectives.rank == 0 or not on_rank_0,",
+        "True,",
+        (f"{MEMORY}::test_others_than_rank_0_keep_descriptions_of_what_a_checkpoint_takes",),
+    ),
+    Mutation(
+        "letting go of state that is sent",
+        "move",
+        "            item.have.clear()\n",
+        "            pass\n",
+        (PEAKS,),
+    ),
+    Mutation(
+        "letting go of a plan's buffers before the parameters get others",
+        "PlanLifecycle._release_active",
+        "        self.active = None\n        for",
+        "        for",
+        (PEAKS,),
     ),
 ]

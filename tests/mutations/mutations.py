@@ -63,7 +63,7 @@ STRATEGY = [
     Mutation(
         "whole optimizer state in checkpoints",
         "DearStrategy.optimizer_state",
-        "        return self._pipeline.of(optimizer).optimizer_state_dict()\n",
+        "        return self._pipeline.of(optimizer).optimizer_state_dict(on_rank_0=is_saving)\n",
         "        return super().optimizer_state(optimizer)\n",
         ("tests/lightning/test_checkpoints.py",),
     ),

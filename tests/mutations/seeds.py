@@ -30,9 +30,9 @@ SEEDS = [
     ),
     Mutation(
         "the seed in a checkpoint's folder",
-        "_as_saved",
-        "dict(residuals.counts), residuals.seed\n",
-        "dict(residuals.counts), 0\n",
+        "checkpoint.residuals:sharded",
+        "dict(whole.counts), whole.seed\n",
+        "dict(whole.counts), 0\n",
         (f"{TESTS}::test_a_resumed_run_keeps_the_seed",),
     ),
     Mutation(

@@ -87,7 +87,7 @@ WAITS = [
     ),
     Mutation(
         "completing parameters before a new plan",
-        "PlanLifecycle._put_state_together",
+        "PlanLifecycle._leave_plan",
         '        self.active.gatherer.complete(reason="re-plan")\n',
         "",
         (
@@ -225,9 +225,10 @@ GUARDS = [
     ),
     Mutation(
         "what a compressor has left to be sent, for another optimizer",
-        "Pipeline.use_optimizers",
-        "            part.plans.residuals.inherit(residuals)\n",
-        "            pass\n",
+        "OptimizerPipeline.inherit",
+        "        self.plans.residuals.inherit("
+        "[one.plans.residuals for one in others], goes_on=goes_on)\n",
+        "",
         (f"{EXCHANGED}::test_what_a_compressor_has_left_to_be_sent_is_not_lost",),
     ),
     Mutation(

@@ -199,7 +199,7 @@ FEATURES = (
         trainer={"max_epochs": 3},
         num_batches=2,
         check=_every_epoch_trains,
-        remark="on all ranks, before a training step; state is kept, whole, on every rank",
+        remark="on all ranks, before a training step; state is kept, whole for one that leaves",
     ),
     row(
         name="other parameters put into an optimizer's groups",
