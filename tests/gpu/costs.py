@@ -10,6 +10,7 @@ Prints the tables of docs/gpus.md.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import platform
@@ -180,7 +181,10 @@ class Case:
 
 
 def new_training(
-    case: Case, num_buckets: int, device: torch.device = META
+    case: Case,
+    num_buckets: int,
+    device: torch.device = META,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
 ) -> tuple[nn.Module, torch.optim.Optimizer, Pipeline]:
     """A model of so many buckets, its optimizer, and what trains it."""
     is_matrix = case.codec is not None and case.codec.name == "powersgd"
@@ -188,15 +192,15 @@ def new_training(
     if is_matrix:
         sizes = [(1024, 1024)] * num_buckets
     model = ManyTensors(sizes, case.dtype, device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    made = optimizer(model.parameters(), lr=0.1, foreach=True)  # type: ignore[call-arg]
     gather = case.gather or default_gather(case.codec)
     options = ExchangeOptions(gather, codec=case.codec)
     megabytes = BUCKET_MB * case.dtype.itemsize / 4
     fusion = ThresholdFusion(bucket_cap_mb=megabytes, first_bucket_cap_mb=megabytes)
     pipeline = Pipeline(
-        model, [optimizer], Pretended(device), fusion, broadcast_buffers=False, options=options
+        model, [made], Pretended(device), fusion, broadcast_buffers=False, options=options
     )
-    return model, optimizer, pipeline
+    return model, made, pipeline
 
 
 def count(case: Case, num_buckets: int) -> tuple[Kernels, int]:
@@ -263,7 +267,7 @@ def on_meta() -> Iterator[None]:
 
 
 PHASES = ("backward", "step", "forward")
-COLUMNS = (*PHASES, "**a bucket**", "writes", "additions", "a step", "clipping", "calls")
+COLUMNS = (*PHASES, "**a bucket**", "writes", "sums", "a step", "clipping", "calls", "bytes")
 
 
 def row(title: str, case: Case) -> str:
@@ -278,7 +282,11 @@ def row(title: str, case: Case) -> str:
     once = sum(many.counts["engine", one] for one in PHASES) - 6 * sum(own)
     others = [sum(a_bucket(who, one) for one in PHASES) for who in ("writes", "additions")]
     clipping = many.counts["engine", "clipping"]
-    cells = [f"{one:.3g}" for one in (*own, sum(own), *others, once, clipping, calls)]
+    gc.collect()
+    # It has momentum of its own.
+    held = held_bytes(case) if title != "`dgc`" else math.nan
+    figures = *own, sum(own), *others, once, clipping, calls
+    cells = [*(f"{one:.3g}" for one in figures), f"{held:.1f}"]
     return "| " + " | ".join([title, *cells]) + " |"
 
 
@@ -295,6 +303,34 @@ def cases() -> dict[str, Case]:
     codecs: dict[str, Case] = {f"`{name}`": Case(resolve(name)) for name in named}
     last = {"`powersgd`": Case(resolve("powersgd")), "`oktopk`": Case(OkTopk(mode="static"))}
     return {**dense, **codecs, **last}
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def held_bytes(case: Case) -> float:
+    """Bytes a parameter that a rank has after a backward with AdamW, communicators apart."""
+    model, _, pipeline = new_training(case, 2, optimizer=torch.optim.AdamW)
+    (part,) = pipeline.parts
+    for step in range(3):
+        with pipeline.forward():
+            loss = model()
+        part.optimizer.zero_grad()
+        with pipeline.backward():
+            loss.backward()
+        if step < 2:
+            part.optimizer.step()
+    del loss
+    found: dict[int, int] = {}
+    for one in gc.get_objects():
+        if isinstance(one, Tensor) and one.device == META:
+            for tensor in (one, one.grad if one.is_leaf else None):
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    found[storage._cdata] = storage.nbytes()
+    num_parameters = sum(one.numel() for one in model.parameters())
+    pipeline.abandon()
+    return sum(found.values()) / num_parameters
 
 
 # --- the host -----------------------------------------------------------------------------------
