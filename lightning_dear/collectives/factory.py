@@ -52,7 +52,8 @@ def new_collectives(
             f"strategy='dear' cannot send parameters on {device} through gloo;"
             " use process_group_backend='nccl'."
         )
-    reduce_group, gather_group, *others = _process_groups(timeout, backend)
+    groups, sends_rows = _process_groups(timeout, backend, sends_rows=sends_rows)
+    reduce_group, gather_group, *others = groups
     rank, world_size = dist.get_rank(), dist.get_world_size()
     collectives: Collectives
     if backend == "gloo":
@@ -65,7 +66,6 @@ def new_collectives(
         calls = DelayedSends(delay_s) if delay_s else dist
         collectives = PairwiseCollectives(reduce_group, gather_group, rank, world_size, calls)
     else:
-        groups = reduce_group, gather_group, others[0]
         collectives = NativeCollectives(*groups, rank, world_size, streams=streams)
     _connect(collectives, device, sends_rows=sends_rows)
     return collectives
@@ -85,18 +85,21 @@ def _backend_of(device: torch.device) -> str:
     return name
 
 
-def _process_groups(timeout: timedelta | None, backend: str) -> list[Any]:
+def _process_groups(
+    timeout: timedelta | None, backend: str, *, sends_rows: bool
+) -> tuple[list[Any], bool]:
+    """The groups, and whether any rank sends rows."""
     default_group, groups = reusable_groups.get(timeout, (None, []))
-    can_reuse: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(can_reuse, default_group is dist.group.WORLD)
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (default_group is dist.group.WORLD, sends_rows))
     # All or none: making a group is collective, and who reused its own would not come.
-    if not all(can_reuse):
+    if not all(can_reuse for can_reuse, _ in said):
         groups = [_new_group(timeout, backend) for _ in range(2)]
         if backend != "gloo":
             groups.append(dist.new_group(timeout=timeout, backend="gloo"))
         reusable_groups.clear()
         reusable_groups[timeout] = dist.group.WORLD, groups
-    return groups
+    return groups, any(sends for _, sends in said)
 
 
 def _new_group(timeout: timedelta | None, backend: str) -> Any:

@@ -71,7 +71,7 @@ class CudaStreams(Streams):
     @override
     def lead_readers(self) -> None:
         current = self.current()
-        for reader in self.readers:
+        for reader in tuple(self.readers):
             if reader != current:
                 reader.wait_stream(current)
 

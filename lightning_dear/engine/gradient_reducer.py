@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear.bucket import FlatBuffers
+from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Work
 from lightning_dear.engine.shared_options import SharedOptions
@@ -22,6 +22,28 @@ from lightning_dear.engine.trained_parameters import sparse_gradient
 from lightning_dear.exchange import Exchange
 from lightning_dear.planning.plan import BucketPlan
 from lightning_dear.torch_modes import saves_calls
+
+
+def _references_of_a_local() -> int:
+    only_here = object()
+    return getrefcount(only_here)
+
+
+_OF_A_LOCAL = _references_of_a_local()
+"""Differs between versions of Python."""
+
+_MOST_IN_CACHE, _MOST_IN_BUCKET, _MOST_BESIDE = 1 << 12, 1 << 24, 1 << 20
+
+
+def _most_held(bucket: Bucket) -> int:
+    """Most elements of a gradient that is held until its bucket is full.
+
+    On a CPU those that are copied in less time than a call takes: longer ones would leave the cache
+    before. Elsewhere any, but where a bucket's gradients would take much memory.
+    """
+    if not saves_calls(bucket.parameters.device):
+        return _MOST_IN_CACHE
+    return _MOST_BESIDE if bucket.parameters.numel() > _MOST_IN_BUCKET else _MOST_IN_BUCKET
 
 
 @dataclass
@@ -37,7 +59,6 @@ class _Round:
         arrivals: Bucket number -> an early bucket's arrival.
         streams: On which gradients were written.
         kept: Gradients that were copied on another stream, until the round is over.
-        num_full: How many buckets lack nothing.
     """
 
     num_calls: list[int]
@@ -48,7 +69,6 @@ class _Round:
     arrivals: dict[int, Future[None]] = field(default_factory=dict)
     streams: set[Any] = field(default_factory=set)
     kept: list[Tensor] = field(default_factory=list)
-    num_full: int = 0
 
 
 class GradientReducer:
@@ -103,11 +123,11 @@ class GradientReducer:
         turns = {number: turn for turn, number in enumerate(plan.reduce_order)}
         # Buckets are launched in this order, and so that many launched ones have a parameter's.
         self._turns = [min(map(turns.__getitem__, one.buckets)) for one in buffers.placements]
-        # On a CPU those that are copied in less time than a call takes: longer ones would leave the
-        # cache before their bucket is full.
-        most = 1 << (62 if saves_calls(buffers.buckets[0].parameters.device) else 12)
-        wholes = ((one.parameter.numel(), len(one.buckets)) for one in buffers.placements)
-        self._may_be_held = [numel <= most and count == 1 for numel, count in wholes]
+        most = [_most_held(bucket) for bucket in buffers.buckets]
+        self._may_be_held = [
+            len(one.buckets) == 1 and one.parameter.numel() <= most[one.buckets[0]]
+            for one in buffers.placements
+        ]
         self._waiter = Background("dear-early-steps")
         self.wishes = self.granted = False
         self.reset()
@@ -162,7 +182,7 @@ class GradientReducer:
             return
         round_.streams.add(self._collectives.streams.current())
         self._collect(index)
-        if launches and round_.num_full > len(round_.works):
+        if launches:
             self._launch_ready()
 
     def check_was_complete(self, index: int) -> None:
@@ -200,9 +220,10 @@ class GradientReducer:
         if home is not None:
             parameter.grad = None
             # Else it is refused or converted, or somebody who has it too may change it until then.
-            is_ours = not gradient.requires_grad and getrefcount(gradient) <= 2
+            is_ours = not gradient.requires_grad and getrefcount(gradient) <= _OF_A_LOCAL
             if not is_first:
                 self._copy_held(placement.buckets[0])
+                self._collectives.streams.follow(round_.streams)
                 home.add_(gradient, alpha=self._scale)
             elif is_ours and self._may_be_held[index] and gradient.dtype == home.dtype:
                 round_.held.setdefault(placement.buckets[0], []).append((home, gradient))
@@ -213,7 +234,6 @@ class GradientReducer:
             for number in placement.buckets:
                 round_.missing[number] -= 1
                 if not round_.missing[number]:
-                    round_.num_full += 1
                     self._copy_held(number)
 
     def _copy_held(self, number: int) -> None:
@@ -229,7 +249,8 @@ class GradientReducer:
         else:
             torch._foreach_copy_(homes, torch._foreach_mul(gradients, self._scale))
         # Of several streams, one must not write yet to what another one reads.
-        self._round.kept += gradients if len(self._round.streams) > 1 else []
+        streams = self._round.streams | self._collectives.streams.readers
+        self._round.kept += gradients if len(streams) > 1 else []
 
     def _launch_ready(self) -> None:
         while len(self._round.works) < len(self._order):
@@ -288,6 +309,8 @@ class GradientReducer:
             for used, said, placement in zip(self._used, said_by_any, self._placements, strict=True)
         ]
         self._num_rounds += 1
+        # Those that have made the gradients may use the memory of these again.
+        self._collectives.streams.lead_readers()
         self._start_round()
         return LATE in said_by_any
 
@@ -305,11 +328,12 @@ class GradientReducer:
     def _collect_rest(self) -> list[int]:
         says = []
         for index, placement in enumerate(self._placements):
-            gradient = placement.parameter.grad
-            if gradient is not None and len(self._round.works) > self._turns[index]:
+            # Nobody but the parameter refers to it here: so it may be held.
+            has_one = placement.parameter.grad is not None
+            if has_one and len(self._round.works) > self._turns[index]:
                 says.append(LATE)
                 continue
-            if gradient is not None:
+            if has_one:
                 self._collect(index)
             elif not self._round.collected[index] and placement.gradient is not None:
                 placement.gradient.zero_()

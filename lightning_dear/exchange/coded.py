@@ -239,7 +239,11 @@ class CodedBucket(CompressedBucket):
             row[:, part].zero_()
         if lags:
             # An update that is not finite shows on all ranks: codecs send nan, but inf not always.
-            row.add_(largest_of(row), alpha=0.0)
+            largest = largest_of(row)
+            if is_nan is not None:
+                # Of means that are nan an optimizer that steps by signs makes none.
+                largest.masked_fill_(is_nan, math.nan)
+            row.add_(largest, alpha=0.0)
         row.view(-1).index_fill_(0, self._own_padding, 0.0)
         own = self.outgoing[self._collectives.rank : self._collectives.rank + 1]
         encoded = self._encode("gather", row, own)

@@ -148,9 +148,6 @@ class StopRequest:
                 try:
                     heard = max(collectives.all_gather_object(self.asked))
                 except RuntimeError as error:
-                    if not collectives.reads_flags_freely:
-                        # There all ranks ask before every batch.
-                        raise
                     raise RuntimeError(
                         "This rank has made no step of late and asks whether all are to stop;"
                         " nobody answers. If others made one, that is why: let no rank leave out a"

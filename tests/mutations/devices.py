@@ -47,7 +47,7 @@ DEVICES = [
     Mutation(
         "keeping gradients that are copied on another stream",
         "GradientReducer._copy_held",
-        "        self._round.kept += gradients if len(self._round.streams) > 1 else []\n",
+        "        self._round.kept += gradients if len(streams) > 1 else []\n",
         "",
         (f"{STREAMS}::test_branches_on_two_streams_that_share_a_bucket",),
     ),

@@ -169,7 +169,7 @@ class Collective:
     ) -> None:
         self.op, self.communicator, self.sizes = op, communicator, sizes
         # Where sizes are told, each rank has its own.
-        self.shape = source.dtype, None if sizes else tuple(source.shape)
+        self.shape = source.dtype, tuple(source.shape) if sizes is None else None
         self.name = f"{op} {communicator.num_launched} of '{communicator.name}'"
         self._key = communicator.name, communicator.num_launched
         # Torch keeps both until this rank has waited for the work, whatever its caller does.
@@ -186,9 +186,8 @@ class Collective:
         assert target is not None
         device, stream = communicator.device, communicator.stream
         device.put(source, target)
-        device.launches.append(
-            f"{self.op} of {source.numel()} {source.dtype} in '{communicator.name}'"
-        )
+        many = source.numel() if self.sizes is None else "parts"
+        device.launches.append(f"{self.op} of {many} {source.dtype} in '{communicator.name}'")
         stream.wait_stream(device.current)
         device.run(stream, self.name, [extent_of(source)], [extent_of(target)])
         self.clock = dict(stream.clock)
@@ -234,7 +233,7 @@ def _carry_out(everybody: dict[int, Collective]) -> None:
     ranks = range(len(everybody))
     with unseen():
         sources: list[Any] = [everybody[rank].source for rank in ranks]
-        if everybody[0].sizes:
+        if everybody[0].sizes is not None:
             sources = [one.split(everybody[rank].sizes) for rank, one in enumerate(sources)]
         results = RESULTS[everybody[0].op](sources)
     for rank in ranks:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import CudaStreams
-from lightning_dear.compression import Int8, RandomK
+from lightning_dear.compression import Bf16, Codec, Int8, RandomK
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import ThresholdFusion
@@ -187,6 +187,22 @@ def test_state_that_is_saved_in_inference_mode_after_it_was_loaded(
     found.check()
     if options is None:
         assert all(map(torch.equal, found.results[0], reference(training, 2)))
+
+
+@pytest.mark.parametrize("codec", [Bf16(), Int8()], ids=lambda one: one.name)
+def test_nan_of_one_rank_shows_in_all_weights_of_an_optimizer_that_steps_by_signs(
+    codec: Codec,
+) -> None:
+    training = Training(optimizer="signs", options=ExchangeOptions("parameters", codec=codec))
+
+    def spoil(trained: OnDevice, step: int) -> None:
+        if step == FIRST_STEADY and trained.rank.number:
+            for parameter in trained.model.parameters():
+                parameter.register_hook(lambda gradient: gradient * torch.nan)
+
+    found = on_simulated_cuda(lambda rank: train(training, rank, hook=spoil), 2)
+    for found_weights in found.results:
+        assert all(bool(one.isnan().all()) for one in found_weights)
 
 
 @pytest.mark.parametrize("has_timeline", [False, True])

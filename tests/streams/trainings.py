@@ -56,7 +56,8 @@ class Training:
 
     Attributes:
         model: Its name.
-        optimizer: Its name; "plain": SGD without momentum; "two": one for matrices, and another.
+        optimizer: Its name; "plain": SGD without momentum; "signs": Rprop; "two": one for matrices,
+            and another.
         options: What travels.
         dtype: Of the parameters.
         num_batches: Of each step, whose gradients add up.
@@ -103,6 +104,8 @@ def optimizers_for(name: str, model: nn.Module) -> list[Optimizer]:
     parameters = list(model.parameters())
     if name == "plain":
         return [torch.optim.SGD(parameters, lr=0.05)]
+    if name == "signs":
+        return [torch.optim.Rprop(parameters, lr=0.01)]
     if name == "two":
         return [
             torch.optim.SGD([p for p in parameters if p.ndim > 1], lr=0.05, momentum=0.9),
