@@ -122,9 +122,11 @@ def move(
     ]
     everyones = collectives.all_gather_object((extents, free_bytes(home)))
     transfers = list(_transfers([own for own, _ in everyones]))
+    needs: Counter[int] = Counter()
+    for one in transfers:
+        needs[one.target] += one.nbytes if is_copy or one.source != one.target else 0
     for rank, (_, free) in enumerate(everyones if collectives.rank == 0 else ()):
-        new = (one for one in transfers if one.target == rank and (is_copy or one.source != rank))
-        if free is not None and (needed := sum(one.nbytes for one in new)) > free:
+        if free is not None and (needed := needs[rank]) > free:
             warnings.warn(
                 f"Rank {rank} needs {needed:,} bytes of {home.type} memory for {what}. About"
                 f" {free:,} are free, so that it may run out of memory now.",
@@ -137,14 +139,17 @@ def move(
             item.have.clear()
         done = together[-1].item
     for item in items:
-        # Also where nobody had anything.
+        # Also where nobody had anything, or wants it.
         _ = [wanted.values for wanted in item.want]
+        if not is_copy:
+            item.have.clear()
 
 
 def _transfers(everyones: Sequence[Extents]) -> Iterator[_Transfer]:
     """What has to go where, item by item; the same on all ranks."""
+    ranks = len(everyones)
     for item, extents in enumerate(zip(*everyones, strict=True)):
-        itemsize = extents[0][0]
+        itemsize, transfers = extents[0][0], list[_Transfer]()
         holders: dict[tuple[int, int], dict[int, int]] = {}
         for source, (_, has, _) in enumerate(extents):
             for have, part in enumerate(has):
@@ -154,12 +159,16 @@ def _transfers(everyones: Sequence[Extents]) -> Iterator[_Transfer]:
         for target, (_, _, wants) in enumerate(extents):
             for want, (start, stop) in enumerate(wants):
                 for part in parts[bisect_right(stops, start) :]:
+                    if part[0] >= stop:
+                        break
                     source = target if target in holders[part] else min(holders[part])
                     way = item, source, holders[part][source], target, want
                     end, step = min(stop, part[1]), ROUND_BYTES // itemsize
                     for begin in range(max(start, part[0]), end, step):
                         last = min(begin + step, end)
-                        yield _Transfer(*way, begin, last, (last - begin) * itemsize)
+                        transfers.append(_Transfer(*way, begin, last, (last - begin) * itemsize))
+        # In turns, so that all ranks send at once.
+        yield from sorted(transfers, key=lambda one: ((one.target - one.source) % ranks, one.start))
 
 
 def _rounds(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:

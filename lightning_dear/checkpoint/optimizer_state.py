@@ -68,7 +68,8 @@ class ShardedState(dict[str, Any]):
         raise TypeError(
             "This optimizer state is sharded, or whole on rank 0 alone, and cannot be pickled,"
             " copied or loaded: save it with trainer.save_checkpoint on all ranks. Without"
-            " save_distributed_checkpoint=True strategy.optimizer_state(optimizer) is whole on all."
+            " save_distributed_checkpoint=True strategy.optimizer_state(optimizer,"
+            " on_all_ranks=True) is whole on all."
         )
 
     @override
@@ -115,8 +116,8 @@ def spread_state(sharded: OptimizerShards, collectives: Collectives) -> SpreadSt
     entries: dict[Parameter, dict[str, Any]] = {}
     chunks: list[tuple[Tensor, list[Chunk]]] = []
     for index, own in sorted(merged.items()):
-        like = sharded.shards.parameters[index]
-        entries[like] = {key: _restored(value, like) for key, value in own.items()}
+        like, layout = sharded.shards.parameters[index], sharded.shards.layouts[index]
+        entries[like] = {key: _restored(value, like, *layout) for key, value in own.items()}
         for key, value in entries[like].items():
             if _is_stand_in(value):
                 here = [(piece.start, own[key]) for piece, own in parts[index] if key in own]
@@ -134,17 +135,17 @@ def sharded_state(sharded: OptimizerShards, collectives: Collectives) -> Sharded
 
 @torch.no_grad()
 def gathered(
-    state: dict[str, Any], collectives: Collectives, device: torch.device, *, on_rank_0: bool
+    state: ShardedState, collectives: Collectives, device: torch.device, *, on_rank_0: bool
 ) -> dict[str, Any]:
     """`state` with whole tensors, on the CPU, where it was sharded. Collective, blocks.
 
     Args:
-        state: What `sharded_state` returns, or what is whole already.
+        state: What `sharded_state` returns.
         collectives: Of the pipeline.
         device: Where ranks meet.
         on_rank_0: Whether other ranks get a `ShardedState` that nobody can save, instead.
     """
-    if not isinstance(state, ShardedState) or not state.chunks:
+    if not state.chunks:
         return dict(state)
     holds, cpu = collectives.rank == 0 or not on_rank_0, torch.device("cpu")
     whole: dict[int, Tensor] = {}
@@ -197,13 +198,14 @@ def hand_on(
     items: list[Item] = []
     new: list[tuple[Piece, dict[str, Any]]] = []
     for parameter, described in left.entries.items():
+        _check_layout(parameter, described)
         places = [(piece, dict.fromkeys(described)) for piece in pieces[parameter]]
         for key, value in described.items():
             want = [wanted for place in places for wanted in _wanted(key, value, *place)]
             if _is_stand_in(value):
                 items.append(Item(value.dtype, chunks[id(value)], want))
         new += places
-    device, what = sharded.device, "another plan of buckets, which fusion='threshold' never makes"
+    device, what = sharded.device, "state that it owns from now on; fusion='threshold' keeps plans"
     move(items, collectives, device, device, what)
     had_master: set[bool] = set()
     for piece, own in new:
@@ -218,6 +220,18 @@ def hand_on(
         if own:
             state[piece.parameter] = own
     return AdoptedState(True in had_master, False in had_master)
+
+
+def _check_layout(parameter: Parameter, described: Mapping[str, Any]) -> None:
+    def layout(one: Tensor) -> list[tuple[int, int]]:
+        return [own for own in zip(one.shape, one.stride(), strict=True) if own[0] != 1]
+
+    if any(_is_stand_in(one) and layout(one) != layout(parameter) for one in described.values()):
+        raise ValueError(
+            f"A parameter of shape {tuple(parameter.shape)} has another shape or memory format than"
+            " when its optimizer's state was made. Change these before the first fit, or with"
+            " another optimizer; or save a checkpoint first, and resume from that."
+        )
 
 
 def _wanted(key: str, value: Any, piece: Piece, own: dict[str, Any]) -> list[Wanted]:
@@ -271,10 +285,10 @@ def _described(value: Any, piece: Piece) -> Any:
     return Scalar(value.cpu(), value.device.type == "cpu")
 
 
-def _restored(value: Any, like: Tensor) -> Any:
+def _restored(value: Any, like: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Any:
     """What was described, where it came from; a stand-in for what has a number for each element."""
     if isinstance(value, PerElement):
-        return torch.empty_like(like, dtype=value.dtype, device="meta", requires_grad=False)
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
     if isinstance(value, Scalar):
         return value.value.to("cpu" if value.is_on_cpu else like.device, copy=True)
     return value

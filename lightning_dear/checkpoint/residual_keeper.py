@@ -227,7 +227,7 @@ class ResidualKeeper:
 
     # --- into and out of state dicts ------------------------------------------------------------
 
-    def add_to_sharded(self, state: dict[str, Any]) -> dict[str, Any]:
+    def add_to_sharded(self, state: ShardedState) -> ShardedState:
         """`state` with this rank's chunks of all residuals, if there are any. Local.
 
         And whose it is; mutated.
@@ -238,8 +238,7 @@ class ResidualKeeper:
         held, numbers = self._held or Residuals(), self._numbers()
         whole = self._common().joined(held.of(lambda one: one in numbers))
         own, chunks = residuals.sharded(self._parts(), whole, numbers, self._collectives)
-        before = state if isinstance(state, ShardedState) else ShardedState(state, (), ())
-        return ShardedState({**before, KEY: own}, (*before.chunks, *chunks), before.parameters)
+        return ShardedState({**state, KEY: own}, (*state.chunks, *chunks), state.parameters)
 
     def _numbers(self) -> dict[Tensor, int]:
         """Parameter -> its number in the optimizer's state dict."""

@@ -66,7 +66,9 @@ def new_collectives(
         calls = DelayedSends(delay_s) if delay_s else dist
         collectives = PairwiseCollectives(reduce_group, gather_group, rank, world_size, calls)
     else:
-        collectives = NativeCollectives(*groups, rank, world_size, streams=streams)
+        collectives = NativeCollectives(
+            reduce_group, gather_group, others[0], rank, world_size, streams=streams
+        )
     _connect(collectives, device, sends_rows=sends_rows)
     return collectives
 

@@ -104,6 +104,7 @@ class PlanLifecycle:
         self._on_gradient = on_gradient
         self._on_arrival = on_arrival
         self.codec: Compressor | None = None
+        self.is_moving = False
         self._start_recording()
 
     @property
@@ -329,8 +330,8 @@ class PlanLifecycle:
         State stays in shards for the next plan; masters of weights that lag behind them do not.
         """
         if self.active is not None:
-            self._leave_plan()
-            if (lagging := self.active.flat.lagging) and (left := self._stepper.left):
+            left = self._leave_plan()
+            if lagging := self.active.flat.lagging:
                 self._hand_on(left.take(MASTER_KEY))
                 self.left_weights.note(lagging)
         self.release()
@@ -349,11 +350,14 @@ class PlanLifecycle:
     def _hand_on(self, left: SpreadState) -> bool:
         """Moves state to where it is needed now; says whether masters came to pieces."""
         known = set(self._module.parameters())
+        # Should it raise, part of the state is neither here nor there.
+        self.is_moving = True
         with uncounted(self._collectives):
             moved = hand_on(left, self._stepper, known, self._collectives)
+        self.is_moving = False
         return self._tell_of_masters(moved)
 
-    def _leave_plan(self) -> None:
+    def _leave_plan(self) -> SpreadState:
         """Completes parameters; their state stays in shards. Collective, blocks."""
         assert self.active is not None
         self.active.gatherer.complete(reason="re-plan")
@@ -362,7 +366,9 @@ class PlanLifecycle:
             self.residuals.release()
         # Any stream may still read the flat buffers.
         self._collectives.streams.synchronize()
-        self._stepper.leave(spread_state(self._stepper, self._collectives))
+        left = spread_state(self._stepper, self._collectives)
+        self._stepper.leave(left)
+        return left
 
     def release(self) -> None:
         """Removes hooks and gates; parameters have storage of their own again."""

@@ -13,7 +13,12 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Placement
-from lightning_dear.checkpoint.optimizer_state import gathered, sharded_state, spread_state
+from lightning_dear.checkpoint.optimizer_state import (
+    ShardedState,
+    gathered,
+    sharded_state,
+    spread_state,
+)
 from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
@@ -632,27 +637,32 @@ class OptimizerPipeline:
         with uncounted(self._collectives):
             return gathered(state, *place, on_rank_0=on_rank_0)
 
-    def sharded_state_dict(self) -> dict[str, Any]:
+    def sharded_state_dict(self) -> ShardedState:
         """`optimizer.state_dict()`, tensors left where they are. Collective, blocks."""
         self.prepare_state()
         state = sharded_state(self.stepper, self._collectives)
         return self.plans.residuals.add_to_sharded(state)
 
     def inherit(self, others: Sequence[OptimizerPipeline], *, goes_on: bool = True) -> None:
-        """Goes on with the residuals of others, that have ended, and the same optimizer's state.
+        """Goes on with the state and the residuals of the same optimizer's training, which is over.
 
-        Before the first step; `goes_on`: see `ResidualKeeper.inherit`. Collective, blocks; raises
-        as `prepare_state`.
+        Before the first step. Collective, blocks; raises as `prepare_state`.
+
+        Args:
+            others: All trainings that are over, of which no more state is kept then.
+            goes_on: See `ResidualKeeper.inherit`; else the residuals of all others count.
         """
-        self.plans.residuals.inherit([one.plans.residuals for one in others], goes_on=goes_on)
-        for other in others:
-            if other.optimizer is self.optimizer:
-                other.prepare_state()
-                if isinstance(self.stepper, ReplicatedOptimizer):
-                    other.plans.give_back()
-                else:
-                    self.stepper.left = spread_state(other.stepper, self._collectives)
-                    other.stepper.leave(None)
+        own = [one for one in others if one.optimizer is self.optimizer]
+        givers = [one.plans.residuals for one in (own if goes_on else others)]
+        self.plans.residuals.inherit(givers, goes_on=goes_on)
+        for other in own:
+            other.prepare_state()
+            # Else what was loaded since is all there is.
+            if self.optimizer.state is other.stepper.state_at_end:
+                self.stepper.left = spread_state(other.stepper, self._collectives)
+            other.stepper.leave(None)
+        if isinstance(self.stepper, ReplicatedOptimizer):
+            self.plans.give_back()
 
     @torch.no_grad()
     def sync_replicas(self) -> None:
@@ -669,11 +679,11 @@ class OptimizerPipeline:
         Raises:
             RuntimeError: After a backward that raised when part of the state was already new.
         """
-        if self.stepper.stepped_early:
+        if self.stepper.stepped_early or self.plans.is_moving:
             raise RuntimeError(
-                "The last backward raised after it had updated part of the optimizer's state (the"
-                " plan has early gathers), so that there is no consistent state to save. Load the"
-                " last checkpoint."
+                "An error came when part of the optimizer's state was already new, or had moved to"
+                " another plan, so that there is no consistent state to save. Load the last"
+                " checkpoint."
             )
         self.stepper.restore()
         self.complete_parameters(reason)

@@ -183,7 +183,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         _sync(module, self.world_size)
         wrapped = self._remember(DearModule(module, pipeline))
         for part in pipeline.parts:
-            part.inherit([one for one in before if one.optimizer is part.optimizer])
+            part.inherit(before)
         self._connect_scaler(pipeline)
         return (wrapped, optimizers, scheduler) if _SETS_UP_SCHEDULERS else (wrapped, optimizers)
 

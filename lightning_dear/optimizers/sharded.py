@@ -113,6 +113,7 @@ class Shards:
     Attributes:
         buffers: The plan's; of no buckets before the first plan and after the last.
         parameters: All that the optimizer trains, in the order of their numbers.
+        layouts: The shape and the strides of each, in whose order its state lies.
         group_of: Number of a parameter -> that of its parameter group.
         in_bucket: Number of a bucket -> this rank's pieces of it.
         state: The optimizer's, by piece.
@@ -120,13 +121,14 @@ class Shards:
 
     buffers: FlatBuffers
     parameters: Sequence[Parameter]
+    layouts: Sequence[tuple[torch.Size, tuple[int, ...]]]
     group_of: Sequence[int]
     in_bucket: Mapping[int, Sequence[Piece]]
     state: defaultdict[Tensor, Any]
 
 
 def _no_shards() -> Shards:
-    return Shards(FlatBuffers([], []), (), (), {}, defaultdict(dict))
+    return Shards(FlatBuffers([], []), (), (), (), {}, defaultdict(dict))
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,15 @@ class SpreadState:
     """
 
     entries: Mapping[Parameter, dict[str, Any]]
-    chunks: Sequence[tuple[Tensor, list[Chunk]]]
+    chunks: list[tuple[Tensor, list[Chunk]]]
 
     def take(self, key: str) -> SpreadState:
-        """What there is under `key`, taken out of `entries`."""
+        """What there is under `key`, taken out of both."""
         own = {one: {key: its.pop(key)} for one, its in self.entries.items() if key in its}
-        return SpreadState(own, self.chunks)
+        taken = {id(its[key]) for its in own.values()}
+        chunks = [one for one in self.chunks if id(one[0]) in taken]
+        self.chunks[:] = [one for one in self.chunks if id(one[0]) not in taken]
+        return SpreadState(own, chunks)
 
 
 class OptimizerShards:
@@ -164,10 +169,12 @@ class OptimizerShards:
         device: Where the parameters were when the plan began, which is where ranks meet for their
             state; after a fit Lightning moves them to the CPU.
         stepped_early: Numbers of the buckets that this step's closure has stepped already.
+        state_at_end: What `optimizer.state` was when the training ended: another one was loaded.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self.state_at_end: Any = None
         self.pieces: Sequence[Piece] = ()
         self.left: SpreadState | None = None
         self.shards = _no_shards()
@@ -199,7 +206,8 @@ class OptimizerShards:
             parameter = parameters[piece.tensor_index]
             piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
         self.device = parameters[0].device
-        self.shards = Shards(buffers, parameters, group_of, in_bucket, defaultdict(dict))
+        layouts = [(one.shape, one.stride()) for one in parameters]
+        self.shards = Shards(buffers, parameters, layouts, group_of, in_bucket, defaultdict(dict))
 
     def detach(self) -> None:
         """Lets go of the flat buffers; state stays readable through `state_of`."""
@@ -233,6 +241,7 @@ class OptimizerShards:
         """Gives the optimizer's methods back their ordinary meaning."""
         for hook in self._hooks:
             hook.remove()
+        self.state_at_end = self.optimizer.state
 
     # --- mean gradients -------------------------------------------------------------------------
 
@@ -462,8 +471,9 @@ class ShardedOptimizer(OptimizerShards):
             warnings.warn(
                 f"{type(optimizer).__name__}.state_dict() is without its state, of which each rank"
                 " has its shards elsewhere. All ranks call trainer.save_checkpoint(path) to save"
-                " it, strategy.optimizer_state(optimizer) to have it whole, or under Fabric"
-                " fabric.save(path, state) and state_dict() of what fabric.setup returned.",
+                " it, strategy.optimizer_state(optimizer, on_all_ranks=True) to have it whole, or"
+                " under Fabric fabric.save(path, state) and state_dict() of what fabric.setup"
+                " returned.",
                 stacklevel=2,
             )
 
@@ -474,7 +484,7 @@ class ShardedOptimizer(OptimizerShards):
     def _on_loaded(self, optimizer: Optimizer) -> None:
         if self.left is not None:
             # It is of other weights.
-            self.left = SpreadState({}, ())
+            self.left = SpreadState({}, [])
         self._was_loaded = True
         loaded, self._loading = self._loading, None
         if loaded is not None:

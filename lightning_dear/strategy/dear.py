@@ -6,7 +6,6 @@ The engine does the work (`engine/pipeline.py`); here is when Lightning asks for
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -22,7 +21,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -213,7 +211,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         collectives = new_collectives(
             self.root_device, self._timeout, sends_rows=self._options.codec is not None
         )
-        self._pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
+        pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
+        for part in pipeline.parts:
+            part.inherit(before)
+        # Not before: what has raised then is asked for again by the next fit.
+        self._pipeline = pipeline
         self._failures.on_failed = collectives.abort
         # Others wait in a collective meanwhile: in half of their time one can tell them why.
         self._pipeline.before_change = partial(
@@ -221,8 +223,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             "follow a change of the optimizers, which all ranks must make before the same step",
             timeout_s=(self._timeout or NO_TIMEOUT).total_seconds() / 2,
         )
-        for part in self._pipeline.parts:
-            part.inherit([one for one in before if one.optimizer is part.optimizer])
         self._insert_guards(trainer)
         self._connect(trainer)
         if self._stop is not None:
@@ -373,10 +373,15 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         super().load_model_state_dict(checkpoint, strict)
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state in torch's format: whole on every rank, or for a folder. Collective, blocks.
+    def optimizer_state(
+        self, optimizer: Optimizer, *, on_all_ranks: bool = False
+    ) -> dict[str, Any]:
+        """The state in torch's format, for a file or for a folder. Collective, blocks.
 
-        For a checkpoint that the trainer writes it is whole on rank 0 alone.
+        Args:
+            optimizer: One of the trainer's.
+            on_all_ranks: Whether it is whole on each of them, as it is on rank 0: others have
+                descriptions, since rank 0 writes files. For a folder nobody has it whole.
         """
         optimizer = unwrapped(optimizer)
         if self._pipeline is None or optimizer not in self._pipeline.optimizers:
@@ -389,9 +394,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             board.agree("collect the whole optimizer state", f"step {step}")
         if self._saves_folders:
             return self._pipeline.of(optimizer).sharded_state_dict()
-        # Rank 0 writes: others would hold as much for nothing.
-        is_saving = sys._getframe(1).f_code is _CheckpointConnector.dump_checkpoint.__code__
-        return self._pipeline.of(optimizer).optimizer_state_dict(on_rank_0=is_saving)
+        return self._pipeline.of(optimizer).optimizer_state_dict(on_rank_0=not on_all_ranks)
 
     @override
     def save_checkpoint(

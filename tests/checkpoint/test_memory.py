@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dear.checkpoint import moving
+from lightning_dear.checkpoint import moving, optimizer_state
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.optimizers.sharded import SpreadState
 from lightning_dear.planning import BucketPlan, NoFusion, SingleFusion, ThresholdFusion
 from tests.distributed.harness import distributed
 from tests.training.models import build, optimizer_for, weights
@@ -274,6 +275,61 @@ def test_what_a_training_has_left_is_saved_before_the_next_one_steps() -> None:
     pipeline.detach()
 
 
+@distributed(world_sizes=(1, 2))
+def test_what_is_loaded_between_two_trainings_is_all_there_is() -> None:
+    model = build("mlp")
+    optimizer = optimizer_for("adamw", model)
+    pipeline = new_pipeline(model, optimizer)
+    train_steps(pipeline, model, range(2))
+    pipeline.detach()
+    optimizer.load_state_dict(optimizer_for("adamw", model).state_dict())
+    before, pipeline = pipeline.parts[0], new_pipeline(model, optimizer)
+    part = pipeline.parts[0]
+    part.inherit([before])
+    train_steps(pipeline, model, [2])
+    assert {one["step"].item() for one in part.optimizer_state_dict()["state"].values()} == {1}
+    pipeline.detach()
+
+
+@distributed(world_sizes=(1, 2))
+def test_state_of_another_memory_format_is_refused() -> None:
+    """It lies in the order of the parameters' storage."""
+    model = build("conv")
+    optimizer = optimizer_for("adamw", model)
+    pipeline = new_pipeline(model, optimizer)
+    train_steps(pipeline, model, [0])
+    pipeline.detach()
+    model.to(memory_format=torch.channels_last)
+    before, pipeline = pipeline.parts[0], new_pipeline(model, optimizer)
+    pipeline.parts[0].inherit([before])
+    with pytest.raises(ValueError, match="another shape or memory format"):
+        train_steps(pipeline, model, [1])
+
+
+@distributed(world_sizes=(2,))
+def test_no_state_is_saved_once_moving_it_has_failed() -> None:
+    model = build("mlp")
+    pipeline = new_pipeline(model, optimizer_for("adamw", model))
+    train_steps(pipeline, model, [0])
+    part = pipeline.parts[0]
+    plan = NoFusion().plan(part.tensors, dist.get_world_size())
+    failing = mock.patch.object(optimizer_state, "move", side_effect=MemoryError)
+    with failing, pytest.raises(MemoryError):
+        part.replan(plan)
+    with pytest.raises(RuntimeError, match="no consistent state to save"):
+        part.optimizer_state_dict()
+
+
+def test_what_is_taken_of_spread_state_takes_its_chunks_along() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    one, other = (torch.empty(3, device="meta") for _ in range(2))
+    chunks = [(like, [moving.Chunk(0, torch.ones(3))]) for like in (one, other)]
+    spread = SpreadState({weight: {"mean": one, "master": other}}, list(chunks))
+    taken = spread.take("master")
+    assert taken.entries == {weight: {"master": other}}
+    assert [*taken.chunks, *spread.chunks] == [chunks[1], chunks[0]]
+
+
 @distributed(world_sizes=(2,))
 def test_parameters_that_are_in_no_plan_any_more_keep_their_state() -> None:
     """Whole, in `optimizer.state`, until they are trained again."""
@@ -336,4 +392,4 @@ def test_parts_of_several_types_travel_together(backend: str) -> None:
         moving.move(items, collectives, cpu, cpu, "a test")
     for room, expected in made:
         assert torch.equal(room, expected)
-    assert not any(item.have for item in items[:-1])
+    assert not any(item.have for item in items)

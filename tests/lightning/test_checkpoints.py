@@ -100,7 +100,7 @@ class _Looking(Callback):
     seen: Any = None
 
     def on_save_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
-        asked = trainer.strategy.optimizer_state(trainer.optimizers[0])
+        asked = trainer.strategy.optimizer_state(trainer.optimizers[0], on_all_ranks=True)
         self.seen = checkpoint["optimizer_states"][0]["state"], asked["state"]
 
 

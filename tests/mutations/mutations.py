@@ -63,8 +63,8 @@ STRATEGY = [
     Mutation(
         "whole optimizer state in checkpoints",
         "DearStrategy.optimizer_state",
-        "        return self._pipeline.of(optimizer).optimizer_state_dict(on_rank_0=is_saving)\n",
-        "        return super().optimizer_state(optimizer)\n",
+        "self._pipeline.of(optimizer).optimizer_state_dict(on_rank_0=not on_all_ranks)\n",
+        "super().optimizer_state(optimizer)\n",
         ("tests/lightning/test_checkpoints.py",),
     ),
     Mutation(

@@ -137,7 +137,9 @@ class Watcher(Callback):
             self.plan = json.loads((Path(folder) / "plan.json").read_text())
 
     def _all(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        state = without_new(_as_plain(trainer.strategy.optimizer_state(trainer.optimizers[0])))
+        (optimizer,) = trainer.optimizers
+        state = trainer.strategy.optimizer_state(optimizer, on_all_ranks=True)
+        state = without_new(_as_plain(state))
         return {"weights": _as_plain(pl_module.state_dict()), "optimizer": state}
 
 

@@ -37,7 +37,7 @@ class _Looking(Callback):
         (optimizer,) = trainer.optimizers
         assert all(parameter.grad is None for parameter in pl_module.parameters())
         assert not optimizer.state
-        state = trainer.strategy.optimizer_state(optimizer)["state"]
+        state = trainer.strategy.optimizer_state(optimizer, on_all_ranks=True)["state"]
         assert len(state) == len(list(pl_module.parameters()))
         self.num_steps += 1
 
@@ -86,7 +86,8 @@ DIFFERENT = (
         ".grad and optimizer.state between a step and the next backward",
         _look,
         "`.grad` is None and `optimizer.state` empty: every rank has its shards",
-        "`strategy.optimizer_state(optimizer)` on all ranks, or a checkpoint; hooks for gradients",
+        "`strategy.optimizer_state(optimizer, on_all_ranks=True)`, or a checkpoint; hooks for"
+        " gradients",
     ),
     Different(
         "gradients_in_hooks=False",
