@@ -17,8 +17,8 @@ from typing_extensions import override
 from lightning_dear.bucket import Chunk, Piece
 from lightning_dear.checkpoint.moving import Item, Wanted, move
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.optimizers.masters import MASTER_KEY
-from lightning_dear.optimizers.sharded import AdoptedState, OptimizerShards, SpreadState
+from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState
+from lightning_dear.optimizers.sharded import OptimizerShards, SpreadState
 
 CLASS = "optimizer_class"
 """Key in a state dict: the name of the class that has written it."""
@@ -205,7 +205,8 @@ def hand_on(
             if _is_stand_in(value):
                 items.append(Item(value.dtype, chunks[id(value)], want))
         new += places
-    device, what = sharded.device, "state that it owns from now on; fusion='threshold' keeps plans"
+    device = sharded.device
+    what = "the state that it owns from now on (none moves with fusion='threshold')"
     move(items, collectives, device, device, what)
     had_master: set[bool] = set()
     for piece, own in new:

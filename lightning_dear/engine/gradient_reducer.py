@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
@@ -32,18 +30,14 @@ def _references_of_a_local() -> int:
 _OF_A_LOCAL = _references_of_a_local()
 """Differs between versions of Python."""
 
-_MOST_IN_CACHE, _MOST_IN_BUCKET, _MOST_BESIDE = 1 << 12, 1 << 24, 1 << 20
-
 
 def _most_held(bucket: Bucket) -> int:
-    """Most elements of a gradient that is held until its bucket is full.
-
-    On a CPU those that are copied in less time than a call takes: longer ones would leave the cache
-    before. Elsewhere any, but where a bucket's gradients would take much memory.
-    """
-    if not saves_calls(bucket.parameters.device):
-        return _MOST_IN_CACHE
-    return _MOST_BESIDE if bucket.parameters.numel() > _MOST_IN_BUCKET else _MOST_IN_BUCKET
+    """Most elements of a gradient that is held until its bucket is full."""
+    if saves_calls(bucket.parameters.device):
+        # All of a large bucket would take much memory.
+        return 1 << (20 if bucket.parameters.numel() > 1 << 24 else 24)
+    # A longer one takes longer to copy than a call, and would have left the cache.
+    return 1 << 12
 
 
 @dataclass
@@ -412,17 +406,6 @@ class GradientReducer:
         self._exchange.look_again()
         self._exchange.note_used(self._used, keeps=False)
         return list(self._used)
-
-
-def warn_of_leftovers(optimizer: Optimizer) -> None:
-    """Warns, once, that gradients of the step before would still count under plain torch."""
-    warnings.warn(
-        f"{type(optimizer).__name__}.zero_grad() was not called since its last step. Under"
-        " strategy='dear' what a step has used is forgotten, not added to. If adding is meant,"
-        " accumulate before the step; if gradients are cleared in another way, call zero_grad() to"
-        " be rid of this warning.",
-        stacklevel=2,
-    )
 
 
 UNUSED, USED, LATE = 0, 1, 2

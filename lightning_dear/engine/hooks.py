@@ -158,3 +158,14 @@ def not_shown(optimizer: Optimizer) -> RuntimeError:
         " were registered after it had been reduced or, with NCCL, on some ranks only. Register"
         " them on all ranks, before the backward."
     )
+
+
+def warn_of_leftovers(optimizer: Optimizer) -> None:
+    """Warns, once, that gradients of the step before would still count under plain torch."""
+    warnings.warn(
+        f"{type(optimizer).__name__}.zero_grad() was not called since its last step. Under"
+        " strategy='dear' what a step has used is forgotten, not added to. If adding is meant,"
+        " accumulate before the step; if gradients are cleared in another way, call zero_grad() to"
+        " be rid of this warning.",
+        stacklevel=2,
+    )

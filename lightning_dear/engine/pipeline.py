@@ -193,8 +193,7 @@ class Pipeline:
         self.complete_parameters("re-plan")
         self._check(optimizers, optimizers)
         codec, shows = self.parts[0].plans.codec, self.parts[0].shows_gradients
-        find_plan = self.parts[0].plans.find_plan
-        before = list(self.parts)
+        before, find_plan = list(self.parts), self.parts[0].plans.find_plan
         for part in before:
             part.sync_replicas()
             part.follow()
@@ -414,7 +413,6 @@ class Pipeline:
         if all(part.state is StepState.ENDED for part in self.parts):
             return
         if not self.collectives.was_discarded:
-            # Any stream may still read the flat buffers.
             self.collectives.streams.synchronize()
             for part in self.parts:
                 part.drop_gradients()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,9 +29,9 @@ from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.masters import MASTER_KEY, LeftWeights
+from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, LeftWeights
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
-from lightning_dear.optimizers.sharded import AdoptedState, ShardedOptimizer, SpreadState
+from lightning_dear.optimizers.sharded import ShardedOptimizer, SpreadState
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
 from lightning_dear.telemetry.statistics import Instruments, Waiting
@@ -337,6 +337,29 @@ class PlanLifecycle:
         self.release()
         self.plan = None
         self._start_recording()
+
+    def inherit(
+        self,
+        steppers: Iterable[ShardedOptimizer | ReplicatedOptimizer],
+        givers: Iterable[ResidualKeeper],
+        *,
+        goes_on: bool,
+    ) -> None:
+        """Goes on with what trainings have left that are over. Collective, blocks.
+
+        Args:
+            steppers: The same optimizer's, mutated: their state is here then.
+            givers: What has residuals, for the first step.
+            goes_on: See `ResidualKeeper.inherit`.
+        """
+        self.residuals.inherit(givers, goes_on=goes_on)
+        for other in steppers:
+            # Else what was loaded since is all there is.
+            if other.optimizer.state is other.state_at_end:
+                self._stepper.left = spread_state(other, self._collectives)
+            other.leave(None)
+        if isinstance(self._stepper, ReplicatedOptimizer):
+            self.give_back()
 
     def give_back(self) -> None:
         """Makes `optimizer.state` whole, on every rank; the plans have ended. Collective, blocks.

@@ -13,18 +13,12 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Placement
-from lightning_dear.checkpoint.optimizer_state import (
-    ShardedState,
-    gathered,
-    sharded_state,
-    spread_state,
-)
+from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
 from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
 from lightning_dear.engine.active_plan import ActivePlan, EarlySteps, audit
-from lightning_dear.engine.gradient_reducer import warn_of_leftovers
-from lightning_dear.engine.hooks import StepHooks, not_shown, warn_of_shown
+from lightning_dear.engine.hooks import StepHooks, not_shown, warn_of_leftovers, warn_of_shown
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import Backward, SendTime, StepState
 from lightning_dear.engine.step_timer import StepTimer
@@ -624,9 +618,7 @@ class OptimizerPipeline:
 
     # --- checkpoints ----------------------------------------------------------------------------
 
-    # With NCCL Lightning validates, and saves then, under inference mode, whose new tensors would
-    # refuse later updates.
-
+    # With NCCL Lightning saves under inference mode too, whose new tensors refuse updates later.
     @torch.inference_mode(False)
     def optimizer_state_dict(self, *, on_rank_0: bool = False) -> dict[str, Any]:
         """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks.
@@ -644,25 +636,15 @@ class OptimizerPipeline:
         return self.plans.residuals.add_to_sharded(state)
 
     def inherit(self, others: Sequence[OptimizerPipeline], *, goes_on: bool = True) -> None:
-        """Goes on with the state and the residuals of the same optimizer's training, which is over.
+        """See `PlanLifecycle.inherit`; of this optimizer or, unless it `goes_on`, residuals of all.
 
-        Before the first step. Collective, blocks; raises as `prepare_state`.
-
-        Args:
-            others: All trainings that are over, of which no more state is kept then.
-            goes_on: See `ResidualKeeper.inherit`; else the residuals of all others count.
+        Raises as `prepare_state`.
         """
         own = [one for one in others if one.optimizer is self.optimizer]
-        givers = [one.plans.residuals for one in (own if goes_on else others)]
-        self.plans.residuals.inherit(givers, goes_on=goes_on)
         for other in own:
             other.prepare_state()
-            # Else what was loaded since is all there is.
-            if self.optimizer.state is other.stepper.state_at_end:
-                self.stepper.left = spread_state(other.stepper, self._collectives)
-            other.stepper.leave(None)
-        if isinstance(self.stepper, ReplicatedOptimizer):
-            self.plans.give_back()
+        givers = [one.plans.residuals for one in (own if goes_on else others)]
+        self.plans.inherit([one.stepper for one in own], givers, goes_on=goes_on)
 
     @torch.no_grad()
     def sync_replicas(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,18 @@ from lightning_dear.bucket import LOW_PRECISION, follow_weights
 
 MASTER_KEY = "master_weight"
 """Of an optimizer's state: the fp32 numbers that are stepped, where weights follow them."""
+
+
+class AdoptedState(NamedTuple):
+    """What was found in `optimizer.state` and taken over.
+
+    Attributes:
+        brings_masters: Whether fp32 masters were among it.
+        loses_masters: Whether masters were dropped that differ from the weights.
+    """
+
+    brings_masters: bool
+    loses_masters: bool
 
 
 class LeftWeights:

@@ -12,13 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.optimizers.masters import MASTER_KEY, differs
-from lightning_dear.optimizers.sharded import (
-    AdoptedState,
-    OptimizerShards,
-    closure_skipped,
-    inner_step,
-)
+from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, differs
+from lightning_dear.optimizers.sharded import OptimizerShards, closure_skipped, inner_step
 from lightning_dear.torch_modes import plain_mode
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dear.bucket import Chunk, FlatBuffers, Piece, as_flat, cut_state, shard_pieces
-from lightning_dear.optimizers.masters import MASTER_KEY, differs, undo_casts
+from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, differs, undo_casts
 from lightning_dear.torch_modes import saves_calls
 
 # A call of the optimizer costs as much as stepping so many elements.
@@ -92,18 +92,6 @@ def closure_skipped(optimizer: Optimizer) -> RuntimeError:
         f"{type(optimizer).__name__}.step() did not call its closure, so strategy='dear'"
         " could not reduce the gradients; call the closure before the update."
     )
-
-
-class AdoptedState(NamedTuple):
-    """What was found in `optimizer.state` and taken over.
-
-    Attributes:
-        brings_masters: Whether fp32 masters were among it.
-        loses_masters: Whether masters were dropped that differ from the weights.
-    """
-
-    brings_masters: bool
-    loses_masters: bool
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ CODED = [
         "residuals that move to the next plan",
         "PlanLifecycle._leave_plan",
         "            self.residuals.release()\n",
-        "",
+        "            pass\n",
         (f"{ENGINE}::test_the_same_with_another_plan_in_mid_run",),
     ),
     Mutation(

@@ -123,8 +123,8 @@ KEPT = [
     Mutation(
         "letting go of state that is sent",
         "move",
-        "            item.have.clear()\n",
-        "            pass\n",
+        "            item.have.clear()\n        done",
+        "            pass\n        done",
         (PEAKS,),
     ),
     Mutation(

@@ -163,7 +163,7 @@ GUARDS = [
     Mutation(
         "copying at once what somebody else has, too",
         "GradientReducer._collect",
-        " and getrefcount(gradient) <= 2",
+        " and getrefcount(gradient) <= _OF_A_LOCAL",
         "",
         (f"{CALLS}::test_what_is_done_to_a_gradient_after_its_hooks_does_not_count",),
     ),
@@ -225,9 +225,8 @@ GUARDS = [
     ),
     Mutation(
         "what a compressor has left to be sent, for another optimizer",
-        "OptimizerPipeline.inherit",
-        "        self.plans.residuals.inherit("
-        "[one.plans.residuals for one in others], goes_on=goes_on)\n",
+        "PlanLifecycle.inherit",
+        "        self.residuals.inherit(givers, goes_on=goes_on)\n",
         "",
         (f"{EXCHANGED}::test_what_a_compressor_has_left_to_be_sent_is_not_lost",),
     ),
