@@ -185,7 +185,14 @@ RECIPES = "".join(path.read_text() for path in sorted((ROOT / "recipes").glob("*
 COMMANDS = re.findall(r"^(?:\w+=\w+ )?dear-bench (.*?)^```", RECIPES, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("command_line", COMMANDS, ids=lambda text: shlex.split(text)[-3][:40])
+@pytest.mark.parametrize(
+    "command_line",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] * (number % 5 > 0))
+        for number, one in enumerate(COMMANDS)
+    ],
+    ids=lambda text: shlex.split(text)[-3][:40],
+)
 def test_commands_of_the_recipes_compose(command_line: str) -> None:
     arguments = shlex.split(command_line.replace("\\\n", " "))
     with job(*arguments) as cfg:

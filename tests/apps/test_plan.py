@@ -58,7 +58,9 @@ def test_one_node_has_links_within(tmp_path, capsys) -> None:
     assert "8 ranks on 1 node(s); links within the node: 1.04e+03 Gb/s" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("cluster", PLANNED)
+@pytest.mark.parametrize(
+    "cluster", [*PLANNED[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in PLANNED[3:])]
+)
 def test_every_cluster_that_names_its_source_can_be_planned_for(tmp_path, cluster, capsys) -> None:
     planned(tmp_path, "strategies=[ddp,dear]", "world_sizes=[64]", f"cluster={cluster}")
     said = capsys.readouterr().out

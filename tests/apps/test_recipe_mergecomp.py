@@ -70,6 +70,7 @@ def row_of(report: Report, network: str, compressor: str, world_size: int = 8) -
     )
 
 
+@pytest.mark.slow
 def test_only_fp32_is_fitted_and_scales_as_published(report: Report) -> None:
     row = row_of(report, "pcie_as_published", FP32)
     assert row["alone_s"] / row["layerwise_s"] == pytest.approx(0.24, rel=1e-6)

@@ -74,6 +74,7 @@ def test_it_leaves_config_metrics_and_timeline(main_job):
     assert (folder / "timeline.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_its_checkpoint_is_plain_and_resumes(main_job, tmp_path):
     _, folder = main_job
     (path,) = (folder / "checkpoints").iterdir()
@@ -157,6 +158,7 @@ def test_one_failing_rank_ends_all_with_its_message(tmp_path):
     assert "Traceback (most recent call last)" not in result.stderr
 
 
+@pytest.mark.slow
 def test_an_unknown_name_ends_the_command_with_the_valid_ones(tmp_path):
     result = run(tmp_path, "strategy=nope")
     assert result.returncode == 1

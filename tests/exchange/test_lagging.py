@@ -56,7 +56,7 @@ def _start(
     return model, optimizer, new_pipeline(model, optimizer, options=ExchangeOptions(codec=codec))
 
 
-@pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer_name", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 @distributed(world_sizes=(1, 3))
 def test_replicas_are_close_behind(optimizer_name: str) -> None:
     _check_lag(optimizer_name, 12)

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_example_trains(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "fabric.md").read_text()
     (source,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

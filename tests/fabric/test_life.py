@@ -197,9 +197,8 @@ SPAWNING = ("dear_spawn", "dear_fork")
 WRONG = re.compile(r"Traceback|Error|[Aa]bort|terminate|Warning|Exception|leak")
 
 
-@pytest.mark.parametrize(
-    "strategy", ["dear", *(pytest.param(n, marks=pytest.mark.slow) for n in SPAWNING)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dear", *SPAWNING])
 def test_a_program_may_end_right_after_a_step(strategy: str, tmp_path: Path) -> None:
     ending = "globals()['kept'] = model, optimizer"
     done = _run(SCRIPT.format(strategy=strategy, ending=ending), tmp_path)

@@ -166,6 +166,7 @@ def fit_by_cli(folder: Path, *options: object) -> list[Tensor]:
     return trained(folder)
 
 
+@pytest.mark.slow
 def test_cli_by_name(expected: list[Tensor], tmp_path: Path) -> None:
     assert_same(fit_by_cli(tmp_path, "--trainer.strategy", "dear"), expected, "weights")
 

@@ -67,7 +67,7 @@ def quick_or_slow(faults: list[Fault], num_quick: int) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("fault", quick_or_slow(random_faults(20, seed=5), 3))
+@pytest.mark.parametrize("fault", quick_or_slow(random_faults(20, seed=5), 2))
 def test_a_killed_rank(fault: Fault, tmp_path: Path, uninterrupted: object) -> None:
     outcomes = outcomes_of(fault, tmp_path)
     for rank, outcome in enumerate(outcomes):
@@ -141,7 +141,9 @@ def _train_unevenly(numbers: list[int]) -> int:
     return trainer.global_step
 
 
-@pytest.mark.parametrize("numbers", [[8, 5], [5, 8], [8, 8, 5]])
+@pytest.mark.parametrize(
+    "numbers", [[8, 5], *(pytest.param(n, marks=pytest.mark.slow) for n in ([5, 8], [8, 8, 5]))]
+)
 def test_one_that_has_fewer_batches_is_named(numbers: list[int]) -> None:
     outcomes = observe_ranks(_train_unevenly, len(numbers), numbers, init_process_group=False)
     for rank, outcome in enumerate(outcomes):

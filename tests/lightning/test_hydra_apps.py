@@ -91,6 +91,7 @@ def _fits(said: list[tuple]) -> list[tuple]:
     return [(x, rank) for x, _, rank, *_ in said]
 
 
+@pytest.mark.slow
 def test_the_documented_application_trains(tmp_path: Path) -> None:
     """Without `config_name`; the command is the documented one, too."""
     text = (ROOT / "docs/hydra.md").read_text()

@@ -176,7 +176,7 @@ def _check(
 
 
 @pytest.mark.parametrize("when", SAVED_AT)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 @pytest.mark.parametrize(("saver", "resumer"), PAIRS, ids=str)
 def test_resuming_equals_never_stopping(
     save: Any, saver: Run, resumer: Run, optimizer: str, when: str

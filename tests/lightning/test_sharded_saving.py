@@ -78,7 +78,7 @@ def _resume_both(folder: Path, model: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "optimizer"), [("conv", "adamw"), ("gpt", "sgd")])
-@pytest.mark.parametrize("saver", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saver", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_a_folder_resumes_as_a_file_does(
     tmp_path: Path, saver: int, model: str, optimizer: str
 ) -> None:

@@ -39,7 +39,10 @@ def _check(profile: str, world_size: int, planner: str, ways: Sequence[str]) -> 
 
 
 @pytest.mark.parametrize("profile", SMALLEST)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one != 8)) for one in WORLD_SIZES],
+)
 @pytest.mark.parametrize("planner", planners())
 def test_plans_of_small_profiles_are_those_of_before(
     planner: str, world_size: int, profile: str
