@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.nn import Module, Parameter
@@ -105,6 +106,7 @@ class PlanLifecycle:
         self._on_arrival = on_arrival
         self.codec: Compressor | None = None
         self.is_moving = False
+        self._lagging_at_end: dict[Parameter, int] = {}
         self._start_recording()
 
     @property
@@ -332,32 +334,34 @@ class PlanLifecycle:
         if self.active is not None:
             left = self._leave_plan()
             if lagging := self.active.flat.lagging:
-                self._hand_on(left.take(MASTER_KEY))
+                self._hand_on(left.take(MASTER_KEY, left.entries.keys()))
                 self.left_weights.note(lagging)
         self.release()
         self.plan = None
         self._start_recording()
 
     def inherit(
-        self,
-        steppers: Iterable[ShardedOptimizer | ReplicatedOptimizer],
-        givers: Iterable[ResidualKeeper],
-        *,
-        goes_on: bool,
+        self, others: Iterable[PlanLifecycle], givers: Iterable[ResidualKeeper], *, goes_on: bool
     ) -> None:
         """Goes on with what trainings have left that are over. Collective, blocks.
 
         Args:
-            steppers: The same optimizer's, mutated: their state is here then.
+            others: The same optimizer's, mutated: their state is here then.
             givers: What has residuals, for the first step.
             goes_on: See `ResidualKeeper.inherit`.
         """
         self.residuals.inherit(givers, goes_on=goes_on)
-        for other in steppers:
+        for other in others:
+            stepper, at_end = other._stepper, other._lagging_at_end
             # Else what was loaded since is all there is.
-            if other.optimizer.state is other.state_at_end:
-                self._stepper.left = spread_state(other, self._collectives)
-            other.leave(None)
+            if stepper.optimizer.state is stepper.state_at_end:
+                left = self._stepper.left = spread_state(stepper, self._collectives)
+                own = [_digest(one) != digest for one, digest in at_end.items()]
+                said = zip(*self._collectives.all_gather_object(own), strict=True)
+                written = {one for one, is_new in zip(at_end, said, strict=True) if any(is_new)}
+                lost = left.take(MASTER_KEY, written)
+                self._tell_of_masters(AdoptedState(False, bool(lost.entries)))
+            stepper.leave(None)
         if isinstance(self._stepper, ReplicatedOptimizer):
             self.give_back()
 
@@ -408,6 +412,13 @@ class PlanLifecycle:
 
     def detach(self) -> None:
         """Ends the training: state and residuals stay readable. Parameters should be complete."""
+        lagging = [] if self.active is None else self.active.flat.lagging
         self.release()
+        # What is written to weights afterwards wins, and neither they nor masters say it.
+        self._lagging_at_end.update((one, _digest(one)) for one in lagging)
         for part in (self._stepper, self.residuals, self.left_weights):
             part.detach()
+
+
+def _digest(parameter: Parameter) -> int:
+    return crc32(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)

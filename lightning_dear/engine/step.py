@@ -644,7 +644,7 @@ class OptimizerPipeline:
         for other in own:
             other.prepare_state()
         givers = [one.plans.residuals for one in (own if goes_on else others)]
-        self.plans.inherit([one.stepper for one in own], givers, goes_on=goes_on)
+        self.plans.inherit([one.plans for one in own], givers, goes_on=goes_on)
 
     @torch.no_grad()
     def sync_replicas(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -132,9 +132,10 @@ class SpreadState:
     entries: Mapping[Parameter, dict[str, Any]]
     chunks: list[tuple[Tensor, list[Chunk]]]
 
-    def take(self, key: str) -> SpreadState:
-        """What there is under `key`, taken out of both."""
-        own = {one: {key: its.pop(key)} for one, its in self.entries.items() if key in its}
+    def take(self, key: str, of: Set[Parameter]) -> SpreadState:
+        """What those parameters have under `key`, taken out of both."""
+        entries = [(one, its) for one, its in self.entries.items() if one in of and key in its]
+        own = {one: {key: its.pop(key)} for one, its in entries}
         taken = {id(its[key]) for its in own.values()}
         chunks = [one for one in self.chunks if id(one[0]) in taken]
         self.chunks[:] = [one for one in self.chunks if id(one[0]) not in taken]
@@ -460,8 +461,7 @@ class ShardedOptimizer(OptimizerShards):
                 f"{type(optimizer).__name__}.state_dict() is without its state, of which each rank"
                 " has its shards elsewhere. All ranks call trainer.save_checkpoint(path) to save"
                 " it, strategy.optimizer_state(optimizer, on_all_ranks=True) to have it whole, or"
-                " under Fabric fabric.save(path, state) and state_dict() of what fabric.setup"
-                " returned.",
+                " under Fabric fabric.save(path, state) and state_dict() of what setup returned.",
                 stacklevel=2,
             )
 

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from lightning_dear.checkpoint import moving, optimizer_state
 from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.compression import Int8
 from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.sharded import SpreadState
 from lightning_dear.planning import BucketPlan, NoFusion, SingleFusion, ThresholdFusion
 from tests.distributed.harness import distributed
@@ -292,6 +294,27 @@ def test_what_is_loaded_between_two_trainings_is_all_there_is() -> None:
 
 
 @distributed(world_sizes=(1, 2))
+def test_what_is_written_to_lagging_weights_between_two_trainings_stays() -> None:
+    ends = []
+    for offset in (0.0, 1.0):
+        model = build("mlp")
+        optimizer = optimizer_for("adamw", model)
+        options = ExchangeOptions("parameters", codec=Int8())
+        pipeline = new_pipeline(model, optimizer, options=options)
+        train_steps(pipeline, model, range(2))
+        pipeline.detach()
+        with torch.no_grad():
+            list(model.parameters())[-1].add_(offset)
+        before, pipeline = pipeline.parts[0], new_pipeline(model, optimizer, options=options)
+        said = _said(lambda pipeline=pipeline, before=before: pipeline.parts[0].inherit([before]))
+        assert len(said) == (offset > 0 and dist.get_rank() == 0)
+        train_steps(pipeline, model, [2])
+        pipeline.detach()
+        ends.append(weights(model)[-1])
+    assert (ends[1] - ends[0] - 1).abs().max() < 0.1
+
+
+@distributed(world_sizes=(1, 2))
 def test_state_of_another_memory_format_is_refused() -> None:
     """It lies in the order of the parameters' storage."""
     model = build("conv")
@@ -325,7 +348,7 @@ def test_what_is_taken_of_spread_state_takes_its_chunks_along() -> None:
     one, other = (torch.empty(3, device="meta") for _ in range(2))
     chunks = [(like, [moving.Chunk(0, torch.ones(3))]) for like in (one, other)]
     spread = SpreadState({weight: {"mean": one, "master": other}}, list(chunks))
-    taken = spread.take("master")
+    taken = spread.take("master", {weight})
     assert taken.entries == {weight: {"master": other}}
     assert [*taken.chunks, *spread.chunks] == [chunks[1], chunks[0]]
 
