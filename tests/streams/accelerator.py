@@ -94,16 +94,20 @@ class FakeDevice(Onlooker, FakeTensorMode):
                 raise DataDependentOutputException("a copy to the host")
             if not self.is_tried:
                 self._note_copy(_frames(traceback.extract_stack()))
-        args, kwargs = tree_map(self._from_host, (args, kwargs))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if any(map(_is_real, values)):
+            args, kwargs = tree_map(self._from_host, (args, kwargs))
+        return self.dispatch(func, types, args, kwargs)
 
     def _note_copy(self, frames: str) -> None:
         if self.is_steady or not any(f":{name}:" in frames for name in _SET_UP):
             self.copies.append(frames)
 
     def _from_host(self, value: Any) -> Any:
-        is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
-        return self.from_tensor(value) if is_real else value
+        return self.from_tensor(value) if _is_real(value) else value
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
 
 
 def _waits_for_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
