@@ -95,9 +95,9 @@ def test_waiting_is_noticed_and_allowed_again() -> None:
     assert number.item() == 1.0
 
 
-@pytest.mark.parametrize("codec", [one for one in INSTANCES if one.randomness != "turns"], ids=repr)
+@pytest.mark.parametrize("codec", INSTANCES, ids=repr)
 def test_a_cpu_decodes_the_same_numbers(codec: Codec) -> None:
-    """One multiplication of each, or none. (What is drawn for `randomk` differs by device.)"""
+    """One multiplication of each, or none; what `randomk` draws, it draws on the CPU."""
     wire = _encoded(codec, ROWS.cuda())
     assert torch.equal(_decoded(codec, wire).cpu(), _decoded(codec, wire.cpu()))
 
@@ -190,7 +190,7 @@ def _losses(name: str) -> list[float]:
 @pytest.mark.parametrize("name", ["int8", "topk"])
 def test_training_over_nccl_goes_down(name: str) -> None:
     """The same batch in every step, on one rank."""
-    (losses,) = run_ranks(_losses, 1, name)
+    (losses,) = run_ranks(_losses, 1, name, timeout_s=120)
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dear.collectives.nccl import CudaStreams, NativeCollectives
 from lightning_dear.compression import OkTopk, resolve_compressor
@@ -84,32 +85,37 @@ class Launched:
     key: Any
     op: str
     source: Any
-    target: Tensor
+    target: Any
     group: Group
     sizes: Sequence[int] | None
     ready: torch.cuda.Event
     done: torch.cuda.Event | None = None
+    has_waited: bool = False
 
     def wait(self, timeout: Any = None) -> bool:
         network = self.group.network
-        everybody = network.from_all(self.key, self.op)
-        with network.changed:
-            if self.done is None:
-                _carry_out([everybody[rank] for rank in range(network.size)])
+        if not self.has_waited:
+            everybody = network.from_all(self.key, self.op)
+            with network.changed:
+                if self.done is None:
+                    _carry_out([everybody[rank] for rank in range(network.size)])
+                self.has_waited = True
+                if all(one.has_waited for one in everybody.values()):
+                    del network.calls[self.key]
         assert self.done is not None
         if network.waits == "host":
             self.done.synchronize()
         if network.waits != "never":
             torch.cuda.current_stream().wait_event(self.done)
-        # As torch's works do.
-        self.source = None
+        # As torch's works do: who frees memory too early is to be seen.
+        self.source = self.target = None
         return True
 
 
 @torch.no_grad()
 def _carry_out(everybody: list[Launched]) -> None:
-    with torch.cuda.stream(everybody[0].group.stream) as _:
-        stream = everybody[0].group.stream
+    stream = everybody[0].group.stream
+    with torch.cuda.stream(stream):
         for one in everybody:
             stream.wait_event(one.ready)
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -164,15 +170,15 @@ class StreamCalls(Calls):
 Case = dict[str, Any]
 
 
-def train(network: Network, rank: int, case: Case) -> list[Tensor]:
-    """Weights after some steps."""
+def train(network: Network, rank: int, case: Case, initial: nn.Module) -> list[Tensor]:
+    """Weights after some steps from a copy of `initial`."""
     device = torch.device("cuda", 0)
     groups = (Group(network, name, rank) for name in ("reduce", "gather", "objects"))
     collectives = NativeCollectives(
         *groups, rank, network.size, StreamCalls(), streams=CudaStreams(device)
     )
     name = case.get("name", "mlp")
-    model = build(name).to(device)
+    model = deepcopy(initial).to(device)
     optimizer = optimizer_for(case.get("optimizer", "sgd"), model)
     options = case.get("options")
     pipeline = Pipeline(model, [optimizer], collectives, SMALL_BUCKETS, options=options)
@@ -192,6 +198,8 @@ def train(network: Network, rank: int, case: Case) -> list[Tensor]:
 def run(size: int, case: Case, waits: str) -> list[list[Tensor]]:
     """What every rank has in the end."""
     network = Network(size, waits)
+    # Not by the threads: all draw from one generator.
+    initial = build(case.get("name", "mlp"))
     results: list[Any] = [None] * size
 
     def body(rank: int) -> None:
@@ -199,7 +207,7 @@ def run(size: int, case: Case, waits: str) -> list[list[Tensor]]:
         try:
             # Each rank computes on a stream of its own, as it would on a device of its own.
             with torch.cuda.stream(torch.cuda.Stream()):
-                results[rank] = train(network, rank, case)
+                results[rank] = train(network, rank, case, initial)
                 torch.cuda.current_stream().synchronize()
         except BaseException as error:
             network.error = network.error or error
@@ -239,6 +247,8 @@ def are_equal(some: list[list[Tensor]], others: list[list[Tensor]]) -> bool:
 
 def main() -> int:
     """Runs all cases; how many are wrong."""
+    # Bits are compared.
+    torch.backends.cudnn.deterministic = True
     num_wrong = 0
     for title, case in cases().items():
         for size in (2, 3):

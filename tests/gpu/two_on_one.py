@@ -12,6 +12,7 @@ the third step on, whatever makes the host wait for the device raises.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import time
@@ -43,8 +44,15 @@ SETTINGS = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NET": "Socket",
+    "NCCL_NET_PLUGIN": "none",
     "NCCL_MAX_CTAS": "2",
+    "GLOO_SOCKET_IFNAME": "lo",
 }
+
+DEADLINE_S = 140
+"""After which all threads' stacks are printed, and the rank ends."""
 
 NUM_STEPS = 6
 SLEEP_CYCLES = 50_000_000
@@ -152,23 +160,37 @@ def check(title: str, case: Case, collectives: NativeCollectives, device: torch.
     return ""
 
 
+def free_bytes(on_host: dist.ProcessGroup) -> int:
+    """Of the device, while no rank does anything. Collective."""
+    torch.cuda.synchronize()
+    dist.barrier(on_host)
+    free: int = torch.cuda.mem_get_info()[0]
+    dist.barrier(on_host)
+    return free
+
+
 def main() -> int:
     """Runs all cases; how many are wrong."""
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
+    torch.backends.cudnn.deterministic = True
     rank, device = int(os.environ["RANK"]), torch.device("cuda", 0)
     os.environ.update(SETTINGS, NCCL_HOSTID=f"host{rank}")
     torch.cuda.set_device(device)
-    free = [torch.cuda.mem_get_info()[0]]
+    # Its context is no communicator's.
+    one = torch.ones(1, device=device)
     dist.init_process_group("nccl", timeout=timedelta(seconds=60))
-    dist.all_reduce(torch.ones(1, device=device))
-    torch.cuda.synchronize()
-    free.append(torch.cuda.mem_get_info()[0])
+    on_host = dist.new_group(backend="gloo")
+    free = [free_bytes(on_host)]
+    dist.all_reduce(one)
+    free.append(free_bytes(on_host))
     collectives = new_collectives(device, sends_rows=True)
     assert isinstance(collectives, NativeCollectives)
-    free.append(torch.cuda.mem_get_info()[0])
+    free.append(free_bytes(on_host))
     first, ours = ((a - b) >> 20 for a, b in zip(free, free[1:], strict=False))
     if rank == 0:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL", end=" ")
-        print(f"{torch.cuda.nccl.version()}: {first} MiB for its group, {ours} more for ours")
+        print(f"{torch.cuda.nccl.version()}: {first} MiB for its group", end=" ")
+        print(f"and {ours} more for ours, all ranks together")
     num_wrong = 0
     for title, case in cases().items():
         begin_s = time.perf_counter()
@@ -178,6 +200,7 @@ def main() -> int:
             spent_s = time.perf_counter() - begin_s
             print(f"{title:26} {wrong or 'right'} ({spent_s:.1f} s)", flush=True)
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
     return num_wrong
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 STREAMS = "tests/streams/test_streams.py"
+ACCELERATOR = "tests/streams/test_accelerator.py"
 NATIVE = "tests/collectives/test_native.py"
 COLLECTIVES = "tests/collectives/test_collectives.py"
 SIGTERM = "tests/lightning/test_sigterm.py"
@@ -84,7 +85,21 @@ DEVICES = [
         "RoundFlags.__init__",
         '        device = torch.device("cpu") if self._is_alone else device\n',
         "",
-        ("tests/streams/test_accelerator.py",),
+        (ACCELERATOR,),
+    ),
+    Mutation(
+        "a digest that the device is given without a wait",
+        "SharedOptions.digest",
+        "torch.full((1,), both, device=device)",
+        "torch.tensor([both], device=device)",
+        (ACCELERATOR,),
+    ),
+    Mutation(
+        "draws that the device is given without a wait",
+        "compression.sparse:_draw",
+        ", non_blocking=True",
+        "",
+        (ACCELERATOR,),
     ),
     Mutation(
         "a look at what is not finite that waits for no device",

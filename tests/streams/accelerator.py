@@ -1,8 +1,9 @@
 """Steps on a device of which there are shapes alone: `test_accelerator.py` says how it is started.
 
 Its tensors are fake ones: they know shape, type of numbers and device, and hold nothing. So what is
-done on devices other than a CPU runs, and whoever asks for a number, for which the host would have
-to wait, is refused. Prints what was refused in which case, as JSON.
+done on devices other than a CPU runs. Whoever asks for a number, for which the host would have to
+wait, is refused, and copies between host and device for which it waits are noted. Prints what was
+found in which case, as JSON.
 
 In a process of its own, since torch can be given one such device, and only once.
 """
@@ -50,6 +51,8 @@ _FOUND = {
     torch.ops.aten._local_scalar_dense.default: 0,
 }
 """What is found where optimizers are tried: right results, and that a step changes something."""
+_SET_UP = ("_find_padding", "start_anew")
+"""Functions that copy from the host where a plan begins."""
 IS_POSSIBLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 """Whether torch takes a device that is written in Python; since 2.13."""
 
@@ -60,9 +63,22 @@ class FakeDevice(Onlooker, FakeTensorMode):
     Attributes:
         is_tried: Whether the host may look at tensors: before the training, when optimizers are
             tried.
+        is_steady: Whether nothing is set up any more.
+        copies: Who has made the host wait for a copy in the training, innermost first; without
+            what sets up.
     """
 
     is_tried = True
+    is_steady = False
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.copies: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here.
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -73,14 +89,47 @@ class FakeDevice(Onlooker, FakeTensorMode):
             return func(*args, **kwargs)
         if self.is_tried and func in _FOUND:
             return _FOUND[func]
-        if func is torch.ops.aten.copy_.default and not _is_there(args[0]) and len(args) < 3:
-            raise DataDependentOutputException("a copy to the host")
-        args, kwargs = tree_map(self._from_host, (args, kwargs))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if _waits_for_copy(func, args, kwargs):
+            if func is torch.ops.aten.copy_.default and not _is_there(args[0]):
+                raise DataDependentOutputException("a copy to the host")
+            if not self.is_tried:
+                self._note_copy(_frames(traceback.extract_stack()))
+        if any(map(_is_real, values)):
+            args, kwargs = tree_map(self._from_host, (args, kwargs))
+        return self.dispatch(func, types, args, kwargs)
+
+    def _note_copy(self, frames: str) -> None:
+        if self.is_steady or not any(f":{name}:" in frames for name in _SET_UP):
+            self.copies.append(frames)
 
     def _from_host(self, value: Any) -> Any:
-        is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
-        return self.from_tensor(value) if is_real else value
+        return self.from_tensor(value) if _is_real(value) else value
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+
+
+def _waits_for_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it copies between host and device, and the host waits: CUDA drains the stream."""
+    if func is torch.ops.aten.copy_.default:
+        other, goes_on = args[1], (*args, False)[2]
+    elif func is torch.ops.aten._to_copy.default:
+        other, goes_on = kwargs.get("device"), False
+    else:
+        return False
+    is_across = other is not None and _is_there(args[0]) != _is_there(other)
+    return is_across and not kwargs.get("non_blocking", goes_on)
+
+
+def _frames(stack: traceback.StackSummary) -> str:
+    """The package's three innermost."""
+    package = str(Path(lightning_dear.__file__).parent)
+    ours = [frame for frame in reversed(stack) if frame.filename.startswith(package)]
+    return " < ".join(
+        f"{frame.filename.removeprefix(package)[1:]}:{frame.name}:{frame.lineno}"
+        for frame in ours[:3]
+    )
 
 
 def _is_there(value: Any) -> bool:
@@ -179,7 +228,8 @@ class Case:
             model, [optimizer], self.collectives(), fusion, options=options, clock=HostClock()
         )
         device.is_tried = False
-        for _ in range(NUM_STEPS):
+        for step in range(NUM_STEPS):
+            device.is_steady = step > 0
             with pipeline.forward():
                 output: Tensor = torch.empty(16, 64, device=NAME, dtype=self.dtype)
                 for layer in model[:3]:
@@ -215,21 +265,17 @@ CASES = {
 }
 
 
-def refusal(case: Case) -> str | None:
-    """Who has asked for a number, innermost first; None: nobody."""
+def waits(case: Case) -> list[str]:
+    """Who has made the host wait by copies, and who was refused a number, innermost first."""
+    device = FakeDevice()
     try:
-        with OnDevice(), FakeDevice(allow_non_fake_inputs=True) as device:
+        with OnDevice(), device:
             case.run(device)
     except Exception as error:
-        package = str(Path(lightning_dear.__file__).parent)
-        frames = [
-            f"{frame.filename.removeprefix(package)[1:]}:{frame.name}:{frame.lineno}"
-            for frame in reversed(traceback.extract_tb(error.__traceback__))
-            if frame.filename.startswith(package)
-        ]
+        frames = _frames(traceback.extract_tb(error.__traceback__))
         first = str(error).splitlines()[0] if str(error) else ""
-        return f"{' < '.join(frames[:3])}: {type(error).__name__}: {first[:200]}"
-    return None
+        return [*device.copies, f"{frames}: {type(error).__name__}: {first[:200]}"]
+    return device.copies
 
 
 def main() -> None:
@@ -239,4 +285,4 @@ def main() -> None:
     FakeTensor.data_ptr = address_of  # type: ignore[method-assign]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     names = sys.argv[1:] or CASES
-    json.dump({name: refusal(CASES[name]) for name in names}, sys.stdout)
+    json.dump({name: waits(CASES[name]) for name in names}, sys.stdout)

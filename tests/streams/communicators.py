@@ -2,7 +2,8 @@
 
 A communicator's stream waits for the stream that launches, and `wait` makes the current stream wait
 for the communicator's. What travels is read at the first wait, the latest moment at which a GPU
-might read it, and what is received holds nan until then: who does not wait computes with nan.
+might read it. Until then what is gathered, broadcast or sent from each to each is nan: who does not
+wait computes with it. Where a sum arrives, the rank's own numbers stand until then.
 
 Threads are ranks, of which one runs at a time, until it needs what another one has to send.
 """

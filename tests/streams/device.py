@@ -87,12 +87,6 @@ class Stream:
         """See torch.cuda.Stream."""
         self.wait_clock(other.clock)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        """See torch.cuda.Stream."""
-        event = event or Event()
-        event.record(self)
-        return event
-
     def wait_event(self, event: Event) -> None:
         """See torch.cuda.Stream."""
         self.wait_clock(event.clock)
@@ -112,17 +106,9 @@ class Event:
         """See torch.cuda.Event."""
         self.clock = dict((stream or here().current).clock)
 
-    def wait(self, stream: Stream | None = None) -> None:
-        """See torch.cuda.Event."""
-        (stream or here().current).wait_event(self)
-
     def synchronize(self) -> None:
         """See torch.cuda.Event: the host waits."""
         here().block_host("Event.synchronize", self.clock)
-
-    def query(self) -> bool:
-        """See torch.cuda.Event; says what the host knows for certain."""
-        return all(here().host.get(number, 0) >= seen for number, seen in self.clock.items())
 
     def elapsed_time(self, end: Event) -> float:
         """See torch.cuda.Event."""
@@ -164,7 +150,7 @@ class Device:
         races: What is in no order -> how often.
         frees: What was free while a stream still used it -> how often.
         syncs: Where the host waited for the device -> how often.
-        kernels: Where kernels were launched -> how many, without those of communicators.
+        kernels: Name -> how many were launched, without those of communicators.
         launches: Collectives in the order in which the host launched them, over all communicators.
         is_over: Whether nobody looks any more.
     """
@@ -211,6 +197,8 @@ class Device:
 
     def _touch(self, extent: Extent, stream: Stream, access: Access, *, is_write: bool) -> None:
         memory, first, end = extent
+        if first == end:
+            return
         over, clock = [], stream.clock
         for key, other in memory.accesses.items():
             other_first, other_end, other_writes, number = key
@@ -298,7 +286,7 @@ def memory_of(tensor: Tensor) -> Memory:
 
 
 def extent_of(tensor: Tensor) -> Extent:
-    """All bytes from its first to its last."""
+    """All bytes from its first to its last: views whose elements take turns seem to share them."""
     size, first = tensor.element_size(), tensor.storage_offset()
     last = first
     if tensor.is_contiguous():
@@ -354,6 +342,10 @@ class Cuda:
     def default_stream(self, device: Any = None) -> Stream:
         """See torch.cuda."""
         return here().default
+
+    def get_device_name(self, device: Any = None) -> str:
+        """See torch.cuda; of all ranks."""
+        return "a simulated GPU"
 
     def synchronize(self, device: Any = None) -> None:
         """See torch.cuda: the host waits for all streams."""

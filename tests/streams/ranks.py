@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Generic, TypeVar
@@ -14,7 +14,7 @@ import torch
 
 from lightning_dear import torch_modes
 from lightning_dear.collectives.nccl import CudaStreams, NativeCollectives
-from tests.streams.checker import checked
+from tests.streams.checker import Checker, host_reads_seen
 from tests.streams.communicators import Calls, Communicator, Hang, Network
 from tests.streams.device import DEVICE, Cuda, Device, use
 
@@ -101,6 +101,19 @@ def _listed(found: Counter[str]) -> str:
     return f"{len(found)} kinds\n{first}"
 
 
+@contextmanager
+def _as_on_an_accelerator() -> Iterator[None]:
+    """Where there is a choice; and each kernel on one thread."""
+    num_threads, host_devices = torch.get_num_threads(), torch_modes.HOST_DEVICES
+    torch.set_num_threads(1)
+    torch_modes.HOST_DEVICES = ()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+        torch_modes.HOST_DEVICES = host_devices
+
+
 def on_simulated_cuda(
     body: Callable[[Rank], T], size: int, *, is_checked: bool = True, is_late: bool = True
 ) -> Found[T]:
@@ -128,7 +141,9 @@ def on_simulated_cuda(
         torch.set_num_threads(1)
         network.turns.begin(number)
         try:
-            with checked(device) if is_checked else nullcontext():
+            with ExitStack() as stack:
+                if is_checked:
+                    stack.enter_context(Checker(device))
                 results[number] = body(Rank(number, size, device, network))
         except BaseException as error:
             errors.append(error)
@@ -136,17 +151,16 @@ def on_simulated_cuda(
             device.is_over = True
             network.turns.end(number)
 
-    num_threads, host_devices = torch.get_num_threads(), torch_modes.HOST_DEVICES
-    torch.set_num_threads(1)
-    # Where there is a choice, as on an accelerator.
-    torch_modes.HOST_DEVICES = ()
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.set_num_threads(num_threads)
-    torch_modes.HOST_DEVICES = host_devices
+    # Where one never ends, the process may.
+    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in range(size)]
+    with ExitStack() as stack:
+        stack.enter_context(_as_on_an_accelerator())
+        if is_checked:
+            stack.enter_context(host_reads_seen())
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     # Who waits for a rank that has failed hangs because of it.
     for error in sorted(errors, key=lambda one: isinstance(one, Hang)):
         raise error

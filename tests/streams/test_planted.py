@@ -132,6 +132,8 @@ def test_what_is_in_no_order_is_found(kind: type[NativeCollectives], is_right: b
     assert found.races
     assert not found.frees
     assert was_right == is_right
+    if kind is _NoReduceWait:
+        assert "reduce-scatter" in str(found.races)
 
 
 def test_flags_are_behind_the_reduce_scatters_and_their_wait_is_enough() -> None:

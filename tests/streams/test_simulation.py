@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from operator import methodcaller
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from lightning_dear import torch_modes
 from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.torch_modes import plain_mode
 from tests.streams.communicators import Hang
 from tests.streams.device import Cuda
 from tests.streams.ranks import Found, Rank, on_simulated_cuda
@@ -239,15 +244,35 @@ def test_what_does_not_fit_together_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "read",
-    [float, bool, Tensor.tolist, Tensor.item, Tensor.nonzero, Tensor.cpu],
-    ids=lambda read: read.__name__,
+    [
+        float,
+        bool,
+        *map(methodcaller, ("tolist", "item", "nonzero", "numpy", "cpu")),
+        lambda numbers: numbers[numbers > 0],
+        lambda numbers: numbers.index_put_((numbers > 0,), numbers[:1] * 2),
+    ],
 )
-def test_a_wait_of_the_host_is_found_with_its_line(read: Callable[[Tensor], Any]) -> None:
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_wait_of_the_host_is_found_with_its_line(
+    read: Callable[[Tensor], Any], is_plain: bool
+) -> None:
     def body(program: Program) -> None:
-        read(program.buffer.sum())
+        numbers = program.buffer[:1] * 2
+        with plain_mode("cpu") if is_plain else nullcontext():
+            read(numbers)
 
     (told,) = run(body).syncs
-    assert "streams/test_simulation.py:body:" in told
+    assert "streams/test_simulation.py:body:" in told or "<lambda>" in told
+
+
+def test_a_number_that_is_put_where_a_mask_is_true_makes_nobody_wait() -> None:
+    def body(program: Program) -> None:
+        program.buffer[program.buffer > 1] = 0.0
+        program.buffer[torch.tensor([1, 2])] = program.buffer[:2] * 2
+
+    found = run(body)
+    assert not found.syncs
+    assert found.results == [None, None]
 
 
 def test_what_is_on_the_host_makes_nobody_wait() -> None:
@@ -258,7 +283,7 @@ def test_what_is_on_the_host_makes_nobody_wait() -> None:
 
     found = run(body)
     assert not found.syncs
-    assert sum(found.devices[0].kernels.values()) == 1
+    assert found.devices[0].kernels == {"mul_": 1}
 
 
 def test_what_the_host_has_waited_for_is_over() -> None:
@@ -286,3 +311,40 @@ def test_parts_of_one_memory_are_told_apart() -> None:
         CUDA.synchronize()
 
     run(body).check()
+
+
+def test_nothing_of_a_memory_is_in_order_with_all_of_it() -> None:
+    def body(program: Program) -> None:
+        branch = program.branch()
+        branch.wait_stream(CUDA.current_stream())
+        program.buffer.add_(1.0)
+        with CUDA.stream(branch):
+            program.buffer[5:5].add_(1.0)
+        CUDA.synchronize()
+
+    run(body).check()
+
+
+def test_what_batch_norm_writes_is_seen() -> None:
+    def body(program: Program) -> None:
+        branch, inputs = program.branch(), torch.randn(2, SIZE)
+        mean, variance = torch.zeros(SIZE), torch.ones(SIZE)
+        program.device.put(inputs, mean, variance)
+        branch.wait_stream(CUDA.current_stream())
+        F.batch_norm(inputs, mean, variance, training=True)
+        with CUDA.stream(branch):
+            variance.sum()
+        CUDA.synchronize()
+
+    assert "native_batch_norm on the compute stream writes" in str(run(body).races)
+
+
+def test_what_a_run_has_changed_is_put_back() -> None:
+    def body(program: Program) -> None:
+        raise ValueError("mine")
+
+    before = torch.get_num_threads(), torch_modes.HOST_DEVICES, Tensor.tolist, Tensor.cpu
+    with pytest.raises(ValueError, match="mine"):
+        run(body)
+    after = torch.get_num_threads(), torch_modes.HOST_DEVICES, Tensor.tolist, Tensor.cpu
+    assert after == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -83,15 +84,12 @@ def check_order(found: Found[Any]) -> None:
     assert found.other_order is None, found.other_order
 
 
-def _train_branches(
-    rank: Rank, *, num_streams: int, is_whole: bool, keeps: bool = False
-) -> list[Tensor]:
-    """With branches on as many streams.
+def _train_branches(rank: Rank, *, num_streams: int, keeps: bool = False) -> list[Tensor]:
+    """With branches on as many streams, of both of which one bucket has parameters.
 
     Args:
         rank: See `Rank`.
         num_streams: See above.
-        is_whole: Whether a bucket has parameters of both.
         keeps: Whether somebody else has all gradients, too, so that each is copied at once.
     """
     torch.manual_seed(0)
@@ -99,7 +97,7 @@ def _train_branches(
     model = _Branches([streams[0], streams[-1]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank.device.put(*model.parameters())
-    fusion = ThresholdFusion(bucket_cap_mb=25 if is_whole else 1e-6, first_bucket_cap_mb=1e-6)
+    fusion = ThresholdFusion(bucket_cap_mb=25, first_bucket_cap_mb=1e-6)
     clock = StreamClock(DEVICE, CUDA)
     pipeline = Pipeline(model, [optimizer], rank.collectives(), fusion, clock=clock)
     kept: list[Tensor | None] = []
@@ -121,34 +119,27 @@ def _train_branches(
     return weights(model)
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-@pytest.mark.parametrize("size", [2, 3])
-def test_branches_on_one_stream(size: int, is_whole: bool) -> None:
-    on_simulated_cuda(
-        lambda rank: _train_branches(rank, num_streams=1, is_whole=is_whole), size
-    ).check()
+def test_branches_on_one_stream() -> None:
+    on_simulated_cuda(lambda rank: _train_branches(rank, num_streams=1), 3).check()
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-def test_branches_on_two_streams_that_share_a_bucket(size: int, keeps: bool) -> None:
-    train = partial(_train_branches, num_streams=2, is_whole=True, keeps=keeps)
-    found = on_simulated_cuda(train, size)
+def test_branches_on_two_streams_that_share_a_bucket(keeps: bool) -> None:
+    found = on_simulated_cuda(partial(_train_branches, num_streams=2, keeps=keeps), 2)
     check_order(found)
     # Nor is a gradient free while it is copied on another stream.
     assert not [what for what in found.frees if "foreach" in what]
 
 
-def _average_weights(rank: Rank, *, reads: bool) -> list[Tensor]:
+def _average_weights(rank: Rank) -> list[Tensor]:
     """Reads weights on a second stream between a step and the next forward."""
     trained, beside = OnDevice(Training(), rank), CUDA.Stream()
     pipeline, optimizer = trained.pipeline, trained.optimizers[0]
     for step in range(NUM_STEPS):
-        if reads:
-            beside.wait_stream(CUDA.current_stream())
-            with CUDA.stream(beside):
-                for parameter in trained.model.parameters():
-                    parameter.detach() * 0.1
+        beside.wait_stream(CUDA.current_stream())
+        with CUDA.stream(beside):
+            for parameter in trained.model.parameters():
+                parameter.detach() * 0.1
         with pipeline.forward():
             loss = trained.loss(step)
         optimizer.zero_grad()
@@ -160,9 +151,8 @@ def _average_weights(rank: Rank, *, reads: bool) -> list[Tensor]:
     return trained.end()
 
 
-@pytest.mark.parametrize("reads", [False, True])
-def test_weights_that_are_averaged_on_another_stream(reads: bool) -> None:
-    on_simulated_cuda(lambda rank: _average_weights(rank, reads=reads), 2).check()
+def test_weights_that_are_averaged_on_another_stream() -> None:
+    on_simulated_cuda(_average_weights, 2).check()
 
 
 CODED = ExchangeOptions("parameters", codec=Int8())
@@ -205,12 +195,9 @@ def test_nan_of_one_rank_shows_in_all_weights_of_an_optimizer_that_steps_by_sign
         assert all(bool(one.isnan().all()) for one in found_weights)
 
 
-@pytest.mark.parametrize("has_timeline", [False, True])
-def test_what_is_sent_once_lives_until_it_has_been_sent(has_timeline: bool) -> None:
-    training = Training(
-        optimizer="plain", options=coded("oktopk", "mlp").options, has_timeline=has_timeline
-    )
-    check(run(training, 2))
+def test_what_is_sent_once_lives_until_it_has_been_sent() -> None:
+    """With a timeline; `test_trainings.py` trains without one."""
+    check(run(replace(coded("oktopk", "mlp"), has_timeline=True), 2))
 
 
 ALONE = {

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +44,25 @@ ROUNDED = {"clipping": 1e-6}
 
 CODED = (*CODECS, "powersgd", "oktopk")
 
+IN_GATE = {
+    *product(VARIANTS, ["conv"], [2]),
+    *product(["dense", "gradients", "all_reduced"], ["gpt"], [3]),
+    *product(["16_bits", "clipping", "replan", "checkpoint"], ["gpt"], [2]),
+    *product(["dense"], ["mlp"], SIZES),
+    *product(ODD_MODELS, [2]),
+    *product(CODED, ["mlp"], [3]),
+    *product(["int8", "topk", "powersgd", "oktopk", "signsgd"], ["gpt"], [2]),
+    ("int8", "conv", 2),
+}
+"""What each change runs; all others are slow, as they take long and seldom see more."""
+
+
+def matrix(*columns: Iterable[Any]) -> list[Any]:
+    """All rows of it, for `pytest.mark.parametrize`."""
+    rows = product(*columns)
+    return [pytest.param(*row, marks=() if row in IN_GATE else pytest.mark.slow) for row in rows]
+
+
 FLAGS = "engine/gradient_reducer.py:hear"
 
 WAITS = {
@@ -62,9 +84,11 @@ LONG_PAST = "engine/shared_options.py:said_before"
 
 
 def check(found: Found[list[Tensor]], waits: tuple[str, ...] = ()) -> None:
-    """Nothing is in no order, the host waits nowhere else, and ranks agree, in buffers as well."""
+    """All is in order, the host waits there and nowhere else, and ranks agree, buffers included."""
     found.check()
     known = *waits, LONG_PAST
+    for one in known:
+        assert any(one in told for told in found.syncs), f"Nobody waits in {one}: {found.syncs}"
     others = [told for told in found.syncs if not any(one in told for one in known)]
     assert not others, others
     first, *rest = found.results
@@ -72,9 +96,7 @@ def check(found: Found[list[Tensor]], waits: tuple[str, ...] = ()) -> None:
         assert all(map(torch.equal, first, other))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "model", "size"), matrix(VARIANTS, MODELS, SIZES))
 def test_numbers_are_those_of_one_process(variant: str, model: str, size: int) -> None:
     training = replace(VARIANTS[variant], model=model)
     found = run(training, size)
@@ -87,8 +109,7 @@ def test_numbers_are_those_of_one_process(variant: str, model: str, size: int) -
         assert all(map(torch.equal, weights, expected))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("model", ODD_MODELS)
+@pytest.mark.parametrize(("model", "size"), matrix(ODD_MODELS, SIZES))
 def test_odd_models(model: str, size: int) -> None:
     training = Training(model=model)
     found = run(training, size)
@@ -104,9 +125,7 @@ def coded(name: str, model: str) -> Training:
     return Training(model=model, optimizer="plain", options=options)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize(("name", "model", "size"), matrix(CODED, MODELS, SIZES))
 def test_encoded_numbers_are_those_of_collectives_that_are_over_at_once(
     name: str, model: str, size: int
 ) -> None:
