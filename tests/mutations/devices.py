@@ -166,4 +166,21 @@ DEVICES = [
         "",
         (COLLECTIVES,),
     ),
+    Mutation(
+        "nan in what is sent, whatever an optimizer makes of nan",
+        "CodedBucket.encode_gather",
+        "                largest.masked_fill_(is_nan, math.nan)\n",
+        "                pass\n",
+        (
+            f"{STREAMS}"
+            "::test_nan_of_one_rank_shows_in_all_weights_of_an_optimizer_that_steps_by_signs",
+        ),
+    ),
+    Mutation(
+        "memory of gradients that is not used again before they are read",
+        "GradientReducer._finish_round",
+        "        self._collectives.streams.lead_readers()\n",
+        "",
+        (f"{STREAMS}::test_branches_on_two_streams_that_share_a_bucket",),
+    ),
 ]
