@@ -137,10 +137,11 @@ def test_what_comes_again_before_a_bucket_is_full_is_added(
         optimizer.zero_grad()
         before = [one.detach().clone() for one in parts]
         with pipeline.backward():
+            losses[0].backward(retain_graph=True)
             if step:
-                # Twice, where once was recorded.
-                losses[0].backward(retain_graph=True)
-            sum(losses).backward()
+                # Where once was recorded.
+                losses[0].backward()
+            sum(losses[1:]).backward()
         optimizer.step()
         pipeline.complete_parameters()
     for number, (one, old) in enumerate(zip(parts, before, strict=True)):
