@@ -107,7 +107,7 @@ def _process_groups(
 def _new_group(timeout: timedelta | None, backend: str) -> Any:
     """One in which NCCL's kernels go before those that a device computes with."""
     options: Any = None
-    if backend == "nccl":
+    if backend == "nccl" and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         # Else torch warns that it takes this one.
         options._timeout = timeout or options._timeout

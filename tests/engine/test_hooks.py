@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_dear.collectives.work import Signal
+from lightning_dear.collectives.work import Signal, Streams
 from lightning_dear.compression import Int8
 from lightning_dear.engine.gradient_reducer import USED, RoundFlags
 from lightning_dear.engine.hooks import StepHooks
@@ -203,6 +203,7 @@ def test_a_wish_is_granted_where_all_ranks_hear_of_it(
         rank=0,
         world_size=2,
         signal=Signal(),
+        streams=Streams(),
         launch_any=lambda flags: kept.append(flags),
     )
     kept: list[Tensor] = []
