@@ -179,12 +179,17 @@ def test_what_is_saved_loaded_and_planned_under_inference_mode_is_trained_on() -
             training = _Training(options, dtype)
             training.run(range(2))
             with context():
-                training.optimizer.load_state_dict(training.part.optimizer_state_dict())
+                state = training.part.optimizer_state_dict()
+                training.optimizer.load_state_dict(state)
                 # Takes over what was loaded.
                 training.part.sync_replicas()
+            entries = itertools.chain(*(own.values() for own in state["state"].values()))
+            assert not any(isinstance(one, Tensor) and one.is_inference() for one in entries)
+            loaded = training.run(range(2, 3))
+            with context():
                 assert training.part.plan is not None
                 training.part.replan(training.part.plan)
-            seen.append(training.run(range(2, 4)))
+            seen.append([*loaded, *training.run(range(3, 4))])
             training.pipeline.detach()
         for ours, plain in zip(*seen, strict=True):
             assert_equal(ours, plain)
