@@ -9,9 +9,12 @@ group, gloo's, for objects: ranks must meet in it whatever NCCL is still waiting
 from __future__ import annotations
 
 import atexit
+import os
+import socket
 import sys
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +55,7 @@ def new_collectives(
             f"strategy='dear' cannot send parameters on {device} through gloo;"
             " use process_group_backend='nccl'."
         )
-    groups, sends_rows = _process_groups(timeout, backend, sends_rows=sends_rows)
+    groups, everyones = _process_groups(timeout, backend, (sends_rows, _host()))
     reduce_group, gather_group, *others = groups
     rank, world_size = dist.get_rank(), dist.get_world_size()
     collectives: Collectives
@@ -69,7 +72,9 @@ def new_collectives(
         collectives = NativeCollectives(
             reduce_group, gather_group, others[0], rank, world_size, streams=streams
         )
-    _connect(collectives, device, sends_rows=sends_rows)
+    hosts = [host for _, host in everyones]
+    collectives.hosts = tuple(map(hosts.index, hosts))
+    _connect(collectives, device, sends_rows=any(sends for sends, _ in everyones))
     return collectives
 
 
@@ -87,13 +92,22 @@ def _backend_of(device: torch.device) -> str:
     return name
 
 
+def _host() -> str:
+    """Names this host, and on Linux the network that this process sees: the same for all there."""
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{booted} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
 def _process_groups(
-    timeout: timedelta | None, backend: str, *, sends_rows: bool
-) -> tuple[list[Any], bool]:
-    """The groups, and whether any rank sends rows."""
+    timeout: timedelta | None, backend: str, own: tuple[bool, str]
+) -> tuple[list[Any], list[tuple[bool, str]]]:
+    """The groups, and what every rank says of itself."""
     default_group, groups = reusable_groups.get(timeout, (None, []))
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (default_group is dist.group.WORLD, sends_rows))
+    dist.all_gather_object(said, (default_group is dist.group.WORLD, own))
     # All or none: making a group is collective, and who reused its own would not come.
     if not all(can_reuse for can_reuse, _ in said):
         groups = [_new_group(timeout, backend) for _ in range(2)]
@@ -101,7 +115,7 @@ def _process_groups(
             groups.append(dist.new_group(timeout=timeout, backend="gloo"))
         reusable_groups.clear()
         reusable_groups[timeout] = dist.group.WORLD, groups
-    return groups, any(sends for _, sends in said)
+    return groups, [one for _, one in said]
 
 
 def _new_group(timeout: timedelta | None, backend: str) -> Any:

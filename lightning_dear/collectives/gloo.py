@@ -42,6 +42,7 @@ class PairwiseCollectives(GroupCollectives):
         calls: See `GroupCollectives`.
     """
 
+    sends_parts = True
     reads_flags_freely = True
 
     def __init__(

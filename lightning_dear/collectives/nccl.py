@@ -85,6 +85,7 @@ class NativeCollectives(GroupCollectives):
     reduce-scatters, module buffers, the flags of used parameters, all all-gathers.
     """
 
+    sends_parts = False
     reads_flags_freely = False
 
     @override

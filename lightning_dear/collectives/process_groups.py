@@ -71,6 +71,7 @@ class GroupCollectives(Collectives):
         self.ledger = WireLedger()
         self.observer: WorkObserver | None = None
         self.signal = Signal()
+        self.hosts: Sequence[int] = ()
         self.streams = streams or Streams()
         self.was_discarded = self.was_aborted = self.has_given_up = False
         alive.add(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +72,16 @@ def as_metadata(collectives: Collectives) -> Iterator[None]:
     with uncounted(collectives):
         yield
         ledger.metadata_bytes += collectives.ledger.total_bytes
+
+
+def ranks_on_a_host(hosts: Sequence[int]) -> int:
+    """How many ranks there are on the host that has the fewest; 1 if there is only one host.
+
+    Args:
+        hosts: See `Collectives`.
+    """
+    counts = Counter(hosts).values()
+    return min(counts) if len(counts) > 1 else 1
 
 
 class Streams:
@@ -191,10 +202,14 @@ class Collectives(Protocol):
     signal: Signal
     streams: Streams
     """Those of the parameters' device."""
+    hosts: Sequence[int]
+    """Number of each rank's host, which is that of its first rank; of nobody: not known."""
     was_discarded: bool
     """Whether `discard` has been called."""
     has_given_up: bool
     """Whether a wait has failed, here or elsewhere: from then on nobody waits for what is late."""
+    sends_parts: bool
+    """Whether in both halves each rank's part goes to it directly, and not around a ring."""
     reads_flags_freely: bool
     """Whether reading flags on the host costs no wait beyond those there are in any case."""
 

@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 from lightning_dear.bucket import allocate
 from lightning_dear.checkpoint.optimizer_state import hand_on, spread_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
-from lightning_dear.collectives.work import Collectives, uncounted
+from lightning_dear.collectives.work import Collectives, ranks_on_a_host, uncounted
 from lightning_dear.compression import Compressor, check_replaces
 from lightning_dear.engine.active_plan import (
     ActivePlan,
@@ -137,7 +137,7 @@ class PlanLifecycle:
 
     def _activate(self, plan: BucketPlan) -> ActivePlan:
         assert self.recording is not None
-        plan = self._without_refused(plan)
+        plan = self._for_hosts(self._without_refused(plan))
         if self._options.is_of_gradients:
             plan = with_whole_tensors(plan, self.recording.tensors)
         self.plan = plan
@@ -224,6 +224,18 @@ class PlanLifecycle:
             ungated.setdefault(index, user if user in present else None)
         self.recording = replace(self.recording, ungated=ungated)
         self.active.gatherer.follow(self._module, ungated)
+
+    def _for_hosts(self, plan: BucketPlan) -> BucketPlan:
+        """`plan`, all-reduced where the ranks of a host would send more than its line takes.
+
+        Of n bytes R of P ranks send R (P - R) / P n to other hosts in each half, a ring's
+        all-reduce 2 (P - 1) / P n in all.
+        """
+        collectives = self._collectives
+        is_flat = ranks_on_a_host(collectives.hosts) == 1 or not collectives.sends_parts
+        if is_flat or self.all_reduce_refusal is not None:
+            return plan
+        return replace(plan, early=(), all_reduced=tuple(range(len(plan.buckets))))
 
     def _without_refused(self, plan: BucketPlan) -> BucketPlan:
         """`plan` without what is not done here, of which people are told."""

@@ -27,7 +27,12 @@ from lightning_dear.exchange.options import ExchangeOptions, default_gather
 from lightning_dear.planning import resolve_fusion
 from lightning_dear.registration import register
 from lightning_dear.strategy.connections import unwrapped
-from lightning_dear.strategy.refusals import check_planner, say_what_is_gathered, warn_of_lag
+from lightning_dear.strategy.refusals import (
+    check_planner,
+    say_what_hosts_cost,
+    say_what_is_gathered,
+    warn_of_lag,
+)
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
@@ -116,6 +121,7 @@ class PipelineStrategy(ABC):
             part.shows_gradients = self._gradients_in_hooks
         if pipeline.remark is not None:
             rank_zero_info(pipeline.remark)
+        say_what_hosts_cost(pipeline)
         return pipeline
 
     # --- for users: parameters --------------------------------------------------------------------

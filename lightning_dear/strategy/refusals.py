@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 
 from lightning_dear.callbacks.fusion_tuner import option_of
 from lightning_dear.collectives.store import from_all_ranks
+from lightning_dear.collectives.work import ranks_on_a_host
 from lightning_dear.compression import class_with
+from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.trained_parameters import ignored_names
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.names import is_meant
@@ -144,6 +146,28 @@ def say_what_is_gathered(gather: str | None, options: ExchangeOptions) -> None:
             f"With compressor={options.codec.name!r} every rank gets whole gradients instead of"
             " parameters, and has the whole optimizer state."
         )
+
+
+def say_what_hosts_cost(pipeline: Pipeline) -> None:
+    """Tells people what travels between hosts of several ranks."""
+    collectives, refusal = pipeline.collectives, pipeline.all_reduce_refusal
+    own, num_ranks = ranks_on_a_host(collectives.hosts), collectives.world_size
+    if own == 1 or pipeline.options.all_reduces:
+        return
+    layout = f"{len(set(collectives.hosts))} hosts of {own} ranks or more"
+    if collectives.sends_parts and refusal is None:
+        rank_zero_info(
+            f"strategy='dear' all-reduces every bucket, as 'ddp' does: {layout} would send more in"
+            " two halves. Every rank keeps the whole optimizer state."
+        )
+        return
+    times = own * (num_ranks - own) / (num_ranks - 1) if collectives.sends_parts else 2.0
+    why = refusal if collectives.sends_parts else "NCCL's all-reduce may use trees, both halves not"
+    rank_zero_warn(
+        f"With {layout} up to {times:.1f} times as many bytes leave a host as an all-reduce would"
+        f" send, before any compression: {why}. Compare with strategy='ddp', or run one rank a"
+        " host."
+    )
 
 
 def warn_of_lag(options: ExchangeOptions) -> None:
