@@ -424,7 +424,8 @@ class PlanLifecycle:
 
     def detach(self) -> None:
         """Ends the training: state and residuals stay readable. Parameters should be complete."""
-        lagging = [] if self.active is None else self.active.flat.lagging
+        active = None if self._collectives.was_discarded else self.active
+        lagging = [] if active is None else active.flat.lagging
         self.release()
         # What is written to weights afterwards wins, and neither they nor masters say it.
         self._lagging_at_end.update((one, _digest(one)) for one in lagging)
