@@ -21,7 +21,7 @@ SEEN_BY = {
     "closing gates": f"{ODD}[functional-2]",
     "waiting before a module's forward": f"{ODD}[held_list-2]",
     "waiting for module buffers": f"{NUMBERS}[dense-conv-2]",
-    "completing parameters before the step": f"{NUMBERS}[unused_on_one_rank-mlp-2]",
+    "completing parameters before the step": f"{NUMBERS}[unused_on_one_rank-gpt-2]",
     "completing parameters before a new plan": f"{NUMBERS}[replan-mlp-2]",
     "completing parameters at the end": f"{NUMBERS}[dense-mlp-2]",
     "module buffers behind the last reduce-scatters on all ranks": (
