@@ -364,18 +364,32 @@ class PlanLifecycle:
         """
         self.residuals.inherit(givers, goes_on=goes_on)
         for other in others:
-            stepper, at_end = other._stepper, other._lagging_at_end
-            # Else what was loaded since is all there is.
-            if stepper.optimizer.state is stepper.state_at_end:
-                left = self._stepper.left = spread_state(stepper, self._collectives)
-                own = [_digest(one) != digest for one, digest in at_end.items()]
-                said = zip(*self._collectives.all_gather_object(own), strict=True)
-                written = {one for one, is_new in zip(at_end, said, strict=True) if any(is_new)}
+            left, was_written = other.hand_over(self._collectives)
+            if left is not None:
+                said = zip(
+                    *self._collectives.all_gather_object([*was_written.values()]), strict=True
+                )
+                written = {
+                    one for one, is_new in zip(was_written, said, strict=True) if any(is_new)
+                }
                 lost = left.take(MASTER_KEY, written)
                 self._tell_of_masters(AdoptedState(False, bool(lost.entries)))
-            stepper.leave(None)
+                self._stepper.left = left
         if isinstance(self._stepper, ReplicatedOptimizer):
             self.give_back()
+
+    def hand_over(self, through: Collectives) -> tuple[SpreadState | None, dict[Parameter, bool]]:
+        """Lets go of the state of a training that is over. Collective, blocks.
+
+        Returns:
+            The state, or None if another one was loaded since; and of each parameter whose weights
+            lagged behind their masters whether somebody has written to it since.
+        """
+        was_loaded = self._stepper.optimizer.state is not self._stepper.state_at_end
+        left = None if was_loaded else spread_state(self._stepper, through)
+        self._stepper.leave(None)
+        at_end = self._lagging_at_end.items()
+        return left, {one: _digest(one) != digest for one, digest in at_end}
 
     def give_back(self) -> None:
         """Makes `optimizer.state` whole, on every rank; the plans have ended. Collective, blocks.

@@ -112,9 +112,8 @@ def test_kernels_of_nccl_go_before_others(
         return pg_options
 
     nccl = SimpleNamespace(Options=Options)
-    monkeypatch.setattr(
-        factory, "dist", SimpleNamespace(new_group=new_group, ProcessGroupNCCL=nccl)
-    )
+    made = {"new_group": new_group, "ProcessGroupNCCL": nccl, "is_nccl_available": lambda: True}
+    monkeypatch.setattr(factory, "dist", SimpleNamespace(**made))
     options = factory._new_group(timeout, "nccl")
     assert options.is_high_priority_stream
     assert options._timeout == (timeout or usual)

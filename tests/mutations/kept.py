@@ -150,9 +150,9 @@ KEPT = [
     ),
     Mutation(
         "what is loaded between two trainings",
-        "PlanLifecycle.inherit",
-        "            if stepper.optimizer.state is stepper.state_at_end:\n",
-        "            if True:\n",
+        "PlanLifecycle.hand_over",
+        "None if was_loaded else ",
+        "",
         (f"{MEMORY}::test_what_is_loaded_between_two_trainings_is_all_there_is",),
     ),
     Mutation(

@@ -241,6 +241,8 @@ class Case:
             if self.clips:
                 pipeline.parts[0].clip_by_norm(1.0)
             optimizer.step()
+        # What ends a training may wait.
+        device.is_tried = True
         pipeline.detach()
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -44,25 +42,6 @@ ROUNDED = {"clipping": 1e-6}
 
 CODED = (*CODECS, "powersgd", "oktopk")
 
-IN_GATE = {
-    *product(VARIANTS, ["conv"], [2]),
-    *product(["dense", "gradients", "all_reduced"], ["gpt"], [3]),
-    *product(["16_bits", "clipping", "replan", "checkpoint"], ["gpt"], [2]),
-    *product(["dense"], ["mlp"], SIZES),
-    *product(ODD_MODELS, [2]),
-    *product(CODED, ["mlp"], [3]),
-    *product(["int8", "topk", "powersgd", "oktopk", "signsgd"], ["gpt"], [2]),
-    ("int8", "conv", 2),
-}
-"""What each change runs; all others are slow, as they take long and seldom see more."""
-
-
-def matrix(*columns: Iterable[Any]) -> list[Any]:
-    """All rows of it, for `pytest.mark.parametrize`."""
-    rows = product(*columns)
-    return [pytest.param(*row, marks=() if row in IN_GATE else pytest.mark.slow) for row in rows]
-
-
 FLAGS = "engine/gradient_reducer.py:hear"
 
 WAITS = {
@@ -96,7 +75,7 @@ def check(found: Found[list[Tensor]], waits: tuple[str, ...] = ()) -> None:
         assert all(map(torch.equal, first, other))
 
 
-@pytest.mark.parametrize(("variant", "model", "size"), matrix(VARIANTS, MODELS, SIZES))
+@pytest.mark.parametrize(("variant", "model", "size"), product(VARIANTS, MODELS, SIZES))
 def test_numbers_are_those_of_one_process(variant: str, model: str, size: int) -> None:
     training = replace(VARIANTS[variant], model=model)
     found = run(training, size)
@@ -109,7 +88,7 @@ def test_numbers_are_those_of_one_process(variant: str, model: str, size: int) -
         assert all(map(torch.equal, weights, expected))
 
 
-@pytest.mark.parametrize(("model", "size"), matrix(ODD_MODELS, SIZES))
+@pytest.mark.parametrize(("model", "size"), product(ODD_MODELS, SIZES))
 def test_odd_models(model: str, size: int) -> None:
     training = Training(model=model)
     found = run(training, size)
@@ -125,7 +104,7 @@ def coded(name: str, model: str) -> Training:
     return Training(model=model, optimizer="plain", options=options)
 
 
-@pytest.mark.parametrize(("name", "model", "size"), matrix(CODED, MODELS, SIZES))
+@pytest.mark.parametrize(("name", "model", "size"), product(CODED, MODELS, SIZES))
 def test_encoded_numbers_are_those_of_collectives_that_are_over_at_once(
     name: str, model: str, size: int
 ) -> None:
