@@ -131,8 +131,6 @@ class PlanLifecycle:
         found = None if self.find_plan is None else self.find_plan(tensors)
         plan = self.fusion.plan(tensors, world_size) if found is None else found
         agree_on_plan(plan, self.recording, self._collectives)
-        # Any stream may still read parameters where they have been.
-        self._collectives.streams.synchronize()
         return self._activate(plan)
 
     def _activate(self, plan: BucketPlan) -> ActivePlan:
