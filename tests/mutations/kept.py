@@ -169,4 +169,14 @@ KEPT = [
         "",
         (f"{MEMORY}::test_what_is_taken_of_spread_state_takes_its_chunks_along",),
     ),
+    Mutation(
+        "all-reducing between hosts of several ranks",
+        "PlanLifecycle._activate",
+        "self._for_hosts(self._without_refused(plan))",
+        "self._without_refused(plan)",
+        (
+            "tests/lightning/test_hosts.py"
+            "::test_dense_buckets_are_all_reduced_between_hosts_of_several_ranks",
+        ),
+    ),
 ]
