@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from inspect import signature
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -14,6 +15,9 @@ from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.strategy.launchers import job_arguments
 
 log = logging.getLogger(__name__)
+
+OPTIONS = tuple(signature(EmulatedCluster).parameters)
+"""What conf/cluster/emulated.yaml says of the hosts and their links."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -50,9 +54,7 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
             " or sweep on cluster=local."
         )
     warn_of_delay(cfg)
-    hosts = EmulatedCluster(
-        node.num_hosts, node.rate_mbit, node.mtu, node.delay_ms, node.congestion_control
-    )
+    hosts = EmulatedCluster(**{name: node[name] for name in OPTIONS})
     argv = [sys.executable, "-m", module, *_arguments(cfg)]
     job.give_to_user()
     try:

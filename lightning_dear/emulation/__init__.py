@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from lightning_dear.emulation.cluster import EmulatedCluster, remove_stale_namespaces
 from lightning_dear.emulation.host import EmulatedHost
-from lightning_dear.emulation.launch import run_on_cluster
+from lightning_dear.emulation.launch import emulated_rig, run_on_cluster
 from lightning_dear.emulation.shell import EmulationUnavailable, why_unavailable
 
 __all__ = [
     "EmulatedCluster",
     "EmulatedHost",
     "EmulationUnavailable",
+    "emulated_rig",
     "remove_stale_namespaces",
     "run_on_cluster",
     "why_unavailable",

@@ -28,13 +28,11 @@ MAX_HOSTS = 200
 
 # A small queue drops packets, TCP collapses, and the rig is what gets measured: at 1 Gb/s,
 # 16 MiB is 0.13 s of queue, and then an all-reduce runs within 10 % of the line rate.
-_TBF_LIMIT = "16mb"
+_QUEUE_MIB = 16
 _TBF_BURST = "64kb"
 
-# What a socket may hold, at most: 34 ms at 1 Gb/s. With as many bytes on a slow link, a connection
-# that was idle finds seconds of others' bytes before it whenever it waits for an acknowledgement.
-_SOCKET_S = 0.034
-_SOCKET_BYTES = range(256 << 10, (4 << 20) + 1)
+_SETTINGS = "/proc/sys/net/ipv4"
+_LEAST_BUFFER = 4096  # a page: the kernel's own least
 
 _TBF_NUMBER = "1:"
 _NETEM_PACKETS = "100000"
@@ -60,8 +58,11 @@ class EmulatedCluster:
         mtu: Largest packet in bytes, on every interface.
         delay_ms: Milliseconds that each packet takes longer from host to host, in each direction.
             Needs a kernel with netem.
-        congestion_control: TCP's algorithm on the links, whatever this machine is set to; it moves
-            figures by up to a third. "cubic" is Linux's default. None: as this machine is set.
+        congestion_control: TCP's algorithm between hosts and within them, whatever this machine is
+            set to; it moves figures by up to a third. "cubic" is Linux's default. None: as this
+            machine is set.
+        socket_buffer_bytes: What a socket may hold of what it sends, at most, and half of what it
+            may hold of what it receives. None: as the kernel sets it.
 
     Attributes:
         hosts: The hosts in order; empty while the cluster is not entered.
@@ -77,6 +78,7 @@ class EmulatedCluster:
         mtu: int = 9000,
         delay_ms: float = 0.0,
         congestion_control: str | None = "cubic",
+        socket_buffer_bytes: int | None = None,
     ) -> None:
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise ValueError(f"num_hosts must be 1 to {MAX_HOSTS}, not {num_hosts}")
@@ -86,11 +88,17 @@ class EmulatedCluster:
             raise ValueError(f"mtu must be 576 to 65535 bytes, not {mtu}")
         if not delay_ms >= 0:
             raise ValueError(f"delay_ms must be 0 or more, not {delay_ms}")
+        if socket_buffer_bytes is not None and not _LEAST_BUFFER <= socket_buffer_bytes < 1 << 30:
+            raise ValueError(
+                f"socket_buffer_bytes must be {_LEAST_BUFFER} to 2^30 - 1, or None for the kernel's"
+                f" own, not {socket_buffer_bytes}"
+            )
         self.num_hosts = num_hosts
         self.rate_mbit = rate_mbit
         self.mtu = mtu
         self.delay_ms = delay_ms
         self.congestion_control = congestion_control
+        self.socket_buffer_bytes = socket_buffer_bytes
         self.hosts: tuple[EmulatedHost, ...] = ()
         self._namespaces: list[str] = []
         self._janitor: subprocess.Popen[bytes] | None = None
@@ -130,6 +138,23 @@ class EmulatedCluster:
         left = end_processes_in(self._namespaces)
         if left:
             warnings.warn(f"processes {left} on the emulated cluster do not end", stacklevel=2)
+
+    def describe(self, ranks_per_host: int) -> str:
+        """Return in one line what figures measured here depend on; the cluster is entered."""
+        names = ("tcp_congestion_control", "tcp_wmem", "tcp_rmem")
+        show = self.hosts[0].command(["cat", *(f"{_SETTINGS}/{name}" for name in names)])
+        control, *buffers = run(show).splitlines()
+        most = [f"{int(buffer.split()[2]) / (1 << 20):g}" for buffer in buffers]
+        whose = "the kernel's" if self.socket_buffer_bytes is None else "capped"
+        shape = "not shaped", "no port queue"
+        if self.rate_mbit is not None:
+            shape = f"{self.rate_mbit:g} Mb/s", f"port queue {_QUEUE_MIB} MiB"
+        return (
+            f"{self.num_hosts} emulated hosts x {ranks_per_host} ranks, {shape[0]},"
+            f" {self.congestion_control or control}, socket buffers {whose} ({most[0]} MiB out,"
+            f" {most[1]} in), MTU {self.mtu}, {shape[1]}"
+            + (f", delay {self.delay_ms:g} ms" if self.delay_ms else "")
+        )
 
     def _set_up(self) -> None:
         prefix = f"dear-{os.getpid()}-{next(_numbers)}"
@@ -171,7 +196,7 @@ class EmulatedCluster:
             return
         rate = f"{round(self.rate_mbit * 1e6)}bit"
         tbf = ["handle", _TBF_NUMBER, "tbf"]
-        shape = ["rate", rate, "burst", _TBF_BURST, "limit", _TBF_LIMIT]
+        shape = ["rate", rate, "burst", _TBF_BURST, "limit", f"{_QUEUE_MIB}mb"]
         run(["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *tbf, *shape])
 
     def _delay(self, namespace: str, interface: str) -> None:
@@ -192,10 +217,17 @@ class EmulatedCluster:
         if self.congestion_control is None:
             return
         # By the route: a namespace's own setting takes only what the machine allows everybody.
-        route = ["10.0.0.0/24", "dev", host.interface, "proto", "kernel", "scope", "link"]
-        chosen = ["src", host.address, "congctl", self.congestion_control]
+        # The first leads to other hosts, the rest stay within this one.
+        routes = (
+            f"10.0.0.0/24 dev {host.interface} scope link src {host.address}",
+            f"local {host.address} dev {host.interface} table local scope host src {host.address}",
+            "local 127.0.0.0/8 dev lo table local scope host src 127.0.0.1",
+            "local 127.0.0.1 dev lo table local scope host src 127.0.0.1",
+        )
+        chosen = ["proto", "kernel", "congctl", self.congestion_control]
         try:
-            _ip(host.namespace, "route", "change", *route, *chosen)
+            for route in routes:
+                _ip(host.namespace, "route", "change", *route.split(), *chosen)
         except EmulationUnavailable as error:
             raise EmulationUnavailable(
                 f"TCP knows no congestion_control={self.congestion_control!r} here ({error}):"
@@ -203,23 +235,13 @@ class EmulatedCluster:
             ) from None
 
     def _limit_socket_buffers(self, host: EmulatedHost) -> None:
-        if self.rate_mbit is None:
+        if self.socket_buffer_bytes is None:
             return
-        wanted = round(self.rate_mbit * 1e6 / 8 * _SOCKET_S)
-        most = min(max(wanted, _SOCKET_BYTES[0]), _SOCKET_BYTES[-1])
         # Of what is received, half is for the window, and the rest for the kernel's own needs.
-        limits = {"tcp_wmem": f"4096 16384 {most}", "tcp_rmem": f"4096 131072 {2 * most}"}
-        for name, limit in limits.items():
-            script = f"echo {limit} > /proc/sys/net/ipv4/{name}"
-            try:
-                run(["ip", "netns", "exec", host.namespace, "sh", "-c", script])
-            except EmulationUnavailable as error:
-                warnings.warn(
-                    f"{error}: sockets on {self.rate_mbit:g} Mb/s keep the buffers of this machine,"
-                    " and may hold each other up for seconds",
-                    stacklevel=2,
-                )
-                return
+        for name, usual, times in (("tcp_wmem", 16 << 10, 1), ("tcp_rmem", 128 << 10, 2)):
+            most = times * int(self.socket_buffer_bytes)
+            limits = f"{_LEAST_BUFFER} {min(usual, most)} {most}"
+            run(host.command(["sh", "-c", f"echo {limits} > {_SETTINGS}/{name}"]))
 
     def _remove(self) -> None:
         self.end_processes()

@@ -20,6 +20,9 @@ from lightning_dear.emulation.host import EmulatedHost
 HOST_VARIABLE = "LIGHTNING_DEAR_EMULATED_HOST"
 """Set in every rank to the number of its host: tells that it runs inside an emulated cluster."""
 
+RIG_VARIABLE = "LIGHTNING_DEAR_EMULATED_RIG"
+"""Set in every rank to what `emulated_rig` returns."""
+
 TIMED_OUT = 124
 """Exit code when the time was over; what the program `timeout` returns."""
 
@@ -28,6 +31,11 @@ _POLL_S = 0.05
 _GRACE_S = 5.0
 _TAIL_BYTES = 64 << 10
 _TAIL_LINES = 40
+
+
+def emulated_rig() -> str:
+    """Return the line that heads every table measured on emulated hosts; on others it is empty."""
+    return os.environ.get(RIG_VARIABLE, "")
 
 
 def run_on_cluster(
@@ -72,7 +80,8 @@ def run_on_cluster(
     if ranks_per_host < 1:
         raise ValueError(f"ranks_per_host must be at least 1, not {ranks_per_host}")
     prefix, users_own = _as_user(user)
-    command, variables = [*prefix, *argv], {**users_own, **(env or {})}
+    rig = {RIG_VARIABLE: cluster.describe(ranks_per_host)}
+    command, variables = [*prefix, *argv], {**rig, **users_own, **(env or {})}
     ranks: list[_Rank] = []
     try:
         for rank in range(len(cluster.hosts) * ranks_per_host):

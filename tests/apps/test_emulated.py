@@ -128,7 +128,7 @@ class _Started:
 
     code = 0
 
-    def __init__(self, *options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         self.options = options
 
     def __enter__(self) -> _Started:
@@ -160,7 +160,10 @@ def test_the_cluster_is_as_configured_and_the_job_is_repeated(
         with pytest.raises(SystemExit) as caught:
             restart_on_cluster(cfg, MODULE, timeout_s=9)
         assert caught.value.code == 3
-    assert started.cluster.options == (4, 200, 1500, 0, "cubic")
+    assert started.cluster.options == {
+        **{"num_hosts": 4, "rate_mbit": 200, "mtu": 1500, "delay_ms": 0},
+        **{"congestion_control": "cubic", "socket_buffer_bytes": None},
+    }
     assert started.argv[1:3] == ["-m", MODULE]
     for item in ("cluster=emulated", *overrides, f"hydra.run.dir='{tmp_path}'"):
         assert item in started.argv

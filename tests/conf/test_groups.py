@@ -138,7 +138,7 @@ def test_every_logger_is_built(option, tmp_path):
 def test_a_cluster_is_launch_and_network(option):
     cluster = OmegaConf.load(conf_dir() / "cluster" / f"{option}.yaml")
     hosts = ["num_hosts", "ranks_per_host", "rate_mbit", "mtu", "delay_ms"]
-    hosts.append("congestion_control")
+    hosts += ["congestion_control", "socket_buffer_bytes"]
     is_planned = "source" in cluster
     is_of_one_collective = "algorithm" in cluster
     # Ranks of an emulated host share its namespace, and nothing is shaped there.

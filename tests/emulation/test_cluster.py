@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,18 +56,25 @@ def _interfaces() -> set[str]:
 
 
 @pytest.mark.netns
-@pytest.mark.parametrize(
-    ("rate_mbit", "largest"), [(1, 256 << 10), (125, 531250), (1000, 4 << 20), (None, None)]
-)
-def test_sockets_hold_no_more_than_a_slow_link_sends_soon(
-    rate_mbit: float | None, largest: int | None
-) -> None:
-    own = Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()
-    with EmulatedCluster(num_hosts=1, rate_mbit=rate_mbit) as cluster:
-        show = cluster.hosts[0].command(["cat", "/proc/sys/net/ipv4/tcp_wmem"])
-        limits = subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()
-    assert limits[2] == (own[2] if largest is None else str(largest))
-    assert own == Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()
+@pytest.mark.parametrize("most", [None, 8192, 512 << 10])
+def test_sockets_hold_what_the_kernel_lets_them_or_the_option_says(most: int | None) -> None:
+    paths = [Path(f"/proc/sys/net/ipv4/tcp_{what}mem") for what in "wr"]
+    own = [path.read_text().split() for path in paths]
+    with EmulatedCluster(num_hosts=1, rate_mbit=1, socket_buffer_bytes=most) as cluster:
+        show = cluster.hosts[0].command(["cat", *map(str, paths)])
+        said = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+        rig = cluster.describe(4)
+    limits = [line.split() for line in said.splitlines()]
+    assert (
+        limits == own if most is None else [one[2] for one in limits] == [f"{most}", f"{2 * most}"]
+    )
+    assert own == [path.read_text().split() for path in paths]
+    sizes = [int(one[2]) / 2**20 for one in limits]
+    whose = "the kernel's" if most is None else "capped"
+    assert rig == (
+        f"1 emulated hosts x 4 ranks, 1 Mb/s, cubic, socket buffers {whose} ({sizes[0]:g} MiB out,"
+        f" {sizes[1]:g} in), MTU 9000, port queue 16 MiB"
+    )
 
 
 @pytest.mark.alone
@@ -171,16 +179,35 @@ def test_packets_are_delayed_or_the_missing_module_is_named(rate_mbit: float | N
 
 @pytest.mark.netns
 def test_congestion_control_is_the_one_asked_for() -> None:
-    def routes(name: str | None) -> str:
-        with EmulatedCluster(1, None, congestion_control=name) as cluster:
-            command = cluster.hosts[0].command(["ip", "route"])
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # What both ends of a connection use, within the host by both of its addresses.
+    program = """if True:
+        import socket
+        for address in ("10.0.0.1", "127.0.0.1"):
+            with socket.create_server((address, 0)) as server:
+                with socket.create_connection(server.getsockname()) as caller:
+                    with server.accept()[0] as called:
+                        for one in (caller, called):
+                            name = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                            print(name.rstrip(b"\\0").decode())
+    """
 
-    assert "congctl cubic" in routes("cubic")
-    assert "congctl" not in routes(None)
+    def used(name: str | None) -> tuple[set[str], str]:
+        with EmulatedCluster(1, None, congestion_control=name) as cluster:
+            run = partial(subprocess.run, capture_output=True, text=True, check=True)
+            within = run(cluster.hosts[0].command([sys.executable, "-c", program])).stdout
+            routes = run(cluster.hosts[0].command(["ip", "route"])).stdout
+            assert cluster.describe(1).split(", ")[2] in within
+            assert ", not shaped, " in f", {cluster.describe(1)}"
+            return set(within.split()), routes
+
+    for name in ("cubic", "reno"):
+        within, routes = used(name)
+        assert within == {name}
+        assert f"congctl {name}" in routes
+    assert "congctl" not in used(None)[1]
     namespaces = _namespaces()
     with pytest.raises(EmulationUnavailable, match="knows no congestion_control='nonsense'"):
-        routes("nonsense")
+        used("nonsense")
     assert _namespaces() == namespaces
 
 
@@ -260,6 +287,10 @@ def test_ranks_reduce_over_the_emulated_links() -> None:
         ({"num_hosts": 1, "rate_mbit": 0}, "rate_mbit must be positive"),
         ({"num_hosts": 1, "rate_mbit": 1, "mtu": 10}, "mtu must be 576 to 65535"),
         ({"num_hosts": 1, "rate_mbit": 1, "delay_ms": -1}, "delay_ms must be 0 or more"),
+        (
+            {"num_hosts": 1, "rate_mbit": 1, "socket_buffer_bytes": -1},
+            "socket_buffer_bytes must be 4096 to .*, or None for the kernel's own, not -1",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, float], words: str) -> None:
