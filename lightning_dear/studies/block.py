@@ -119,14 +119,12 @@ class Rig:
     Attributes:
         rank: This process's.
         world_size: All ranks.
-        ranks_on_host: Ranks that share a host and its interface.
-        interface: What carries the bytes that ranks send each other.
+        interface: What carries the bytes that leave the host; empty where nobody counts them.
         ranks_on_machine: Ranks that share a machine, which may have several emulated hosts.
     """
 
     rank: int
     world_size: int
-    ranks_on_host: int
     interface: str
     ranks_on_machine: int = 1
 
@@ -176,7 +174,6 @@ def _measured(rig: Rig, probe: _Probe, steps: tuple[Step, ...], counts_memory: b
         wall_s=wall_s,
         machine_use=machine.machine_use(*probe.cpu),
         interface_bytes=None if before is None or after is None else after - before,
-        ranks_on_host=rig.ranks_on_host,
         peak_memory_bytes=machine.peak_memory() if counts_memory else None,
         num_buckets=None if probe.plan is None else len(probe.plan.buckets),
         codec_cpu_s=codec_cpu_s,

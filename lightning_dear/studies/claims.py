@@ -18,6 +18,7 @@ from math import comb, inf
 from pathlib import Path
 from statistics import geometric_mean, mean, median
 
+from lightning_dear.studies.files import rigs_of
 from lightning_dear.studies.table import MISSING
 
 ALONE = "compute alone"
@@ -205,8 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     claims: list[Claim] = []
     problems: list[str] = []
+    rows: list[Mapping[str, str]] = []
     for folder in given.folders:
         summary = read_summary(folder / "summary.csv")
+        rows += summary.values()
         for point, rounds in read_rounds(folder / "raw.csv").items():
             # Points of two folders may have the same label.
             label = f"{folder.name}: {point}" if len(given.folders) > 1 else point
@@ -220,7 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 problems.append(f"Not judged: {error}")
     if not claims:
         raise SystemExit("\n".join(problems) or "There are no rounds to judge.")
-    text = "\n\n".join([format_claims(claims, given.entry, given.others), *problems])
+    table = format_claims(claims, given.entry, given.others)
+    text = "\n\n".join(filter(None, (rigs_of(rows), table, *problems)))
     (given.folders[0] / "claims.md").write_text(f"{text}\n")
     print(text)
 

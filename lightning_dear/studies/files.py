@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ def summary_line(row: Row) -> dict[str, Any]:
         "compute_source": row.point.compute_source,
         "forward_s": bounds.forward_s,
         "backward_s": bounds.backward_s,
+        "rig": row.point.rig,
         "communication_ratio": bounds.communication_ratio,
         "bound_s": bounds.step_s,
         "over_bound": row.over_bound,
@@ -120,6 +121,11 @@ def write_table(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.part")
     part.write_text(f"{text}\n")
     part.replace(path)
+
+
+def rigs_of(rows: Iterable[Mapping[str, str]]) -> str:
+    """Return the emulated hosts and links that rows of a summary.csv name, for people."""
+    return "; ".join(filter(None, dict.fromkeys(row.get("rig") for row in rows)))
 
 
 def join_csv(path: Path, parts: Sequence[Path]) -> None:

@@ -41,8 +41,8 @@ class RankBlock:
         cpu_s: CPU time of the rank's process during those steps, seconds.
         wall_s: What those steps took, seconds.
         machine_use: Share of the machine's cores that was busy meanwhile, 0 to 1.
-        interface_bytes: What the host's interface sent meanwhile, headers included.
-        ranks_on_host: Ranks that share that interface.
+        interface_bytes: What the host's interface sent meanwhile, headers included, for all its
+            ranks.
         peak_memory_bytes: Most resident memory since the block began.
         num_buckets: Buckets of the strategy's plan; None where it has none to tell of.
         codec_cpu_s: CPU time of encoding and decoding, part of `cpu_s`.
@@ -55,7 +55,6 @@ class RankBlock:
     wall_s: float
     machine_use: float | None
     interface_bytes: int | None
-    ranks_on_host: int
     peak_memory_bytes: int | None
     num_buckets: int | None = None
     codec_cpu_s: float = 0.0
@@ -114,6 +113,7 @@ class Point:
         is_replay: Whether the model waits instead of computing.
         compute_source: Where the bounds' compute comes from: "profile" or "measured".
         bounds: Of the scaled model on the link that was really used.
+        rig: Emulated hosts and their links in one line; empty on others.
     """
 
     label: str
@@ -124,6 +124,7 @@ class Point:
     is_replay: bool
     compute_source: str
     bounds: Bounds
+    rig: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,7 @@ class Row:
         compute_s: Median of what is neither of the next two.
         exposed_reduce_scatter_s: Median seconds waited for gradients.
         exposed_all_gather_s: Median seconds waited for parameters.
-        wire_bytes: Sent per rank and step.
-        wire_source: "ledger" (payload) or "interface" (with headers); empty if not measured.
+        host_bytes: That leave a host in a step, by its interface's counter, headers included.
         peak_memory_bytes: Of the rank and round with most.
         cpu_per_rank: CPU seconds of a rank per second: 1 is one core.
         machine_use: Share of the machine's cores in the busiest round, 0 to 1.
@@ -163,8 +163,7 @@ class Row:
     compute_s: float | None
     exposed_reduce_scatter_s: float | None
     exposed_all_gather_s: float | None
-    wire_bytes: float | None
-    wire_source: str
+    host_bytes: float | None
     peak_memory_bytes: int | None
     cpu_per_rank: float
     machine_use: float | None

@@ -60,10 +60,11 @@ def _row(point: Point, name: str, own: dict[int, Block], first: dict[int, Block]
     ratios = [
         _median_step(own[number]) / _median_step(first[number]) for number in own if number in first
     ]
-    wire_bytes, wire_source = wire_bytes_of(list(own.values()))
     use = _known(rank.machine_use for block in own.values() for rank in block.ranks)
     memory = _known(rank.peak_memory_bytes for block in own.values() for rank in block.ranks)
     ranks = [rank for block in own.values() for rank in block.ranks]
+    sent = [(one.interface_bytes, len(one.steps)) for one in ranks]
+    host_bytes = [count / num_steps for count, num_steps in sent if count is not None]
     others_use = (rank.machine_use - rank.codec_use for rank in ranks if rank.machine_use)
     return Row(
         point=point,
@@ -76,8 +77,7 @@ def _row(point: Point, name: str, own: dict[int, Block], first: dict[int, Block]
         compute_s=_median(_compute_s(step) for step in steps),
         exposed_reduce_scatter_s=_median(step.exposed_reduce_scatter_s for step in steps),
         exposed_all_gather_s=_median(step.exposed_all_gather_s for step in steps),
-        wire_bytes=wire_bytes,
-        wire_source=wire_source,
+        host_bytes=mean(host_bytes) if host_bytes else None,
         peak_memory_bytes=max(memory, default=None),
         cpu_per_rank=mean(rank.cpu_s / rank.wall_s for rank in ranks),
         machine_use=max(use, default=None),
@@ -86,23 +86,6 @@ def _row(point: Point, name: str, own: dict[int, Block], first: dict[int, Block]
         note=note,
         codec_s=mean(rank.codec_cpu_s / len(rank.steps) for rank in ranks),
     )
-
-
-def wire_bytes_of(blocks: Sequence[Block]) -> tuple[float | None, str]:
-    """Return what a rank sent per step, and whether the ledger or the interface says so."""
-    ledger = _known(
-        step.wire_bytes for block in blocks for rank in block.ranks for step in rank.steps
-    )
-    if ledger:
-        return mean(ledger), "ledger"
-    per_step = _known(
-        None
-        if rank.interface_bytes is None
-        else rank.interface_bytes / rank.ranks_on_host / len(rank.steps)
-        for block in blocks
-        for rank in block.ranks
-    )
-    return (mean(per_step), "interface") if per_step else (None, "")
 
 
 def _median_step(block: Block) -> float:

@@ -17,7 +17,7 @@ _TITLES = (
     "compute ms",
     "RS wait ms",
     "AG wait ms",
-    "MB/step",
+    "MB/step leaves a host",
     "peak MB",
     "CPU/rank",
     "codec ms",
@@ -31,7 +31,8 @@ LEGEND = (
     " median and spread of the rounds.\n"
     "RS/AG wait: step time that stood still for reduce-scatters and all-gathers; -: not measured.\n"
     "codec: CPU time of encoding and decoding, a rank's in a step.\n"
-    "MB/step: sent by a rank (10^6 bytes); * counted at the interface, headers included.\n"
+    "MB/step leaves a host: 10^6 bytes by its interface's counter, headers included; -: one host,"
+    " or no such counter.\n"
     "/bound: step over max(forward + backward, bytes / rate). /DeAR: over max(forward, all-gather)"
     " + max(backward, reduce-scatter).\n"
     "Bytes in both bounds: 2(P-1)/P of the uncompressed model."
@@ -56,7 +57,7 @@ def describe(point: Point) -> str:
         f"forward {_ms(bounds.forward_s)} ms, backward {_ms(bounds.backward_s)} ms"
         f" ({point.compute_source}); {_shortest(point)}",
     ]
-    return "\n".join([*([point.label] if point.label else []), *lines])
+    return "\n".join([*filter(None, (point.label, point.rig)), *lines])
 
 
 def _link(point: Point) -> str:
@@ -90,7 +91,7 @@ def _cells(row: Row) -> list[str]:
         _ms(row.compute_s),
         _ms(row.exposed_reduce_scatter_s),
         _ms(row.exposed_all_gather_s),
-        _mega(row.wire_bytes) + ("*" if row.wire_source == "interface" else ""),
+        _mega(row.host_bytes),
         _mega(row.peak_memory_bytes),
         f"{row.cpu_per_rank:.2f}",
         _ms(row.codec_s),

@@ -5,6 +5,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_dear.apps.train import report
 from lightning_dear.callbacks import DearMonitor
+from lightning_dear.emulation.launch import RIG_VARIABLE
 
 
 def test_figures_get_titles_and_units():
@@ -23,7 +24,10 @@ def test_what_was_not_measured_is_said():
     assert set(table.values()) == {"not measured"}
 
 
-def test_columns_are_aligned():
+def test_columns_are_aligned_under_the_rig_if_there_is_one(monkeypatch):
+    monkeypatch.setenv(RIG_VARIABLE, "2 emulated hosts")
+    assert report.format_table("title", [("a", "1")]).splitlines()[0] == "2 emulated hosts"
+    monkeypatch.delenv(RIG_VARIABLE)
     text = report.format_table("title", [("a", "1"), ("long name", "2.5")])
     assert text.splitlines() == [
         "--------------",

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from lightning_dear.emulation import EmulatedCluster, run_on_cluster
+from lightning_dear.emulation import EmulatedCluster, emulated_rig, run_on_cluster
 
 _LEAD_S = 0.004
 
@@ -152,10 +152,10 @@ def print_table(rows: list[Row]) -> None:
     def place(row: Row) -> tuple[int, float]:
         return row.world_size, row.rate_mbit
 
-    for (world_size, rate), found in itertools.groupby(rows, place):
+    for (world_size, _), found in itertools.groupby(rows, place):
         group = list(found)
         sizes = sorted({row.nbytes for row in group if "8x" not in row.method})
-        print(f"\nP = {world_size}, {f'{rate:g} Mb/s' if rate else 'not shaped'}")
+        print(f"\nP = {world_size}, {emulated_rig()}")
         print(f"{'':42}" + "".join(f"{size >> 10:>7} KiB" for size in sizes) + "  CPU ms/MiB")
         for key in dict.fromkeys((row.kind, row.method) for row in group):
             mine = [row for row in group if (row.kind, row.method) == key]

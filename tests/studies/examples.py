@@ -31,7 +31,6 @@ def rank_block(rank: int, *steps_s: float, **changes: object) -> RankBlock:
         wall_s=2.0,
         machine_use=0.25,
         interface_bytes=None,
-        ranks_on_host=1,
         peak_memory_bytes=None,
     )
     return replace(block, **changes)

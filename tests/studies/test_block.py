@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_dear.studies.block import BlockLength, Endless, Rig, run_block, steps_of
 from lightning_dear.studies.stamps import StepStamps
 
-RIG = Rig(rank=0, world_size=1, ranks_on_host=1, interface="lo")
+RIG = Rig(rank=0, world_size=1, interface="lo")
 
 
 class Slow(LightningModule):

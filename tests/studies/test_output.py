@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dear.studies.files import RawFile, check_is_new, join_csv, write_summary
+from lightning_dear.studies.files import RawFile, check_is_new, join_csv, rigs_of, write_summary
 from lightning_dear.studies.plot import write_plot
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.records import Row, Step
@@ -23,7 +23,11 @@ STEPS = (Step(0.5, 0.1, 0.2, 0.03, 0.04, 40_000_000),)
 def rows() -> list[Row]:
     blocks = [
         block("ddp", 0, rank_block(0, 0.625)),
-        block("dear", 0, rank_block(0, steps=STEPS, peak_memory_bytes=7_000_000)),
+        block(
+            "dear",
+            0,
+            rank_block(0, steps=STEPS, peak_memory_bytes=7_000_000, interface_bytes=41_000_000),
+        ),
     ]
     return summarize(POINT, blocks, ["ddp", "dear"], {"dear": "tuned"})
 
@@ -44,7 +48,7 @@ def test_the_table_says_what_it_stands_for() -> None:
     assert cells["ddp"][1:9] == ["625.0", "1.000", "[1.000-1.000]", "-", "-", "-", "-", "-"]
     (dear,) = (line for line in text.splitlines() if line.startswith("dear"))
     assert dear.split()[1:] == [
-        *("500.0", "0.800", "[0.800-0.800]", "430.0", "30.0", "40.0", "40.0", "7.0", "0.25"),
+        *("500.0", "0.800", "[0.800-0.800]", "430.0", "30.0", "40.0", "41.0", "7.0", "0.25"),
         *("0.0", "1.250", "1.250", "tuned"),
     ]
 
@@ -55,6 +59,16 @@ def test_an_unknown_link_has_no_bounds() -> None:
     text = format_rows(summarize(point, [block("ddp", 0, rank_block(0, 0.625))], ["ddp"]))
     assert "link of unknown rate" in text
     assert "no bounds" in text
+
+
+def test_emulated_hosts_are_named_above_the_table_and_in_the_summary(tmp_path: Path) -> None:
+    point = replace(POINT, rig="2 emulated hosts x 1 ranks")
+    emulated = [replace(row, point=point) for row in rows()]
+    assert format_rows(emulated).splitlines()[:2] == ["ratio=1", point.rig]
+    write_summary(tmp_path / "summary.csv", [*emulated, *rows()])
+    lines = read(tmp_path / "summary.csv")
+    assert rigs_of(lines) == point.rig
+    assert rigs_of([{"entry": "of an earlier version"}]) == ""
 
 
 def test_points_stand_one_under_the_other_and_no_rows_are_no_table() -> None:

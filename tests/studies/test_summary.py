@@ -9,7 +9,7 @@ from itertools import pairwise, permutations
 import pytest
 
 from lightning_dear.studies.records import Step
-from lightning_dear.studies.summary import in_turn, summarize, wire_bytes_of
+from lightning_dear.studies.summary import in_turn, summarize
 from tests.studies.examples import POINT, block, rank_block
 
 
@@ -89,18 +89,17 @@ def test_compute_is_what_is_left_of_a_step() -> None:
     (row,) = summarize(POINT, [block("dear", 0, rank_block(0, steps=steps))], ["dear"])
     assert row.compute_s == pytest.approx((0.7 + 0.9) / 2)
     assert (row.exposed_reduce_scatter_s, row.exposed_all_gather_s) == (0.1, 0.2)
-    assert (row.wire_bytes, row.wire_source) == (11, "ledger")
     (row,) = summarize(POINT, [block("ddp", 0, rank_block(0, 1.0))], ["ddp"])
     assert row.compute_s is row.exposed_reduce_scatter_s is row.exposed_all_gather_s is None
 
 
-def test_the_interface_is_shared_by_the_ranks_of_a_host() -> None:
-    ranks = [
-        rank_block(rank, 1.0, 1.0, interface_bytes=8000 + rank, ranks_on_host=2)
-        for rank in range(2)
-    ]
-    assert wire_bytes_of([block("ddp", 0, *ranks)]) == (pytest.approx(2000.125), "interface")
-    assert wire_bytes_of([block("ddp", 0, rank_block(0, 1.0))]) == (None, "")
+def test_bytes_that_leave_a_host_are_counted_at_its_interface_for_all_entries() -> None:
+    steps = (Step(1.0, 0.3, 0.6, wire_bytes=10), Step(1.0, 0.3, 0.6, wire_bytes=10))
+    ours = [rank_block(rank, steps=steps, interface_bytes=8000 + rank) for rank in range(2)]
+    ddp = [rank_block(rank, 1.0, 1.0, interface_bytes=0) for rank in range(2)]
+    blocks = [block("dear", 0, *ours), block("ddp", 0, *ddp), block("alone", 0, rank_block(0, 1.0))]
+    rows = summarize(POINT, blocks, ["dear", "ddp", "alone"])
+    assert [row.host_bytes for row in rows] == [4000.25, 0, None]
 
 
 def test_a_replay_on_a_busy_machine_is_void() -> None:

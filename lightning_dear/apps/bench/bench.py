@@ -53,8 +53,7 @@ def _compare(starter: Trainer, points: Sequence[Setting]) -> None:
     rig = Rig(
         starter.global_rank,
         starter.world_size,
-        starter.num_devices,
-        interface_of(starter.num_nodes),
+        interface_of(starter.num_nodes) if starter.num_nodes > 1 else "",
         starter.world_size if HOST_VARIABLE in os.environ else starter.num_devices,
     )
     folder = Path(HydraConfig.get().runtime.output_dir)

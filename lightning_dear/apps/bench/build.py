@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_dear.apps import checks
 from lightning_dear.apps.bench.config import as_override
+from lightning_dear.emulation import emulated_rig
 from lightning_dear.planning import BucketPlan, FixedPlan
 from lightning_dear.planning.fusion import default_cap_mb
 from lightning_dear.strategy.launchers import configure_launcher
@@ -206,4 +207,5 @@ def point_of(cfg: DictConfig, label: str, model: LightningModule, world_size: in
         is_replay=profile is not None,
         compute_source="profile" if profile else "not measured",
         bounds=bounds,
+        rig=emulated_rig(),
     )

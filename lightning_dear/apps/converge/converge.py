@@ -14,6 +14,7 @@ from lightning_dear.apps import emulated, job
 from lightning_dear.apps.bench.build import build_starter
 from lightning_dear.apps.converge.config import Entry, check, entries_of, metric_of
 from lightning_dear.apps.converge.run import Study
+from lightning_dear.emulation import emulated_rig
 from lightning_dear.paths import conf_dir
 from lightning_dear.studies.block import quiet_lightning
 from lightning_dear.studies.convergence.table import (
@@ -60,7 +61,7 @@ def _run(cfg: DictConfig, entries: Sequence[Entry], strategy: Any) -> None:
 
 def _finish(folder: Path, study: Study) -> None:
     rows = study.rows()
-    text = format_rows(rows)
+    text = "\n".join(filter(None, (emulated_rig(), format_rows(rows))))
     write_summary(folder / "summary.csv", rows)
     write_table(folder / "table.txt", text)
     write_curves(folder / "loss_over_time.csv", rows, study.curves())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from lightning_dear.emulation.launch import HOST_VARIABLE
+from lightning_dear.emulation import emulated_rig
 from lightning_dear.planning import LinkCost, ModelTimes
 from lightning_dear.simulator.curve import Curve
 from lightning_dear.studies.probes.sizes import Spread
@@ -57,8 +57,9 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]
             "most": _link(cost.most),
         }
 
+    source = f"measured by dear-plan calibrate among {world_size} ranks on {num_nodes} nodes"
     return {
-        "source": f"measured by dear-plan calibrate among {world_size} ranks on {num_nodes} nodes",
+        "source": ": ".join(filter(None, (source, emulated_rig()))),
         "num_nodes": num_nodes,
         "devices": world_size // num_nodes,
         "accelerator": str(cfg.cluster.accelerator),
@@ -70,7 +71,7 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs) -> dict[str, Any]
             "halves": written(costs.halves),
             "all_reduce": {**written(costs.all_reduce), "cpu_s": costs.all_reduce_cpu_s},
             # Of one machine that all ranks are on, whatever their number; null for others.
-            "shared_cores": os.cpu_count() if HOST_VARIABLE in os.environ else None,
+            "shared_cores": os.cpu_count() if emulated_rig() else None,
             "all_gather": _written(costs.all_gather),
             "reduce_scatter": _written(costs.reduce_scatter),
             "has_reduce_scatter": not is_gloo,
@@ -98,7 +99,8 @@ def _link(cost: LinkCost) -> dict[str, float]:
 
 def summary(costs: Costs, times: ModelTimes, world_size: int) -> str:
     """Return what was measured, for people."""
-    lines = [f"Measured among {world_size} ranks (alpha: a start; rate: of what a rank sends):"]
+    title = f"Measured among {world_size} ranks (alpha: a start; rate: of what a rank sends):"
+    lines = [*filter(None, [emulated_rig()]), title]
     named = {
         "our reduce-scatter, all-gather": (_alphas_s(costs.halves), costs.halves.middle.beta_s),
         "the backend's all-reduce": (_alphas_s(costs.all_reduce), costs.all_reduce.middle.beta_s),

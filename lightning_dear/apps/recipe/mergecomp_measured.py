@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from lightning_dear.apps.recipe.report import Table
 from lightning_dear.apps.recipe.sibling import Row
 from lightning_dear.studies.claims import ALONE
+from lightning_dear.studies.files import rigs_of
 
 LAYERWISE, HEURISTIC, EXACT = "layerwise", "heuristic", "exact"
 """Entries: a bucket a tensor; MergeComp's own search; ours."""
@@ -111,7 +112,8 @@ def _star(entries: Mapping[str, Row], *names: str) -> str:
 def _what(rows: Sequence[Row]) -> str:
     one = rows[0]
     stands_for = float(one["stands_for_mbit"]) / 1e3
-    return f"{one['model']}, {one['world_size']} ranks, stands for {stands_for:g} Gb/s"
+    ranks = rigs_of(rows) or f"{one['world_size']} ranks"
+    return f"{one['model']}, {ranks}, stands for {stands_for:g} Gb/s"
 
 
 def _milliseconds(entries: Mapping[str, Row], name: str) -> str:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from lightning_dear.apps.recipe.report import Table
 from lightning_dear.apps.recipe.sibling import Row
+from lightning_dear.studies.files import rigs_of
 from lightning_dear.studies.table import MISSING
 
 VOID = "*"
+_VOID_NOTE = f"{VOID}: void, as more than 60 % of the machine was busy."
 
 
 def measured_steps(rows: Sequence[Row], baseline: str, note: str) -> Table:
@@ -38,7 +40,7 @@ def measured_steps(rows: Sequence[Row], baseline: str, note: str) -> Table:
         "replayed models on emulated links" + ("" if rows else ": NOT RUN, measure=true does it"),
         ["model", "stands for", "entry", "step ms", f"x {baseline}", "spread of step/first"],
         cells,
-        f"{note} {VOID}: void, as more than 60 % of the machine was busy." if rows else "",
+        " ".join(filter(None, (note, rigs_of(rows), _VOID_NOTE))) if rows else "",
     )
 
 

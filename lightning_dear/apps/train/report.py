@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from lightning.pytorch import Trainer
 
 from lightning_dear.callbacks import DearMonitor
+from lightning_dear.emulation import emulated_rig
 
 _TITLES = {"test_acc": "test accuracy", "test_bits_per_byte": "test bits per byte"}
 _NOT_MEASURED = "not measured"
@@ -35,12 +36,15 @@ def rows(metrics: Mapping[str, float], summary: Mapping[str, float]) -> list[tup
 
 
 def format_table(title: str, table: list[tuple[str, str]]) -> str:
-    """Return the rows under a title, in two aligned columns between rules."""
+    """Return the rows under a title, in two aligned columns between rules.
+
+    On emulated hosts the first line names them.
+    """
     left = max(len(name) for name, _ in table)
     right = max(len(value) for _, value in table)
     rule = "-" * max(left + right + 2, len(title))
     lines = [f"{name:<{left}}  {value:>{right}}" for name, value in table]
-    return "\n".join([rule, title, rule, *lines, rule])
+    return "\n".join([*filter(None, [emulated_rig()]), rule, title, rule, *lines, rule])
 
 
 def _milliseconds(seconds: float | None) -> str:
