@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, product
 from typing import Any
 
@@ -15,7 +16,15 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import Chunk
 from lightning_dear.checkpoint import residuals
 from lightning_dear.checkpoint.optimizer_state import CLASS, ShardedState, check_class
-from lightning_dear.checkpoint.residuals import FACTORS, KEY, STEERING, Kind, Part, Residuals
+from lightning_dear.checkpoint.residuals import (
+    FACTORS,
+    KEY,
+    STEERING,
+    Kind,
+    Part,
+    Residuals,
+    Rows,
+)
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
 from lightning_dear.exchange import CompressedBucket
 from lightning_dear.planning.plan import Slice
@@ -31,12 +40,16 @@ class ResidualKeeper:
         optimizer: Whose state dict brings residuals; mutated: a hook.
         collectives: What moves the bytes.
         name: Of the training's compressor, if it has one.
+        together: See `ExchangeOptions.ranks_together`.
     """
 
-    def __init__(self, optimizer: Optimizer, collectives: Collectives, name: str | None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, collectives: Collectives, name: str | None, together: int = 1
+    ) -> None:
         self._optimizer = optimizer
         self._collectives = collectives
         self._name = name
+        self._rows = Rows(collectives.rank, collectives.world_size, together)
         self._coded: Sequence[CompressedBucket] = ()
         self._parameters: Sequence[Parameter] = ()
         self._held: Residuals | None = None
@@ -74,7 +87,7 @@ class ResidualKeeper:
             others: See above.
             goes_on: Whether what is counted and the seed go on where nothing else is held.
         """
-        for held in (other.taken(self._collectives) for other in others):
+        for held in (other.taken(self._collectives, self._rows) for other in others):
             if not held.is_of_nothing or (goes_on and held.seed is not None):
                 self._held = held if self._held is None else self._held.joined(held)
 
@@ -128,7 +141,7 @@ class ResidualKeeper:
                 if saved is not None and saved.shape == factor.shape:
                     factor.copy_(saved)
             for name in one.worker.names:
-                one.worker.load(name, self._collected(one, ("worker", name), own))
+                one.worker.load(name, one.part_of(self._collected(one, ("worker", name), own)))
             for name in one.owner.names:
                 one.owner.load(name, self._collected(one, ("owner", name), own)[one.own])
 
@@ -168,16 +181,23 @@ class ResidualKeeper:
     # --- out of buckets -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def taken(self, through: Collectives | None = None) -> Residuals:
+    def taken(self, through: Collectives | None = None, rows: Rows | None = None) -> Residuals:
         """Copies of all parameters', in buckets, none of which may be pending, and not in buckets.
 
-        Collective, blocks; through the keeper's own collectives if no others are given.
+        Collective, blocks; through the keeper's own collectives if no others are given, and as the
+        keeper has them, or as one with other `rows`.
         """
         collectives = through or self._collectives
+        is_alike = rows is None or rows.together == self._rows.together
         taken = self._common()
         taken.kept[FACTORS] = {one: own.clone() for one, own in taken.kept[FACTORS].items()}
         for one in self._coded:
-            whole = {("worker", name): flat for name, flat in one.worker.kept.items()}
+            whole: dict[Kind, Tensor] = {}
+            for name, kept in one.worker.kept.items():
+                whole["worker", name] = flat = one.whole_of(kept)
+                if len(one.encoded) > 1 and is_alike:
+                    # What this rank encodes may be another part of the next plan.
+                    collectives.launch_gather_of_host(flat, STATE_NUMBERS + one.number).wait()
             for name, shard in one.owner.kept.items():
                 flat = whole["owner", name] = shard.new_zeros(one.spec.padded_numel)
                 flat[one.own] = shard
@@ -188,7 +208,27 @@ class ResidualKeeper:
                     target[parameter] = flat.new_zeros(parameter.numel())
                 numbers = flat[part.offset : part.offset + part.numel]
                 target[parameter][part.start : part.stop] = numbers
-        return taken if self._held is None else taken.joined(self._held)
+        if is_alike or rows is None:
+            return taken if self._held is None else taken.joined(self._held)
+        held = self._held or Residuals()
+        return self._shared_out(taken, collectives, rows, 1).joined(
+            self._shared_out(held, collectives, rows, self._rows.together)
+        )
+
+    @staticmethod
+    def _shared_out(
+        held: Residuals, collectives: Collectives, rows: Rows, num_copies: int
+    ) -> Residuals:
+        """`held` in equal shares for whoever encodes from now on, as where others go on."""
+        kept = dict(held.kept)
+        for kind, own in held.kept.items():
+            if kind[0] == "worker":
+                sums = {one: numbers.clone() for one, numbers in own.items()}
+                for numbers in sums.values():
+                    collectives.launch_all_reduce(numbers, STATE_NUMBERS).wait()
+                    numbers.div_(num_copies * rows.of(kind)[1])
+                kept[kind] = sums
+        return replace(held, kept=kept)
 
     def _common(self) -> Residuals:
         """What all ranks have alike: factors, the buckets' own, counts, rates and the seed. Local.
@@ -219,11 +259,12 @@ class ResidualKeeper:
         for one in self._coded:
             for part in one.spec.slices:
                 parameter = self._parameters[part.tensor]
-                for name, flat in one.worker.kept.items():
-                    numbers = flat[part.offset : part.offset + part.numel]
-                    yield ("worker", name), parameter, Chunk(part.start, numbers)
+                for name, kept in one.worker.kept.items():
+                    pieces = torch.split(kept, [own.stop - own.start for own in one.encoded])
+                    for own, piece in zip(one.encoded, pieces, strict=True):
+                        yield ("worker", name), parameter, _part_in(own, part, piece)
                 for name, shard in one.owner.kept.items():
-                    yield ("owner", name), parameter, _owned(one, part, shard)
+                    yield ("owner", name), parameter, _part_in(one.own, part, shard)
 
     # --- into and out of state dicts ------------------------------------------------------------
 
@@ -237,7 +278,7 @@ class ResidualKeeper:
             return state
         held, numbers = self._held or Residuals(), self._numbers()
         whole = self._common().joined(held.of(lambda one: one in numbers))
-        own, chunks = residuals.sharded(self._parts(), whole, numbers, self._collectives)
+        own, chunks = residuals.sharded(self._parts(), whole, numbers, self._rows)
         return ShardedState({**state, KEY: own}, (*state.chunks, *chunks), state.parameters)
 
     def _numbers(self) -> dict[Tensor, int]:
@@ -256,17 +297,15 @@ class ResidualKeeper:
         held = None
         if KEY in state_dict:
             parameter_of = dict(zip(chain(*saved), chain(*present), strict=True))
-            rank, world_size = self._collectives.rank, self._collectives.world_size
-            held = residuals.unpacked(state_dict[KEY], parameter_of, rank, world_size)
+            held = residuals.unpacked(state_dict[KEY], parameter_of, self._rows)
         if self._parameters:
             self._put_in(held or Residuals())
         else:
             self._held = held
 
 
-def _owned(one: CompressedBucket, part: Slice, shard: Tensor) -> Chunk:
-    """What of `part` lies in this rank's shard, perhaps nothing."""
-    begin = max(part.offset, one.own.start)
-    end = max(begin, min(part.offset + part.numel, one.own.stop))
-    values = shard[begin - one.own.start : end - one.own.start]
-    return Chunk(part.start + begin - part.offset, values)
+def _part_in(own: slice, part: Slice, numbers: Tensor) -> Chunk:
+    """What of `part` lies in `numbers`, which are the bucket's in `own`; perhaps nothing."""
+    begin = max(part.offset, own.start)
+    end = max(begin, min(part.offset + part.numel, own.stop))
+    return Chunk(part.start + begin - part.offset, numbers[begin - own.start : end - own.start])

@@ -1,9 +1,10 @@
 """What encoding has left to be sent, parameter by parameter; and how it stands in state dicts.
 
-Each rank keeps something of its own for every element of every parameter, and owners keep
-something besides for their shards. In a state dict both stand beside the optimizer's state:
+Each rank keeps something of its own for every element that it encodes, and owners keep something
+besides for their shards. In a state dict both stand beside the optimizer's state:
 
-    residuals: worker:  name -> parameter number -> [number of ranks, *shape]
+    residuals: worker:  name -> parameter number -> [E, *shape], E being how many encode an element:
+                        every rank, or on hosts of several ranks one of each host
                owner:   name -> parameter number -> [*shape]
                factors: parameter number -> the low-rank factor that all ranks have
                counts:  half -> how often a bucket was encoded
@@ -29,7 +30,6 @@ import torch
 from torch import Tensor
 
 from lightning_dear.bucket import Chunk, as_flat, storage_strides
-from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression.signs import RunningMean
 from lightning_dear.exchange import NO_SEED
 
@@ -42,7 +42,7 @@ Kind = tuple[str, str]
 FACTORS, STEERING = ("factors", ""), ("steering", "")
 
 OF_ALL = ("owner", "factors")
-"""Of these all ranks have the same, of others each its own."""
+"""Of these all ranks have the same, of others each its own, or each host."""
 
 T = TypeVar("T")
 
@@ -52,10 +52,11 @@ class Residuals:
     """What lies here, whole parameters each, whatever bucket they are in, or none.
 
     Attributes:
-        kept: Kind -> parameter -> numbers. Of "worker": this rank's own, flat, in the order of its
-            storage; of "owner": what owners keep, likewise, the same on all ranks; `FACTORS`: its
-            low-rank factor, the same on all ranks; `STEERING`: `CompressedBucket.steering` of the
-            bucket of which it is the first parameter, this rank's.
+        kept: Kind -> parameter -> numbers. Of "worker": this rank's own, or what the ranks of its
+            host have together, flat, in the order of its storage; of "owner": what owners keep,
+            likewise, the same on all ranks; `FACTORS`: its low-rank factor, the same on all ranks;
+            `STEERING`: `CompressedBucket.steering` of the bucket of which it is the first
+            parameter, this rank's.
         rates: Parameter -> `CompressedBucket.rate` of where its numbers come from.
         counts: Half -> how often it was encoded.
         seed: `CompressedBucket.seed` of all of them; None: not known.
@@ -103,6 +104,27 @@ class Residuals:
         )
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Who has which row in a state dict.
+
+    Attributes:
+        rank: This one.
+        world_size: How many there are.
+        together: How many ranks of a host share a row, see `ExchangeOptions.ranks_together`. What
+            is held in whole they have alike.
+    """
+
+    rank: int
+    world_size: int
+    together: int = 1
+
+    def of(self, kind: Kind) -> tuple[int, int]:
+        """(number of this rank's row, number of rows)."""
+        together = self.together if kind[0] == "worker" else 1
+        return self.rank // together, self.world_size // together
+
+
 Part = tuple[Kind, Tensor, Chunk]
 """Kind, parameter, and what lies here of it, perhaps nothing."""
 
@@ -111,7 +133,7 @@ def sharded(
     parts: Iterable[Part],
     whole: Residuals,
     number_of: Mapping[Tensor, int],
-    collectives: Collectives,
+    rows: Rows,
 ) -> tuple[dict[str, Any], list[tuple[Tensor, list[Chunk]]]]:
     """Residuals as they stand in a state dict, on the meta device, and this rank's chunks. Local.
 
@@ -119,13 +141,19 @@ def sharded(
         parts: Of what lies here in parts; every rank names the same kinds and parameters.
         whole: What lies here in whole, and what all ranks have alike.
         number_of: Parameter -> its number in the optimizer's state dict.
-        collectives: Not used but for the rank and how many there are.
+        rows: Which of them are this rank's.
     """
     chunks: dict[Kind, dict[Tensor, list[Chunk]]] = {}
-    others = ((kind, one, Chunk(0, own[one])) for kind, own in whole.kept.items() for one in own)
+    # Of what a host's ranks have alike, one of them says it.
+    is_first = rows.rank % rows.together == 0
+    others = (
+        (kind, one, Chunk(0, values if is_first or kind[0] != "worker" else values[:0]))
+        for kind, own in whole.kept.items()
+        for one, values in own.items()
+    )
     for kind, parameter, chunk in chain(parts, others):
         numel = parameter.numel() if kind[1] else chunk.values.numel()
-        before = 0 if kind[0] in OF_ALL else collectives.rank * numel
+        before = 0 if kind[0] in OF_ALL else rows.of(kind)[0] * numel
         all_own = chunks.setdefault(kind, {}).setdefault(parameter, [])
         all_own.append(Chunk(before + chunk.start, chunk.values))
     state: dict[str, Any] = {"worker": {}, "owner": {}, "factors": {}}
@@ -138,7 +166,7 @@ def sharded(
         place = state[of].setdefault(name, {}) if name else state[of]
         for parameter, own in of_kind.items():
             values = own[0].values
-            layout = _layout(kind, parameter, values, collectives.world_size)
+            layout = _layout(kind, parameter, values, rows)
             stand_in = torch.empty_strided(*layout, dtype=values.dtype, device="meta")
             place[number_of[parameter]] = stand_in
             stand_ins.append((stand_in, own))
@@ -146,29 +174,28 @@ def sharded(
 
 
 def _layout(
-    kind: Kind, parameter: Tensor, own: Tensor, world_size: int
+    kind: Kind, parameter: Tensor, own: Tensor, rows: Rows
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides in a state dict; with a row for each rank, where each has its own."""
+    """Shape and strides in a state dict; with rows, where ranks have their own."""
     shape, strides = own.shape, own.stride()
     if kind[1]:
         # However much of it lies here, there is a number for each of the parameter's elements.
         shape, strides = parameter.shape, storage_strides(parameter)
     if kind[0] in OF_ALL:
         return shape, strides
-    return (world_size, *shape), (shape.numel(), *strides)
+    return (rows.of(kind)[1], *shape), (shape.numel(), *strides)
 
 
-def unpacked(
-    state: Mapping[str, Any], parameter_of: Mapping[int, Tensor], rank: int, world_size: int
-) -> Residuals:
-    """This rank's part of what stands in a state dict, copied to the parameters' device. Local.
+def unpacked(state: Mapping[str, Any], parameter_of: Mapping[int, Tensor], rows: Rows) -> Residuals:
+    """This rank's row of what stands in a state dict, copied to the parameters' device. Local.
 
-    With another number of ranks than saved it, each gets an equal share of all that workers kept.
+    With another number of rows than were saved, each is an equal share of all that workers kept.
     """
+    number, count = rows.of(("worker", ""))
 
-    def own(rows: Tensor) -> Tensor:
+    def own(saved: Tensor) -> Tensor:
         # Ranks' gradients are added up, so that a sum in equal shares is still sent in whole.
-        return rows[rank] if len(rows) == world_size else rows.sum(0) / world_size
+        return saved[number] if len(saved) == count else saved.sum(0) / count
 
     def copied(parameter: Tensor, numbers: Tensor) -> Tensor:
         # In the order of the parameter's storage, where collectives need it.
@@ -180,7 +207,9 @@ def unpacked(
 
     kept: dict[Kind, dict[Tensor, Tensor]] = {}
     for name, saved in _as_named_now(state["worker"]).items():
-        kept["worker", name] = {one: copied(one, own(rows)) for one, rows in by_parameter(saved)}
+        kept["worker", name] = {
+            one: copied(one, own(all_own)) for one, all_own in by_parameter(saved)
+        }
     for name, saved in state["owner"].items():
         kept["owner", name] = {one: copied(one, numbers) for one, numbers in by_parameter(saved)}
     # Earlier versions have saved no factors, no rates, no seed, no steering and no name.
@@ -190,10 +219,10 @@ def unpacked(
     }
     kept[STEERING] = {
         # Where collectives need it, too.
-        one: rows[rank].to(one.device, copy=True)
-        for one, rows in by_parameter(state.get("steering", {}))
+        one: saved[rows.rank].to(one.device, copy=True)
+        for one, saved in by_parameter(state.get("steering", {}))
         # Regions are of as many ranks.
-        if len(rows) == world_size
+        if len(saved) == rows.world_size
     }
     rates: dict[Tensor, float] = dict(by_parameter(state.get("rates", {})))
     seed, compressor = state.get("seed", NO_SEED), state.get("compressor")

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,19 @@ from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, DelayedSend
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import CudaStreams, NativeCollectives
 from lightning_dear.collectives.process_groups import alive, reusable_groups
-from lightning_dear.collectives.work import Collectives, Streams, WireLedger
+from lightning_dear.collectives.two_hops import TwoHopCollectives
+from lightning_dear.collectives.work import Collectives, Streams, WireLedger, ranks_on_each_host
+
+_Said = tuple[bool, str, int | None]
+"""What a rank says of itself: whether it sends rows, where it is, how many hops it wants."""
 
 
 def new_collectives(
-    device: torch.device, timeout: timedelta | None = None, *, sends_rows: bool = False
+    device: torch.device,
+    timeout: timedelta | None = None,
+    *,
+    sends_rows: bool = False,
+    hops: int | None = None,
 ) -> Collectives:
     """Over all ranks, with new process groups or those of the fit before. Collective, blocks.
 
@@ -36,13 +45,16 @@ def new_collectives(
         device: Where parameters live.
         timeout: How long a collective may take before it raises; None keeps torch's default.
         sends_rows: Whether connections from each rank to each other one are opened now, too.
+        hops: 1: every shard goes straight to its owner; 2: within a host, then between hosts; None:
+            2 where there are several hosts of as many ranks each, one after the other, on gloo. 2
+            elsewhere is 1, of which people are warned.
 
     Returns:
         Collectives of one rank if torch.distributed is not initialised.
 
     Raises:
         ValueError: If parameters on an accelerator are to travel through gloo, or the default
-            process group has no backend for them.
+            process group has no backend for them; or if ranks have other `hops`.
     """
     streams = CudaStreams(device) if device.type == "cuda" else Streams()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -55,10 +67,13 @@ def new_collectives(
             f"strategy='dear' cannot send parameters on {device} through gloo;"
             " use process_group_backend='nccl'."
         )
-    groups, everyones = _process_groups(timeout, backend, (sends_rows, _host()))
+    groups, everyones = _process_groups(timeout, backend, (sends_rows, _host(), hops))
     reduce_group, gather_group, *others = groups
     rank, world_size = dist.get_rank(), dist.get_world_size()
     collectives: Collectives
+    hosts = [host for _, host, _ in everyones]
+    where = tuple(map(hosts.index, hosts))
+    num_hops = _agreed_hops([one[2] for one in everyones], backend, where)
     if backend == "gloo":
         if (delay_s := message_delay_s()) and rank == 0:
             warnings.warn(
@@ -67,15 +82,30 @@ def new_collectives(
                 stacklevel=2,
             )
         calls = DelayedSends(delay_s) if delay_s else dist
-        collectives = PairwiseCollectives(reduce_group, gather_group, rank, world_size, calls)
+        kind = TwoHopCollectives if num_hops == 2 else PairwiseCollectives
+        collectives = kind(reduce_group, gather_group, rank, world_size, calls, where)
     else:
         collectives = NativeCollectives(
             reduce_group, gather_group, others[0], rank, world_size, streams=streams
         )
-    hosts = [host for _, host in everyones]
-    collectives.hosts = tuple(map(hosts.index, hosts))
-    _connect(collectives, device, sends_rows=any(sends for sends, _ in everyones))
+        collectives.hosts = where
+    _connect(collectives, device, sends_rows=any(sends for sends, *_ in everyones))
     return collectives
+
+
+def _agreed_hops(wanted: Sequence[int | None], backend: str, hosts: Sequence[int]) -> int:
+    """In how many hops shards travel; says so once where that is not what was asked for."""
+    if len(set(wanted)) > 1:
+        raise ValueError(f"hops must be the same on all ranks, got {list(wanted)}.")
+    has_two = backend == "gloo" and ranks_on_each_host(hosts) > 1
+    if wanted[0] == 2 and not has_two and dist.get_rank() == 0:
+        warnings.warn(
+            "hops=2 has no effect here: it needs gloo, and several hosts of as many ranks each, one"
+            f" after the other. There is {backend}, and the first rank on each rank's host is"
+            f" {', '.join(map(str, hosts))}. Leave it out.",
+            stacklevel=3,
+        )
+    return 2 if has_two and wanted[0] != 1 else 1
 
 
 def _backend_of(device: torch.device) -> str:
@@ -102,8 +132,8 @@ def _host() -> str:
 
 
 def _process_groups(
-    timeout: timedelta | None, backend: str, own: tuple[bool, str]
-) -> tuple[list[Any], list[tuple[bool, str]]]:
+    timeout: timedelta | None, backend: str, own: _Said
+) -> tuple[list[Any], list[_Said]]:
     """The groups, and what every rank says of itself."""
     default_group, groups = reusable_groups.get(timeout, (None, []))
     said: list[Any] = [None] * dist.get_world_size()

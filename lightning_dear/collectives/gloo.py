@@ -13,14 +13,30 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.collectives.process_groups import GroupCollectives, Waits
-from lightning_dear.collectives.work import Parts, Work, nbytes_of, shard_of, sum_in_source_order
+from lightning_dear.collectives.work import (
+    Parts,
+    Work,
+    ranks_on_each_host,
+    shard_of,
+    sum_in_source_order,
+)
 
 # Above those of all buckets.
 _FLAGS_TAG = 1 << 29
 _BUFFERS_TAG = 1 << 30
 
-Rows = dict[int, Tensor]
-"""What is sent to, or comes from, each rank."""
+Rows = Sequence[tuple[int, Tensor]]
+"""(rank, what is sent to it, or comes from it)."""
+
+
+def nbytes_of(rows: Rows) -> int:
+    """Bytes of all rows together."""
+    return sum(row.nbytes for _, row in rows)
+
+
+def by_source(rows: Rows) -> list[Tensor]:
+    """The rows in the order of their ranks."""
+    return [row for _, row in sorted(rows, key=itemgetter(0))]
 
 
 class PairwiseCollectives(GroupCollectives):
@@ -40,16 +56,24 @@ class PairwiseCollectives(GroupCollectives):
         rank: This rank in both groups.
         world_size: Number of ranks in both.
         calls: See `GroupCollectives`.
+        hosts: See `Collectives`. A host's gradients are summed first, then the hosts' sums.
     """
 
-    sends_parts = True
     reads_flags_freely = True
 
     def __init__(
-        self, reduce_group: Any, gather_group: Any, rank: int, world_size: int, calls: Any = dist
+        self,
+        reduce_group: Any,
+        gather_group: Any,
+        rank: int,
+        world_size: int,
+        calls: Any = dist,
+        hosts: Sequence[int] = (),
     ) -> None:
         # Objects: all else in the gather group is matched by tags.
-        super().__init__(reduce_group, gather_group, gather_group, rank, world_size, calls)
+        groups = reduce_group, gather_group, gather_group
+        super().__init__(*groups, rank, world_size, calls, hosts=hosts)
+        self._size = ranks_on_each_host(hosts)
         self._expected: dict[tuple[str, int], tuple[int, Waits]] = {}
 
     def _peers(self) -> list[int]:
@@ -69,18 +93,17 @@ class PairwiseCollectives(GroupCollectives):
     ) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
         rows = self._reduce_rows(received)
-        outgoing = {peer: shard_of(buffer, peer, self.world_size) for peer in self._peers()}
+        outgoing = [(peer, shard_of(buffer, peer, self.world_size)) for peer in self._peers()]
         waits = self._exchange("reduce_scatter", received, rows, outgoing, bucket)
         self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
         # In rank order, not that of arrival or of peers, so that all runs have the same bits.
-        by_source = [row for _, row in sorted({**rows, self.rank: own}.items(), key=itemgetter(0))]
-        finish = partial(sum_in_source_order, by_source, out)
+        finish = partial(sum_in_source_order, by_source((*rows, (self.rank, own))), out, self._size)
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits, finish)
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
         incoming[self.rank].copy_(rows[self.rank])
-        outgoing = {peer: rows[peer] for peer in self._peers()}
+        outgoing = [(peer, rows[peer]) for peer in self._peers()]
         waits = self._exchange("reduce_scatter", incoming, self._rows(incoming), outgoing, bucket)
         self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
@@ -88,7 +111,7 @@ class PairwiseCollectives(GroupCollectives):
     @override
     def launch_parts(self, outgoing: Parts, incoming: Parts, number: int) -> Work:
         sent, rows = (
-            {rank: part for rank, part in enumerate(torch.split(flat, sizes)) if len(part)}
+            [(rank, part) for rank, part in enumerate(torch.split(flat, sizes)) if len(part)]
             for flat, sizes in (outgoing, incoming)
         )
         waits = self._exchange("all_gather", incoming[0], rows, sent, number)
@@ -106,10 +129,10 @@ class PairwiseCollectives(GroupCollectives):
         num_notes: int = 1,
     ) -> Work:
         # gloo lets a message be shorter than the memory that waits for it.
-        outgoing = {peer: messages[peer] for peer in self._peers() if peer in messages}
-        rows = {source: incoming[source] for source in self._sources() if source in sources}
+        outgoing = [(peer, messages[peer]) for peer in self._peers() if peer in messages]
+        rows = [(source, incoming[source]) for source in self._sources() if source in sources]
         waits = self._exchange(lane, incoming, rows, outgoing, bucket)
-        noted_bytes = sum(num_notes * one.element_size() for one in outgoing.values())
+        noted_bytes = sum(num_notes * one.element_size() for _, one in outgoing)
         self.ledger.metadata_bytes += noted_bytes
         self.ledger.add(lane, nbytes_of(outgoing) - noted_bytes)
         return self.new_work(lane, f"bucket {bucket}", waits)
@@ -118,28 +141,29 @@ class PairwiseCollectives(GroupCollectives):
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
         rows = self._rows(buffer.tensor_split(self.world_size))
-        outgoing = dict.fromkeys(self._peers(), own)
+        outgoing = [(peer, own) for peer in self._peers()]
         waits = self._exchange("all_gather", buffer, rows, outgoing, bucket)
         self.ledger.all_gather_bytes += nbytes_of(outgoing)
         return self.new_work("all_gather", f"bucket {bucket}", waits)
 
     @override
     def launch_any(self, flags: Tensor) -> Work:
-        rows = {source: torch.empty_like(flags) for source in self._sources()}
-        outgoing = dict.fromkeys(self._peers(), flags.clone())
+        rows = [(source, torch.empty_like(flags)) for source in self._sources()]
+        own = flags.clone()
+        outgoing = [(peer, own) for peer in self._peers()]
         waits = self._exchange("reduce_scatter", flags, rows, outgoing, _FLAGS_TAG)
         self.ledger.other_bytes += nbytes_of(outgoing)
 
         def combine() -> None:
-            for row in rows.values():
+            for _, row in rows:
                 torch.maximum(flags, row, out=flags)
 
         return self.new_work("other", "used parameters", waits, combine)
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        rows = {} if self.rank == 0 else {0: buffer}
-        outgoing = dict.fromkeys(self._peers(), buffer) if self.rank == 0 else {}
+        rows = [] if self.rank == 0 else [(0, buffer)]
+        outgoing = [(peer, buffer) for peer in self._peers()] if self.rank == 0 else []
         waits = self._exchange("all_gather", buffer, rows, outgoing, _BUFFERS_TAG + index)
         self.ledger.other_bytes += nbytes_of(outgoing)
         return self.new_work("other", "module buffers", waits)
@@ -157,13 +181,13 @@ class PairwiseCollectives(GroupCollectives):
         self._expect(lane, incoming, self._rows(incoming), bucket)
 
     def _reduce_rows(self, received: Tensor) -> Rows:
-        return {
-            source: shard_of(received, place, self.world_size - 1)
+        return [
+            (source, shard_of(received, place, self.world_size - 1))
             for place, source in enumerate(self._sources())
-        }
+        ]
 
     def _rows(self, incoming: Tensor | Sequence[Tensor]) -> Rows:
-        return {source: incoming[source] for source in self._sources()}
+        return [(source, incoming[source]) for source in self._sources()]
 
     def _expect(self, lane: str, buffer: Tensor, rows: Rows, tag: int) -> None:
         if (lane, tag) not in self._expected:
@@ -171,22 +195,24 @@ class PairwiseCollectives(GroupCollectives):
 
     def _exchange(self, lane: str, buffer: Tensor, rows: Rows, outgoing: Rows, tag: int) -> Waits:
         """Receives `rows`, parts of `buffer`, if they are not expected already, and sends."""
+        # Before the sends: a send that finds no receive posted costs 1.7x.
+        receives = self._receives(lane, buffer, rows, tag)
+        return [*receives, *self._sends(lane, outgoing, tag)]
+
+    def _receives(self, lane: str, buffer: Tensor, rows: Rows, tag: int) -> Waits:
         data_ptr, receives = self._expected.pop((lane, tag), (0, None))
         # A posted receive writes where it was told to, whatever this launch wants.
         if receives is not None and data_ptr != buffer.data_ptr():
             raise RuntimeError(f"bucket {tag} is expected in another buffer: {lane}")
-        # Before the sends: a send that finds no receive posted costs 1.7x.
-        if receives is None:
-            receives = self._receive(lane, rows, tag)
+        return self._receive(lane, rows, tag) if receives is None else receives
+
+    def _sends(self, lane: str, outgoing: Rows, tag: int) -> Waits:
         place = self._place(lane, tag)
-        sends = [(peer, self.calls.isend(row, dst=peer, **place)) for peer, row in outgoing.items()]
-        return [*receives, *sends]
+        return [(peer, self.calls.isend(row, dst=peer, **place)) for peer, row in outgoing]
 
     def _receive(self, lane: str, rows: Rows, tag: int) -> Waits:
         place = self._place(lane, tag)
-        return [
-            (source, self.calls.irecv(row, src=source, **place)) for source, row in rows.items()
-        ]
+        return [(source, self.calls.irecv(row, src=source, **place)) for source, row in rows]
 
     def _place(self, lane: str, tag: int) -> dict[str, Any]:
         group = self.reduce_group if lane == "reduce_scatter" else self.gather_group

@@ -85,7 +85,6 @@ class NativeCollectives(GroupCollectives):
     reduce-scatters, module buffers, the flags of used parameters, all all-gathers.
     """
 
-    sends_parts = False
     reads_flags_freely = False
 
     @override

@@ -50,6 +50,7 @@ class GroupCollectives(Collectives):
         calls: What is called to send and receive: torch.distributed, or what stands in for it,
             where messages are late on purpose or a device is simulated.
         streams: Those of the parameters' device; None: it has none.
+        hosts: See `Collectives`.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class GroupCollectives(Collectives):
         world_size: int,
         calls: Any = dist,
         streams: Streams | None = None,
+        hosts: Sequence[int] = (),
     ) -> None:
         self.calls = calls
         self.reduce_group = reduce_group
@@ -71,7 +73,7 @@ class GroupCollectives(Collectives):
         self.ledger = WireLedger()
         self.observer: WorkObserver | None = None
         self.signal = Signal()
-        self.hosts: Sequence[int] = ()
+        self.hosts = hosts
         self.streams = streams or Streams()
         self.was_discarded = self.was_aborted = self.has_given_up = False
         alive.add(self)
@@ -116,7 +118,20 @@ class GroupCollectives(Collectives):
     def new_work(
         self, lane: str, name: str, waits: Waits, finish: Callable[[], object] | None = None
     ) -> Work:
-        """A work that waits for all of `waits`, and is seen by the observer; see `Work`.
+        """A work that waits for all of `waits`, and is seen by the observer; see `Work`."""
+        arrive = self.arriving(lane, name, waits)
+        work = Work(self.observed(lane, name, arrive) if waits else arrive, finish)
+        work.is_done = not waits and finish is None
+        return work
+
+    def observed(self, lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], None]:
+        """`arrive`, seen by the observer if there is one."""
+        # Read once: a thread that gathers may be here when a recording ends.
+        observe = self.observer
+        return observe(lane, name, arrive) if observe else arrive
+
+    def arriving(self, lane: str, name: str, waits: Waits) -> Callable[[], None]:
+        """What waits for all of `waits`, seen by nobody.
 
         What fails in it names the peer. Afterwards nobody waits for anything else: who was silent
         for a whole timeout would be waited for again.
@@ -133,12 +148,7 @@ class GroupCollectives(Collectives):
                     how = _blame(peer, time.monotonic() - begin_s, str(error))
                     raise RuntimeError(f"{name}, {lane.replace('_', '-')}: {how}") from error
 
-        # Read once: a thread that gathers may be here when a recording ends.
-        observe = self.observer
-        observed = observe(lane, name, arrive) if observe and waits else arrive
-        work = Work(observed, finish)
-        work.is_done = not waits and finish is None
-        return work
+        return arrive
 
 
 def _blame(peer: int | None, late_s: float, said: str) -> str:

@@ -16,6 +16,9 @@ T = TypeVar("T")
 Parts = tuple[Tensor, list[int]]
 """A flat tensor, and how many of its elements are for, or from, each rank, by rank."""
 
+NUMBERS_OF_ONE = 1 << 12
+"""Of the buckets of one optimizer; what it exchanges besides begins at multiples of it."""
+
 GRADIENT_NUMBERS = 1 << 22
 STATE_NUMBERS = 1 << 23
 SELECTION_NUMBERS = 3 << 22
@@ -74,6 +77,17 @@ def as_metadata(collectives: Collectives) -> Iterator[None]:
         ledger.metadata_bytes += collectives.ledger.total_bytes
 
 
+def ranks_on_each_host(hosts: Sequence[int]) -> int:
+    """How many ranks each of several hosts has, if all have as many, one after the other; else 1.
+
+    Args:
+        hosts: See `Collectives`.
+    """
+    size = len(hosts) // max(1, len(set(hosts)))
+    is_grid = list(hosts) == [rank - rank % size for rank in range(len(hosts))] if size else False
+    return size if is_grid and size < len(hosts) else 1
+
+
 def ranks_on_a_host(hosts: Sequence[int]) -> int:
     """How many ranks there are on the host that has the fewest; 1 if there is only one host.
 
@@ -82,6 +96,13 @@ def ranks_on_a_host(hosts: Sequence[int]) -> int:
     """
     counts = Counter(hosts).values()
     return min(counts) if len(counts) > 1 else 1
+
+
+def is_uneven(collectives: Collectives) -> bool:
+    """Whether gloo has several hosts of several ranks each that two hops are not possible for."""
+    hosts = collectives.hosts
+    has_several = ranks_on_a_host(hosts) > 1 and collectives.reads_flags_freely
+    return has_several and ranks_on_each_host(hosts) == 1
 
 
 class Streams:
@@ -208,8 +229,8 @@ class Collectives(Protocol):
     """Whether `discard` has been called."""
     has_given_up: bool
     """Whether a wait has failed, here or elsewhere: from then on nobody waits for what is late."""
-    sends_parts: bool
-    """Whether in both halves each rank's part goes to it directly, and not around a ring."""
+    hops: int = 1
+    """2: both halves go within hosts, and between them; 1: they do not tell hosts apart."""
     reads_flags_freely: bool
     """Whether reading flags on the host costs no wait beyond those there are in any case."""
 
@@ -303,6 +324,47 @@ class Collectives(Protocol):
         In the same order on every rank, on the reduce-scatter group.
         """
 
+    def launch_sums_of_host(
+        self,
+        buffer: Tensor,
+        received: Tensor,
+        sums: Tensor,
+        encode: Callable[[], Tensor],
+        incoming: Tensor,
+        bucket: int,
+    ) -> tuple[Work, Callable[[], object]]:
+        """Sums `buffer` within each host, and sends what `encode` makes of that between hosts.
+
+        Of N hosts; where `hops` is 2. After the work's `wait`, row h of `incoming` is what host h
+        has sent here.
+
+        Args:
+            buffer: As in `launch_reduce_scatter`.
+            received: As there.
+            sums: [N, elements of a shard], of `buffer`'s dtype or fp32: overwritten with this
+                host's sums for the ranks that have this one's place on their hosts. May be the
+                beginning of `buffer`.
+            encode: Called once, by a thread, when they are there. Returns [N, n], a row for each.
+            incoming: [N, n] of the same dtype; overwritten.
+            bucket: Number of the bucket, equal on all ranks.
+
+        Returns:
+            The work, and what blocks until `encode` has ended, and raises if it cannot be called.
+        """
+        raise RuntimeError("There is one hop.")
+
+    def expect_sums_of_host(self, received: Tensor, incoming: Tensor, bucket: int) -> None:
+        """Lets others' parts arrive from now on; as `expect_reduce_scatter`."""
+        return
+
+    def launch_gather_of_host(self, buffer: Tensor, bucket: int) -> Work:
+        """Fills `buffer`, as long as `launch_sums_of_host`'s, with what ranks of this host sum.
+
+        Each has, in place, the shards of all ranks that have its place on their hosts. Where `hops`
+        is 1, nothing is done.
+        """
+        return Work.done()
+
     def launch_any(self, flags: Tensor) -> Work:
         """Combines uint8 `flags` over ranks by maximum, in place, on the reduce-scatter group."""
 
@@ -338,17 +400,22 @@ def shard_of(buffer: Tensor, number: int, num_shards: int) -> Tensor:
     return buffer[number * size : (number + 1) * size]
 
 
-def nbytes_of(rows: dict[int, Tensor]) -> int:
-    """Bytes of all rows together."""
-    return sum(row.nbytes for row in rows.values())
-
-
-def sum_in_source_order(rows: Sequence[Tensor], out: Tensor) -> None:
+def sum_in_source_order(rows: Sequence[Tensor], out: Tensor, size: int = 1) -> None:
     """Writes `rows[0] + rows[1] + ...` into `out` (one of the rows, or fp32), left to right.
 
     Left to right in rank order, so that the bits depend on the number of ranks alone. 16-bit rows
     are summed in fp32, and rounded once if `out` is as narrow. May overwrite any row.
+
+    Args:
+        rows: Of all ranks, or of all hosts.
+        out: See above.
+        size: How many ranks a host has: each host's rows are summed first, and rounded to their
+            dtype; then the hosts' sums.
     """
+    if size > 1:
+        for begin in range(0, len(rows), size):
+            sum_in_source_order(rows[begin : begin + size], rows[begin])
+        rows = rows[::size]
     total = rows[0]
     if total.dtype in (torch.float16, torch.bfloat16):
         total = total.float()

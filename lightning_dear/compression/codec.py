@@ -1,7 +1,7 @@
 """What a compressor is, and a codec: rows of numbers to rows of bytes, and back.
 
-An exchange cuts a bucket into one row for each rank and sends each row's bytes to its rank; a codec
-knows nothing of that, nor of what was lost before. To write one, see docs/write-a-codec.md.
+An exchange cuts a bucket into one row for each rank, or host, and sends each row's bytes there; a
+codec knows nothing of that, nor of what was lost before. To write one, see docs/write-a-codec.md.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Compressor(ABC):
         """
 
     def worker_memory(self, numel: int, device: torch.device) -> feedback.Memory:
-        """What a rank keeps of its own gradients, which it encodes for their owners."""
+        """What a rank keeps of the gradients that it encodes: its own, or a part of its host's."""
         return self.owner_memory(numel, device)
 
     def owner_memory(self, numel: int, device: torch.device) -> feedback.Memory:

@@ -1,9 +1,10 @@
 """Error feedback: what encoding loses is kept from step to step, and sent later.
 
-A number for each element, in fp32, laid out like the bucket's gradients. What an encoding changes
-is pending until its step is made: `commit` keeps it, `discard` forgets it, as where a loss scale
-was too large or `zero_grad` was called instead of `step`. A codec says what is kept for it (see
-`Compressor.worker_memory`); momentum that it brings is kept the same way, beside the codec.
+A number for each element that is encoded here, in fp32, in the order of the bucket's gradients.
+What an encoding changes is pending until its step is made: `commit` keeps it, `discard` forgets it,
+as where a loss scale was too large or `zero_grad` was called instead of `step`. A codec says what
+is kept for it (see `Compressor.worker_memory`); momentum that it brings is kept the same way,
+beside the codec.
 
 Gradients may come multiplied by a loss scale; what is kept is not, so that a scale may change.
 """

@@ -341,8 +341,9 @@ class GradientReducer:
         voting, placements = self._exchange.voting, enumerate(self._placements)
         voted = [n for n, one in placements if voting and not voting.isdisjoint(one.buckets)]
         device = self._buckets[0].parameters.device
-        flags = RoundFlags(says, voted, self.wishes, self._exchange, device, self._shared)
         with self._waiting("gradients"):
+            # Blocks where a thread has gradients left to encode.
+            flags = RoundFlags(says, voted, self.wishes, self._exchange, device, self._shared)
             for one in (*self._round.works.values(), flags.work):
                 one.wait()
         said, split = flags.hear()

@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 from lightning_dear.bucket import allocate
 from lightning_dear.checkpoint.optimizer_state import hand_on, spread_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
-from lightning_dear.collectives.work import Collectives, ranks_on_a_host, uncounted
+from lightning_dear.collectives.work import Collectives, is_uneven, uncounted
 from lightning_dear.compression import Compressor, check_replaces
 from lightning_dear.engine.active_plan import (
     ActivePlan,
@@ -87,7 +87,8 @@ class PlanLifecycle:
         self.active: ActivePlan | None = None
         self.recording: Recording | None = None
         name = None if options.codec is None else options.codec.name
-        self.residuals = ResidualKeeper(stepper.optimizer, collectives, name)
+        together = options.ranks_together(collectives)
+        self.residuals = ResidualKeeper(stepper.optimizer, collectives, name, together)
         self.left_weights = LeftWeights(stepper.optimizer)
         self.shared = SharedOptions(stepper.optimizer, number, collectives)
         self.early_refusal: str | None = None
@@ -158,6 +159,7 @@ class PlanLifecycle:
         options, collectives, depth = self._options, self._collectives, self._options.depth
         waiting = partial(Waiting, self._instruments)
         number, num_shards = options.shards(collectives)
+        sends_bytes = options.encodes("reduce") and options.ranks_together(collectives) == 1
         # Any stream may still read where parameters have been.
         collectives.streams.synchronize()
         flat = allocate(
@@ -165,7 +167,7 @@ class PlanLifecycle:
             self.parameters,
             number,
             # Where bytes travel instead of gradients, no scratch is needed for these.
-            (lambda _: 0) if options.encodes("reduce") else collectives.scratch_numel,
+            (lambda _: 0) if sends_bytes else collectives.scratch_numel,
             num_shards,
             keeps_gradients=self._uses_buckets,
             lags=options.encodes_differences,
@@ -224,14 +226,12 @@ class PlanLifecycle:
         self.active.gatherer.follow(self._module, ungated)
 
     def _for_hosts(self, plan: BucketPlan) -> BucketPlan:
-        """`plan`, all-reduced where the ranks of a host would send more than its line takes.
+        """`plan`, all-reduced on hosts of different numbers of ranks, where two hops cannot be.
 
         Of n bytes R of P ranks send R (P - R) / P n to other hosts in each half, a ring's
         all-reduce 2 (P - 1) / P n in all.
         """
-        collectives = self._collectives
-        is_flat = ranks_on_a_host(collectives.hosts) == 1 or not collectives.sends_parts
-        if is_flat or self.all_reduce_refusal is not None:
+        if not is_uneven(self._collectives) or self.all_reduce_refusal is not None:
             return plan
         return replace(plan, early=(), all_reduced=tuple(range(len(plan.buckets))))
 

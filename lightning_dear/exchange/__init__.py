@@ -11,8 +11,9 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.work import GRADIENT_NUMBERS, Collectives, Work
 from lightning_dear.compression import Codec, PowerSGD, SparseAllReduce
-from lightning_dear.exchange.base import NO_SEED, CompressedBucket, Exchange, LossScale, Traffic
+from lightning_dear.exchange.base import Exchange, LossScale, Traffic
 from lightning_dear.exchange.coded import CodedExchange
+from lightning_dear.exchange.compressed_bucket import NO_SEED, CompressedBucket
 from lightning_dear.exchange.low_rank import LowRankExchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.exchange import (

@@ -5,7 +5,6 @@ What must be known before a step may count, and what this rank keeps of a bucket
 
 from __future__ import annotations
 
-import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -20,174 +19,16 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor
-from lightning_dear.compression.error_feedback import Memory
-from lightning_dear.exchange.sparse.figures import Tally
+from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.telemetry.device_work import as_device_work
 from lightning_dear.torch_modes import saves_calls
 
 LossScale = Callable[[], "Tensor | None"]
 """What gradients are multiplied by at present, as a tensor of one element; None: by nothing."""
 
-NO_SEED = -1
-"""In the place of a seed, which is never negative: where training began without one."""
-
 
 class GradientsNotFinite(RuntimeError):
     """A rank's gradients have nan or inf in them; all ranks raise it before weights change."""
-
-
-class CompressedBucket(ABC):
-    """What has to be kept, and given back, of one bucket, whatever it is encoded to.
-
-    Args:
-        bucket: Its mean is read and written.
-        codec: What encodes it.
-        worker: What is kept of this rank's own gradients, for the whole bucket.
-        owner: What is kept of the mean, for this rank's shard.
-        world_size: Number of ranks.
-
-    Attributes:
-        bucket: See above.
-        number: The bucket's.
-        spec: What lies where in it.
-        own: Where this rank's shard lies in it.
-        worker: See above.
-        owner: See above.
-        codec: In use at present.
-        configured: Of this bucket, unless a schedule says otherwise.
-        counts: Half -> how often it has been encoded; equal on all ranks, not for all buckets.
-        seed: Of all that is drawn at random, equal on all ranks; or `NO_SEED`.
-        factors: Tensor number -> what all ranks alike keep of it besides; to be read or overwritten
-            between steps.
-        tally: Of the bucket's last sparse step; None where there are none.
-    """
-
-    tally: Tally | None = None
-
-    def __init__(
-        self, bucket: Bucket, codec: Compressor, worker: Memory, owner: Memory, world_size: int
-    ) -> None:
-        self.bucket = bucket
-        self.configured = self.codec = codec
-        self.number, self.spec, self.own = bucket.number, bucket.spec, bucket.own
-        self.worker, self.owner = worker, owner
-        self.counts = {"reduce": 0, "gather": 0}
-        self.seed = NO_SEED
-        self.factors: dict[int, Tensor] = {}
-        # Who owns what nobody uses gives it back to those that have sent it, each its share.
-        self._num_owners = world_size if bucket.is_all_reduced else 1
-        self._unused: tuple[slice, ...] = ()
-        self._own_unused: tuple[slice, ...] = ()
-        self._padding, self._own_padding = self._find_padding()
-
-    def _find_padding(self) -> tuple[Tensor, Tensor]:
-        """Places of elements that belong to no parameter, in the bucket and in this rank's shard.
-
-        Decoding, and marking what is not finite, leave numbers there that nothing overwrites.
-        """
-        # On the CPU, since `nonzero` on a device makes the host wait.
-        is_padding = torch.ones(self.spec.padded_numel, dtype=torch.bool)
-        for part in self.spec.slices:
-            is_padding[part.offset : part.offset + part.numel] = False
-        whole, own = is_padding.nonzero()[:, 0], is_padding[self.own].nonzero()[:, 0]
-        device = self.bucket.mean.device
-        return whole.to(device), own.to(device)
-
-    def use(self, codec: Compressor) -> None:
-        """Encodes with `codec` from the next reduction on. What is on its way keeps its bytes."""
-        if codec != self.codec:
-            # New buffers: bytes on their way are still decoded from the old ones.
-            self.codec = codec
-            self._make_room()
-
-    def start_anew(self, seed: int | None) -> None:
-        """What is counted, and factors, as before the first step; memories stay as they are.
-
-        Args:
-            seed: Of what is drawn from now on; None: the one there is.
-        """
-        self.counts.update(dict.fromkeys(self.counts, 0))
-        if seed is not None:
-            self.seed = seed
-
-    def _seed_of(self, key: str) -> int:
-        """Of a generator: another one for every `key` and under every seed, equal on all ranks."""
-        # Without a seed, as earlier versions had it.
-        seeded = key if self.seed == NO_SEED else f"{self.seed} {key}"
-        # Not `hash`, which Python salts anew in each process: ranks and resumed runs would differ.
-        return int.from_bytes(hashlib.blake2b(seeded.encode(), digest_size=7).digest(), "big")
-
-    @abstractmethod
-    def _make_room(self) -> None:
-        """Makes buffers for what `codec` sends, new ones."""
-
-    @property
-    def steering(self) -> Tensor | None:
-        """[n] fp64: by what this rank selects numbers in this bucket; None where by nothing."""
-        return None
-
-    def steer(self, steering: Tensor) -> None:
-        """Selects by that from now on, if it is of a bucket like this one. Between steps."""
-        return
-
-    @property
-    def rate(self) -> float:
-        """Of both memories, where they keep anything: one codec says how."""
-        return (self.worker if self.worker.names else self.owner).rate
-
-    @property
-    def residual_norms(self) -> list[Tensor]:
-        """2-norms of what is still to be sent, of this rank's gradients and of its shard's mean.
-
-        Of all of it, whatever the memories' rates: so codecs can be compared.
-        """
-        pairs = (self.worker, self._padding), (self.owner, self._own_padding)
-        return [
-            torch.linalg.vector_norm(memory.kept["residual"].index_fill(0, padding, 0.0))
-            / memory.rate
-            for memory, padding in pairs
-            if "residual" in memory.names
-        ]
-
-    def commit(self) -> None:
-        """Keeps what encoding has left over: the step was made."""
-        self.worker.commit()
-
-    def discard(self) -> None:
-        """Forgets it: the gradients are void."""
-        self.worker.discard()
-
-    def detach(self) -> None:
-        """Lets go of the bucket's buffers; what is kept between steps stays."""
-        # Who reads residuals after training holds this object, but is not to hold flat buffers.
-        del self.bucket, self._padding
-
-    def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
-        """Parameters that no rank has used will not be stepped: no gradient of theirs is sent.
-
-        Args:
-            used: By tensor number.
-            scale: What the mean is multiplied by.
-            keeps: Whether residuals that have come from other ranks are kept, rather than lost.
-        """
-        self._unused = tuple(
-            slice(piece.offset, piece.offset + piece.numel)
-            for piece in self.spec.slices
-            if not used[piece.tensor]
-        )
-        own, own_unused = self.own, []
-        for part in self._unused:
-            begin, end = max(part.start, own.start), min(part.stop, own.stop)
-            if begin >= end:
-                continue
-            own_unused.append(slice(begin - own.start, end - own.start))
-            if keeps:
-                # Its residual gets it back, without the loss scale.
-                mean = self.bucket.mean[own_unused[-1]]
-                share = mean / self._num_owners
-                self.worker.add(slice(begin, end), share if scale is None else share / scale)
-                mean.zero_()
-        self._own_unused = tuple(own_unused)
 
 
 class Exchange(ABC):
@@ -289,7 +130,7 @@ class Exchange(ABC):
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes of both halves as they are, over those that travel."""
+        """Bytes of both halves as they are, over those that travel, of two hops between hosts."""
         return 1.0
 
     def use(self, codec: Compressor, *, is_idle: bool = True) -> None:
@@ -364,6 +205,8 @@ class CompressedExchange(Exchange):
         self._loss_scale = traffic.loss_scale
         # Largest number that may be sent -> largest ones that were to be, of each bucket.
         self._found: dict[float, list[Tensor]] = {}
+        # What blocks until gradients that a thread encodes are encoded.
+        self._encoding: list[Callable[[], object]] = []
         self._refusal: RuntimeError | None = None
         self._is_nan: Tensor | None = None
         self._next: Compressor | None = None
@@ -412,6 +255,9 @@ class CompressedExchange(Exchange):
 
     @override
     def take_found_inf(self) -> Tensor | bool:
+        encoding, self._encoding = self._encoding, []
+        for end in encoding:
+            end()
         found, self._found = self._found, {}
         are_small = [torch.stack(ones) <= most for most, ones in found.items()]
         return ~torch.cat(are_small).all() if are_small else False
@@ -427,7 +273,7 @@ class CompressedExchange(Exchange):
             if not found:
                 return
             self._refusal = GradientsNotFinite(
-                "A rank's gradients have nan or inf in them, which"
+                "A rank's gradients, or a host's sum of them, have nan or inf in them, which"
                 f" compressor={self._codec.name!r} cannot send, or would keep."
                 f"{self._codec.overflows} No weight has"
                 " changed, and no residual. Find the operation with Trainer(detect_anomaly=True),"
@@ -488,6 +334,7 @@ class CompressedExchange(Exchange):
 
     def _begin_anew(self) -> None:
         self._refusal = self._is_nan = None
+        self._encoding, self._found = [], {}
         if self._next is not None:
             self.use(self._next)
 

@@ -34,7 +34,8 @@ from lightning_dear.collectives.work import Work
 from lightning_dear.compression import Compressor, Fp32, PowerSGD
 from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.low_rank import orthonormal, starting_factor
-from lightning_dear.exchange.base import CompressedBucket, CompressedExchange, Sending, Traffic
+from lightning_dear.exchange.base import CompressedExchange, Sending, Traffic
+from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.telemetry.device_work import as_device_work
 from lightning_dear.torch_modes import exact_products
 

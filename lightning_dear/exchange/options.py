@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, message_delay_s
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.collectives.work import Collectives, ranks_on_each_host
 from lightning_dear.compression import Codec, Compressor, SparseAllReduce
 from lightning_dear.compression.codec import Setting
 from lightning_dear.compression.groups import Groups, check_groups, codec_for
@@ -120,6 +120,16 @@ class ExchangeOptions(Setting):
     def is_scattered(self) -> bool:
         """Whether of a whole mean gradient each rank has what lies in its region."""
         return self.codec is not None and self.codec.is_scattered
+
+    def ranks_together(self, collectives: Collectives) -> int:
+        """How many ranks of a host encode their sum, each a part of it; 1: each encodes its own.
+
+        Votes are of ranks, and what is not encoded row by row has no parts.
+        """
+        codecs = [self.codec, *(codec for _, codec in self.groups)]
+        by_rows = all(isinstance(one, Codec) and not one.votes for one in codecs)
+        is_summed = collectives.hops == 2 and by_rows and self.encodes("reduce")
+        return ranks_on_each_host(collectives.hosts) if is_summed else 1
 
     def shards(self, collectives: Collectives) -> tuple[int, int]:
         """(number of this rank's shard, number of shards); one shard where each rank has all."""

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.checkpoint.format import KEY, stamp
-from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
@@ -86,6 +85,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,
         gather_depth: int | None = None,
+        hops: int | None = None,
         broadcast_buffers: bool = True,
         audit: bool = False,
         check_digests: bool = True,
@@ -164,9 +164,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         refusals.check_precision(self.precision)
         refusals.check_optimizers(optimizers, self.precision)
         refusals.check_module_states(module)
-        collectives = new_collectives(
-            self.root_device, self._timeout, sends_rows=self._options.codec is not None
-        )
+        collectives = self._new_collectives()
         others = [one.pipeline for one in self._trained if one.module is not module]
         own = [part.plans.number for other in others for part in other.parts]
         # Everybody's, since a rank may have deleted a model that is still there on another one.

@@ -18,6 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_dear.callbacks.compression_schedule import schedule_of
+from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.store import attempt_store
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import resolve_compressor
@@ -66,6 +67,9 @@ class PipelineStrategy(ABC):
         groups = () if self._schedule is None else self._schedule.groups
         self._gather: str | None = given["gather"]
         self._broadcast_buffers, self._audit = given["broadcast_buffers"], given["audit"]
+        self._hops: int | None = given["hops"]
+        if self._hops not in (None, 1, 2):
+            raise ValueError(f"hops must be 1, 2 or None, got {self._hops!r}.")
         how = given["gather_depth"], given.get("decouple", True), codec, groups
         self._options = ExchangeOptions(self._gather or default_gather(codec, groups), *how)
         self._or_else: ExchangeOptions | None = None
@@ -90,6 +94,14 @@ class PipelineStrategy(ABC):
             options = {"timeout": host._timeout, "store": store}
             options["device_id"] = device if device.type != "cpu" else None
             _init_dist_connection(environment, host._get_process_group_backend(), **options)
+
+    def _new_collectives(self) -> Collectives:
+        """What moves bytes, as the options want it. Collective, blocks."""
+        host: Any = self
+        sends_rows = self._options.codec is not None
+        return new_collectives(
+            host.root_device, host._timeout, sends_rows=sends_rows, hops=self._hops
+        )
 
     def _new_pipeline(
         self,

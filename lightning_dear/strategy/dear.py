@@ -34,7 +34,6 @@ from lightning_dear.callbacks.guards import CompletionGuard, GradientGuard, grad
 from lightning_dear.checkpoint.files import CheckpointError
 from lightning_dear.checkpoint.folder import is_folder, load, remove, save
 from lightning_dear.checkpoint.format import stamp
-from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, SearchingPlanner, save_plan
@@ -83,6 +82,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             when forward reads it, and has the whole optimizer state. None: parameters, unless the
             compressor can send gradients only.
         gather_depth: Most all-gathers in flight at once; None: all of a step. With gloo only.
+        hops: How shards travel where several hosts have several ranks each: 1, straight to their
+            owners, or 2, within a host and then between hosts, which sends less between hosts.
+            None: 2 on gloo, where all hosts have as many ranks. NCCL knows 1.
         decouple: With `gather="gradients"`, False: all-reduces during backward and gathers nothing,
             as WFBP, MG-WFBP and DDP do.
         broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.
@@ -124,6 +126,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,
         gather_depth: int | None = None,
+        hops: int | None = None,
         decouple: bool = True,
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
@@ -208,9 +211,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         assert self.model is not None
         refusals.check_optimizers(self.optimizers, self.precision_plugin)
         before = self._pipeline.parts if self._pipeline is not None else ()
-        collectives = new_collectives(
-            self.root_device, self._timeout, sends_rows=self._options.codec is not None
-        )
+        collectives = self._new_collectives()
         pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
         for part in pipeline.parts:
             part.inherit(before)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_dear.callbacks.fusion_tuner import option_of
 from lightning_dear.collectives.store import from_all_ranks
-from lightning_dear.collectives.work import ranks_on_a_host
+from lightning_dear.collectives.work import is_uneven, ranks_on_a_host, ranks_on_each_host
 from lightning_dear.compression import class_with
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.trained_parameters import ignored_names
@@ -150,23 +150,31 @@ def say_what_is_gathered(gather: str | None, options: ExchangeOptions) -> None:
 
 def say_what_hosts_cost(pipeline: Pipeline) -> None:
     """Tells people what travels between hosts of several ranks."""
-    collectives, refusal = pipeline.collectives, pipeline.all_reduce_refusal
+    collectives, options = pipeline.collectives, pipeline.options
     own, num_ranks = ranks_on_a_host(collectives.hosts), collectives.world_size
-    if own == 1 or pipeline.options.all_reduces:
+    if own == 1 or options.all_reduces:
         return
     layout = f"{len(set(collectives.hosts))} hosts of {own} ranks or more"
-    if collectives.sends_parts and refusal is None:
+    is_of_hosts = options.ranks_together(collectives) > 1 or not options.encodes("reduce")
+    if collectives.hops == 2 and is_of_hosts:
+        rank_zero_info(f"{layout}: shards travel in two hops, within hosts and between them.")
+        return
+    if is_uneven(collectives) and pipeline.all_reduce_refusal is None:
         rank_zero_info(
-            f"strategy='dear' all-reduces every bucket, as 'ddp' does: {layout} would send more in"
-            " two halves. Every rank keeps the whole optimizer state."
+            f"strategy='dear' all-reduces every bucket, as 'ddp' does: {layout}, not as many on"
+            " each, would send more in two halves. Every rank keeps the whole optimizer state."
         )
         return
-    times = own * (num_ranks - own) / (num_ranks - 1) if collectives.sends_parts else 2.0
-    why = refusal if collectives.sends_parts else "NCCL's all-reduce may use trees, both halves not"
+    times, why = own * (num_ranks - own) / (num_ranks - 1), "shards go straight to their owners"
+    is_even = collectives.reads_flags_freely and ranks_on_each_host(collectives.hosts) > 1
+    if not collectives.reads_flags_freely:
+        times, why = 2.0, "NCCL's all-reduce may use trees, both halves not"
+    elif collectives.hops == 2 and options.codec is not None:
+        why = f"{options.codec.name} encodes what a rank has itself, not a host's sum"
     rank_zero_warn(
         f"With {layout} up to {times:.1f} times as many bytes leave a host as an all-reduce would"
         f" send, before any compression: {why}. Compare with strategy='ddp', or run one rank a"
-        " host."
+        f" host{', or leave out hops=1' if is_even and collectives.hops == 1 else ''}."
     )
 
 

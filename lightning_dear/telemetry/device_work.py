@@ -21,6 +21,9 @@ MIN_SLEEP_S = 2e-4
 
 _charge = 0.0
 
+_cpu_lock = threading.Lock()
+_cpu_s = 0.0
+
 
 def charge_device_work(charge: float) -> None:
     """Let device work in this process last longer from now on, before it is followed by anything.
@@ -42,8 +45,10 @@ class device_work:
         self._begin_s, self._begin_cpu_s = time.perf_counter(), time.thread_time()
 
     def __exit__(self, *error: object) -> None:
+        global _cpu_s
         spent_s = time.thread_time() - self._begin_cpu_s
-        _of_thread.cpu_s = device_work_cpu_s() + spent_s
+        with _cpu_lock:
+            _cpu_s += spent_s
         waited_s = time.perf_counter() - self._begin_s - spent_s
         _sleep(max(0.0, _charge * spent_s - waited_s))
         _of_thread.total_s = device_work_s() + time.perf_counter() - self._begin_s
@@ -73,8 +78,8 @@ def device_work_s() -> float:
 
 
 def device_work_cpu_s() -> float:
-    """CPU seconds of that, without what is charged: what a core of one's own takes, or less."""
-    return float(getattr(_of_thread, "cpu_s", 0.0))
+    """CPU seconds of it in all threads, without what is charged."""
+    return _cpu_s
 
 
 def device_work_charged_s() -> float:

@@ -80,8 +80,12 @@ def _cost(
     """From the seconds of the four operations, of the smaller bucket and then of the larger."""
     options = pipeline.options
     shards = [numel // pipeline.collectives.world_size for numel in sizes]
+    # In two hops a rank encodes, and decodes, its part of what its host's ranks have together.
+    together = options.ranks_together(pipeline.collectives)
+    of_ranks = [[together * size for size in sizes]] * 2
     encode, decode_sum, encode_shard, decode = (
-        fitted_line(shards if place == 2 else sizes, times_s[place::4]) for place in range(4)
+        fitted_line(lengths, times_s[place::4])
+        for place, lengths in enumerate((*of_ranks, shards, sizes))
     )
     row = fitted_line(shards, [codec.wire_bytes(shard) for shard in shards])
     # Where a step or a bucket is left out, parameters and means come back as they are.
@@ -169,7 +173,7 @@ class _Nobody:
     def __init__(self, collectives: Collectives) -> None:
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.scratch_numel = collectives.scratch_numel
-        self.reads_flags_freely = True
+        self.reads_flags_freely, self.hops = True, 1
         self._sent: list[tuple[Tensor, Tensor]] = []
 
     def launch_reduce_scatter(

@@ -15,7 +15,7 @@ from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor, Fp32, SparseAllReduce
 from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.selectors import LocalThreshold
-from lightning_dear.exchange.base import CompressedBucket
+from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.exchange.sparse.entries import Entries, Unsent, new_unsent, unpacked
 from lightning_dear.exchange.sparse.figures import Tally
 

@@ -1,0 +1,246 @@
+"""Collectives for gloo on hosts of several ranks: one hop within a host, one between hosts.
+
+N hosts have L ranks each; rank h L + l is the l-th of host h. Of n bytes that all ranks reduce,
+
+    reduce-scatter    within each host, rank l sums all that goes to the l-th ranks of any host;
+                      then the l-th ranks of all hosts exchange those sums
+    all-gather        the l-th ranks of all hosts exchange their shards; each passes on within its
+                      host what it has got
+
+(N-1)/N n leave a host in each half. Straight to their owners it would be (N-1)/N L n. Shards belong
+to the same ranks and sums have the same bits either way: those of a host's ranks in order, then of
+the hosts in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dear.collectives.background import Background
+from lightning_dear.collectives.gloo import PairwiseCollectives, Rows, by_source, nbytes_of
+from lightning_dear.collectives.process_groups import Waits
+from lightning_dear.collectives.work import NUMBERS_OF_ONE, Work, shard_of, sum_in_source_order
+
+_SECOND_HOP = 1 << 28
+"""Added to the tag of a bucket: above the numbers of all buckets, below flags and buffers."""
+
+
+class TwoHopCollectives(PairwiseCollectives):
+    """`PairwiseCollectives` whose reduce-scatters and all-gathers go in two hops.
+
+    Whoever launches sends the first hop; a thread waits for it and sends the second. A thread
+    serves one half of one optimizer's buckets, which all ranks launch in one order. One for more
+    could wait for what another rank launches later, behind what it waits for itself: for a gather
+    of a host that steps later, or for the gradients of another optimizer.
+
+    All else goes straight to the rank that it is for.
+
+    Args:
+        reduce_group: See `PairwiseCollectives`, also for what follows.
+        gather_group: See there.
+        rank: See there.
+        world_size: See there.
+        calls: See there.
+        hosts: Several, of as many ranks each, one after the other.
+    """
+
+    hops = 2
+
+    def __init__(
+        self,
+        reduce_group: Any,
+        gather_group: Any,
+        rank: int,
+        world_size: int,
+        calls: Any = dist,
+        hosts: Sequence[int] = (),
+    ) -> None:
+        super().__init__(reduce_group, gather_group, rank, world_size, calls, hosts)
+        self._threads: dict[tuple[str, int], Background] = {}
+        size, first = self._size, rank - rank % self._size
+        # Each rank begins with another peer, and receives in the order in which others send.
+        self._within = [first + (rank + hop) % size for hop in range(1, size)]
+        self._within_sources = [first + (rank - hop) % size for hop in range(1, size)]
+        self._across = [(rank + hop) % world_size for hop in range(size, world_size, size)]
+        self._across_sources = [(rank - hop) % world_size for hop in range(size, world_size, size)]
+
+    def _column(self, buffer: Tensor, rank: int) -> list[Tensor]:
+        """The shards of all ranks that have the same place on their hosts as `rank`, by host."""
+        places = range(rank % self._size, self.world_size, self._size)
+        return [shard_of(buffer, place, self.world_size) for place in places]
+
+    def _columns(self, buffer: Tensor, ranks: Iterable[int]) -> Rows:
+        return [(rank, shard) for rank in ranks for shard in self._column(buffer, rank)]
+
+    @override
+    def launch_reduce_scatter(
+        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+    ) -> Work:
+        own, (_, across) = self._column(buffer, self.rank), self._received(received)
+        receives = self._receives("reduce_scatter", received, across, bucket + _SECOND_HOP)
+        self.ledger.reduce_scatter_bytes += own[0].nbytes * len(self._across)
+        work, _ = self._reduce(buffer, received, own, lambda: own, receives, bucket)
+        of_hosts = by_source((*across, (self.rank, own[self.rank // self._size])))
+        return Work(work.wait, partial(sum_in_source_order, of_hosts, out))
+
+    @override
+    def launch_sums_of_host(
+        self,
+        buffer: Tensor,
+        received: Tensor,
+        sums: Tensor,
+        encode: Callable[[], Tensor],
+        incoming: Tensor,
+        bucket: int,
+    ) -> tuple[Work, Callable[[], object]]:
+        own, across = self.rank // self._size, self._incoming(incoming)
+
+        def encoded() -> Tensor:
+            rows = encode()
+            incoming[own].copy_(rows[own])
+            return rows
+
+        receives = self._receives("reduce_scatter", incoming, across, bucket + _SECOND_HOP)
+        self.ledger.reduce_scatter_bytes += incoming[own].nbytes * len(across)
+        return self._reduce(buffer, received, list(sums), encoded, receives, bucket)
+
+    def _reduce(
+        self,
+        buffer: Tensor,
+        received: Tensor,
+        sums: Sequence[Tensor],
+        encode: Callable[[], Sequence[Tensor] | Tensor],
+        receives: Waits,
+        bucket: int,
+    ) -> tuple[Work, Callable[[], object]]:
+        """Sums within the host into `sums`, then sends each host its row of what `encode` returns.
+
+        Returns:
+            The work, and what blocks until the rows are made, and raises if they cannot be.
+        """
+        lane, within = "reduce_scatter", self._received(received)[0]
+        outgoing = self._columns(buffer, self._within)
+        first = self._exchange(lane, received, within, outgoing, bucket)
+        own = self._column(buffer, self.rank)
+
+        def pass_on() -> Rows:
+            for host, shard in enumerate(own):
+                addends = by_source((*within[host :: len(own)], (self.rank, shard)))
+                sum_in_source_order(addends, sums[host])
+            rows = encode()
+            return [(peer, rows[peer // self._size]) for peer in self._across]
+
+        self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
+        return self._two_hops(lane, bucket, first, pass_on, receives)
+
+    @override
+    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+        lane, across, within = "all_gather", *self._gathered(buffer)
+        own = shard_of(buffer, self.rank, self.world_size)
+        outgoing = [(peer, own) for peer in self._across]
+        passed_on = [
+            (peer, row) for peer in self._within for row in self._column(buffer, self.rank)
+        ]
+        first = self._exchange(lane, buffer, across, outgoing, bucket)
+        self.ledger.all_gather_bytes += nbytes_of(outgoing) + nbytes_of(passed_on)
+        receives = self._receives(lane, buffer, within, bucket + _SECOND_HOP)
+        return self._two_hops(lane, bucket, first, lambda: passed_on, receives)[0]
+
+    @override
+    def launch_gather_of_host(self, buffer: Tensor, bucket: int) -> Work:
+        lane, outgoing = (
+            "all_gather",
+            [(peer, row) for peer in self._within for row in self._column(buffer, self.rank)],
+        )
+        rows = self._columns(buffer, self._within_sources)
+        self.ledger.all_gather_bytes += nbytes_of(outgoing)
+        waits = self._exchange(lane, buffer, rows, outgoing, bucket)
+        return self.new_work(lane, f"bucket {bucket} within the host", waits)
+
+    @override
+    def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
+        within, across = self._received(received)
+        self._expect("reduce_scatter", received, within, bucket)
+        self._expect("reduce_scatter", received, across, bucket + _SECOND_HOP)
+
+    @override
+    def expect_sums_of_host(self, received: Tensor, incoming: Tensor, bucket: int) -> None:
+        self._expect("reduce_scatter", received, self._received(received)[0], bucket)
+        across = self._incoming(incoming)
+        self._expect("reduce_scatter", incoming, across, bucket + _SECOND_HOP)
+
+    @override
+    def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
+        across, within = self._gathered(buffer)
+        self._expect("all_gather", buffer, across, bucket)
+        self._expect("all_gather", buffer, within, bucket + _SECOND_HOP)
+
+    def _received(self, received: Tensor) -> tuple[Rows, Rows]:
+        """Where a reduce-scatter receives: of ranks of this host N shards each, of others one."""
+        sources = [source for source in self._within_sources for _ in self._column(received, 0)]
+        rows = [
+            (source, shard_of(received, place, self.world_size - 1))
+            for place, source in enumerate((*sources, *self._across_sources))
+        ]
+        return rows[: len(sources)], rows[len(sources) :]
+
+    def _incoming(self, incoming: Tensor) -> Rows:
+        return [(source, incoming[source // self._size]) for source in self._across_sources]
+
+    def _gathered(self, buffer: Tensor) -> tuple[Rows, Rows]:
+        """Where an all-gather receives: of other hosts a shard, of ranks of this one N."""
+        shards = buffer.tensor_split(self.world_size)
+        across = [(source, shards[source]) for source in self._across_sources]
+        return across, self._columns(buffer, self._within_sources)
+
+    def _two_hops(
+        self,
+        lane: str,
+        bucket: int,
+        first: Waits,
+        pass_on: Callable[[], Rows],
+        receives: Waits,
+    ) -> tuple[Work, Callable[[], object]]:
+        """A work that ends with the second hop, and what blocks until that has begun.
+
+        Args:
+            lane: The half.
+            bucket: Its number.
+            first: What the first hop waits for.
+            pass_on: Called by the thread when the first hop has ended; says what is sent then.
+            receives: What the second hop receives.
+        """
+        hops = "within the host", "between hosts"
+        hops = hops if lane == "reduce_scatter" else hops[::-1]
+        names = [f"bucket {bucket} {one}" for one in hops]
+        await_first = self.arriving(lane, names[0], first)
+
+        def send() -> Callable[[], None]:
+            await_first()
+            outgoing = pass_on()
+            if self.reduce_group is None:
+                raise RuntimeError("The training has ended, and its process groups with it.")
+            sends = self._sends(lane, outgoing, bucket + _SECOND_HOP)
+            # Who is named may have waited in vain itself.
+            name = f"{names[1]}, where a rank waits for others of its host"
+            return self.arriving(lane, name, [*receives, *sends])
+
+        key = lane, bucket // NUMBERS_OF_ONE
+        thread = self._threads.setdefault(key, Background(f"dear {lane}, second hops {key[1]}"))
+        sent = thread.submit(send)
+        if self.observer is not None:
+            # Nobody waits for this recording: another half's hop may stand before it.
+            self.observer("first_hop", names[0], partial(_until_done, sent))
+        arrive = self.observed(lane, f"bucket {bucket}", lambda: sent.result()())
+        return Work(arrive), sent.result
+
+
+def _until_done(sent: Future[Any]) -> None:
+    sent.exception()

@@ -1,0 +1,364 @@
+"""What encoding and decoding one bucket row by row needs, and how its bytes get to the owners."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dear.bucket import Bucket
+from lightning_dear.collectives.work import Collectives, Work, shard_of, sum_in_source_order
+from lightning_dear.compression import Codec, Fp32
+from lightning_dear.compression.codec import field
+from lightning_dear.compression.error_feedback import Encoded, Memory
+from lightning_dear.exchange.base import Sending, largest_of
+from lightning_dear.exchange.compressed_bucket import CompressedBucket
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.torch_modes import plain_mode, saves_calls
+
+
+class Reduction:
+    """Brings the bytes of one bucket to the shards' owners, where they become the shards' sums.
+
+        all-to-all, decode world_size rows, sum them        any codec
+        reduce-scatter, which sums, decode one row          codecs whose bytes add up
+
+    Both send as many bytes. The latter decodes fewer, and is what backends are fastest at: bytes
+    are summed as dense gradients are, in fp32.
+
+    Args:
+        codec: That encodes.
+        collectives: What moves them.
+        outgoing: [world_size, nbytes] uint8, contiguous: row r is for rank r.
+
+    Attributes:
+        wires: [n, nbytes] uint8: after `wait`, what is to be decoded; the sum of the n rows of
+            numbers that come out is the sum over ranks.
+        rows: Which n of a bucket's world_size rows to decode them into.
+    """
+
+    def __init__(self, codec: Codec, collectives: Collectives, outgoing: Tensor) -> None:
+        rank, world_size = collectives.rank, collectives.world_size
+        self._collectives, self._adds_up = collectives, codec.is_summable
+        if self._adds_up:
+            self._outgoing = numbers = outgoing.view(torch.float32).view(-1)
+            self._received = numbers.new_empty(collectives.scratch_numel(numbers.numel()))
+            # The sum takes the place of this rank's own row.
+            self._sum = shard_of(numbers, rank, world_size)
+            self.rows = slice(rank, rank + 1)
+            self.wires = outgoing[self.rows]
+        else:
+            self._outgoing = outgoing
+            self._received = self.wires = torch.empty_like(outgoing)
+            self.rows = slice(0, world_size)
+
+    def expect(self, number: int) -> None:
+        """Lets others' bytes arrive from now on; `launch` must follow, of the same number."""
+        if self._adds_up:
+            self._collectives.expect_reduce_scatter(self._received, number)
+        else:
+            self._collectives.expect_messages("reduce_scatter", self._received, number)
+
+    def launch(self, number: int) -> Work:
+        """Starts sending `outgoing`, which belongs to the collective until `wait`. Does not block.
+
+        Args:
+            number: The bucket's among all that travel at once, equal on all ranks.
+        """
+        buffers = self._outgoing, self._received
+        if self._adds_up:
+            return self._collectives.launch_reduce_scatter(*buffers, self._sum, number)
+        return self._collectives.launch_all_to_all(*buffers, number)
+
+
+class HostsReduction(Reduction):
+    """Hosts' sums are encoded, each of the host's ranks its part, and exchanged between hosts.
+
+    Its rows are of hosts and those that are gathered of ranks, in the same memory: a bucket must
+    not be gathered before its sends have ended. So none is ever early where gradients are encoded.
+
+    Args:
+        codec: That encodes.
+        collectives: What moves the bytes; it has two hops.
+        outgoing: [number of hosts, nbytes] uint8, contiguous: row h is for host h.
+        bucket: What is summed, within the host in its scratch.
+    """
+
+    def __init__(
+        self, codec: Codec, collectives: Collectives, outgoing: Tensor, bucket: Bucket
+    ) -> None:
+        self._collectives, self._outgoing, self._bucket = collectives, outgoing, bucket
+        self.wires = torch.empty_like(outgoing)
+        self.rows = slice(0, len(outgoing))
+
+    @override
+    def expect(self, number: int) -> None:
+        self._collectives.expect_sums_of_host(self._bucket.received, self.wires, number)
+
+    def launch_sums(
+        self, number: int, encode: Callable[[Tensor], object]
+    ) -> tuple[Work, Callable[[], object]]:
+        """Starts summing; then a thread calls `encode` with [hosts, elements of a shard] fp32.
+
+        It writes `outgoing`. Does not block.
+
+        Returns:
+            The work, and what blocks until `encode` has ended.
+        """
+        gradients, num_hosts = self._bucket.gradients, len(self._outgoing)
+        sums = gradients.view(self._collectives.world_size, -1)[:num_hosts]
+        if sums.dtype != torch.float32:
+            sums = torch.empty_like(sums, dtype=torch.float32)
+
+        def encoded() -> Tensor:
+            encode(sums)
+            return self._outgoing
+
+        place = gradients, self._bucket.received, sums
+        return self._collectives.launch_sums_of_host(*place, encoded, self.wires, number)
+
+
+class CodedBucket(CompressedBucket):
+    """What encoding and decoding one bucket row by row needs, and leaves.
+
+    Args:
+        bucket: Its gradients, and its mean, are read and written.
+        options: With a codec.
+        codec: What its tensors are configured for: that one, or another.
+        collectives: What moves its bytes.
+        stream: The bucket's number among all that travel at once, of which it draws: no two draw
+            the same random numbers.
+        is_encoded: Whether that encodes them, rather than let them travel as they are.
+
+    Attributes:
+        stream: See above.
+        outgoing: [world_size, bytes of a shard] uint8, what this rank sends to each rank, or in the
+            first rows to each host. Then what each rank has encoded of its shard: what was sent to
+            the owners has arrived by then. Only the rows for hosts, where nothing is sent back.
+        nbytes: Of the whole bucket, encoded.
+        reduction: What brings it to the owners; None: gradients travel as they are.
+        votes: Whether gradients are voted on.
+        is_sent_back: Whether what is gathered is encoded.
+        most: Larger numbers are refused, since more than one further step would have to send them.
+    """
+
+    codec: Codec
+    configured: Codec
+    reduction: Reduction | None
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        options: ExchangeOptions,
+        codec: Codec,
+        collectives: Collectives,
+        stream: int = 0,
+        *,
+        is_encoded: bool = True,
+    ) -> None:
+        assert isinstance(options.codec, Codec)
+        # What is never encoded loses nothing, but is to be stepped with the others' momentum.
+        has_momentum = codec.is_identity and options.codec.brings_momentum
+        keeps = options.codec if has_momentum else codec
+        device, numel = bucket.gradients.device, bucket.gradients.numel()
+        world_size = collectives.world_size
+        worker = owner = Memory(0, device)
+        # In two hops a rank encodes the shards of those that have its place on their hosts.
+        self._together, shard = options.ranks_together(collectives), numel // world_size
+        places = range(collectives.rank % self._together, world_size, self._together)
+        encoded = [slice(place * shard, (place + 1) * shard) for place in places]
+        if options.encodes("reduce"):
+            worker = keeps.worker_memory(shard * len(places), device)
+        if options.encodes("gather") and not bucket.lags:
+            # What differences of parameters have not brought is in the next ones.
+            owner = codec.of_means.owner_memory(shard, device)
+        # What a plan does not encode keeps what it has, as in a dense step.
+        used = codec if is_encoded else Fp32()
+        parts = None if self._together == 1 else encoded
+        super().__init__(bucket, used, worker, owner, world_size, parts)
+        self._collectives, self._world_size = collectives, world_size
+        self.stream = stream
+        self._encodes_reduce, self._encodes_gather = map(options.encodes, ("reduce", "gather"))
+        self._clip_norm = keeps.clip_norm
+        self._clears_first = keeps.clip_norm is not None or keeps.brings_momentum
+        self._make_room()
+
+    @override
+    def _make_room(self) -> None:
+        # Once for each codec, not for each step: nothing else changes what follows from it.
+        world_size, num_rows = self._world_size, self._world_size // self._together
+        self.is_sent_back = self._encodes_gather and not self.codec.is_identity
+        row_nbytes = self.codec.wire_bytes(self.spec.padded_numel // world_size)
+        self.nbytes = world_size * row_nbytes
+        shape = world_size if self.is_sent_back else num_rows, row_nbytes
+        self.outgoing = self.bucket.gradients.new_empty(shape, dtype=torch.uint8)
+        self.reduction = None
+        if self._encodes_reduce and self._together > 1:
+            place = self._collectives, self.outgoing[:num_rows]
+            self.reduction = HostsReduction(self.codec, *place, self.bucket)
+        elif self._encodes_reduce:
+            self.reduction = Reduction(self.codec, self._collectives, self.outgoing)
+        self.votes = self._encodes_reduce and self.codec.votes
+        self._codec_of_means = self.codec.of_means
+        self.most = 2 * self.codec.largest if self.codec.has_feedback else math.inf
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        del self.outgoing, self.reduction
+
+    # --- the reduce half ------------------------------------------------------------------------
+
+    def clip(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
+        """Mutates this rank's own, flat, and returns them: as they are added to others'."""
+        if self._clears_first:
+            # Momentum would keep a nan.
+            gradients.index_fill_(0, self._padding, 0.0)
+        if self._clip_norm is not None:
+            self._clip(gradients, self._clip_norm, scale)
+        return gradients
+
+    def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
+        """Adds what was not sent of earlier ones to `rows`, of what is encoded; mutates them."""
+        self.worker.compensate(rows, scale)
+        # Also where zeros were, since these leave residuals, too.
+        rows.view(-1).index_fill_(0, self._worker_padding, 0.0)
+
+    def _clip(self, flat: Tensor, clip_norm: float, scale: Tensor | None) -> None:
+        """Scales each tensor's gradient, this rank's own, to a 2-norm of at most `clip_norm`."""
+        own = [flat[part.offset : part.offset + part.numel] for part in self.spec.slices]
+        # They come multiplied by 1 / world_size and by the loss scale.
+        lengths = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in own]
+        norms = torch.stack(lengths) * self._world_size
+        limit = clip_norm if scale is None else clip_norm * scale
+        factors = (limit / norms.clamp_(min=torch.finfo(norms.dtype).tiny)).clamp_(max=1.0)
+        torch._foreach_mul_(own, list(factors.unbind()))
+
+    def clear_padding(self) -> Tensor:
+        """The bucket's gradients, where nothing is left of what was decoded into them."""
+        return self.bucket.gradients.index_fill_(0, self._padding, 0.0)
+
+    def encode_reduce(self, reduction: Reduction, rows: Tensor, scale: Tensor | None) -> Sending:
+        """Encodes what `compensate` has left into `outgoing`."""
+        outgoing = self.outgoing[: len(rows)]
+        encoded = self._encode("reduce", rows, outgoing)
+        self.worker.note_sent(rows, outgoing, encoded, scale)
+        decode = partial(self._sum, reduction, encoded, scale, votes=self.votes)
+        return Sending(partial(reduction.launch, self.stream), decode)
+
+    def _sum(
+        self, reduction: Reduction, encoded: Encoded, scale: Tensor | None, *, votes: bool
+    ) -> None:
+        mean = self.bucket.mean
+        sum_in_source_order(list(self._decode(reduction.wires, reduction.rows, encoded)), mean)
+        if votes:
+            # Signs have neither the mean's 1/P nor the loss scale.
+            mean.mul_(1 / self._world_size)
+            if scale is not None:
+                mean.mul_(scale)
+
+    # --- the gather half ------------------------------------------------------------------------
+
+    def encode_gather(
+        self, is_nan: Tensor | None, look: Callable[[Tensor, float], None]
+    ) -> Sending:
+        """Encodes this rank's row of `outgoing`, of the mean or the lag; mutates the mean.
+
+        Args:
+            is_nan: Whether all that is decoded becomes nan; many codecs cannot send it.
+            look: Told what is encoded, and `most`, where there is one.
+        """
+        # Once the shard has been stepped, nobody needs the mean.
+        lags, mean = self.bucket.lags, self.bucket.mean
+        mean = self.bucket.lag(mean) if lags else mean
+        row = mean.view(1, -1).float()
+        self.owner.compensate(row, None)
+        if self.most < math.inf:
+            # Nothing can take this step back: the next one is refused, on all ranks.
+            look(row, self.most)
+        for part in self._own_unused:
+            row[:, part].zero_()
+        if lags:
+            # An update that is not finite shows on all ranks: codecs send nan, but inf not always.
+            largest = largest_of(row)
+            if is_nan is not None:
+                # Of means that are nan an optimizer that steps by signs makes none.
+                largest.masked_fill_(is_nan, math.nan)
+            row.add_(largest, alpha=0.0)
+        row.view(-1).index_fill_(0, self._own_padding, 0.0)
+        own = self.outgoing[self._collectives.rank : self._collectives.rank + 1]
+        encoded = self._encode("gather", row, own)
+        self.owner.note_sent(row, own, encoded, None)
+        self.owner.keep(self._own_unused)
+        # The step is being made, and nothing can take it back.
+        self.owner.commit()
+        wire = self.outgoing
+        launch = partial(self._collectives.launch_all_gather, wire.view(-1), self.stream)
+        return Sending(launch, partial(self._write, wire, encoded, self._unused, is_nan))
+
+    def _write(
+        self, wire: Tensor, encoded: Encoded, unused: Sequence[slice], is_nan: Tensor | None
+    ) -> None:
+        """Adds the differences that have arrived, or makes gradients of the means.
+
+        Differences of what no rank has used are not added. What is left of them is sent once it is
+        used again.
+        """
+        # In whatever context somebody reads a parameter.
+        with plain_mode(self.bucket.parameters.device.type):
+            dtype = encoded.codec.wire_dtype if saves_calls(wire.device) else None
+            if dtype is not None and self.bucket.lags and not unused:
+                # As they are: such codecs send nan, and zeros between parameters.
+                numel = self.bucket.parameters.numel() // len(wire)
+                self.bucket.follow(field(wire, dtype, 0, numel))
+                return
+            rows = self._decode(wire, slice(None), encoded)
+            if is_nan is not None:
+                rows.masked_fill_(is_nan, math.nan)
+            if self.bucket.lags:
+                # Codecs that send signs decode the zeros there to something else.
+                differences = rows.view(-1).index_fill_(0, self._padding, 0.0)
+                for part in unused:
+                    differences[part].zero_()
+                self.bucket.follow(differences)
+            elif rows.data_ptr() != self.bucket.gradients.data_ptr():
+                self.bucket.gradients.copy_(rows.view(-1))
+
+    def flush(self) -> None:
+        """Adds to the mean, which is sent as it is, what earlier ones have left."""
+        if self.owner.names:
+            row = self.bucket.mean.view(1, -1).float()
+            self.owner.compensate(row, None)
+            self.bucket.mean.copy_(row[0])
+            self.owner.note_all_sent(but=self._own_unused)
+
+    # --- both -----------------------------------------------------------------------------------
+
+    def _decode(self, wire: Tensor, part: slice, encoded: Encoded) -> Tensor:
+        """Some ranks' rows: in the gradients, or where these are not fp32 new ones."""
+        rows = self.bucket.gradients.view(self._world_size, -1)[part]
+        if rows.dtype != torch.float32:
+            rows = torch.empty_like(rows, dtype=torch.float32)
+        encoded.decode(wire, rows)
+        return rows
+
+    def _encode(self, half: str, rows: Tensor, wire: Tensor) -> Encoded:
+        codec = self.codec if half == "reduce" else self._codec_of_means
+        # Of steps that are made: several rounds of one add up at the same places.
+        turn = self.counts["gather" if self.is_sent_back else "reduce"]
+        self.counts[half] += 1
+        seed = None
+        if codec.randomness == "turns":
+            seed = self._seed_of(f"turns {self.stream}") + turn
+        elif codec.randomness != "none":
+            # Of the count, so that a resumed run goes on.
+            key = f"{half} {self.stream} {self.counts[half]}"
+            is_private = codec.randomness == "private"
+            seed = self._seed_of(f"{key} {self._collectives.rank}" if is_private else key)
+        encoded = Encoded(codec, seed)
+        codec.encode(rows, wire, encoded.generator(rows.device))
+        return encoded
