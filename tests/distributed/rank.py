@@ -17,16 +17,21 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.distributed.calls import Raised, RankCall, Returned
 
 DUMP_SIGNAL = signal.SIGRTMIN + 3
 """Makes a rank write its Python stacks to its stack file. Not SIGUSR1, which Lightning uses."""
+
+RANKS_A_HOST = "TESTS_RANKS_A_HOST"
+"""Variable that says how many ranks pretend to share a host, in every test; unset: all do."""
 
 BODY = "__ranks_body__"
 """Attribute under which `harness.distributed` keeps the function that the ranks run."""
@@ -91,9 +96,20 @@ def _run(call: RankCall, rank: int, port: int, directory: Path) -> Returned | Ra
         if call.init_process_group:
             _init_process_group(call, rank, directory)
         args, kwargs = pickle.loads(call.arguments)
-        return Returned(pickle.dumps(_find(call)(*args, **kwargs), pickle.HIGHEST_PROTOCOL))
+        pretended = os.environ.get(RANKS_A_HOST)
+        with on_hosts(int(pretended)) if pretended else nullcontext():
+            returned = _find(call)(*args, **kwargs)
+        return Returned(pickle.dumps(returned, pickle.HIGHEST_PROTOCOL))
     except BaseException as error:  # also SystemExit: a test that calls sys.exit() has failed
         return Raised(time.monotonic(), repr(error), traceback.format_exc())
+
+
+@contextmanager
+def on_hosts(ranks_a_host: int) -> Iterator[None]:
+    """As if so many ranks shared a host, for whoever makes collectives here."""
+    host = f"host {int(os.environ['RANK']) // ranks_a_host}"
+    with mock.patch("lightning_dear.collectives.factory._host", return_value=host):
+        yield
 
 
 def _settings() -> list[object]:

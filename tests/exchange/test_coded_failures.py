@@ -32,7 +32,7 @@ from lightning_dear.compression import (
     TopK,
 )
 from lightning_dear.engine.trained_parameters import check_momentum
-from lightning_dear.exchange.coded import CodedBucket
+from lightning_dear.exchange.coded_bucket import CodedBucket
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import (
     AutoFusion,

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from lightning_dear.checkpoint.residuals import unpacked
 from lightning_dear.compression import CODECS, Compressor, PowerSGD, RandomK
-from lightning_dear.exchange.coded import CodedBucket
+from lightning_dear.exchange.coded_bucket import CodedBucket
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
 from tests.exchange.test_coded import coded

@@ -86,8 +86,8 @@ ALL_REDUCED = [
     Mutation(
         "objects exchanged apart from all-reduces",
         "PairwiseCollectives.__init__",
-        "(reduce_group, gather_group, gather_group, rank",
-        "(reduce_group, gather_group, reduce_group, rank",
+        "groups = reduce_group, gather_group, gather_group\n",
+        "groups = reduce_group, gather_group, reduce_group\n",
         (f"{LIFE}::test_state_is_saved_after_a_backward_that_ranks_broke_off_at_different_layers",),
     ),
     Mutation(

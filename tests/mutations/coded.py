@@ -44,16 +44,16 @@ CODED = [
     ),
     Mutation(
         "clearing what residuals leave between parameters",
-        "CodedBucket.compensated",
-        "        flat.index_fill_(0, self._padding, 0.0)\n",
+        "CodedBucket.compensate",
+        "        rows.view(-1).index_fill_(0, self._worker_padding, 0.0)\n",
         "",
         (f"{FAILURES}::test_nothing_is_encoded_between_parameters",),
     ),
     Mutation(
         "clearing what decoding leaves between parameters before it becomes momentum",
-        "CodedBucket.compensated",
-        "self.clear_padding() if self._clears_first else ",
-        "",
+        "CodedBucket.clip",
+        "            gradients.index_fill_(0, self._padding, 0.0)\n",
+        "            pass\n",
         (f"{FAILURES}::test_the_norm_of_residuals_is_that_of_the_parameters",),
     ),
     Mutation(
@@ -273,7 +273,7 @@ CODED = [
     Mutation(
         "every rank's residual in a folder",
         "sharded",
-        "        before = 0 if kind[0] in OF_ALL else collectives.rank * numel\n",
+        "        before = 0 if kind[0] in OF_ALL else rows.of(kind)[0] * numel\n",
         "        before = 0\n",
         (f"{TRAINER}::test_checkpoints_go_on_with_the_same_bits",),
     ),
@@ -287,8 +287,8 @@ CODED = [
     Mutation(
         "an equal share of all that workers kept",
         "unpacked.own",
-        "rows.sum(0) / world_size",
-        "rows.mean(0)",
+        "saved.sum(0) / count",
+        "saved.mean(0)",
         (f"{OTHER_RANKS}::test_nothing_is_lost_where_other_ranks_go_on",),
     ),
     Mutation(

@@ -170,13 +170,10 @@ KEPT = [
         (f"{MEMORY}::test_what_is_taken_of_spread_state_takes_its_chunks_along",),
     ),
     Mutation(
-        "all-reducing between hosts of several ranks",
-        "PlanLifecycle._activate",
-        "self._for_hosts(self._without_refused(plan))",
-        "self._without_refused(plan)",
-        (
-            "tests/lightning/test_hosts.py"
-            "::test_dense_buckets_are_all_reduced_between_hosts_of_several_ranks",
-        ),
+        "telling what hosts of several ranks cost",
+        "say_what_hosts_cost",
+        "    if own == 1 or options.all_reduces:\n",
+        "    if own > 0:\n",
+        ("tests/lightning/test_hosts.py",),
     ),
 ]

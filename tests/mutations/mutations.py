@@ -20,6 +20,7 @@ from tests.mutations.sparse_sums import SPARSE_SUMS
 from tests.mutations.speed import SPEED
 from tests.mutations.steps import FLUSHES, GUARDS, WAITS
 from tests.mutations.streams import STREAMS
+from tests.mutations.two_hops import TWO_HOPS
 
 STATE = "tests/optimizers/test_state.py"
 
@@ -138,4 +139,5 @@ MUTATIONS = [
     *COMPARING,
     *SEEDS,
     *STREAMS,
+    *TWO_HOPS,
 ]

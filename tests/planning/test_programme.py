@@ -107,6 +107,7 @@ def test_exact_with_a_codec(
 
 
 @settings(max_examples=3)
+@pytest.mark.slow
 @given(
     unaligned_chains(max_size=10).filter(lambda one: len(one[0]) > 8), world_sizes, links, codecs
 )

@@ -89,6 +89,11 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
         ("2", 1.0, True, 0, -1),
         "gather_depth must be (int|an integer >= 1,) or None.*got {value!r}",
     ),
+    "hops": (
+        (None, 1, 2),
+        ("2", 1.0, True, 0, 3),
+        "hops must be (int|1, 2) or None, got {value!r}",
+    ),
     "process_group_backend": (
         (None, "gloo", "nccl"),
         ("glo", 1, True, "mpi"),

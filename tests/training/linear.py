@@ -58,6 +58,7 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=momentum)
         self.pipeline: Pipeline = new_pipeline(self.model, self.optimizer, fusion, options=options)
         self.part = self.pipeline.parts[0]
+        self.together = self.pipeline.options.ranks_together(self.pipeline.collectives)
         self.num_steps = 0
         self.expected = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
         self.magnitudes = [0.0] * len(SHAPES)
@@ -121,7 +122,8 @@ class Run:
         for number, weight in enumerate(self.model.weights):
             total = -(weight if masters is None else masters[number]).detach().double()
             if weight in own:
-                total += summed(own[weight].double()).view(weight.shape) / rate
+                # Ranks of a host have what these keep together.
+                total += summed(own[weight].double()).view(weight.shape) / rate / self.together
             if weight in owned:
                 total += owned[weight].double().view(weight.shape) / rate
             distances.append(float((total - self.expected[number]).norm()))

@@ -1,0 +1,98 @@
+"""What makes two hops right: order, waits, who keeps what."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+TESTS = "tests/exchange/test_two_hops.py"
+BITS = f"{TESTS}::test_sums_have_the_bits_of_the_layout_in_any_number_of_hops"
+LAW = f"{TESTS}::test_what_is_lost_arrives_later"
+GOES_ON = f"{TESTS}::test_residuals_go_on_in_every_layout"
+
+TWO_HOPS = [
+    Mutation(
+        "waiting for the first hop before the second",
+        "TwoHopCollectives._two_hops",
+        "            await_first()\n",
+        "",
+        (BITS,),
+    ),
+    Mutation(
+        "summing a host's ranks in order",
+        "TwoHopCollectives._reduce",
+        "addends = by_source((*within[host :: len(own)], (self.rank, shard)))",
+        "addends = [shard, *(one for _, one in within[host :: len(own)])]",
+        (f"{TESTS}::test_three_ranks_of_a_host_are_summed_in_order",),
+    ),
+    Mutation(
+        "summing hosts in order without hops",
+        "PairwiseCollectives.launch_reduce_scatter",
+        "by_source((*rows, (self.rank, own))), out, self._size)",
+        "by_source((*rows, (self.rank, own))), out)",
+        (BITS,),
+    ),
+    Mutation(
+        "a thread for each half",
+        "TwoHopCollectives._two_hops",
+        "        key = lane, bucket // NUMBERS_OF_ONE\n",
+        '        key = "", bucket // NUMBERS_OF_ONE\n',
+        (f"{TESTS}::test_a_host_may_gather_long_before_the_other",),
+    ),
+    Mutation(
+        "threads of an optimizer's own",
+        "TwoHopCollectives._two_hops",
+        "        key = lane, bucket // NUMBERS_OF_ONE\n",
+        "        key = lane, 0\n",
+        (f"{TESTS}::test_two_optimizers_may_launch_in_another_order_on_each_rank",),
+    ),
+    Mutation(
+        "only what hosts encode together is gathered in them",
+        "ResidualKeeper.taken",
+        "len(one.encoded) > 1 and is_alike",
+        "is_alike",
+        (f"{TESTS}::test_what_ranks_keep_alone_stays_theirs",),
+    ),
+    Mutation(
+        "equal shares where another compressor encodes for hosts",
+        "ResidualKeeper.inherit",
+        "other.taken(self._collectives, self._rows)",
+        "other.taken(self._collectives)",
+        (f"{TESTS}::test_residuals_go_on_where_others_encode_them",),
+    ),
+    Mutation(
+        "waiting for the thread that encodes before flags leave",
+        "CompressedExchange.take_found_inf",
+        "            end()\n",
+        "            pass\n",
+        (f"{TESTS}::test_nan_of_one_rank_is_noticed_by_all_in_the_same_step",),
+    ),
+    Mutation(
+        "what other ranks of a host keep, for another plan",
+        "ResidualKeeper.taken",
+        "                    collectives.launch_gather_of_host(flat, STATE_NUMBERS + one.number)"
+        ".wait()\n",
+        "                    pass\n",
+        (LAW,),
+    ),
+    Mutation(
+        "what a rank encodes alone, of what is loaded",
+        "CompressedBucket.part_of",
+        "flat if len(self.encoded) == 1 else torch.cat([flat[one] for one in self.encoded])",
+        "flat[: sum(one.stop - one.start for one in self.encoded)]",
+        (GOES_ON,),
+    ),
+    Mutation(
+        "a row for each host",
+        "Rows.of",
+        'self.together if kind[0] == "worker" else 1',
+        "1",
+        (GOES_ON,),
+    ),
+    Mutation(
+        "where a rank keeps what it owns and nobody uses",
+        "CompressedBucket.__init__",
+        "            begin - one.start\n",
+        "            0\n",
+        (LAW,),
+    ),
+]
