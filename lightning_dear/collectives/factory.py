@@ -2,8 +2,9 @@
 
 Two process groups of our own, one for reduce-scatters and one for all-gathers, so that the host's
 collectives on the default group (Lightning broadcasts a flag before every batch) never queue
-behind ours, nor ours behind theirs. On gloo `gloo.py` uses them, on NCCL `nccl.py`, with a third
-group, gloo's, for objects: ranks must meet in it whatever NCCL is still waiting for.
+behind ours, nor ours behind theirs. On gloo `gloo.py` or `two_hops.py` uses them, on NCCL
+`nccl.py`, with a third group, gloo's, for objects: ranks must meet in it whatever NCCL is still
+waiting for.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def new_collectives(
         timeout: How long a collective may take before it raises; None keeps torch's default.
         sends_rows: Whether connections from each rank to each other one are opened now, too.
         hops: 1: every shard goes straight to its owner; 2: within a host, then between hosts; None:
-            2 where there are several hosts of as many ranks each, one after the other, on gloo. 2
-            elsewhere is 1, of which people are warned.
+            2 with gloo, where several hosts have the same number of ranks, two or more, and a
+            host's ranks follow one another; else 1. Where 2 is not possible, people are warned and
+            1 is used.
 
     Returns:
         Collectives of one rank if torch.distributed is not initialised.
@@ -100,9 +102,10 @@ def _agreed_hops(wanted: Sequence[int | None], backend: str, hosts: Sequence[int
     has_two = backend == "gloo" and ranks_on_each_host(hosts) > 1
     if wanted[0] == 2 and not has_two and dist.get_rank() == 0:
         warnings.warn(
-            "hops=2 has no effect here: it needs gloo, and several hosts of as many ranks each, one"
-            f" after the other. There is {backend}, and the first rank on each rank's host is"
-            f" {', '.join(map(str, hosts))}. Leave it out.",
+            "hops=2 has no effect here. It needs gloo, several hosts, the same number of ranks on"
+            " each, at least two, and a host's ranks numbered one after the other. There is"
+            f" {backend}, and the first rank on each rank's host is {', '.join(map(str, hosts))}."
+            " Leave it out.",
             stacklevel=3,
         )
     return 2 if has_two and wanted[0] != 1 else 1

@@ -35,10 +35,10 @@ _SECOND_HOP = 1 << 28
 class TwoHopCollectives(PairwiseCollectives):
     """`PairwiseCollectives` whose reduce-scatters and all-gathers go in two hops.
 
-    Whoever launches sends the first hop; a thread waits for it and sends the second. A thread
-    serves one half of one optimizer's buckets, which all ranks launch in one order. One for more
-    could wait for what another rank launches later, behind what it waits for itself: for a gather
-    of a host that steps later, or for the gradients of another optimizer.
+    Whoever launches sends the first hop; a thread waits for it and sends the second. Each half of
+    each optimizer has its own thread, since all ranks launch its buckets in one order. A shared
+    thread could deadlock: it could wait for a hop that another rank launches only after the one
+    queued behind it.
 
     All else goes straight to the rank that it is for.
 
@@ -48,7 +48,8 @@ class TwoHopCollectives(PairwiseCollectives):
         rank: See there.
         world_size: See there.
         calls: See there.
-        hosts: Several, of as many ranks each, one after the other.
+        hosts: Several, each with the same number of ranks, two or more, numbered one after the
+            other.
     """
 
     hops = 2

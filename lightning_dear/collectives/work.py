@@ -99,7 +99,7 @@ def ranks_on_a_host(hosts: Sequence[int]) -> int:
 
 
 def is_uneven(collectives: Collectives) -> bool:
-    """Whether gloo has several hosts of several ranks each that two hops are not possible for."""
+    """Whether gloo has several hosts of several ranks each, and two hops are not possible."""
     hosts = collectives.hosts
     has_several = ranks_on_a_host(hosts) > 1 and collectives.reads_flags_freely
     return has_several and ranks_on_each_host(hosts) == 1
@@ -403,8 +403,9 @@ def shard_of(buffer: Tensor, number: int, num_shards: int) -> Tensor:
 def sum_in_source_order(rows: Sequence[Tensor], out: Tensor, size: int = 1) -> None:
     """Writes `rows[0] + rows[1] + ...` into `out` (one of the rows, or fp32), left to right.
 
-    Left to right in rank order, so that the bits depend on the number of ranks alone. 16-bit rows
-    are summed in fp32, and rounded once if `out` is as narrow. May overwrite any row.
+    Left to right in rank order, so that the bits depend on the number of ranks alone, and on how
+    many a host has. 16-bit rows are summed in fp32, and rounded once if `out` is as narrow. May
+    overwrite any row.
 
     Args:
         rows: Of all ranks, or of all hosts.

@@ -226,7 +226,7 @@ class PlanLifecycle:
         self.active.gatherer.follow(self._module, ungated)
 
     def _for_hosts(self, plan: BucketPlan) -> BucketPlan:
-        """`plan`, all-reduced on hosts of different numbers of ranks, where two hops cannot be.
+        """`plan`, all-reduced where hosts have several ranks and two hops are not possible.
 
         Of n bytes R of P ranks send R (P - R) / P n to other hosts in each half, a ring's
         all-reduce 2 (P - 1) / P n in all.

@@ -76,10 +76,11 @@ class Reduction:
 
 
 class HostsReduction(Reduction):
-    """Hosts' sums are encoded, each of the host's ranks its part, and exchanged between hosts.
+    """Sums within each host, encodes the sums, and exchanges them between hosts.
 
-    Its rows are of hosts and those that are gathered of ranks, in the same memory: a bucket must
-    not be gathered before its sends have ended. So none is ever early where gradients are encoded.
+    Each rank of a host encodes a part. `outgoing` is also the memory of what is gathered later, so
+    a bucket may be gathered only when its sends have ended. That holds because no bucket is
+    gathered during backward where there is a codec.
 
     Args:
         codec: That encodes.
@@ -136,9 +137,9 @@ class CodedBucket(CompressedBucket):
 
     Attributes:
         stream: See above.
-        outgoing: [world_size, bytes of a shard] uint8, what this rank sends to each rank, or in the
-            first rows to each host. Then what each rank has encoded of its shard: what was sent to
-            the owners has arrived by then. Only the rows for hosts, where nothing is sent back.
+        outgoing: [rows, bytes of a shard] uint8. In the reduce half row r is for rank r, or row h
+            for host h. In the gather half row r is what rank r has encoded of its shard. By then
+            what was sent has arrived.
         nbytes: Of the whole bucket, encoded.
         reduction: What brings it to the owners; None: gradients travel as they are.
         votes: Whether gradients are voted on.

@@ -122,9 +122,10 @@ class ExchangeOptions(Setting):
         return self.codec is not None and self.codec.is_scattered
 
     def ranks_together(self, collectives: Collectives) -> int:
-        """How many ranks of a host encode their sum, each a part of it; 1: each encodes its own.
+        """How many ranks of a host encode their sum, each a part.
 
-        Votes are of ranks, and what is not encoded row by row has no parts.
+        1, each its own gradients: in one hop; if gradients are not encoded; if a codec votes, or
+        does not encode row by row.
         """
         codecs = [self.codec, *(codec for _, codec in self.groups)]
         by_rows = all(isinstance(one, Codec) and not one.votes for one in codecs)

@@ -12,10 +12,12 @@ from typing import Literal, get_args
 
 from lightning_dear.simulator.curve import Curve
 
-Algorithm = Literal["pairwise", "ring", "tree", "hierarchical", "best"]
+Algorithm = Literal["pairwise", "two_hops", "ring", "tree", "hierarchical", "best"]
 """How a collective goes about it.
 
 pairwise: every rank sends to every other one at once; for both halves of an all-reduce.
+two_hops: every rank sends to every other one of its node at once, then those with the same place in
+    their nodes to each other; as ours with gloo. All-reduces take a ring.
 ring: P - 1 steps for a half, each after the one before.
 tree: two binary trees that share the bytes, for all-reduces; half of one takes a ring.
 hierarchical: a half within the nodes, the other part between them.
@@ -145,6 +147,7 @@ class Network:
     def _half_s(self, nbytes: float) -> float:
         ways = {
             "pairwise": self._pairwise_s,
+            "two_hops": self._two_hops_s,
             "ring": self._ring_s,
             "tree": self._ring_s,
             "hierarchical": self._hierarchical_s,
@@ -154,14 +157,20 @@ class Network:
         # NCCL has nothing else for halves.
         return self._ring_s(nbytes)
 
-    def all_to_all_s(self, nbytes: float, starts: float | None = None) -> float:
+    def all_to_all_s(
+        self, nbytes: float, starts: float | None = None, summed_nbytes: float | None = None
+    ) -> float:
         """Seconds for what everybody has for everybody, of `nbytes` a rank; 0 at one rank.
 
         As a half, but that nothing is summed on its way: of a node with R of P ranks R (P - R) / P
-        of the bytes leave it, and not (P - 1) / P.
+        of the bytes leave it, and not (P - 1) / P. In two hops `summed_nbytes` are summed within
+        nodes first, if they are given, and `nbytes` travel between them.
         """
         if self.world_size == 1:
             return 0.0
+        if self.algorithm == "two_hops" and summed_nbytes is not None:
+            more_s = max((starts or 1) - 1, 0) * self.between.alpha_s
+            return self._two_hops_s(summed_nbytes, nbytes) + more_s
         if starts is None and self.algorithm == "pairwise":
             return self._pairwise_s(nbytes)
         starts_s = self._half_s(0.0) if starts is None else starts * self._slowest.alpha_s
@@ -178,6 +187,8 @@ class Network:
             return max(self.all_reduce.alpha_s, seconds)
         if self.algorithm == "tree":
             return self._tree_s(nbytes)
+        if self.algorithm == "two_hops":
+            return 2 * self._ring_s(nbytes)
         if self.algorithm == "best":
             return min(2 * self.half_s(nbytes), self._tree_s(nbytes))
         return 2 * self.half_s(nbytes)
@@ -202,6 +213,15 @@ class Network:
         outside = self.world_size - inside
         between_s = self.between.message_s(inside * outside * piece) if outside else 0.0
         return max(between_s, self._local.message_s((inside - 1) * piece) if inside > 1 else 0.0)
+
+    def _two_hops_s(self, nbytes: float, between_nbytes: float | None = None) -> float:
+        """All of a node's messages at once, then all of those between nodes."""
+        inside, nodes = self.ranks_in_node, self.num_nodes
+        if inside == 1 or nodes == 1:
+            return self._pairwise_s(nbytes if between_nbytes is None else between_nbytes)
+        outer_nbytes = nbytes if between_nbytes is None else between_nbytes
+        within_s = self._local.message_s(nbytes * (inside - 1) / inside)
+        return within_s + self.between.message_s(outer_nbytes * (nodes - 1) / nodes)
 
     def _ring_s(self, nbytes: float) -> float:
         """A block passes P - 1 links, of which a node's is one, and bytes wait for the slowest.

@@ -161,8 +161,10 @@ class _Builder:
             seconds = self._network.reduce_scatter_s(size)
             return self._launch(REDUCE_SCATTER, number, seconds, travelling)
         is_own = cost.way == "to_owners"
-        exchange_s = self._network.all_to_all_s if is_own else self._network.half_s
-        return self._launch(REDUCE_SCATTER, number, exchange_s(size, starts), size)
+        seconds = self._network.half_s(size, starts)
+        if is_own:
+            seconds = self._network.all_to_all_s(size, starts, self._nbytes[number])
+        return self._launch(REDUCE_SCATTER, number, seconds, size)
 
     def _all_reduce(self, number: int, cost: BucketCost) -> Launch:
         size, starts = cost.reduce_bytes, cost.reduce_starts

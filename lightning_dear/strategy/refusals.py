@@ -161,8 +161,9 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
         return
     if is_uneven(collectives) and pipeline.all_reduce_refusal is None:
         rank_zero_info(
-            f"strategy='dear' all-reduces every bucket, as 'ddp' does: {layout}, not as many on"
-            " each, would send more in two halves. Every rank keeps the whole optimizer state."
+            f"strategy='dear' all-reduces every bucket, as 'ddp' does: {layout} would send more in"
+            " two halves, and two hops are not possible, which need as many ranks on each host, one"
+            " after the other. Every rank keeps the whole optimizer state."
         )
         return
     times, why = own * (num_ranks - own) / (num_ranks - 1), "shards go straight to their owners"

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_dear import DearStrategy
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.planning import ThresholdFusion
-from tests.lightning.fitting import WeightRecorder, new_trainer
+from tests.lightning.fitting import WeightRecorder, collectives_kind, new_trainer
 from tests.lightning.nets import Net, copies, data
 from tests.training.models import batch
 
@@ -124,7 +124,8 @@ class FaultyNet(Net):
 @contextmanager
 def struck(net: FaultyNet) -> Iterator[None]:
     """Puts the fault into what no hook of the user's sees: gathers, and the writing of a file."""
-    launch, save = PairwiseCollectives.launch_all_gather, torch.save
+    kind, save = collectives_kind(), torch.save
+    launch = kind.launch_all_gather
     num_launched = 0
 
     def launch_struck(self: PairwiseCollectives, buffer: Tensor, bucket: int) -> Any:
@@ -147,12 +148,12 @@ def struck(net: FaultyNet) -> Iterator[None]:
             net.maybe_strike("saving")
         save(value, file, *args, **kwargs)
 
-    PairwiseCollectives.launch_all_gather = launch_struck  # type: ignore[method-assign]
+    kind.launch_all_gather = launch_struck  # type: ignore[method-assign]
     torch.save = save_struck
     try:
         yield
     finally:
-        PairwiseCollectives.launch_all_gather = launch  # type: ignore[method-assign]
+        kind.launch_all_gather = launch  # type: ignore[method-assign]
         torch.save = save
 
 

@@ -22,9 +22,11 @@ from typing_extensions import override
 
 from lightning_dear import DearStrategy
 from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.two_hops import TwoHopCollectives
 from lightning_dear.collectives.work import Work, shard_of
 from lightning_dear.optimizers import sharded
 from lightning_dear.planning import BucketPlan, TensorSpec, ThresholdFusion
+from tests.distributed.rank import RANKS_A_HOST
 from tests.lightning.nets import Net, copies, data
 
 TIMEOUT = timedelta(seconds=40)
@@ -98,14 +100,19 @@ def fit(
     return trainer
 
 
+def collectives_kind() -> type[PairwiseCollectives]:
+    """What is used here: where ranks pretend to share hosts, two hops."""
+    return TwoHopCollectives if RANKS_A_HOST in os.environ else PairwiseCollectives
+
+
 @contextmanager
 def poison_until_waited() -> Iterator[None]:
     """Makes every read of a parameter that was not waited for see NaN, however fast the link.
 
     Gathers run as ever, but land aside and are put in place by whoever waits.
     """
-    launch = PairwiseCollectives.launch_all_gather
-    expect = PairwiseCollectives.expect_all_gather
+    kind = collectives_kind()
+    launch, expect = kind.launch_all_gather, kind.expect_all_gather
 
     @torch.no_grad()
     def launch_aside(self: PairwiseCollectives, buffer: Tensor, bucket: int) -> Work:
@@ -122,13 +129,13 @@ def poison_until_waited() -> Iterator[None]:
     def put(buffer: Tensor, aside: Tensor) -> None:
         buffer.copy_(aside)
 
-    PairwiseCollectives.expect_all_gather = lambda self, buffer, bucket: None
-    PairwiseCollectives.launch_all_gather = launch_aside  # type: ignore[method-assign]
+    kind.expect_all_gather = lambda self, buffer, bucket: None  # type: ignore[method-assign]
+    kind.launch_all_gather = launch_aside  # type: ignore[method-assign]
     try:
         yield
     finally:
-        PairwiseCollectives.expect_all_gather = expect
-        PairwiseCollectives.launch_all_gather = launch  # type: ignore[method-assign]
+        kind.expect_all_gather = expect  # type: ignore[method-assign]
+        kind.launch_all_gather = launch  # type: ignore[method-assign]
 
 
 @dataclass

@@ -21,6 +21,7 @@ from lightning_dear.callbacks.guards import CompletionGuard
 from lightning_dear.compression import DGC, Fp32, Int4, Int8, OkTopk, PowerSGD, TopK
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed, run_ranks
+from tests.distributed.rank import RANKS_A_HOST
 from tests.fabric.running import dear as fabric_dear
 from tests.fabric.running import new_fabric
 from tests.lightning.fitting import WeightRecorder, assert_ranks_agree, assert_same, dear, fit
@@ -74,6 +75,21 @@ def _save_and_resume(folder: Path, name: str) -> None:
 )
 def test_checkpoints_go_on_with_the_same_bits(tmp_path: Path, name: str, world_size: int) -> None:
     run_ranks(_save_and_resume, world_size, tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
+def test_checkpoints_of_two_hosts_go_on(tmp_path: Path, name: str) -> None:
+    """With the same bits there, and elsewhere: on one host, on two of one rank, on four."""
+    hosts = {"env": {RANKS_A_HOST: "2"}}
+    for folder in ("there", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    run_ranks(_save_and_resume, 4, tmp_path / "there", name, **hosts)
+    run_ranks(_save_anywhere, 4, tmp_path / "elsewhere", name, **hosts)
+    run_ranks(_resume_anywhere, 3, tmp_path / "elsewhere", name)
+    for num_ranks, ranks_a_host in ((2, "1"), (4, "1"), (4, "2")):
+        env = {RANKS_A_HOST: ranks_a_host}
+        run_ranks(_resume_anywhere, num_ranks, tmp_path / "elsewhere", name, env=env)
 
 
 def _resume_anywhere(folder: Path, name: str) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_dear.emulation import EmulatedCluster
 from tests.distributed.calls import Died, Outcome, Raised, Returned
 from tests.distributed.harness import observe_ranks, run_ranks
+from tests.distributed.rank import RANKS_A_HOST
 from tests.lightning.faults import (
     MESSAGE,
     NUM_STEPS,
@@ -39,10 +40,14 @@ LATE_S = 60.0
 """After which a rank counts as hanging. Generous: a loaded machine is not a defect."""
 
 
-def outcomes_of(fault: Fault, folder: Path) -> list[Outcome]:
-    return observe_ranks(
-        train, NUM_RANKS, folder, fault, timeout_s=LATE_S, init_process_group=False
-    )
+def outcomes_of(fault: Fault, folder: Path, num_ranks: int = NUM_RANKS) -> list[Outcome]:
+    """Four ranks are on two hosts of two."""
+    options = {"timeout_s": LATE_S, "init_process_group": False, "env": _env(num_ranks)}
+    return observe_ranks(train, num_ranks, folder, fault, **options)
+
+
+def _env(num_ranks: int) -> dict[str, str]:
+    return {RANKS_A_HOST: "2"} if num_ranks == 4 else {}
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +56,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[list[torch.T
     return run_ranks(train, NUM_RANKS, folder, None, init_process_group=False)[0]
 
 
-def assert_resumes(folder: Path, uninterrupted: list[list[torch.Tensor]]) -> None:
+def assert_resumes(
+    folder: Path, uninterrupted: list[list[torch.Tensor]], num_ranks: int = NUM_RANKS
+) -> None:
     """What is on the disk is whole, and training goes on from it to the same bits."""
+    options: dict[str, Any] = {"init_process_group": False, "env": _env(num_ranks)}
     file = checkpoint_in(folder)
     done = torch.load(file, weights_only=True)["global_step"] if file.exists() else 0
-    seen = run_ranks(train, NUM_RANKS, folder, None, file.exists(), init_process_group=False)[0]
+    seen = run_ranks(train, num_ranks, folder, None, file.exists(), **options)[0]
     assert len(seen) == NUM_STEPS - done + 1
     assert_same(seen, uninterrupted[done:], "weights")
 
@@ -80,6 +88,18 @@ def test_a_killed_rank(fault: Fault, tmp_path: Path, uninterrupted: object) -> N
                 expected = "rank 0" if fault.rank == 0 else f"[{fault.rank}] are gone"
                 assert expected in outcome.traceback
     assert_resumes(tmp_path, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", random_faults(5, seed=7, world_size=4), ids=str)
+def test_a_killed_rank_of_two_hosts_of_two(fault: Fault, tmp_path: Path) -> None:
+    whole, options = tmp_path / "whole", {"init_process_group": False, "env": _env(4)}
+    whole.mkdir()
+    uninterrupted = run_ranks(train, 4, whole, None, **options)[0]
+    outcomes = outcomes_of(fault, tmp_path, 4)
+    ended = [isinstance(one, Raised) for rank, one in enumerate(outcomes) if rank != fault.rank]
+    assert all(ended), outcomes
+    assert_resumes(tmp_path, uninterrupted, 4)
 
 
 @pytest.mark.parametrize("fault", quick_or_slow(random_faults(12, seed=1, kind="raise"), 2))

@@ -37,6 +37,8 @@ def eight_ranks(algorithm: str) -> Network:
     [
         # Of 80 bytes each of a node's 4 ranks sends 10 to each of the other node's 4: 160.
         ("pairwise", 10 + 5 * 160, 2 * (10 + 5 * 160)),
+        # 60 bytes of each rank within; then 10 to the other node, of each of 4 ranks. A ring.
+        ("two_hops", 1 + 60 + 10 + 5 * 40, 2 * (10 + 6 * 1 + 5 * 70)),
         # A block passes one link between and six within; 70 bytes go over the node's link.
         ("ring", 10 + 6 * 1 + 5 * 70, 2 * (10 + 6 * 1 + 5 * 70)),
         # 3 steps of 20 bytes within; one step between, of 10 bytes for each of 4 ranks.
@@ -107,6 +109,8 @@ def test_a_measured_all_reduce_counts() -> None:
 def test_nothing_is_summed_on_its_way_from_all_to_all() -> None:
     # Of 80 bytes each of a node's 4 ranks sends 10 to each of the other node's 4.
     assert eight_ranks("pairwise").all_to_all_s(80.0) == 10 + 5 * 160
+    # In two hops 80 are summed within, and what 8 are made of them travels between.
+    assert eight_ranks("two_hops").all_to_all_s(8.0, 1, 80.0) == 1 + 60 + 10 + 5 * 4
     assert eight_ranks("ring").all_to_all_s(80.0) == (10 + 6 * 1) + 5 * 160
     assert eight_ranks("ring").all_to_all_s(80.0, starts=2) == 2 * 10 + 5 * 160
     # Alone in their nodes ranks send what they send in a half.
@@ -126,7 +130,7 @@ def test_starts_may_be_fewer() -> None:
         ({"world_size": 8, "ranks_per_node": 0}, "ranks_per_node must be at least 1"),
         ({"world_size": 6, "ranks_per_node": 4, "within": FAST}, "do not fill nodes of 4"),
         ({"world_size": 8, "ranks_per_node": 4}, "need the link within one: within=Link(...)"),
-        ({"world_size": 8, "algorithm": "rings"}, "valid ones: pairwise, ring, tree"),
+        ({"world_size": 8, "algorithm": "rings"}, "valid ones: pairwise, two_hops, ring, tree"),
     ],
 )
 def test_impossible_networks_are_refused(options: dict, words: str) -> None:

@@ -171,7 +171,7 @@ def _algorithm(cfg: DictConfig, is_gloo: bool) -> Algorithm:
     """Return what is asked for, or what the cluster's figures are of."""
     if cfg.algorithm != "best":
         return cfg.algorithm  # type: ignore[no-any-return]
-    return cfg.cluster.get("algorithm") or ("pairwise" if is_gloo else "best")
+    return cfg.cluster.get("algorithm") or ("two_hops" if is_gloo else "best")
 
 
 def says_something_of(cluster: DictConfig, world_size: int) -> bool:
