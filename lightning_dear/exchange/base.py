@@ -334,7 +334,7 @@ class CompressedExchange(Exchange):
 
     def _begin_anew(self) -> None:
         self._refusal = self._is_nan = None
-        self._encoding, self._found = [], {}
+        self._encoding = []
         if self._next is not None:
             self.use(self._next)
 

@@ -19,7 +19,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 from lightning_dear.collectives.process_groups import GroupCollectives
 from lightning_dear.collectives.work import Streams
-from lightning_dear.strategy import dear as dear_strategy
+from lightning_dear.strategy import base
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import dear, fit, new_trainer
 from tests.lightning.nets import Net, data
@@ -191,7 +191,7 @@ def test_with_nccl_all_hear_it_one_step_later_and_no_host_waits_for_the_number()
 
     hears = _Hears()
     with (
-        mock.patch.object(dear_strategy, "new_collectives", new_native),
+        mock.patch.object(base, "new_collectives", new_native),
         mock.patch.object(Streams, "read_later", once_a_step_is_over),
         pytest.raises(SystemExit) as end,
     ):
