@@ -86,6 +86,7 @@ def run_alone(folder, *overrides):
     return ends([start([*RUN, *overrides], environment, folder)])[0]
 
 
+@pytest.mark.slow
 def test_two_ranks_are_examined_and_nothing_is_trained(tmp_path):
     # On a busy machine a rank may take more than half a minute to start.
     code, table, errors = run_alone(tmp_path, "doctor_timeout_s=120")

@@ -358,6 +358,7 @@ def test_what_ranks_have_differently_is_rank_0s(tmp_path: Path) -> None:
 # Ordinary files.
 
 
+@pytest.mark.slow
 def test_the_command_makes_an_ordinary_file(tmp_path: Path) -> None:
     folder, file = tmp_path / "saved", tmp_path / "ordinary.ckpt"
     ordinary = run_ranks(_train_and_save, 2, folder, "gpt", "adamw")[0]

@@ -101,6 +101,7 @@ def test_alone(number):
 """
 
 
+@pytest.mark.slow
 def test_two_workers_keep_to_it(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     pytester.makeini("[pytest]\nmarkers =\n  alone: runs alone\n")

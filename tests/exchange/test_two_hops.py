@@ -167,6 +167,7 @@ def test_ranks_must_want_as_many_hops() -> None:
         new_collectives(CPU, hops=1 if dist.get_rank() else None)
 
 
+@pytest.mark.slow
 @distributed(world_sizes=(4,), keeps_ranks=False)
 def test_who_waits_for_a_rank_that_is_silent_ends_within_the_timeout() -> None:
     timeout_s = 3.0

@@ -111,6 +111,7 @@ def _save_anywhere(folder: Path, name: str) -> None:
     _train(_ours(name), folder, "mlp", "adamw")
 
 
+@pytest.mark.slow
 @distributed(world_sizes=(2,))
 def test_steps_that_a_loss_scale_leaves_out_leave_no_trace() -> None:
     """A scale that is too large at first: then nearly every step counts, with finite weights."""

@@ -99,6 +99,7 @@ def agents(endpoint: str, num_agents: int = 2) -> Iterator[list[object]]:
         yield torchrun(*options, "--rdzv-endpoint", endpoint, "--rdzv-id", "dear")
 
 
+@pytest.mark.slow
 def test_torchrun_on_one_host(expected: list[Tensor], tmp_path: Path) -> None:
     command = torchrun("--nproc-per-node", 2, "--master-port", free_port())
     run(tmp_path, [*command, 1, 2, tmp_path])
