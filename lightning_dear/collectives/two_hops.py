@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -42,35 +41,27 @@ class TwoHopCollectives(PairwiseCollectives):
 
     All else goes straight to the rank that it is for.
 
-    Args:
-        reduce_group: See `PairwiseCollectives`, also for what follows.
-        gather_group: See there.
-        rank: See there.
-        world_size: See there.
-        calls: See there.
-        hosts: Several, each with the same number of ranks, two or more, numbered one after the
-            other.
+    `hosts` are several, each with the same number of ranks, two or more, numbered one after the
+    other.
     """
 
     hops = 2
 
-    def __init__(
-        self,
-        reduce_group: Any,
-        gather_group: Any,
-        rank: int,
-        world_size: int,
-        calls: Any = dist,
-        hosts: Sequence[int] = (),
-    ) -> None:
-        super().__init__(reduce_group, gather_group, rank, world_size, calls, hosts)
-        self._threads: dict[tuple[str, int], Background] = {}
-        size, first = self._size, rank - rank % self._size
+    @cached_property
+    def _threads(self) -> dict[tuple[str, int], Background]:
+        """By half and optimizer."""
+        return {}
+
+    def _within(self, way: int) -> list[int]:
+        """Others of this host, in the order in which this rank sends (1) or receives (-1)."""
         # Each rank begins with another peer, and receives in the order in which others send.
-        self._within = [first + (rank + hop) % size for hop in range(1, size)]
-        self._within_sources = [first + (rank - hop) % size for hop in range(1, size)]
-        self._across = [(rank + hop) % world_size for hop in range(size, world_size, size)]
-        self._across_sources = [(rank - hop) % world_size for hop in range(size, world_size, size)]
+        size, first = self._size, self.rank - self.rank % self._size
+        return [first + (self.rank + way * hop) % size for hop in range(1, size)]
+
+    def _across(self, way: int) -> list[int]:
+        """Those of other hosts with this rank's place, likewise."""
+        hops = range(self._size, self.world_size, self._size)
+        return [(self.rank + way * hop) % self.world_size for hop in hops]
 
     def _column(self, buffer: Tensor, rank: int) -> list[Tensor]:
         """The shards of all ranks that have the same place on their hosts as `rank`, by host."""
@@ -86,7 +77,7 @@ class TwoHopCollectives(PairwiseCollectives):
     ) -> Work:
         own, (_, across) = self._column(buffer, self.rank), self._received(received)
         receives = self._receives("reduce_scatter", received, across, bucket + _SECOND_HOP)
-        self.ledger.reduce_scatter_bytes += own[0].nbytes * len(self._across)
+        self.ledger.reduce_scatter_bytes += own[0].nbytes * len(self._across(1))
         work, _ = self._reduce(buffer, received, own, lambda: own, receives, bucket)
         of_hosts = by_source((*across, (self.rank, own[self.rank // self._size])))
         return Work(work.wait, partial(sum_in_source_order, of_hosts, out))
@@ -127,7 +118,7 @@ class TwoHopCollectives(PairwiseCollectives):
             The work, and what blocks until the rows are made, and raises if they cannot be.
         """
         lane, within = "reduce_scatter", self._received(received)[0]
-        outgoing = self._columns(buffer, self._within)
+        outgoing = self._columns(buffer, self._within(1))
         first = self._exchange(lane, received, within, outgoing, bucket)
         own = self._column(buffer, self.rank)
 
@@ -136,7 +127,7 @@ class TwoHopCollectives(PairwiseCollectives):
                 addends = by_source((*within[host :: len(own)], (self.rank, shard)))
                 sum_in_source_order(addends, sums[host])
             rows = encode()
-            return [(peer, rows[peer // self._size]) for peer in self._across]
+            return [(peer, rows[peer // self._size]) for peer in self._across(1)]
 
         self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
         return self._two_hops(lane, bucket, first, pass_on, receives)
@@ -145,9 +136,9 @@ class TwoHopCollectives(PairwiseCollectives):
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         lane, across, within = "all_gather", *self._gathered(buffer)
         own = shard_of(buffer, self.rank, self.world_size)
-        outgoing = [(peer, own) for peer in self._across]
+        outgoing = [(peer, own) for peer in self._across(1)]
         passed_on = [
-            (peer, row) for peer in self._within for row in self._column(buffer, self.rank)
+            (peer, row) for peer in self._within(1) for row in self._column(buffer, self.rank)
         ]
         first = self._exchange(lane, buffer, across, outgoing, bucket)
         self.ledger.all_gather_bytes += nbytes_of(outgoing) + nbytes_of(passed_on)
@@ -158,9 +149,9 @@ class TwoHopCollectives(PairwiseCollectives):
     def launch_gather_of_host(self, buffer: Tensor, bucket: int) -> Work:
         lane, outgoing = (
             "all_gather",
-            [(peer, row) for peer in self._within for row in self._column(buffer, self.rank)],
+            [(peer, row) for peer in self._within(1) for row in self._column(buffer, self.rank)],
         )
-        rows = self._columns(buffer, self._within_sources)
+        rows = self._columns(buffer, self._within(-1))
         self.ledger.all_gather_bytes += nbytes_of(outgoing)
         waits = self._exchange(lane, buffer, rows, outgoing, bucket)
         return self.new_work(lane, f"bucket {bucket} within the host", waits)
@@ -185,21 +176,21 @@ class TwoHopCollectives(PairwiseCollectives):
 
     def _received(self, received: Tensor) -> tuple[Rows, Rows]:
         """Where a reduce-scatter receives: of ranks of this host N shards each, of others one."""
-        sources = [source for source in self._within_sources for _ in self._column(received, 0)]
+        sources = [source for source in self._within(-1) for _ in self._column(received, 0)]
         rows = [
             (source, shard_of(received, place, self.world_size - 1))
-            for place, source in enumerate((*sources, *self._across_sources))
+            for place, source in enumerate((*sources, *self._across(-1)))
         ]
         return rows[: len(sources)], rows[len(sources) :]
 
     def _incoming(self, incoming: Tensor) -> Rows:
-        return [(source, incoming[source // self._size]) for source in self._across_sources]
+        return [(source, incoming[source // self._size]) for source in self._across(-1)]
 
     def _gathered(self, buffer: Tensor) -> tuple[Rows, Rows]:
         """Where an all-gather receives: of other hosts a shard, of ranks of this one N."""
         shards = buffer.tensor_split(self.world_size)
-        across = [(source, shards[source]) for source in self._across_sources]
-        return across, self._columns(buffer, self._within_sources)
+        across = [(source, shards[source]) for source in self._across(-1)]
+        return across, self._columns(buffer, self._within(-1))
 
     def _two_hops(
         self,

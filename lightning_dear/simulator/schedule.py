@@ -161,9 +161,10 @@ class _Builder:
             seconds = self._network.reduce_scatter_s(size)
             return self._launch(REDUCE_SCATTER, number, seconds, travelling)
         is_own = cost.way == "to_owners"
-        seconds = self._network.half_s(size, starts)
         if is_own:
             seconds = self._network.all_to_all_s(size, starts, self._nbytes[number])
+        else:
+            seconds = self._network.half_s(size, starts)
         return self._launch(REDUCE_SCATTER, number, seconds, size)
 
     def _all_reduce(self, number: int, cost: BucketCost) -> Launch:
