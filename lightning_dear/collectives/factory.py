@@ -2,9 +2,9 @@
 
 Two process groups of our own, one for reduce-scatters and one for all-gathers, so that the host's
 collectives on the default group (Lightning broadcasts a flag before every batch) never queue
-behind ours, nor ours behind theirs. On gloo `gloo.py` or `two_hops.py` uses them, on NCCL
-`nccl.py`, with a third group, gloo's, for objects: ranks must meet in it whatever NCCL is still
-waiting for.
+behind ours, nor ours behind theirs. NCCL has a third group, gloo's, for objects: ranks must meet in
+it whatever NCCL is still waiting for. In two hops it has two more, of the ranks of a host and of
+those with one place on their hosts. `gloo.py`, `nccl.py` and `two_hops.py` use them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ import torch.distributed as dist
 from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, DelayedSends, message_delay_s
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import CudaStreams, NativeCollectives
-from lightning_dear.collectives.process_groups import alive, reusable_groups
-from lightning_dear.collectives.two_hops import TwoHopCollectives
+from lightning_dear.collectives.process_groups import GroupCollectives, alive, reusable_groups
+from lightning_dear.collectives.two_hops import NativeTwoHopCollectives, TwoHopCollectives
 from lightning_dear.collectives.work import Collectives, Streams, WireLedger, ranks_on_each_host
+
+_NUM_GROUPS = 3
+"""With NCCL, before those that two hops need."""
 
 _Said = tuple[bool, str, int | None]
 """What a rank says of itself: whether it sends rows, where it is, how many hops it wants."""
@@ -46,10 +49,10 @@ def new_collectives(
         device: Where parameters live.
         timeout: How long a collective may take before it raises; None keeps torch's default.
         sends_rows: Whether connections from each rank to each other one are opened now, too.
-        hops: 1: every shard goes straight to its owner; 2: within a host, then between hosts; None:
-            2 with gloo, where several hosts have the same number of ranks, two or more, and a
-            host's ranks follow one another; else 1. Where 2 is not possible, people are warned and
-            1 is used.
+        hops: 1: every shard goes straight to its owner. 2: within a host, then between hosts, where
+            several hosts have the same number of ranks, two or more, and a host's ranks follow one
+            another; elsewhere people are warned and 1 is used. None: 2 with gloo, where it is
+            possible; else 1.
 
     Returns:
         Collectives of one rank if torch.distributed is not initialised.
@@ -72,43 +75,51 @@ def new_collectives(
     groups, everyones = _process_groups(timeout, backend, (sends_rows, _host(), hops))
     reduce_group, gather_group, *others = groups
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    collectives: Collectives
+    collectives: GroupCollectives
     hosts = [host for _, host, _ in everyones]
     where = tuple(map(hosts.index, hosts))
     num_hops = _agreed_hops([one[2] for one in everyones], backend, where)
     if backend == "gloo":
-        if (delay_s := message_delay_s()) and rank == 0:
-            warnings.warn(
-                f"{MESSAGE_DELAY_VARIABLE} holds back every message by {delay_s:g} s; unset it,"
-                " unless this is an experiment.",
-                stacklevel=2,
-            )
-        calls = DelayedSends(delay_s) if delay_s else dist
         kind = TwoHopCollectives if num_hops == 2 else PairwiseCollectives
-        collectives = kind(reduce_group, gather_group, rank, world_size, calls, where)
+        collectives = kind(reduce_group, gather_group, rank, world_size, _calls(), where)
     else:
-        collectives = NativeCollectives(
-            reduce_group, gather_group, others[0], rank, world_size, streams=streams
-        )
-        collectives.hosts = where
+        ours = reduce_group, gather_group, others[0], rank, world_size
+        native: dict[str, Any] = {"streams": streams, "hosts": where}
+        if num_hops == 2:
+            pair = _groups_of_two_hops(timeout, backend, where)
+            collectives = NativeTwoHopCollectives(*pair, *ours, **native)
+        else:
+            collectives = NativeCollectives(*ours, **native)
     _connect(collectives, device, sends_rows=any(sends for sends, *_ in everyones))
     return collectives
+
+
+def _calls() -> Any:
+    """What sends and receives with gloo; says so once where messages are late on purpose."""
+    if not (delay_s := message_delay_s()):
+        return dist
+    if dist.get_rank() == 0:
+        warnings.warn(
+            f"{MESSAGE_DELAY_VARIABLE} holds back every message by {delay_s:g} s; unset it,"
+            " unless this is an experiment.",
+            stacklevel=3,
+        )
+    return DelayedSends(delay_s)
 
 
 def _agreed_hops(wanted: Sequence[int | None], backend: str, hosts: Sequence[int]) -> int:
     """In how many hops shards travel; says so once where that is not what was asked for."""
     if len(set(wanted)) > 1:
         raise ValueError(f"hops must be the same on all ranks, got {list(wanted)}.")
-    has_two = backend == "gloo" and ranks_on_each_host(hosts) > 1
+    has_two = ranks_on_each_host(hosts) > 1
     if wanted[0] == 2 and not has_two and dist.get_rank() == 0:
         warnings.warn(
-            "hops=2 has no effect here. It needs gloo, several hosts, the same number of ranks on"
-            " each, at least two, and a host's ranks numbered one after the other. There is"
-            f" {backend}, and the first rank on each rank's host is {', '.join(map(str, hosts))}."
-            " Leave it out.",
+            "hops=2 has no effect here. It needs several hosts, the same number of ranks on each,"
+            " at least two, and a host's ranks numbered one after the other. The first rank on each"
+            f" rank's host is {', '.join(map(str, hosts))}. Leave it out.",
             stacklevel=3,
         )
-    return 2 if has_two and wanted[0] != 1 else 1
+    return 2 if has_two and (wanted[0] or (2 if backend == "gloo" else 1)) == 2 else 1
 
 
 def _backend_of(device: torch.device) -> str:
@@ -151,14 +162,39 @@ def _process_groups(
     return groups, [one for _, one in said]
 
 
+def _groups_of_two_hops(
+    timeout: timedelta | None, backend: str, hosts: Sequence[int]
+) -> Sequence[Any]:
+    """The group of this host's ranks, and that of the ranks with this one's place on their hosts.
+
+    New ones, or those of the fit before, by the same rule as the others. Collective.
+    """
+    _, groups = reusable_groups[timeout]
+    world_size, size = len(hosts), ranks_on_each_host(hosts)
+    ranks = range(world_size)
+    layouts = (
+        [list(ranks[first : first + size]) for first in range(0, world_size, size)],
+        [list(ranks[place::size]) for place in range(size)],
+    )
+    new_subgroups: Any = dist.new_subgroups_by_enumeration
+    for layout in layouts if len(groups) == _NUM_GROUPS else ():
+        how = {"timeout": timeout, "pg_options": _options_of(timeout, backend)}
+        groups.append(new_subgroups(layout, **how)[0])
+    return groups[_NUM_GROUPS:]
+
+
 def _new_group(timeout: timedelta | None, backend: str) -> Any:
-    """One in which NCCL's kernels go before those that a device computes with."""
+    return dist.new_group(timeout=timeout, pg_options=_options_of(timeout, backend))
+
+
+def _options_of(timeout: timedelta | None, backend: str) -> Any:
+    """Those of a group in which NCCL's kernels go before those that a device computes with."""
     options: Any = None
     if backend == "nccl" and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         # Else torch warns that it takes this one.
         options._timeout = timeout or options._timeout
-    return dist.new_group(timeout=timeout, pg_options=options)
+    return options
 
 
 def forget_process_groups() -> None:
@@ -169,7 +205,7 @@ def forget_process_groups() -> None:
     """
     reusable_groups.clear()
     for one in alive:
-        one.reduce_group = one.gather_group = one.object_group = None
+        one.forget_groups()
 
 
 def leave_process_groups() -> None:
@@ -211,7 +247,7 @@ def _connect(collectives: Collectives, device: torch.device, *, sends_rows: bool
     Blocks until they are open. NCCL connects every pair of ranks for rows alone, which takes memory
     on the device; gloo has done so before.
     """
-    if sends_rows and not collectives.reads_flags_freely:
+    if sends_rows and not collectives.reads_flags_freely and collectives.hops == 1:
         rows = torch.zeros((2, collectives.world_size, 1), dtype=torch.uint8, device=device)
         collectives.launch_all_to_all(rows[0], rows[1], 0).wait()
     collectives.launch_any(torch.zeros(1, dtype=torch.uint8, device=device)).wait()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from functools import partial
+from contextlib import AbstractContextManager, suppress
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         super().__init__()
         self._device, self._cuda = device, cuda
+        self._beside: list[Any] = []
 
     @property
     @override
@@ -71,9 +72,24 @@ class CudaStreams(Streams):
     @override
     def lead_readers(self) -> None:
         current = self.current()
-        for reader in tuple(self.readers):
+        for reader in (*self.readers, *self._beside):
             if reader != current:
                 reader.wait_stream(current)
+
+    @cached_property
+    def _relay(self) -> Any:
+        # Before kernels that compute: who waits for what it makes is another host.
+        relay = self._cuda.Stream(self._device, priority=-1)
+        self._beside.append(relay)
+        return relay
+
+    @override
+    def beside(self) -> AbstractContextManager[Any]:
+        return self._cuda.stream(self._relay)  # type: ignore[no-any-return]
+
+    @override
+    def follow_beside(self) -> None:
+        self.follow(self._beside)
 
 
 class NativeCollectives(GroupCollectives):
@@ -91,7 +107,7 @@ class NativeCollectives(GroupCollectives):
     def abort(self) -> None:
         self.was_aborted = True
         # Also the default group: there forwards may wait for others, and losses that are logged.
-        groups = self.reduce_group, self.gather_group, self.calls.group.WORLD
+        groups = *self.device_groups, self.calls.group.WORLD
         # Where torch cannot, or has done so, who waits is ended after the timeout.
         with suppress(Exception):
             backends = [group._get_backend(torch.device("cuda")) for group in groups]

@@ -78,6 +78,15 @@ class GroupCollectives(Collectives):
         self.was_discarded = self.was_aborted = self.has_given_up = False
         alive.add(self)
 
+    @property
+    def device_groups(self) -> list[Any]:
+        """Process groups for what a device sends."""
+        return [self.reduce_group, self.gather_group]
+
+    def forget_groups(self) -> None:
+        """Lets go of them: nothing can be sent any more."""
+        self.reduce_group = self.gather_group = self.object_group = None
+
     @override
     def all_gather_object(self, value: T) -> list[T]:
         if self.world_size == 1:

@@ -1,4 +1,4 @@
-"""Collectives for gloo on hosts of several ranks: one hop within a host, one between hosts.
+"""Collectives on hosts of several ranks: one hop within a host, one between hosts.
 
 N hosts have L ranks each; rank h L + l is the l-th of host h. Of n bytes that all ranks reduce,
 
@@ -8,8 +8,8 @@ N hosts have L ranks each; rank h L + l is the l-th of host h. Of n bytes that a
                       host what it has got
 
 (N-1)/N n leave a host in each half. Straight to their owners it would be (N-1)/N L n. Shards belong
-to the same ranks and sums have the same bits either way: those of a host's ranks in order, then of
-the hosts in order.
+to the same ranks either way, and with gloo sums have the same bits: those of a host's ranks in
+order, then of the hosts in order. NCCL adds up a host's ranks in an order of its own.
 """
 
 from __future__ import annotations
@@ -19,16 +19,37 @@ from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.gloo import PairwiseCollectives, Rows, by_source, nbytes_of
+from lightning_dear.collectives.nccl import ALL_GATHER, REDUCE_SCATTER, NativeCollectives
 from lightning_dear.collectives.process_groups import Waits
-from lightning_dear.collectives.work import NUMBERS_OF_ONE, Work, shard_of, sum_in_source_order
+from lightning_dear.collectives.work import (
+    NUMBERS_OF_ONE,
+    Work,
+    ranks_on_each_host,
+    shard_of,
+    sum_in_source_order,
+)
 
 _SECOND_HOP = 1 << 28
 """Added to the tag of a bucket: above the numbers of all buckets, below flags and buffers."""
+
+
+def shards_of_place(buffer: Tensor, rank: int, size: int, world_size: int) -> list[Tensor]:
+    """The shards of all ranks that have the same place on their hosts as `rank`, by host.
+
+    Args:
+        buffer: Flat, of `world_size` shards.
+        rank: See above.
+        size: Ranks of a host.
+        world_size: Of all hosts.
+    """
+    places = range(rank % size, world_size, size)
+    return [shard_of(buffer, place, world_size) for place in places]
 
 
 class TwoHopCollectives(PairwiseCollectives):
@@ -64,9 +85,7 @@ class TwoHopCollectives(PairwiseCollectives):
         return [(self.rank + way * hop) % self.world_size for hop in hops]
 
     def _column(self, buffer: Tensor, rank: int) -> list[Tensor]:
-        """The shards of all ranks that have the same place on their hosts as `rank`, by host."""
-        places = range(rank % self._size, self.world_size, self._size)
-        return [shard_of(buffer, place, self.world_size) for place in places]
+        return shards_of_place(buffer, rank, self._size, self.world_size)
 
     def _columns(self, buffer: Tensor, ranks: Iterable[int]) -> Rows:
         return [(rank, shard) for rank in ranks for shard in self._column(buffer, rank)]
@@ -87,15 +106,17 @@ class TwoHopCollectives(PairwiseCollectives):
         self,
         buffer: Tensor,
         received: Tensor,
-        sums: Tensor,
-        encode: Callable[[], Tensor],
+        encode: Callable[[Tensor], Tensor],
         incoming: Tensor,
         bucket: int,
     ) -> tuple[Work, Callable[[], object]]:
         own, across = self.rank // self._size, self._incoming(incoming)
+        sums = buffer.view(self.world_size, -1)[: len(incoming)]
+        if sums.dtype != torch.float32:
+            sums = torch.empty_like(sums, dtype=torch.float32)
 
         def encoded() -> Tensor:
-            rows = encode()
+            rows = encode(sums)
             incoming[own].copy_(rows[own])
             return rows
 
@@ -147,10 +168,8 @@ class TwoHopCollectives(PairwiseCollectives):
 
     @override
     def launch_gather_of_host(self, buffer: Tensor, bucket: int) -> Work:
-        lane, outgoing = (
-            "all_gather",
-            [(peer, row) for peer in self._within(1) for row in self._column(buffer, self.rank)],
-        )
+        lane, own = "all_gather", self._column(buffer, self.rank)
+        outgoing = [(peer, row) for peer in self._within(1) for row in own]
         rows = self._columns(buffer, self._within(-1))
         self.ledger.all_gather_bytes += nbytes_of(outgoing)
         waits = self._exchange(lane, buffer, rows, outgoing, bucket)
@@ -236,3 +255,136 @@ class TwoHopCollectives(PairwiseCollectives):
 
 def _until_done(sent: Future[Any]) -> None:
     sent.exception()
+
+
+class NativeTwoHopCollectives(NativeCollectives):
+    """`NativeCollectives` whose reduce-scatters and all-gathers go in two hops.
+
+    A launch hands over both hops and what is encoded between them. The second hop waits on a stream
+    beside for the first one, so that neither the host nor the compute stream does. All else
+    is as in one hop.
+
+    Both halves share two communicators. Each serves what it is given in order, and in a step every
+    reduce-scatter is launched before any all-gather.
+
+    Args:
+        within: Process group of the ranks of this host, in order.
+        across: Process group of those with this rank's place on their hosts, in order.
+        groups: See `GroupCollectives`, with `hosts`; as are `options`.
+    """
+
+    hops = 2
+
+    def __init__(self, within: Any, across: Any, *groups: Any, **options: Any) -> None:
+        super().__init__(*groups, **options)
+        self._size = ranks_on_each_host(self.hosts)
+        self._within, self._across = within, across
+
+    @property
+    @override
+    def device_groups(self) -> list[Any]:
+        return [*super().device_groups, self._within, self._across]
+
+    @override
+    def forget_groups(self) -> None:
+        super().forget_groups()
+        self._within = self._across = None
+
+    def _column(self, buffer: Tensor) -> list[Tensor]:
+        return shards_of_place(buffer, self.rank, self._size, self.world_size)
+
+    def _but_own(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """The rows of all hosts, of which this one's has nothing in it: it need not travel."""
+        own = self.rank // self._size
+        return [row[:0] if host == own else row for host, row in enumerate(rows)]
+
+    def _start_within(self, call: str, buffer: Tensor) -> Waits:
+        """Starts it in place for each host's shards in `buffer`, which lie side by side."""
+        waits: list[Any] = []
+        for of_host in buffer.chunk(self.world_size // self._size):
+            own = shard_of(of_host, self.rank % self._size, self._size)
+            both = (own, of_host) if call == REDUCE_SCATTER else (of_host, own)
+            waits += self.start(call, self._within, *both)
+        return waits
+
+    def _two_hops(
+        self, lane: str, bucket: int, first: Waits, launch_second: Callable[[], Waits]
+    ) -> Waits:
+        """What waits for the second hop, which begins when the first has ended."""
+        hops = "within the host", "between hosts"
+        name = f"bucket {bucket} {hops[lane == 'all_gather']}"
+        await_first = self.arriving(lane, name, first)
+        if self.observer is not None:
+            await_first = self.observer("first_hop", name, await_first)
+        with self.streams.beside():
+            await_first()
+            # What the first was given is held until the second has been waited for.
+            return [(*one, first) for one in launch_second()]
+
+    def _count(self, lane: str, within: Tensor, across: Tensor) -> None:
+        """Counts what a half sends.
+
+        Args:
+            lane: The half.
+            within: What travels within the host, of all of its ranks.
+            across: What travels to, or from, every other host.
+        """
+        nbytes = within.nbytes // self._size * (self._size - 1)
+        self.ledger.add(lane, nbytes + across.nbytes * (self.world_size // self._size - 1))
+
+    @override
+    def scratch_numel(self, numel: int) -> int:
+        return numel // self._size
+
+    @override
+    def launch_reduce_scatter(
+        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+    ) -> Work:
+        lane, own = "reduce_scatter", self._column(buffer)
+        of_hosts = list(received.chunk(len(own)))
+        both = self._but_own(of_hosts), self._but_own(own)
+        second = partial(self.start, "all_to_all", self._across, *both)
+        waits = self._two_hops(lane, bucket, self._start_within(REDUCE_SCATTER, buffer), second)
+        of_hosts[self.rank // self._size] = shard_of(buffer, self.rank, self.world_size)
+        self._count(lane, buffer, own[0])
+        return self.new_work(
+            lane, f"bucket {bucket}", waits, partial(sum_in_source_order, of_hosts, out)
+        )
+
+    @override
+    def launch_sums_of_host(
+        self,
+        buffer: Tensor,
+        received: Tensor,
+        encode: Callable[[Tensor], Tensor],
+        incoming: Tensor,
+        bucket: int,
+    ) -> tuple[Work, Callable[[], object]]:
+        lane, own = "reduce_scatter", self._column(buffer)
+        sums = received.view(len(own), -1)
+
+        def launch_second() -> Waits:
+            rows = encode(torch.stack(own, out=sums).float())
+            return self.start("all_to_all_single", self._across, incoming, rows)
+
+        first = self._start_within(REDUCE_SCATTER, buffer)
+        waits = self._two_hops(lane, bucket, first, launch_second)
+        self._count(lane, buffer, incoming[0])
+        return self.new_work(lane, f"bucket {bucket}", waits), self.streams.follow_beside
+
+    @override
+    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+        lane, rows = "all_gather", self._but_own(self._column(buffer))
+        own = shard_of(buffer, self.rank, self.world_size)
+        outgoing = self._but_own([own] * len(rows))
+        first = self.start("all_to_all", self._across, rows, outgoing)
+        second = partial(self._start_within, ALL_GATHER, buffer)
+        waits = self._two_hops(lane, bucket, first, second)
+        self._count(lane, buffer, own)
+        return self.new_work(lane, f"bucket {bucket}", waits)
+
+    @override
+    def launch_gather_of_host(self, buffer: Tensor, bucket: int) -> Work:
+        lane, waits = "all_gather", self._start_within(ALL_GATHER, buffer)
+        self._count(lane, buffer, buffer[:0])
+        return self.new_work(lane, f"bucket {bucket} within the host", waits)

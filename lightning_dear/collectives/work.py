@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -139,7 +139,20 @@ class Streams:
         """Blocks the host until all work is done."""
 
     def lead_readers(self) -> None:
-        """Work put on `readers` from now on waits for what is on the current one. Host: no wait."""
+        """Work put on `readers` from now on waits for what is on the current one. Host: no wait.
+
+        So does what is put `beside`.
+        """
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Work put on the current one in it goes to another, which waits for what it is told to.
+
+        What is made in it is to be read elsewhere between `follow_beside` and `lead_readers` alone.
+        """
+        return nullcontext()
+
+    def follow_beside(self) -> None:
+        """Work put on the current one from now on waits for what was put `beside`."""
 
 
 class Signal:
@@ -328,8 +341,7 @@ class Collectives(Protocol):
         self,
         buffer: Tensor,
         received: Tensor,
-        sums: Tensor,
-        encode: Callable[[], Tensor],
+        encode: Callable[[Tensor], Tensor],
         incoming: Tensor,
         bucket: int,
     ) -> tuple[Work, Callable[[], object]]:
@@ -341,15 +353,16 @@ class Collectives(Protocol):
         Args:
             buffer: As in `launch_reduce_scatter`.
             received: As there.
-            sums: [N, elements of a shard], of `buffer`'s dtype or fp32: overwritten with this
-                host's sums for the ranks that have this one's place on their hosts. May be the
-                beginning of `buffer`.
-            encode: Called once, by a thread, when they are there. Returns [N, n], a row for each.
+            encode: Called once: by a thread when the sums are there (gloo), or at once, for a
+                stream beside the current one (NCCL). Given this host's sums for the ranks that have
+                this one's place on their hosts, [N, elements of a shard] fp32, which it may mutate.
+                Returns [N, n], a row for each.
             incoming: [N, n] of the same dtype; overwritten.
             bucket: Number of the bucket, equal on all ranks.
 
         Returns:
-            The work, and what blocks until `encode` has ended, and raises if it cannot be called.
+            The work, and what blocks the host (gloo) or the current stream (NCCL) until all that
+            was to be encoded by then is, and raises if `encode` cannot be called.
         """
         raise RuntimeError("There is one hop.")
 

@@ -260,6 +260,9 @@ class CompressedExchange(Exchange):
             end()
         found, self._found = self._found, {}
         are_small = [torch.stack(ones) <= most for most, ones in found.items()]
+        if encoding:
+            # What was found beside may be free from here on.
+            self.collectives.streams.lead_readers()
         return ~torch.cat(are_small).all() if are_small else False
 
     @override

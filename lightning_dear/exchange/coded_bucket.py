@@ -103,23 +103,16 @@ class HostsReduction(Reduction):
     def launch_sums(
         self, number: int, encode: Callable[[Tensor], object]
     ) -> tuple[Work, Callable[[], object]]:
-        """Starts summing; then a thread calls `encode` with [hosts, elements of a shard] fp32.
+        """Starts summing; `encode` is called with the sums, [hosts, elements of a shard] fp32.
 
-        It writes `outgoing`. Does not block.
-
-        Returns:
-            The work, and what blocks until `encode` has ended.
+        It writes `outgoing`. Does not block. See `Collectives.launch_sums_of_host`.
         """
-        gradients, num_hosts = self._bucket.gradients, len(self._outgoing)
-        sums = gradients.view(self._collectives.world_size, -1)[:num_hosts]
-        if sums.dtype != torch.float32:
-            sums = torch.empty_like(sums, dtype=torch.float32)
 
-        def encoded() -> Tensor:
+        def encoded(sums: Tensor) -> Tensor:
             encode(sums)
             return self._outgoing
 
-        place = gradients, self._bucket.received, sums
+        place = self._bucket.gradients, self._bucket.received
         return self._collectives.launch_sums_of_host(*place, encoded, self.wires, number)
 
 

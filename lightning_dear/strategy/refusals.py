@@ -167,15 +167,17 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
         )
         return
     times, why = own * (num_ranks - own) / (num_ranks - 1), "shards go straight to their owners"
-    is_even = collectives.reads_flags_freely and ranks_on_each_host(collectives.hosts) > 1
-    if not collectives.reads_flags_freely:
-        times, why = 2.0, "NCCL's all-reduce may use trees, both halves not"
-    elif collectives.hops == 2 and options.codec is not None:
+    is_gloo = collectives.reads_flags_freely
+    if collectives.hops == 2 and options.codec is not None:
         why = f"{options.codec.name} encodes what a rank has itself, not a host's sum"
+    elif not is_gloo:
+        times, why = 2.0, "NCCL's all-reduce may use trees, both halves not"
+    has_choice = collectives.hops == 1 and ranks_on_each_host(collectives.hosts) > 1
+    or_hops = f", or {'leave out hops=1' if is_gloo else 'set hops=2'}" if has_choice else ""
     rank_zero_warn(
         f"With {layout} up to {times:.1f} times as many bytes leave a host as an all-reduce would"
         f" send, before any compression: {why}. Compare with strategy='ddp', or run one rank a"
-        f" host{', or leave out hops=1' if is_even and collectives.hops == 1 else ''}."
+        f" host{or_hops}."
     )
 
 

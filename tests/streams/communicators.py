@@ -113,23 +113,25 @@ class Network:
     Args:
         size: Number of ranks.
         is_late: Whether data arrives when it is waited for, and not when all have launched.
+        ranks_a_host: How many ranks a host has; where it is more than 1, there are two hops.
 
     Attributes:
         size: See above.
         is_late: See above.
+        ranks_a_host: See above.
         turns: Whose it is.
         calls: (communicator, number of the collective in it) -> rank -> what it has launched.
     """
 
-    def __init__(self, size: int, *, is_late: bool = True) -> None:
-        self.size, self.is_late = size, is_late
+    def __init__(self, size: int, *, is_late: bool = True, ranks_a_host: int = 1) -> None:
+        self.size, self.is_late, self.ranks_a_host = size, is_late, ranks_a_host
         self.turns = Turns(size)
         self.calls: dict[tuple[str, int], dict[int, Any]] = {}
 
-    def from_all(self, key: tuple[str, int], what: str) -> dict[int, Any]:
-        """What every rank has put under `key`; blocks until all have."""
+    def from_all(self, key: tuple[str, int], what: str, size: int) -> dict[int, Any]:
+        """What every rank has put under `key`, of which there are `size`; blocks until all have."""
         calls, rank = self.calls[key], here().rank
-        self.turns.wait_until(rank, f"others in {what}", lambda: len(calls) == self.size)
+        self.turns.wait_until(rank, f"others in {what}", lambda: len(calls) == size)
         return calls
 
 
@@ -140,10 +142,16 @@ class Communicator:
         network: Over which.
         name: The same on all ranks.
         device: Of the rank that has this one.
+        ranks: In it; None: all.
     """
 
-    def __init__(self, network: Network, name: str, device: Device) -> None:
+    def __init__(
+        self, network: Network, name: str, device: Device, ranks: Sequence[int] | None = None
+    ) -> None:
         self.network, self.name, self.device = network, name, device
+        self.ranks = ranks or range(network.size)
+        self.place = self.ranks.index(device.rank)
+        self.key = name if ranks is None else f"{name} of {self.ranks[0]}"
         self.stream = device.new_stream(f"the stream of '{name}'")
         self.num_launched = 0
         self.under_way: list[Collective] = []
@@ -154,8 +162,8 @@ class Collective:
 
     Args:
         op: Name of what is done.
-        source: Read.
-        target: Written.
+        source: Read: a tensor, or one for each rank.
+        target: Written, likewise.
         communicator: In which.
         sizes: How many elements of the source are for each rank; None: as many for each.
     """
@@ -163,34 +171,34 @@ class Collective:
     def __init__(
         self,
         op: str,
-        source: Tensor,
-        target: Tensor,
+        source: Tensor | list[Tensor],
+        target: Tensor | list[Tensor],
         communicator: Communicator,
         sizes: Sequence[int] | None = None,
     ) -> None:
         self.op, self.communicator, self.sizes = op, communicator, sizes
-        # Where sizes are told, each rank has its own.
-        self.shape = source.dtype, tuple(source.shape) if sizes is None else None
+        self.sources = [source] if isinstance(source, Tensor) else source
+        self.targets = [target] if isinstance(target, Tensor) else target
+        # Where sizes are told, each rank has its own; so it is where each has a tensor for each.
+        is_whole = sizes is None and isinstance(source, Tensor)
+        self.shape = self.sources[0].dtype, tuple(self.sources[0].shape) if is_whole else None
         self.name = f"{op} {communicator.num_launched} of '{communicator.name}'"
-        self._key = communicator.name, communicator.num_launched
-        # Torch keeps both until this rank has waited for the work, whatever its caller does.
-        self.source: Tensor | None = source
-        self.target: Tensor | None = target
-        self.result: Tensor | None = None
+        self._key = communicator.key, communicator.num_launched
+        self.result: Any = None
         self.has_result = self.has_arrived = False
         self.clock: Clock = {}
 
     def launch(self, poisoned: Sequence[Tensor]) -> None:
         """Puts it on the communicator's stream, behind what is on the current one."""
-        communicator, source, target = self.communicator, self.source, self.target
-        assert source is not None
-        assert target is not None
+        communicator, sources, targets = self.communicator, self.sources, self.targets
         device, stream = communicator.device, communicator.stream
-        device.put(source, target)
-        many = source.numel() if self.sizes is None else "parts"
-        device.launches.append(f"{self.op} of {many} {source.dtype} in '{communicator.name}'")
+        device.put(*sources, *targets)
+        many = "parts" if self.sizes else sum(one.numel() for one in sources)
+        device.launches.append(f"{self.op} of {many} {sources[0].dtype} in '{communicator.name}'")
         stream.wait_stream(device.current)
-        device.run(stream, self.name, [extent_of(source)], [extent_of(target)])
+        device.run(
+            stream, self.name, *([extent_of(one) for one in all_] for all_ in (sources, targets))
+        )
         self.clock = dict(stream.clock)
         with unseen():
             for part in poisoned:
@@ -211,35 +219,43 @@ class Collective:
         while self in under_way:
             under_way[0]._deliver()
             under_way.pop(0)
-        self.source = self.target = None
+        # Torch has kept both until now, whatever its caller does.
+        self.sources = self.targets = []
         return True
 
     def _deliver(self) -> None:
         if self.has_arrived:
             return
-        everybody = self.communicator.network.from_all(self._key, self.name)
+        communicator = self.communicator
+        size = len(communicator.ranks)
+        everybody = communicator.network.from_all(self._key, self.name, size)
         if not self.has_result:
-            _carry_out(everybody)
+            _carry_out([everybody[rank] for rank in communicator.ranks])
         with unseen():
-            if self.result is not None and self.target is not None:
-                self.target.data.copy_(self.result.view_as(self.target))
+            for target, result in zip(self.targets, self.result or [], strict=False):
+                target.data.copy_(result.view_as(target))
         self.result, self.has_arrived = None, True
 
 
-def _carry_out(everybody: dict[int, Collective]) -> None:
+def _carry_out(everybody: Sequence[Collective]) -> None:
     """Reads all ranks' sources as they are now, and has every rank's result ready."""
-    ops = {(one.op, one.shape) for one in everybody.values()}
+    ops = {(one.op, one.shape) for one in everybody}
     if len(ops) > 1:
         raise RuntimeError(f"Ranks have launched what does not fit together: {ops}.")
-    ranks = range(len(everybody))
     with unseen():
-        sources: list[Any] = [everybody[rank].source for rank in ranks]
-        if everybody[0].sizes is not None:
-            sources = [one.split(everybody[rank].sizes) for rank, one in enumerate(sources)]
-        results = RESULTS[everybody[0].op](sources)
-    for rank in ranks:
-        one = everybody[rank]
-        one.result, one.has_result = results[rank], True
+        if everybody[0].op == "from each to each":
+            for rank, one in enumerate(everybody):
+                one.result = [other.sources[rank].clone() for other in everybody]
+        else:
+            sources: list[Any] = [one.sources[0] for one in everybody]
+            if everybody[0].sizes is not None:
+                sources = [
+                    one.split(other.sizes) for one, other in zip(sources, everybody, strict=True)
+                ]
+            for one, result in zip(everybody, RESULTS[everybody[0].op](sources), strict=True):
+                one.result = None if result is None else [result]
+    for one in everybody:
+        one.has_result = True
 
 
 def _summed(sources: list[Tensor]) -> Tensor:
@@ -280,7 +296,7 @@ class Calls:
         async_op: bool,  # noqa: A002
     ) -> Any:
         """See torch.distributed; `output` may lie in `input`."""
-        assert input.numel() == output.numel() * group.network.size
+        assert input.numel() == output.numel() * len(group.ranks)
         return self._launch("reduce-scatter", input, output, group, async_op)
 
     def all_gather_into_tensor(
@@ -292,7 +308,7 @@ class Calls:
         async_op: bool,  # noqa: A002
     ) -> Any:
         """See torch.distributed; `input` may lie in `output`."""
-        size, rank = group.network.size, group.device.rank
+        size, rank = len(group.ranks), group.place
         assert output.numel() == input.numel() * size
         others = [part for one, part in enumerate(output.chunk(size)) if one != rank]
         return self._launch("all-gather", input, output, group, async_op, others)
@@ -316,6 +332,13 @@ class Calls:
             "all-to-all", input, output, group, async_op, [output], input_split_sizes
         )
 
+    def all_to_all(
+        self, outputs: list[Tensor], inputs: list[Tensor], *, group: Any, async_op: bool
+    ) -> Any:
+        """See torch.distributed; what is empty is not sent."""
+        assert len(outputs) == len(inputs) == len(group.ranks)
+        return self._launch("from each to each", inputs, outputs, group, async_op, outputs)
+
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any, async_op: bool
     ) -> Any:
@@ -335,24 +358,26 @@ class Calls:
         group.num_launched += 1
         with unseen():
             group.network.calls.setdefault(key, {})[group.device.rank] = pickle.dumps(value)
-        everybody = group.network.from_all(key, f"all_gather_object at {told(place())}")
+        what, size = f"all_gather_object at {told(place())}", group.network.size
+        everybody = group.network.from_all(key, what, size)
         with unseen():
-            values[:] = [pickle.loads(everybody[rank]) for rank in range(group.network.size)]
+            values[:] = [pickle.loads(everybody[rank]) for rank in range(size)]
 
     def _launch(
         self,
         op: str,
-        source: Tensor,
-        target: Tensor,
+        source: Tensor | list[Tensor],
+        target: Tensor | list[Tensor],
         group: Communicator,
         async_op: bool,
         poisoned: Sequence[Tensor] = (),
         sizes: Sequence[int] | None = None,
     ) -> Collective | None:
-        for tensor in (source, target):
+        given = [*(one if isinstance(one, list) else [one] for one in (source, target))]
+        for tensor in sum(given, []):
             assert tensor.is_contiguous(), f"{op}: NCCL takes contiguous tensors only"
             assert tensor.dtype in KNOWN, f"{op}: NCCL sends no {tensor.dtype}"
-        assert source.dtype == target.dtype
+            assert tensor.dtype == given[0][0].dtype
         collective = Collective(op, source, target, group, sizes)
         collective.launch(poisoned)
         if async_op:
