@@ -18,10 +18,9 @@ from math import comb, inf
 from pathlib import Path
 from statistics import geometric_mean, mean, median
 
-from lightning_dear.studies.files import rigs_of
+from lightning_dear.studies.files import rigs_of, steps_file
+from lightning_dear.studies.records import COMPUTE_ALONE
 from lightning_dear.studies.table import MISSING
-
-ALONE = "compute alone"
 
 Rounds = Mapping[str, Mapping[int, float]]
 """Entry -> round -> median step, seconds."""
@@ -122,7 +121,7 @@ def claim_of(
 
 
 def read_rounds(path: Path) -> dict[str, Rounds]:
-    """Point -> its rounds, from a raw.csv; rounds in which entries were tuned are left out."""
+    """Point -> its rounds, from a `steps_file`; without those in which entries were tuned."""
     steps: dict[tuple[str, str, int], dict[str, list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -131,7 +130,7 @@ def read_rounds(path: Path) -> dict[str, Rounds]:
             number = int(line["round"])
             if number >= 0:
                 place = line["point"], line["entry"], number
-                steps[place][line["step"]].append(float(line["step_s"]))
+                steps[place][line.get("step", "")].append(float(line["step_s"]))
     points: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for (point, entry, number), by_step in steps.items():
         # A step is the mean over its ranks, as in the table of `dear-bench`.
@@ -148,7 +147,7 @@ def read_summary(path: Path) -> dict[tuple[str, str], dict[str, str]]:
 def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) -> str:
     """A Markdown table of all points, and what holds over all of them."""
     known = dict.fromkeys(name for one in claims for name in one.steps_s)
-    names = [name for name in known if name not in (entry, *others, ALONE)]
+    names = [name for name in known if name not in (entry, *others, COMPUTE_ALONE)]
     columns = [*names, *others, entry]
     titles = ["point", *(f"{name}, ms" for name in columns), "best other", "ratio [95 %]"]
     titles += ["predicted / measured", f"gain over {others[0]}", "scaling factor"]
@@ -164,7 +163,7 @@ def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) ->
                 f"{one.ratio:.3f} [{bound}]",
                 _figure(predicted),
                 _figure(one.relative.get(others[0])),
-                _figure(one.relative.get(ALONE)),
+                _figure(one.relative.get(COMPUTE_ALONE)),
             ]
         )
     ratios = [one.ratio for one in claims]
@@ -210,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for folder in given.folders:
         summary = read_summary(folder / "summary.csv")
         rows += summary.values()
-        for point, rounds in read_rounds(folder / "raw.csv").items():
+        for point, rounds in read_rounds(steps_file(folder)).items():
             # Points of two folders may have the same label.
             label = f"{folder.name}: {point}" if len(given.folders) > 1 else point
             lines = {entry: line for (of, entry), line in summary.items() if of == point}

@@ -82,6 +82,15 @@ class RawFile:
         append_lines(self._path, raw_lines(point, block))
 
 
+def steps_file(folder: Path) -> Path:
+    """What a run has left of its steps: raw.csv, or blocks.csv, which recipes keep of it.
+
+    There a line is a block: the median of its steps, of which each is the mean over its ranks.
+    """
+    raw = folder / "raw.csv"
+    return raw if raw.exists() else folder / "blocks.csv"
+
+
 def check_is_new(folder: Path) -> None:
     """Refuse a folder that an earlier run has written to; its steps would be taken for this run's.
 

@@ -45,6 +45,13 @@ class Progress:
         self._done += 1
         self._show()
 
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self.close()
+        self._stream.write(f"{line}\n")
+        self._stream.flush()
+        self._shown_s = -_LINE_EVERY_S
+
     def leave_out(self, num_steps: int) -> None:
         """Count steps that need not be taken, as something that was never to be done."""
         self._num_steps -= num_steps

@@ -9,6 +9,9 @@ from typing import Any
 
 from lightning_dear.studies.bounds import Bounds
 
+COMPUTE_ALONE = "compute alone"
+"""Name of the row that every rank trains for itself, with nothing sent."""
+
 
 @dataclass(frozen=True)
 class Step:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from lightning_dear.studies.records import Point, Row
+from lightning_dear.studies.records import COMPUTE_ALONE, Point, Row
 
 MISSING = "-"
 """What stands for a figure that was not measured."""
@@ -45,6 +45,22 @@ def format_rows(rows: Sequence[Row]) -> str:
     for point, group in groupby(rows, key=lambda row: row.point):
         parts.append(f"{describe(point)}\n{format_table(_TITLES, [_cells(row) for row in group])}")
     return "\n\n".join([*parts, LEGEND]) if parts else ""
+
+
+def verdicts(rows: Sequence[Row]) -> Iterator[str]:
+    """A sentence for each point: which entry is the fastest, and by how much."""
+    for point, group in groupby(rows, key=lambda row: row.point):
+        judged = [row for row in group if row.ratio is not None and row.entry != COMPUTE_ALONE]
+        if len(judged) < 2:
+            continue
+        best, first = min(judged, key=lambda row: row.ratio or 0.0), judged[0]
+        label = f"{point.label}: " if point.label else ""
+        if best is first:
+            yield f"{label}No entry is faster than {first.entry}."
+        elif best.ratio is not None:
+            void = ", where the machine was busy: void" if best.is_void else ""
+            times = f"{1 / best.ratio:.2f} times as fast as {first.entry}"
+            yield f"{label}{best.entry} is the fastest, {times}{void}."
 
 
 def describe(point: Point) -> str:

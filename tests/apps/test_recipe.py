@@ -174,13 +174,13 @@ def test_what_was_recorded_is_read(tmp_path: Path) -> None:
 
 
 def test_measuring_needs_an_emulated_cluster(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sibling, "why_unavailable", lambda: "no root")
+    monkeypatch.setattr(sibling, "why_unavailable", lambda **_: "no root")
     with pytest.raises(ValueError, match="measure=true needs an emulated cluster: no root"):
         sibling.measured(siblings_of(measure=True), tmp_path, tmp_path)
 
 
 def test_measuring_keeps_rows_and_says_where(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sibling, "why_unavailable", lambda: None)
+    monkeypatch.setattr(sibling, "why_unavailable", lambda **_: None)
 
     def pretend(command, check):
         assert command[1:4] == ["-m", "lightning_dear.apps.bench", "a=1"]

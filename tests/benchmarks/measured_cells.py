@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from lightning_dear.studies.files import steps_file
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -54,7 +56,7 @@ class Cells:
 
 
 def read_cells(folders: Iterable[Path]) -> Cells:
-    """Read raw.csv, summary.csv and plans of each folder.
+    """Read each folder's steps, summary.csv and plans.
 
     A cell that stands in several folders has the rounds of all of them.
     """
@@ -78,12 +80,12 @@ def _read_steps(cells: Cells, folder: Path) -> dict[tuple[str, str], set[Cell]]:
     """The cells of each point and entry."""
     ranks: dict[tuple[Cell, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     points: dict[tuple[str, str], set[Cell]] = defaultdict(set)
-    with (folder / "raw.csv").open(newline="") as file:
+    with steps_file(folder).open(newline="") as file:
         for row in csv.DictReader(file):
             if int(row["round"]) < 0:
                 continue
             cell = _cell(row)
-            ranks[cell, row["round"]][row["step"]].append(float(row["step_s"]))
+            ranks[cell, row["round"]][row.get("step", "")].append(float(row["step_s"]))
             points[row["point"], row["entry"]].add(cell)
     for (cell, number), steps in ranks.items():
         of_round = median(map(mean, steps.values()))

@@ -9,12 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dear.studies.files import RawFile, check_is_new, join_csv, rigs_of, write_summary
+from lightning_dear.apps.bench.run import said_of
+from lightning_dear.studies.files import (
+    RawFile,
+    check_is_new,
+    join_csv,
+    rigs_of,
+    steps_file,
+    write_summary,
+)
 from lightning_dear.studies.plot import write_plot
 from lightning_dear.studies.progress import Progress
-from lightning_dear.studies.records import Row, Step
+from lightning_dear.studies.records import COMPUTE_ALONE, Row, Step
 from lightning_dear.studies.summary import summarize
-from lightning_dear.studies.table import format_rows
+from lightning_dear.studies.table import format_rows, verdicts
 from tests.studies.examples import BOUNDS, POINT, block, rank_block
 
 STEPS = (Step(0.5, 0.1, 0.2, 0.03, 0.04, 40_000_000),)
@@ -35,6 +43,41 @@ def rows() -> list[Row]:
 def read(path: Path) -> list[dict[str, str]]:
     with path.open() as file:
         return list(csv.DictReader(file))
+
+
+def test_the_fastest_is_named_with_what_is_gained() -> None:
+    ddp, dear = rows()
+    assert list(verdicts([ddp, dear])) == [
+        "ratio=1: dear is the fastest, 1.25 times as fast as ddp."
+    ]
+    void = replace(dear, is_void=True)
+    (said,) = verdicts([ddp, void])
+    assert said.endswith(", where the machine was busy: void.")
+    slower = replace(dear, ratio=1.25)
+    assert list(verdicts([ddp, slower])) == ["ratio=1: No entry is faster than ddp."]
+    alone = replace(dear, entry=COMPUTE_ALONE)
+    assert list(verdicts([ddp, alone])) == []
+
+
+def test_a_line_says_how_a_block_went() -> None:
+    ddp, dear = rows()
+    own = block("dear", 2, rank_block(0, steps=STEPS))
+    times = "1.25 times as fast as ddp so far (1.25 to 1.25)"
+    assert said_of(own, [ddp, dear]) == f"round 3: dear 500 ms a step, {times}"
+    first = block("ddp", 0, rank_block(0, 0.625))
+    assert said_of(first, [ddp]) == "round 1: ddp 625 ms a step"
+
+
+def test_a_line_stands_above_the_bar() -> None:
+    stream = io.StringIO()
+    Progress(10, stream).say("round 1: ddp 625 ms a step")
+    assert stream.getvalue() == "round 1: ddp 625 ms a step\n"
+
+
+def test_steps_are_those_of_every_block_where_no_others_are_left(tmp_path: Path) -> None:
+    assert steps_file(tmp_path).name == "blocks.csv"
+    (tmp_path / "raw.csv").touch()
+    assert steps_file(tmp_path).name == "raw.csv"
 
 
 def test_the_table_says_what_it_stands_for() -> None:

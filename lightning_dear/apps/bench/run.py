@@ -39,11 +39,8 @@ from lightning_dear.studies.block import BlockLength, Rig, run_block
 from lightning_dear.studies.comparison import Candidate, find_best, run_rounds
 from lightning_dear.studies.files import RawFile
 from lightning_dear.studies.progress import Progress
-from lightning_dear.studies.records import Block, Point, RankBlock, Row
+from lightning_dear.studies.records import COMPUTE_ALONE, Block, Point, RankBlock, Row
 from lightning_dear.studies.summary import summarize
-
-COMPUTE_ALONE = "compute alone"
-"""Name of the row that every rank trains for itself, with nothing sent."""
 
 
 @dataclass
@@ -222,6 +219,20 @@ class Comparison:
         self.blocks.append(block)
         if self.rig.rank == 0:
             self._raw.add(self._point, block)
+        if self.progress is not None and block.round_number >= 0:
+            self.progress.say(said_of(block, self.rows()))
+
+
+def said_of(block: Block, rows: Sequence[Row]) -> str:
+    """Return a line on a block that has ended: its step, and the entry's ratio so far."""
+    step_s = median(step.step_s for step in block.steps)
+    row = next(one for one in rows if one.entry == block.entry)
+    ratio = ""
+    is_compared = row.entry not in (rows[0].entry, COMPUTE_ALONE)
+    if is_compared and row.ratio and row.ratio_min and row.ratio_max:
+        spread = f"{1 / row.ratio_max:.2f} to {1 / row.ratio_min:.2f}"
+        ratio = f", {1 / row.ratio:.2f} times as fast as {rows[0].entry} so far ({spread})"
+    return f"round {block.round_number + 1}: {block.entry} {step_s * 1e3:.0f} ms a step{ratio}"
 
 
 def groups_of(plan: BucketPlan) -> list[list[int]]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_dear.apps.recipe.report import Table
 from lightning_dear.apps.recipe.sibling import Row
-from lightning_dear.studies.claims import ALONE
 from lightning_dear.studies.files import rigs_of
+from lightning_dear.studies.records import COMPUTE_ALONE
 
 LAYERWISE, HEURISTIC, EXACT = "layerwise", "heuristic", "exact"
 """Entries: a bucket a tensor; MergeComp's own search; ours."""
@@ -124,11 +124,11 @@ def _milliseconds(entries: Mapping[str, Row], name: str) -> str:
 
 def _scaling(entries: Mapping[str, Row]) -> str:
     """Ratios are of the same rounds, steps are not."""
-    if ALONE not in entries:
+    if COMPUTE_ALONE not in entries:
         return "-"
-    alone = float(entries[ALONE]["ratio"])
+    alone = float(entries[COMPUTE_ALONE]["ratio"])
     before, after = (
-        f"{100 * alone / float(entries[one]['ratio']):.0f}{_star(entries, ALONE, one)}"
+        f"{100 * alone / float(entries[one]['ratio']):.0f}{_star(entries, COMPUTE_ALONE, one)}"
         for one in (LAYERWISE, EXACT)
     )
     return f"{before} -> {after}"

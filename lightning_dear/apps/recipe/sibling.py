@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 FOLDER = "measured"
 """Of a recipe: what its siblings have measured, a folder for each."""
 
-KEPT = ("summary.csv", "table.txt", "plot.png", "loss_over_time.csv")
+KEPT = ("summary.csv", "table.txt", "loss_over_time.csv")
 """What is kept of what a sibling has written."""
 
 MACHINE = "machine.txt"
@@ -48,7 +48,7 @@ def measured(cfg: DictConfig, recorded: Path, folder: Path) -> dict[str, list[Ro
         RuntimeError: If a sibling fails.
     """
     if cfg.measure:
-        if reason := why_unavailable():
+        if reason := why_unavailable(as_own_root=True):
             raise ValueError(f"measure=true needs an emulated cluster: {reason}")
         for name, sibling in cfg.siblings.items():
             _measure(sibling, folder / FOLDER / str(name))
