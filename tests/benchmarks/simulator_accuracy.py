@@ -138,16 +138,7 @@ class Judge:
 
     def network(self, cell: Cell) -> Network:
         """The measured cluster for a model that is not scaled, at the cell's number of ranks."""
-        network = measured_network(nearest(self._files, cell), cell.world_size)
-        names = ("between", "within", "all_reduce")
-        links = {name: getattr(network, name) for name in names}
-        scaled = {name: Link(one.alpha_s, one.beta_s / cell.scale) for name, one in links.items()}
-        curves = {name: getattr(network, name) for name in ("all_gather", "reduce_scatter")}
-        larger = {
-            name: replace(one, sizes=tuple(size * cell.scale for size in one.sizes))
-            for name, one in curves.items()
-        }
-        return replace(network, **scaled, **larger)
+        return scaled(measured_network(nearest(self._files, cell), cell.world_size), cell.scale)
 
     def _selecting(self, workload: Workload, cell: Cell) -> Workload:
         """With Ok-Topk's bytes, and seconds of selecting as they were of the model calibrated on.
@@ -196,6 +187,19 @@ class Judge:
         """What predictors without a schedule know: compute, bytes / rate, and 1."""
         bytes_s = program.sent_bytes / cell.scale / (cell.rate_mbit * 1e6 / 8)
         return program.compute_s, bytes_s, 1.0
+
+
+def scaled(network: Network, scale: float) -> Network:
+    """`network` for a model that is as many times as large as the one it was measured with."""
+    names = ("between", "within", "all_reduce")
+    links = {name: getattr(network, name) for name in names}
+    faster = {name: Link(one.alpha_s, one.beta_s / scale) for name, one in links.items()}
+    curves = {name: getattr(network, name) for name in ("all_gather", "reduce_scatter")}
+    larger = {
+        name: replace(one, sizes=tuple(size * scale for size in one.sizes))
+        for name, one in curves.items()
+    }
+    return replace(network, **faster, **larger)
 
 
 def ddp_groups(tensors: Sequence[TensorSpec], cap_bytes: float) -> list[list[int]]:
