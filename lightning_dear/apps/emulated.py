@@ -2,6 +2,8 @@
 
 import logging
 import os
+import signal
+import subprocess
 import sys
 from inspect import signature
 
@@ -10,7 +12,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps import job
 from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE
-from lightning_dear.emulation import EmulatedCluster, run_on_cluster
+from lightning_dear.emulation import (
+    AS_OWN_ROOT,
+    EmulatedCluster,
+    EmulationUnavailable,
+    run_on_cluster,
+    why_unavailable,
+)
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.strategy.launchers import job_arguments
 
@@ -28,7 +36,8 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
 
     Makes the hosts, runs ``python -m module`` on each with this job's overrides and output
     folder, blocks until all ranks have ended, and removes the hosts. Under ``sudo`` the ranks run
-    as the user who called it, and the folder becomes that user's.
+    as the user who called it, and the folder becomes that user's. Without root all this is done in
+    namespaces of the user's own.
 
     Args:
         cfg: The job; ``cfg.cluster`` is one of conf/cluster.
@@ -48,12 +57,16 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
     if not is_emulated(cfg) or HOST_VARIABLE in os.environ:
         return False
     node = cfg.cluster
+    if reason := why_unavailable(as_own_root=True):
+        raise EmulationUnavailable(f"{reason}; or choose another cluster, such as cluster=local")
     if cfg.get("optimized_metric"):
         raise ValueError(
             "cluster=emulated returns no metric to a sweeper: leave out optimized_metric,"
             " or sweep on cluster=local."
         )
     warn_of_delay(cfg)
+    if os.geteuid() != 0:
+        return _done_as_own_root(module)
     hosts = EmulatedCluster(**{name: node[name] for name in OPTIONS})
     argv = [sys.executable, "-m", module, *_arguments(cfg)]
     job.give_to_user()
@@ -72,6 +85,29 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
         code = INTERRUPTED
     if code:
         raise SystemExit(code)
+    return True
+
+
+def _done_as_own_root(module: str) -> bool:
+    """Starts this job again, as root of namespaces of its own, and waits for it.
+
+    Raises:
+        SystemExit: As `restart_on_cluster`.
+    """
+    config = HydraConfig.get()
+    argv = [sys.executable, "-m", module, *job_arguments(config, 0)]
+    # Whoever kills this process ends that one.
+    command = [*AS_OWN_ROOT, "setpriv", "--pdeathsig", "TERM", *argv]
+    cwd = config.runtime.cwd
+    with subprocess.Popen(command, cwd=cwd, start_new_session=True) as process:
+        while process.poll() is None:
+            try:
+                process.wait()
+            except KeyboardInterrupt:
+                # It ends its ranks, and says how far it came.
+                process.send_signal(signal.SIGINT)
+    if process.returncode:
+        raise SystemExit(process.returncode)
     return True
 
 

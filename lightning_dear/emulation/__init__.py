@@ -1,6 +1,7 @@
 """An emulated cluster on one Linux machine: a network namespace per host, a shaped link each.
 
-Needs root and iproute2. Imports neither torch nor Lightning.
+Needs iproute2, and root: of this machine, or of namespaces of the user's own. Imports neither torch
+nor Lightning.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 from lightning_dear.emulation.cluster import EmulatedCluster, remove_stale_namespaces
 from lightning_dear.emulation.host import EmulatedHost
 from lightning_dear.emulation.launch import emulated_rig, run_on_cluster
-from lightning_dear.emulation.shell import EmulationUnavailable, why_unavailable
+from lightning_dear.emulation.shell import AS_OWN_ROOT, EmulationUnavailable, why_unavailable
 
 __all__ = [
+    "AS_OWN_ROOT",
     "EmulatedCluster",
     "EmulatedHost",
     "EmulationUnavailable",

@@ -8,8 +8,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-TOOLS = {"ip": "iproute2", "tc": "iproute2", "setpriv": "util-linux"}
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "setpriv": "util-linux", "unshare": "util-linux"}
 """Programs that the emulation runs, and what they belong to."""
+
+# `ip netns` keeps names in /run/netns, where users may not write.
+_OWN_RUN = (
+    "mount -t tmpfs none /run/netns 2>&- || { mount -t tmpfs none /run && mkdir /run/netns; }"
+)
+_OWN_NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--mount")
+
+AS_OWN_ROOT = (*_OWN_NAMESPACES, "sh", "-c", f'{_OWN_RUN} && exec "$@"', "sh")
+"""Before a command: runs it as root of namespaces of its own. Outside it has its user's rights."""
 
 _COMMAND_TIMEOUT_S = 30.0
 
@@ -18,20 +27,32 @@ class EmulationUnavailable(RuntimeError):
     """This machine cannot emulate a cluster; the message says what is missing."""
 
 
-def why_unavailable() -> str | None:
+def why_unavailable(*, as_own_root: bool = False) -> str | None:
     """Say what this machine lacks for an emulated cluster; None if nothing obvious.
 
     Looks at the system, the user and the installed programs, and changes nothing: a kernel or a
-    container that forbids namespaces shows only when a cluster is set up.
+    container that forbids namespaces to root shows only when a cluster is set up.
+
+    Args:
+        as_own_root: Whether users other than root may be `AS_OWN_ROOT`, if the kernel lets them.
     """
     if sys.platform != "linux":
         return f"an emulated cluster needs Linux, not {sys.platform}"
-    if os.geteuid() != 0:
+    if os.geteuid() != 0 and not as_own_root:
         return "an emulated cluster needs root, to create network namespaces: use sudo"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         packages = " and ".join(dict.fromkeys(TOOLS[tool] for tool in missing))
         return f"an emulated cluster needs {' and '.join(missing)}: install {packages}"
+    if os.geteuid() != 0:
+        try:
+            run([*AS_OWN_ROOT, "true"])
+        except EmulationUnavailable as error:
+            return (
+                f"an emulated cluster needs root, or namespaces of your own ({error}): use sudo, or"
+                " let users make them (on Ubuntu: sudo sysctl"
+                " kernel.apparmor_restrict_unprivileged_userns=0)"
+            )
     return None
 
 

@@ -24,6 +24,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, open_dict
 
+from lightning_dear.apps.bench.bench import check_points
 from lightning_dear.apps.bench.build import (
     build_strategy,
     link_rate_mbit,
@@ -70,6 +71,18 @@ def job(*overrides: str) -> Iterator[DictConfig]:
 
 
 # --- config -------------------------------------------------------------------------------------
+
+
+def test_papers_get_every_competitor_and_rounds() -> None:
+    with job("experiment=bench_papers") as cfg:
+        assert {"ddp_tuned", "fsdp2", "dear_auto"} <= {entry.name for entry in entries_of(cfg)}
+        assert cfg.rounds >= 10
+
+
+def test_what_is_wrong_with_an_entry_is_said_before_ranks_start() -> None:
+    odd = job("entries=[ddp,{name: odd, strategy: dear, strategy.gather_depth: -1}]")
+    with odd as cfg, pytest.raises(ValueError, match="gather_depth must be"):
+        check_points(points_of(cfg))
 
 
 def test_every_competitor_composes_and_gets_a_strategy() -> None:
@@ -216,7 +229,7 @@ def test_every_command_of_the_recipes_is_composed() -> None:
 
 # --- what a point stands for ----------------------------------------------------------------------
 
-REPLAY = ("model=replay", "data=replay", "model.scale=1000")
+REPLAY = ("cluster=local", "model=replay", "data=replay", "model.scale=1000")
 
 
 def test_a_ratio_says_how_long_a_replay_computes() -> None:
@@ -258,10 +271,10 @@ def test_narrow_parameters_are_fewer_bytes() -> None:
 
 
 def test_a_model_that_computes_has_no_ratio() -> None:
-    computing = job("model=resnet", "data=digits", "ratio=1")
+    computing = job("cluster=local", "model=resnet", "data=digits", "ratio=1")
     with computing as cfg, pytest.raises(ValueError, match="choose model=replay"):
         replay_overrides(cfg, 2)
-    with job("model=resnet", "data=digits") as cfg:
+    with job("cluster=local", "model=resnet", "data=digits") as cfg:
         assert replay_overrides(cfg, 2) == ()
         point = point_of(cfg, "", instantiate(cfg.model, _convert_="all"), 2)
     assert (point.model, point.scale, point.is_replay) == ("ResNet", 1, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 
 from lightning_dear.apps import emulated, job
 from lightning_dear.apps.emulated import restart_on_cluster
+from lightning_dear.emulation import AS_OWN_ROOT, shell
 from lightning_dear.emulation.janitor import NAMESPACES
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from tests.apps.test_train import QUICK, ROOT, run
@@ -86,6 +88,28 @@ def test_what_a_job_under_sudo_writes_belongs_to_the_user(monkeypatch: pytest.Mo
         assert owners == {(nobody.pw_uid, nobody.pw_gid)}
 
 
+@pytest.mark.netns
+def test_users_need_no_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = f"import torch; open({str(ROOT / 'pyproject.toml')!r})"
+    drop = ["setpriv", "--reuid", "nobody", "--regid", "nogroup", "--clear-groups"]
+    if subprocess.run([*drop, *AS_OWN_ROOT, sys.executable, "-c", reading], check=False).returncode:
+        pytest.skip("others than root cannot make namespaces, or read this checkout or interpreter")
+    before = set(NAMESPACES.glob("*"))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.chmod(folder, 0o777)
+        monkeypatch.setenv("HOME", name)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        job_of = [*QUICK, "cluster=emulated", "trainer.fast_dev_run=true", "hydra.run.dir=out"]
+        command = [*drop, sys.executable, "-m", MODULE, *job_of]
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+        assert result.returncode == 0, result.stderr
+        assert "digits: DearStrategy, 2 rank(s)" in result.stdout
+        nobody = pwd.getpwnam("nobody")
+        assert {path.stat().st_uid for path in folder.rglob("*")} == {nobody.pw_uid}
+    assert set(NAMESPACES.glob("*")) == before
+
+
 @pytest.mark.slow
 @pytest.mark.netns
 def test_an_error_on_the_hosts_is_the_commands_own(tmp_path: Path) -> None:
@@ -102,6 +126,9 @@ def test_without_root_there_is_one_sentence(
 ) -> None:
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    # As a kernel that keeps namespaces for root.
+    monkeypatch.setattr(shell, "AS_OWN_ROOT", ("false",))
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
     with (
         composed(tmp_path, "cluster=emulated") as cfg,
         pytest.raises(SystemExit) as caught,
@@ -110,7 +137,7 @@ def test_without_root_there_is_one_sentence(
         restart_on_cluster(cfg, MODULE)
     assert caught.value.code == 1
     first = capsys.readouterr().err.splitlines()[0]
-    assert first.startswith("dear-train: EmulationUnavailable: an emulated cluster needs ")
+    assert first.startswith("dear-train: EmulationUnavailable: an emulated cluster needs root, or ")
 
 
 def test_other_clusters_and_the_hosts_themselves_do_the_job(

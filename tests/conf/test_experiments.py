@@ -39,8 +39,9 @@ def needs(module, extra):
 
 def test_every_experiment_is_tested():
     tested = {"digits", "lm", "replay", "cifar10_resnet50", *IMAGENET, *BERT}
-    # tests/apps/test_converge.py
+    # tests/apps/test_converge.py and test_bench.py
     studies = {"converge_digits", "converge_gpt", "converge_gpt_long", "converge_gpt_sgd"}
+    studies.add("bench_papers")
     assert set(options_of("experiment")) == tested | studies
 
 

@@ -13,8 +13,16 @@ from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig
 
 from lightning_dear.apps import emulated, job
-from lightning_dear.apps.bench.build import build_starter
-from lightning_dear.apps.bench.config import Setting, by_cluster, entries_of, points_of
+from lightning_dear.apps.bench.build import build_starter, build_strategy
+from lightning_dear.apps.bench.config import (
+    Setting,
+    by_cluster,
+    composed,
+    entries_of,
+    merged,
+    overrides_of,
+    points_of,
+)
 from lightning_dear.apps.bench.points import MODULE, run_groups
 from lightning_dear.apps.bench.run import Comparison
 from lightning_dear.emulation.launch import HOST_VARIABLE
@@ -24,7 +32,7 @@ from lightning_dear.studies.files import check_is_new, write_summary, write_tabl
 from lightning_dear.studies.plot import write_plot
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.records import Row
-from lightning_dear.studies.table import format_rows
+from lightning_dear.studies.table import format_rows, verdicts
 
 
 def bench(cfg: DictConfig) -> None:
@@ -89,20 +97,34 @@ def _write(folder: Path, rows: list[Row]) -> str:
 
 
 def _finish(folder: Path, rows: list[Row]) -> None:
-    print(_write(folder, rows), flush=True)
+    print(_write(folder, rows), *verdicts(rows), sep="\n", flush=True)
     # Last: after Ctrl-C there are only seconds left, and drawing takes some.
     write_plot(folder / "plot.png", rows)
     print(f"Every step, the rows and the plot: {folder}", flush=True)
+
+
+def check_points(points: Sequence[Setting]) -> None:
+    """Compose every entry of every point and build its strategy, before ranks are started.
+
+    Raises:
+        ValueError: What is wrong with one.
+    """
+    for point in points:
+        for entry in entries_of(composed(overrides_of(point))):
+            for more in entry.grid or ((),):
+                build_strategy(composed(merged(overrides_of(point), [*entry.overrides, *more])))
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="bench")
 def main(cfg: DictConfig) -> None:
     """Run one comparison, or several on the same ranks."""
     with job.one_message("dear-bench"), job.isolated_job():
-        entries_of(cfg)
         # All ranks come by here before any of them has measured something.
         check_is_new(Path(HydraConfig.get().runtime.output_dir))
-        groups = by_cluster(points_of(cfg))
+        points = points_of(cfg)
+        if os.environ.keys().isdisjoint({"RANK", "LOCAL_RANK"}):
+            check_points(points)
+        groups = by_cluster(points)
         if len(groups) > 1:
             run_groups(groups)
         elif not emulated.restart_on_cluster(cfg, MODULE):

@@ -109,7 +109,7 @@ def advice(
     if best.strategy.name.startswith("dear") and profile in PROFILES:
         scale, rate_mbit = _emulated(network)
         lines.append(
-            "Try it here, without the cluster (as root, with iproute2): dear-bench cluster=emulated"
+            "Try it here, without the cluster (Linux, iproute2): dear-bench cluster=emulated"
             f" cluster.rate_mbit={rate_mbit} model.profile={profile} model.scale={scale}"
             + (f" model.compute_s={compute_s}" if compute_s is not None else "")
         )
