@@ -22,7 +22,7 @@ help: ## list the targets
 train: $(VENV)/.ready-to-run ## train on the digits with 2 processes: make train ARGS="strategy=ddp"
 	$(BIN)/dear-train $(ARGS)
 
-bench: $(VENV)/.ready-to-run ## compare strategies side by side: make bench ARGS="cluster=emulated entries=[ddp,dear]"
+bench: $(VENV)/.ready-to-run ## compare strategies side by side: make bench ARGS="entries=[ddp,dear]"
 	$(BIN)/dear-bench $(ARGS)
 
 SMOKE := tests/test_architecture.py tests/test_smoke.py tests/conf/test_groups.py::test_every_choice_composes_and_resolves

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from inspect import signature
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -26,6 +27,10 @@ log = logging.getLogger(__name__)
 
 OPTIONS = tuple(signature(EmulatedCluster).parameters)
 """What conf/cluster/emulated.yaml says of the hosts and their links."""
+
+_OR_LOCAL = ". Without emulated hosts: cluster=local"
+
+_OF_SUDO = ("SUDO_UID", "SUDO_GID")
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -58,7 +63,7 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
         return False
     node = cfg.cluster
     if reason := why_unavailable(as_own_root=True):
-        raise EmulationUnavailable(f"{reason}; or choose another cluster, such as cluster=local")
+        raise EmulationUnavailable(f"{reason}{_OR_LOCAL}")
     if cfg.get("optimized_metric"):
         raise ValueError(
             "cluster=emulated returns no metric to a sweeper: leave out optimized_metric,"
@@ -83,6 +88,8 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
             )
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except EmulationUnavailable as error:
+        raise EmulationUnavailable(f"{error}{_OR_LOCAL}") from None
     if code:
         raise SystemExit(code)
     return True
@@ -98,8 +105,10 @@ def _done_as_own_root(module: str) -> bool:
     argv = [sys.executable, "-m", module, *job_arguments(config, 0)]
     # Whoever kills this process ends that one.
     command = [*AS_OWN_ROOT, "setpriv", "--pdeathsig", "TERM", *argv]
-    cwd = config.runtime.cwd
-    with subprocess.Popen(command, cwd=cwd, start_new_session=True) as process:
+    # Who called sudo, to run this as another user, is nobody in there.
+    environment = {key: value for key, value in os.environ.items() if key not in _OF_SUDO}
+    options: Any = {"cwd": config.runtime.cwd, "env": environment, "start_new_session": True}
+    with subprocess.Popen(command, **options) as process:
         while process.poll() is None:
             try:
                 process.wait()

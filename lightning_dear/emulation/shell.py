@@ -48,10 +48,12 @@ def why_unavailable(*, as_own_root: bool = False) -> str | None:
         try:
             run([*AS_OWN_ROOT, "true"])
         except EmulationUnavailable as error:
+            said = str(error).rpartition(": ")[2]
             return (
-                f"an emulated cluster needs root, or namespaces of your own ({error}): use sudo, or"
-                " let users make them (on Ubuntu: sudo sysctl"
-                " kernel.apparmor_restrict_unprivileged_userns=0)"
+                "an emulated cluster needs root, or namespaces of your own, which this system"
+                f" refuses ({said}): use sudo, or let users make them (sudo sysctl"
+                " kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu,"
+                " kernel.unprivileged_userns_clone=1 on Debian)"
             )
     return None
 

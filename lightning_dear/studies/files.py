@@ -1,4 +1,4 @@
-"""raw.csv and summary.csv: every step of every block, and every row."""
+"""raw.csv, blocks.csv and summary.csv: every step, every block and every row."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lightning_dear.studies.records import Block, Point, Row, Step
@@ -68,24 +69,31 @@ def summary_line(row: Row) -> dict[str, Any]:
 
 
 class RawFile:
-    """raw.csv, written block by block, so that an interrupted run loses nothing.
+    """raw.csv, and blocks.csv beside it, written so that an interrupted run loses nothing.
 
     Args:
-        path: Where; created with the first block.
+        path: Of the first; created with the first block.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def add(self, point: Point, block: Block) -> None:
-        """Append one block's steps."""
+        """Append one block's steps, and their medians."""
         append_lines(self._path, raw_lines(point, block))
+        figures: dict[str, Any] = {}
+        for one in fields(Step):
+            values = [getattr(step, one.name) for step in block.steps]
+            figures[one.name] = None if None in values else median(values)
+        place = {"round": block.round_number, "place": block.place, "entry": block.entry}
+        line = {**point_columns(point), **place, **_figures(Step(**figures))}
+        append_lines(self._path.with_name("blocks.csv"), [line])
 
 
 def steps_file(folder: Path) -> Path:
-    """What a run has left of its steps: raw.csv, or blocks.csv, which recipes keep of it.
+    """What a run has left of its steps: raw.csv, or blocks.csv, which is all that recipes keep.
 
-    There a line is a block: the median of its steps, of which each is the mean over its ranks.
+    There a line is a block: medians of its steps, of which each is the mean over its ranks.
     """
     raw = folder / "raw.csv"
     return raw if raw.exists() else folder / "blocks.csv"

@@ -48,19 +48,20 @@ def format_rows(rows: Sequence[Row]) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
-    """A sentence for each point: which entry is the fastest, and by how much."""
+    """A sentence for each point: which entry is the fastest, if one is clearly."""
     for point, group in groupby(rows, key=lambda row: row.point):
         judged = [row for row in group if row.ratio is not None and row.entry != COMPUTE_ALONE]
         if len(judged) < 2:
             continue
         best, first = min(judged, key=lambda row: row.ratio or 0.0), judged[0]
         label = f"{point.label}: " if point.label else ""
-        if best is first:
-            yield f"{label}No entry is faster than {first.entry}."
-        elif best.ratio is not None:
-            void = ", where the machine was busy: void" if best.is_void else ""
-            times = f"{1 / best.ratio:.2f} times as fast as {first.entry}"
-            yield f"{label}{best.entry} is the fastest, {times}{void}."
+        void = " Not valid: the machine was busy." if best.is_void or first.is_void else ""
+        if not (best.ratio and best.ratio_min and best.ratio_max) or best.ratio_max >= 1:
+            yield f"{label}No entry is clearly faster than {first.entry}.{void}"
+        else:
+            spread = f"{1 / best.ratio_max:.2f} to {1 / best.ratio_min:.2f}"
+            times = f"{1 / best.ratio:.2f} times as fast as {first.entry} ({spread})"
+            yield f"{label}{best.entry} is the fastest, {times}.{void}"
 
 
 def describe(point: Point) -> str:

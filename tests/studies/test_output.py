@@ -47,14 +47,13 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def test_the_fastest_is_named_with_what_is_gained() -> None:
     ddp, dear = rows()
-    assert list(verdicts([ddp, dear])) == [
-        "ratio=1: dear is the fastest, 1.25 times as fast as ddp."
-    ]
-    void = replace(dear, is_void=True)
-    (said,) = verdicts([ddp, void])
-    assert said.endswith(", where the machine was busy: void.")
-    slower = replace(dear, ratio=1.25)
-    assert list(verdicts([ddp, slower])) == ["ratio=1: No entry is faster than ddp."]
+    (said,) = verdicts([ddp, dear])
+    assert said == "ratio=1: dear is the fastest, 1.25 times as fast as ddp (1.25 to 1.25)."
+    for void in ([ddp, replace(dear, is_void=True)], [replace(ddp, is_void=True), dear]):
+        (said,) = verdicts(void)
+        assert said.endswith(" Not valid: the machine was busy.")
+    for other in (replace(dear, ratio=1.25, ratio_max=1.3), replace(dear, ratio_max=1.01)):
+        assert list(verdicts([ddp, other])) == ["ratio=1: No entry is clearly faster than ddp."]
     alone = replace(dear, entry=COMPUTE_ALONE)
     assert list(verdicts([ddp, alone])) == []
 
@@ -139,6 +138,9 @@ def test_raw_holds_every_step_of_every_rank_as_soon_as_a_block_ends(tmp_path: Pa
     assert (last["model"], last["scale"], last["link_rate_mbit"]) == ("mlp", "20.0", "800.0")
     assert last["stands_for_mbit"] == "16000.0"
     assert read(tmp_path / "raw.csv")[0]["exposed_all_gather_s"] == ""
+    # Means over the ranks are 0.6 and 0.738.
+    steps_s = [line["step_s"] for line in read(tmp_path / "blocks.csv")]
+    assert steps_s == ["0.669136", "0.5"]
 
 
 def test_a_folder_of_an_earlier_run_is_refused(tmp_path: Path) -> None:

@@ -91,13 +91,13 @@ def _rows_of(comparisons: Sequence[Comparison]) -> list[Row]:
 
 def _write(folder: Path, rows: list[Row]) -> str:
     write_summary(folder / "summary.csv", rows)
-    text = format_rows(rows)
+    text = "\n".join([format_rows(rows), *verdicts(rows)])
     write_table(folder / "table.txt", text)
     return text
 
 
 def _finish(folder: Path, rows: list[Row]) -> None:
-    print(_write(folder, rows), *verdicts(rows), sep="\n", flush=True)
+    print(_write(folder, rows), flush=True)
     # Last: after Ctrl-C there are only seconds left, and drawing takes some.
     write_plot(folder / "plot.png", rows)
     print(f"Every step, the rows and the plot: {folder}", flush=True)
@@ -111,8 +111,9 @@ def check_points(points: Sequence[Setting]) -> None:
     """
     for point in points:
         for entry in entries_of(composed(overrides_of(point))):
-            for more in entry.grid or ((),):
-                build_strategy(composed(merged(overrides_of(point), [*entry.overrides, *more])))
+            tries = [(*entry.overrides, *more) for more in entry.grid or ((),)]
+            for one in (*tries, *([entry.plan_of] if entry.plan_of else [])):
+                build_strategy(composed(merged(overrides_of(point), one)))
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="bench")

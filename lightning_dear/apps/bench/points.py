@@ -15,7 +15,7 @@ from lightning_dear.studies.table import LEGEND
 
 MODULE = "lightning_dear.apps.bench"
 
-FILES = ("raw.csv", "summary.csv", "table.txt")
+FILES = ("raw.csv", "blocks.csv", "summary.csv", "table.txt")
 """What each group leaves in its folder, and what is joined in the job's."""
 
 
