@@ -177,9 +177,12 @@ def _groups_of_two_hops(
         [list(ranks[place::size]) for place in range(size)],
     )
     new_subgroups: Any = dist.new_subgroups_by_enumeration
+    made: list[Any] = []
     for layout in layouts if len(groups) == _NUM_GROUPS else ():
         how = {"timeout": timeout, "pg_options": _options_of(timeout, backend)}
-        groups.append(new_subgroups(layout, **how)[0])
+        made.append(new_subgroups(layout, **how)[0])
+    # Both or none: the next fit takes what is here.
+    groups += made
     return groups[_NUM_GROUPS:]
 
 
@@ -247,10 +250,13 @@ def _connect(collectives: Collectives, device: torch.device, *, sends_rows: bool
     Blocks until they are open. NCCL connects every pair of ranks for rows alone, which takes memory
     on the device; gloo has done so before.
     """
-    if sends_rows and not collectives.reads_flags_freely and collectives.hops == 1:
+    if sends_rows and not collectives.reads_flags_freely:
         rows = torch.zeros((2, collectives.world_size, 1), dtype=torch.uint8, device=device)
         collectives.launch_all_to_all(rows[0], rows[1], 0).wait()
     collectives.launch_any(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
     collectives.launch_all_gather(torch.zeros(collectives.world_size, device=device), 0).wait()
+    if collectives.hops == 2:
+        # Else the all-gather has used another group.
+        collectives.launch_broadcast(torch.zeros(1, device=device), 0).wait()
     collectives.streams.synchronize()
     collectives.ledger = WireLedger()

@@ -342,7 +342,7 @@ class GradientReducer:
         voted = [n for n, one in placements if voting and not voting.isdisjoint(one.buckets)]
         device = self._buckets[0].parameters.device
         with self._waiting("gradients"):
-            # Blocks where a thread has gradients left to encode.
+            # Waits where a host's sums are still to be encoded.
             flags = RoundFlags(says, voted, self.wishes, self._exchange, device, self._shared)
             for one in (*self._round.works.values(), flags.work):
                 one.wait()

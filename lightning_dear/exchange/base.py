@@ -205,7 +205,7 @@ class CompressedExchange(Exchange):
         self._loss_scale = traffic.loss_scale
         # Largest number that may be sent -> largest ones that were to be, of each bucket.
         self._found: dict[float, list[Tensor]] = {}
-        # What blocks until gradients that a thread encodes are encoded.
+        # What waits for gradients that are encoded behind a host's sum; the host, or the stream.
         self._encoding: list[Callable[[], object]] = []
         self._refusal: RuntimeError | None = None
         self._is_nan: Tensor | None = None

@@ -3,7 +3,7 @@
     gradients + residual -> encode -> all-to-all -> decode, sum -> mean                    (reduce)
     gradients + residual -> encode -> reduce-scatter -> decode -> mean     (where bytes add up)
     gradients -> sum of a host + residual -> encode -> to other hosts -> decode, sum -> mean
-                                                           (on hosts of several ranks, with gloo)
+                                                           (on hosts of several ranks, in two hops)
     mean + owner's residual -> encode -> all-gather -> decode -> mean                      (gather)
     stepped shard - replica -> encode -> all-gather -> decode, add -> replica  (or this one instead)
 
@@ -97,7 +97,7 @@ class CodedExchange(CompressedExchange):
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
-        """As ever; or sums within the host, and a thread encodes. Does not block."""
+        """As ever; or sums within the host, and encodes behind that. Does not block."""
         coded, scale = self.coded[bucket.number], self._loss_scale()
         reduction = coded.reduction
         if not isinstance(reduction, HostsReduction):

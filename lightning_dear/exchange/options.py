@@ -127,10 +127,14 @@ class ExchangeOptions(Setting):
         1, each its own gradients: in one hop; if gradients are not encoded; if a codec votes, or
         does not encode row by row.
         """
-        codecs = [self.codec, *(codec for _, codec in self.groups)]
-        by_rows = all(isinstance(one, Codec) and not one.votes for one in codecs)
-        is_summed = collectives.hops == 2 and by_rows and self.encodes("reduce")
+        is_summed = collectives.hops == 2 and self.encodes_row_by_row and self.encodes("reduce")
         return ranks_on_each_host(collectives.hosts) if is_summed else 1
+
+    @cached_property
+    def encodes_row_by_row(self) -> bool:
+        """Whether every codec does, and none votes: so a host's sum can be encoded."""
+        codecs = [self.codec, *(codec for _, codec in self.groups)]
+        return all(isinstance(one, Codec) and not one.votes for one in codecs)
 
     def shards(self, collectives: Collectives) -> tuple[int, int]:
         """(number of this rank's shard, number of shards); one shard where each rank has all."""

@@ -170,9 +170,10 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
     is_gloo = collectives.reads_flags_freely
     if collectives.hops == 2 and options.codec is not None:
         why = f"{options.codec.name} encodes what a rank has itself, not a host's sum"
-    elif not is_gloo:
+    elif not (is_gloo or options.encodes("reduce")):
         times, why = 2.0, "NCCL's all-reduce may use trees, both halves not"
-    has_choice = collectives.hops == 1 and ranks_on_each_host(collectives.hosts) > 1
+    is_helped = options.encodes_row_by_row or not options.encodes("reduce")
+    has_choice = collectives.hops == 1 and ranks_on_each_host(collectives.hosts) > 1 and is_helped
     or_hops = f", or {'leave out hops=1' if is_gloo else 'set hops=2'}" if has_choice else ""
     rank_zero_warn(
         f"With {layout} up to {times:.1f} times as many bytes leave a host as an all-reduce would"

@@ -90,7 +90,8 @@ class StreamClock:
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
-        self._beside: torch.cuda.Stream = cuda.Stream(device)
+        # By lane: one that ends late would hold up what others have to say.
+        self._beside: dict[str, torch.cuda.Stream] = {}
         # Twice: nothing must stand before the mark, and it must be passed when the host looks at
         # its own clock.
         cuda.synchronize(device)
@@ -116,7 +117,9 @@ class StreamClock:
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
         """See `Clock`: a stream of its own waits, so that the compute stream does not."""
         start = self.mark()
-        with self._cuda.stream(self._beside):
+        if lane not in self._beside:
+            self._beside[lane] = self._cuda.Stream(self._device)
+        with self._cuda.stream(self._beside[lane]):
             arrive()
             record(start, self.mark())
         return arrive
