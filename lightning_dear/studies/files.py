@@ -29,11 +29,24 @@ def point_columns(point: Point) -> dict[str, Any]:
     }
 
 
+def _block_columns(point: Point, block: Block) -> dict[str, Any]:
+    place = {"round": block.round_number, "place": block.place, "entry": block.entry}
+    return {**point_columns(point), **place}
+
+
+def block_line(point: Point, block: Block) -> dict[str, Any]:
+    """Return a line for a block: medians of its steps; None where a step has no figure."""
+    figures: dict[str, Any] = {}
+    for one in fields(Step):
+        values = [getattr(step, one.name) for step in block.steps]
+        figures[one.name] = None if None in values else median(values)
+    return {**_block_columns(point, block), **_figures(Step(**figures))}
+
+
 def raw_lines(point: Point, block: Block) -> list[dict[str, Any]]:
     """Return a line for every rank and step of one block; seconds to six digits."""
-    place = {"round": block.round_number, "place": block.place, "entry": block.entry}
     return [
-        {**point_columns(point), **place, "rank": rank.rank, "step": number, **_figures(step)}
+        {**_block_columns(point, block), "rank": rank.rank, "step": number, **_figures(step)}
         for rank in block.ranks
         for number, step in enumerate(rank.steps)
     ]
@@ -81,13 +94,7 @@ class RawFile:
     def add(self, point: Point, block: Block) -> None:
         """Append one block's steps, and their medians."""
         append_lines(self._path, raw_lines(point, block))
-        figures: dict[str, Any] = {}
-        for one in fields(Step):
-            values = [getattr(step, one.name) for step in block.steps]
-            figures[one.name] = None if None in values else median(values)
-        place = {"round": block.round_number, "place": block.place, "entry": block.entry}
-        line = {**point_columns(point), **place, **_figures(Step(**figures))}
-        append_lines(self._path.with_name("blocks.csv"), [line])
+        append_lines(self._path.with_name("blocks.csv"), [block_line(point, block)])
 
 
 def steps_file(folder: Path) -> Path:

@@ -56,12 +56,18 @@ def verdicts(rows: Sequence[Row]) -> Iterator[str]:
         best, first = min(judged, key=lambda row: row.ratio or 0.0), judged[0]
         label = f"{point.label}: " if point.label else ""
         void = " Not valid: the machine was busy." if best.is_void or first.is_void else ""
-        if not (best.ratio and best.ratio_min and best.ratio_max) or best.ratio_max >= 1:
+        if best.ratio_max is None or best.ratio_max >= 1:
             yield f"{label}No entry is clearly faster than {first.entry}.{void}"
         else:
-            spread = f"{1 / best.ratio_max:.2f} to {1 / best.ratio_min:.2f}"
-            times = f"{1 / best.ratio:.2f} times as fast as {first.entry} ({spread})"
-            yield f"{label}{best.entry} is the fastest, {times}.{void}"
+            yield f"{label}{best.entry} is the fastest, {times_as_fast(best, first.entry)}.{void}"
+
+
+def times_as_fast(row: Row, first: str) -> str:
+    """How many times as fast as the entry `first` a row is, with the spread; empty if unknown."""
+    if not (row.ratio and row.ratio_min and row.ratio_max):
+        return ""
+    spread = f"{1 / row.ratio_max:.2f} to {1 / row.ratio_min:.2f}"
+    return f"{1 / row.ratio:.2f} times as fast as {first} ({spread})"
 
 
 def describe(point: Point) -> str:

@@ -61,8 +61,8 @@ def test_the_fastest_is_named_with_what_is_gained() -> None:
 def test_a_line_says_how_a_block_went() -> None:
     ddp, dear = rows()
     own = block("dear", 2, rank_block(0, steps=STEPS))
-    times = "1.25 times as fast as ddp so far (1.25 to 1.25)"
-    assert said_of(own, [ddp, dear]) == f"round 3: dear 500 ms a step, {times}"
+    times = "1.25 times as fast as ddp (1.25 to 1.25)"
+    assert said_of(own, [ddp, dear]) == f"round 3: dear 500 ms a step, so far {times}"
     first = block("ddp", 0, rank_block(0, 0.625))
     assert said_of(first, [ddp]) == "round 1: ddp 625 ms a step"
 

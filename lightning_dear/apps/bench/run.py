@@ -41,6 +41,7 @@ from lightning_dear.studies.files import RawFile
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.records import COMPUTE_ALONE, Block, Point, RankBlock, Row
 from lightning_dear.studies.summary import summarize
+from lightning_dear.studies.table import times_as_fast
 
 
 @dataclass
@@ -227,12 +228,10 @@ def said_of(block: Block, rows: Sequence[Row]) -> str:
     """Return a line on a block that has ended: its step, and the entry's ratio so far."""
     step_s = median(step.step_s for step in block.steps)
     row = next(one for one in rows if one.entry == block.entry)
-    ratio = ""
     is_compared = row.entry not in (rows[0].entry, COMPUTE_ALONE)
-    if is_compared and row.ratio and row.ratio_min and row.ratio_max:
-        spread = f"{1 / row.ratio_max:.2f} to {1 / row.ratio_min:.2f}"
-        ratio = f", {1 / row.ratio:.2f} times as fast as {rows[0].entry} so far ({spread})"
-    return f"round {block.round_number + 1}: {block.entry} {step_s * 1e3:.0f} ms a step{ratio}"
+    times = times_as_fast(row, rows[0].entry) if is_compared else ""
+    so_far = f", so far {times}" if times else ""
+    return f"round {block.round_number + 1}: {block.entry} {step_s * 1e3:.0f} ms a step{so_far}"
 
 
 def groups_of(plan: BucketPlan) -> list[list[int]]:
