@@ -13,7 +13,14 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 
 from tests.lightning.matrix.nets import RowNet, conv, mlp
-from tests.lightning.matrix.rows import SUM_ORDER, THREE_RANKS, Apart, Feature, fit_and_validate
+from tests.lightning.matrix.rows import (
+    MOST,
+    SUM_ORDER,
+    THREE_RANKS,
+    Apart,
+    Feature,
+    fit_and_validate,
+)
 from tests.lightning.matrix.seen import Seen
 
 row = partial(Feature, section="Reading and writing weights")
@@ -165,7 +172,7 @@ FEATURES = (
         trainer={"max_epochs": 3, "precision": "32-true"},
         num_batches=3,
         check=_is_pruned,
-        apart=(Apart(SUM_ORDER.reason, THREE_RANKS, (3,)),),
+        apart=(Apart(SUM_ORDER.reason, THREE_RANKS, MOST),),
         remark="rewinds to the first weights each time; under DDP its second rewinding finds the"
         " copies trained along, since they share memory with the parameters",
     ),

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from tests.lightning.matrix.gradients import CLIP, GATHERED
 from tests.lightning.matrix.nets import ManualNet, RowNet
-from tests.lightning.matrix.rows import Feature
+from tests.lightning.matrix.rows import SEVERAL, Feature
 from tests.lightning.matrix.seen import Seen
 
 LATE_BATCH = 3
@@ -234,7 +234,7 @@ FEATURES = (
     row(
         name="register_post_accumulate_grad_hook that clears .grad",
         net=_Clearing,
-        world_sizes=(2, 3),
+        world_sizes=SEVERAL,
     ),
     row(
         name="hooks before and behind the optimizer's step, own and common, at any time",

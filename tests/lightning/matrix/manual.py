@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from lightning_dear import DearStrategy
 from tests.lightning.matrix.gradients import CLIP
 from tests.lightning.matrix.nets import ManualNet
-from tests.lightning.matrix.rows import NORM_ORDER, Apart, Feature
+from tests.lightning.matrix.rows import NORM_ORDER, SEVERAL, Apart, Feature
 from tests.training.models import optimizer_for
 
 row = partial(Feature, section="Optimisation")
 TWICE = Apart(
     "DDP averages after every backward, ours once before the step: another order of summation",
     2e-5,
-    (2, 3),
+    SEVERAL,
 )
 
 

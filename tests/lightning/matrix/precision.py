@@ -12,15 +12,16 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
+from tests.distributed.rank import RANKS_A_HOST
 from tests.lightning.matrix.gradients import CLIP
 from tests.lightning.matrix.manual import Gan, ManualPlain
 from tests.lightning.matrix.nets import RowNet, conv, gpt, mlp
-from tests.lightning.matrix.rows import NORM_ORDER, SUM_ORDER, THREE_RANKS, Apart, Feature
+from tests.lightning.matrix.rows import MOST, NORM_ORDER, SUM_ORDER, THREE_RANKS, Apart, Feature
 from tests.lightning.matrix.seen import Seen
 
 OVERFLOW_STEP = 2
 row = partial(Feature, section="Precision")
-AT_THREE_RANKS = Apart(SUM_ORDER.reason, THREE_RANKS, (3,))
+AT_THREE_RANKS = Apart(SUM_ORDER.reason, THREE_RANKS, MOST)
 
 
 def _grad_scaler() -> Sequence[Any]:
@@ -88,8 +89,17 @@ def _mean(gradient: Tensor) -> Tensor:
     scaled = gradient * (1 / world_size)
     everyone = [torch.empty_like(scaled) for _ in range(world_size)]
     dist.all_gather(everyone, scaled)
-    total = everyone[0].float()
-    for other in everyone[1:]:
+    if RANKS_A_HOST in os.environ:
+        # A host's sum is rounded once, to what travels between hosts.
+        size = int(os.environ[RANKS_A_HOST])
+        hosts = [everyone[first : first + size] for first in range(0, world_size, size)]
+        everyone = [_sum(ranks).to(scaled.dtype) for ranks in hosts]
+    return _sum(everyone)
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0].float()
+    for other in tensors[1:]:
         total += other.float()
     return total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from tests.distributed.rank import RANKS_A_HOST
 from tests.lightning.matrix.seen import Seen
 
 OPTIMIZERS = ("sgd", "adamw")
 """SGD with momentum, and AdamW; both in two parameter groups."""
 
-WORLD_SIZES = (1, 2, 3)
+WORLD_SIZES = (4,) if RANKS_A_HOST in os.environ else (1, 2, 3)
+"""Four ranks where hosts of several are pretended: then all collectives go in two hops."""
+
+SEVERAL, MOST = tuple(size for size in WORLD_SIZES if size > 1), WORLD_SIZES[-1:]
 NUM_BATCHES = 6
 """Per rank and epoch, where a row says nothing else."""
 
@@ -47,11 +52,11 @@ class Apart:
 SUM_ORDER = Apart(
     "at 3 ranks and more a sum depends on its order: ours is by rank, DDP's goes round a ring",
     1e-9,
-    (3,),
+    MOST,
 )
-"""Holds for every row. Rows run in float64 at 3 ranks, so that rounding stays far below what a
-wrong gradient would do (AdamW blows up gradients that are rounding noise: in float32 the weights
-would be 1e-3 apart)."""
+"""Holds for every row. Rows run in float64 at 3 ranks and more, so that rounding stays far below
+what a wrong gradient would do (AdamW blows up gradients that are rounding noise: in float32 the
+weights would be 1e-3 apart)."""
 
 THREE_RANKS = 1e-2
 """In place of `SUM_ORDER`'s distance where a row fixes its precision."""
@@ -135,10 +140,10 @@ class Feature:
     remark: str = ""
 
     def options(self, world_size: int) -> dict[str, Any]:
-        """The trainer's options; in float64 at 3 ranks, unless the row is about precision."""
+        """The trainer's options; in float64 at many ranks, unless the row is about precision."""
         is_plain = self.section != "Precision"
         return {
-            **({"precision": "64-true"} if world_size == 3 and is_plain else {}),
+            **({"precision": "64-true"} if world_size in MOST and is_plain else {}),
             **self.trainer,
         }
 
