@@ -33,7 +33,6 @@ from lightning_dear.apps.converge.config import (
     metric_of,
     tries_of,
 )
-from lightning_dear.apps.recipe.report import BEGIN
 from lightning_dear.compression import COMPRESSORS
 from lightning_dear.paths import conf_dir
 
@@ -61,8 +60,7 @@ def job(*overrides: str, folder: str = "out") -> Iterator[DictConfig]:
 JUDGED = ("fp16", "bf16", "int8", "int4", "loco", "powersgd", "efsignsgd", "topk", "dgc")
 SPARSE_ALL_REDUCES = ("oktopk", "topka", "topkdsa", "gtopk", "gaussiank")
 TEXTS = [path.read_text() for path in sorted((ROOT / "recipes").glob("*/README.md"))]
-# Others are written by dear-recipe, whose configs have the commands.
-RECIPES = "".join(text for text in TEXTS if BEGIN not in text)
+RECIPES = "".join(TEXTS)
 COMMANDS = re.findall(r"^OMP_NUM_THREADS=1 dear-converge ((?:.*\\\n)*.+)$", RECIPES, re.MULTILINE)
 
 
