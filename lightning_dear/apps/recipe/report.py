@@ -1,56 +1,53 @@
-"""What a recipe ends with: sentences, tables whose figures say where they come from, a picture."""
+"""What a recipe ends with: claims with what must be true for them, figures in rows, a picture."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from io import StringIO
+from math import isclose
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_dear.studies.table import format_table
+from rich.console import Console
+from rich.table import Table
 
-Kind = Literal["published", "simulated", "measured"]
-"""Where a table's figures come from; columns of another kind say so in their titles."""
+Kind = Literal["simulated", "measured"]
 
-BEGIN, END = "<!-- dear-recipe writes from here -->", "<!-- to here -->"
-"""What stands around the part of a recipe's README that a run replaces."""
+WIDTH = 100
+"""Columns of a terminal that a recipe writes at most."""
+
+RELATIVE_TOLERANCE = 1e-6
+"""By how much a figure may differ from the recorded one and be the same."""
+
+_MOST_DIFFERENCES = 10
 
 
 @dataclass(frozen=True)
-class Table:
-    """Figures under their titles.
+class Claim:
+    """One published statement, and what stands against it. All are words for people.
 
     Attributes:
-        kind: Where they come from.
-        title: What they are, in a line.
-        titles: Of the columns; the first one is of words.
-        rows: As many cells as titles.
-        note: What to know for reading it.
+        claim: What was claimed, in a few words.
+        published: The figure, with its unit.
+        here: What came out here, with its unit.
+        kind: Where `here` comes from.
+        must_be_true: The one assumption under which the claim holds, with its fitted value; empty
+            if it holds without one.
+        checked: What the fitted value was compared with, that it was not fitted on, and how that
+            came out; "none" if there is nothing.
+        plausible: "yes" if the check is within 1.5 times of the fitted value, "no" if it is not,
+            "not known" without a check.
     """
 
+    claim: str
+    published: str
+    here: str
     kind: Kind
-    title: str
-    titles: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-
-    @property
-    def heading(self) -> str:
-        """Its title, behind where its figures come from."""
-        return f"{self.kind.capitalize()}: {self.title}"
-
-    def as_text(self) -> str:
-        """Return it for a terminal."""
-        lines = [self.heading, format_table([*self.titles, ""], [[*row, ""] for row in self.rows])]
-        return "\n".join([*lines, self.note] if self.note else lines)
-
-    def as_markdown(self) -> str:
-        """Return it for a README."""
-        head = [f"**{self.heading}**", ""]
-        lines = [self.titles, ["---"] * len(self.titles), *self.rows]
-        body = ["| " + " | ".join(cells) + " |" for cells in lines]
-        return "\n".join([*head, *body, *(["", self.note] if self.note else [])])
+    must_be_true: str = ""
+    checked: str = "none"
+    plausible: Literal["yes", "no", "not known"] = "not known"
 
 
 @dataclass(frozen=True)
@@ -58,63 +55,94 @@ class Report:
     """All that a run of a recipe has to say.
 
     Attributes:
-        summary: Sentences in plain words: what came out, beside what was claimed.
-        tables: In the order of reading.
+        claims: In the order of reading.
+        summary: Figures in SI units, a row each; all rows have the same keys. They are compared
+            with the recorded ones, cell by cell.
         figure: A `matplotlib.figure.Figure`; None for no picture.
-        data: Name -> rows of figures, for a file `NAME.csv`; all rows have the same keys.
     """
 
-    summary: Sequence[str]
-    tables: Sequence[Table]
+    claims: Sequence[Claim]
+    summary: Sequence[Mapping[str, Any]]
     figure: Any = None
-    data: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
     def as_text(self) -> str:
-        """Return tables and sentences for a terminal; the sentences last, where one looks first."""
-        return "\n\n".join([*(table.as_text() for table in self.tables), "\n".join(self.summary)])
+        """Return the claims for a terminal, at most `WIDTH` columns wide."""
+        table = Table(show_lines=True, expand=True)
+        for title in ("claimed", "here", "must be true", "checked"):
+            table.add_column(title, ratio=1, overflow="fold")
+        for one in self.claims:
+            table.add_row(
+                f"{one.claim}: {one.published}",
+                f"{one.kind}: {one.here}",
+                one.must_be_true or "nothing more",
+                f"{one.checked} (plausible: {one.plausible})",
+            )
+        text = StringIO()
+        Console(file=text, width=WIDTH, color_system=None).print(table)
+        return text.getvalue().rstrip()
 
-    def as_markdown(self, picture: str) -> str:
-        """Return the part of a README that is made by a run; `picture` is its file's name."""
-        parts = ["\n".join(f"- {sentence}" for sentence in self.summary)]
+    def write(self, name: str, folder: Path) -> None:
+        """Write `claims.csv`, `summary.csv` and `NAME.png` into `folder`, over what is there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_csv(folder / "claims.csv", [asdict(one) for one in self.claims])
+        _write_csv(folder / "summary.csv", self.summary)
         if self.figure is not None:
-            parts.append(f"![{picture.removesuffix('.png')}]({picture})")
-        return "\n\n".join([*parts, *(table.as_markdown() for table in self.tables)])
+            self.figure.savefig(folder / f"{name}.png", dpi=130)
 
 
-def write_report(report: Report, name: str, folder: Path, readme: str) -> None:
-    """Write tables, picture, figures and README into `folder`.
-
-    Args:
-        report: What to write.
-        name: The recipe's.
-        folder: Where to.
-        readme: The recipe's present README; what stands around the written part stays.
-
-    Raises:
-        ValueError: If the README has no place for it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    picture = f"{name}.png"
-    written = with_section(readme, report.as_markdown(picture))
-    (folder / "table.txt").write_text(report.as_text() + "\n")
-    for title, rows in report.data.items():
-        _write_csv(folder / f"{title}.csv", rows)
-    if report.figure is not None:
-        report.figure.savefig(folder / picture, dpi=130)
-    (folder / "README.md").write_text(written)
+def read_claims(path: Path) -> list[Claim]:
+    """Return the claims of a `claims.csv`."""
+    return [Claim(**row) for row in read_rows(path)]  # type: ignore[arg-type]
 
 
-def with_section(readme: str, section: str) -> str:
-    """Return `readme` with `section` between its two marks.
+def as_markdown(claims: Sequence[Claim]) -> str:
+    """Return claims as the table that a recipe's page shows."""
+    from tabulate import tabulate
 
-    Raises:
-        ValueError: If it has not both of them, in this order.
-    """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"The recipe's README.md lacks the lines {BEGIN} and {END}; restore them.")
-    return f"{before}{BEGIN}\n\n{section}\n\n{END}{after}"
+    titles = [field.name.replace("_", " ") for field in fields(Claim)]
+    return tabulate([list(asdict(one).values()) for one in claims], titles, tablefmt="github")
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file; none if there is no such file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def compared(summary: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, str]]) -> str:
+    """Say whether figures are the recorded ones, or name the cells that differ."""
+    found = list(_differences(summary, recorded))
+    if not found:
+        return "Same as recorded."
+    more = [f"... and {len(found) - _MOST_DIFFERENCES} more"][: len(found) > _MOST_DIFFERENCES]
+    lines = [f"Differs from what is recorded in {len(found)} places:", *found[:_MOST_DIFFERENCES]]
+    return "\n  ".join([*lines, *more])
+
+
+def _differences(
+    summary: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, str]]
+) -> Iterator[str]:
+    if len(summary) != len(recorded):
+        yield f"{len(summary)} rows, recorded {len(recorded)}"
+        return
+    for number, (row, old) in enumerate(zip(summary, recorded, strict=True), 1):
+        for key in dict.fromkeys([*row, *old]):
+            new, was = _as_written(row.get(key, "")), old.get(key, "")
+            if not _is_same(new, was):
+                yield f"row {number}, {key}: {new}, recorded {was}"
+
+
+def _as_written(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _is_same(one: str, other: str) -> bool:
+    try:
+        return isclose(float(one), float(other), rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-12)
+    except ValueError:
+        return one == other
 
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

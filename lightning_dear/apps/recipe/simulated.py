@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import track
 
 from lightning_dear.apps.plan.config import network_of
 from lightning_dear.names import is_meant
@@ -17,6 +19,8 @@ from lightning_dear.simulator.ranking import Ranked, alone_s, ranked
 from lightning_dear.simulator.strategies import Strategy, resolve_strategy
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import ModelProfile, load_profile
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,16 @@ class Cell:
 def simulated(
     models: Sequence[Workload], clusters: dict[str, Network], strategies: Sequence[Strategy]
 ) -> Iterator[Cell]:
-    """Every model on every cluster under every strategy, the fastest first."""
-    for name, network in clusters.items():
-        for workload in models:
-            for row in ranked(strategies, workload, network):
-                yield Cell(workload.name, name, row, alone_s(workload))
+    """Every model on every cluster under every strategy, the fastest first. Shows progress."""
+    pairs = [(name, workload) for name in clusters for workload in models]
+    for name, workload in progress(pairs, "Simulating"):
+        for row in ranked(strategies, workload, clusters[name]):
+            yield Cell(workload.name, name, row, alone_s(workload))
+
+
+def progress(work: Sequence[T], what: str) -> Iterable[T]:
+    """`work`, with a bar on stderr that says how much time is left; only where one looks."""
+    return track(work, what, console=Console(stderr=True), transient=True)
 
 
 def workloads_of(cfg: DictConfig) -> list[Workload]:

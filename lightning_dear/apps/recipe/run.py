@@ -1,0 +1,182 @@
+"""One run of a recipe: its siblings are measured if asked for, its claims are printed and written.
+
+A recipe is a folder with a `make.py`, whose `make(cfg, siblings)` returns a `Report`. It imports
+files beside it as `from . import NAME`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from shlex import quote
+from types import ModuleType
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lightning_dear.apps import job
+from lightning_dear.apps.recipe.report import Report, compared, read_rows
+from lightning_dear.emulation import why_unavailable
+from lightning_dear.paths import conf_dir, recipes_dir
+
+log = logging.getLogger(__name__)
+
+MEASURED = "measured"
+"""Folder of what a recipe's siblings have measured, with a folder for each."""
+
+_KEPT = ("summary.csv", "loss_over_time.csv")
+_MACHINE = "machine.txt"
+
+
+@dataclass(frozen=True)
+class Sibling:
+    """A small measurement beside a claim.
+
+    Attributes:
+        folder: What it measured, if it ever did.
+        command: What measures it, for people.
+    """
+
+    folder: Path
+    command: str
+
+    def rows(self, name: str = "summary") -> list[dict[str, str]]:
+        """Return the rows of its file `NAME.csv`; none if it was not measured."""
+        return read_rows(self.folder / f"{name}.csv")
+
+    @property
+    def machine(self) -> str:
+        """What it was measured on; empty if it was not."""
+        path = self.folder / _MACHINE
+        return path.read_text().strip() if path.is_file() else ""
+
+
+Make = Callable[[DictConfig, Mapping[str, Sibling]], Report]
+
+
+def load(name: str) -> ModuleType:
+    """Import the `make.py` of a recipe, in a checkout and in a wheel.
+
+    Raises:
+        ModuleNotFoundError: If there is none.
+    """
+    package = ModuleType(f"recipe_{name}")
+    package.__path__ = [str(recipes_dir() / name)]
+    sys.modules[package.__name__] = package
+    return import_module(f"{package.__name__}.make")
+
+
+def reproduce(cfg: DictConfig, folder: Path) -> Report:
+    """Run a recipe; print what comes out and write it into `folder`.
+
+    Blocks; with `cfg.measure` as long as its siblings take. With `cfg.record` the recipe's own
+    folder is written, too.
+
+    Args:
+        cfg: A config of ``conf/recipe``.
+        folder: The run's.
+
+    Raises:
+        ValueError: If the config asks for what does not exist, or the machine cannot measure.
+        RuntimeError: If a sibling fails.
+    """
+    name, recorded = str(cfg.name), recipes_dir() / str(cfg.name)
+    if cfg.record and not os.access(recorded, os.W_OK):
+        raise ValueError(f"record=true writes into {recorded}, which cannot be written.")
+    if cfg.measure:
+        measure(cfg, folder)
+    make: Make = load(name).make
+    report = make(cfg, siblings_of(cfg, folder if cfg.measure else recorded))
+    report.write(name, folder)
+    print(report.as_text())
+    if _is_as_recorded():
+        print(compared(report.summary, read_rows(recorded / "summary.csv")))
+    print(f"Claims, figures and picture: {folder}", flush=True)
+    if cfg.record:
+        report.write(name, recorded)
+        _copy_measured(folder, recorded)
+        print(f"Recorded: {recorded}", flush=True)
+    return report
+
+
+def _is_as_recorded() -> bool:
+    """Whether no option changes what is to come out."""
+    changed = HydraConfig.get().overrides.task
+    return all(one.partition("=")[0] in ("measure", "record") for one in changed)
+
+
+def _copy_measured(folder: Path, recorded: Path) -> None:
+    for path in (folder / MEASURED).glob("*/*"):
+        if path.is_file():
+            target = recorded / path.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+
+
+# --- siblings -------------------------------------------------------------------------------------
+
+
+def siblings_of(cfg: DictConfig, source: Path) -> dict[str, Sibling]:
+    """Return the recipe's siblings by name, as they were measured into `source`."""
+    return {
+        str(name): Sibling(source / MEASURED / str(name), command_of(one))
+        for name, one in cfg.siblings.items()
+    }
+
+
+def command_of(sibling: DictConfig) -> str:
+    """Return the command line that measures it, for people."""
+    return " ".join([f"dear-{sibling.program}", *map(quote, sibling.overrides)])
+
+
+def measure(cfg: DictConfig, folder: Path) -> None:
+    """Measure all siblings of a recipe into `folder`; what they print is shown. Blocks for minutes.
+
+    Raises:
+        ValueError: If this machine cannot emulate the network that is measured on.
+        RuntimeError: If a sibling fails.
+    """
+    if reason := why_unavailable(as_own_root=True):
+        raise ValueError(f"measure=true needs an emulated cluster: {reason}")
+    for name, sibling in cfg.siblings.items():
+        _measure(sibling, folder / MEASURED / str(name))
+
+
+def _measure(sibling: DictConfig, folder: Path) -> None:
+    log.info("Measuring: %s", command_of(sibling))
+    run = folder / "run"
+    program = f"lightning_dear.apps.{sibling.program}"
+    command = [sys.executable, "-m", program, *sibling.overrides, f"hydra.run.dir={run}"]
+    if code := subprocess.run(command, check=False).returncode:
+        raise RuntimeError(f"{command_of(sibling)} ended with {code}; what it printed is above.")
+    for name in _KEPT:
+        if (run / name).is_file():
+            (run / name).rename(folder / name)
+    (folder / _MACHINE).write_text(f"{_machine()}\n")
+
+
+def _machine() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor = names[0] if names else platform.processor() or platform.machine()
+    return (
+        f"{processor}, {os.cpu_count()} cores; Python {platform.python_version()},"
+        f" torch {torch.__version__}"
+    )
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=None)
+def recipe_job(cfg: DictConfig) -> None:
+    """Run one recipe."""
+    with job.one_message("dear-recipe"):
+        reproduce(cfg, job.folder_with(cfg))
