@@ -2,162 +2,203 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import isfinite
-from pathlib import Path
-from statistics import mean
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.loss_curves import FILE, Curves, Run, read_runs
-from lightning_dear.apps.recipe.report import Report, Table
-from lightning_dear.apps.recipe.sibling import FOLDER, command_of, measured, measured_on
+from lightning_dear.apps.recipe.report import Claim, Report
+from lightning_dear.apps.recipe.run import Sibling
 
-Figures = Mapping[str, Any]
-"""Of an entry, as `Curves.as_row` returns them."""
+Floats = NDArray[np.float64]
 
 
-def make(cfg: DictConfig, recorded: Path, folder: Path) -> Report:
-    """Measure the siblings if asked to, and compare when they reach the reference's loss.
+@dataclass(frozen=True)
+class Run:
+    """One training; all arrays have a place for each of its points.
+
+    Attributes:
+        steps: Steps made.
+        times_s: Seconds since its first step began.
+        sent_mb: 10^6 bytes that a rank has sent.
+        losses: Running means of the training loss; nan where fewer steps were made.
+    """
+
+    steps: Floats
+    times_s: Floats
+    sent_mb: Floats
+    losses: Floats
+
+    def reaches(self, target: float) -> int | None:
+        """Return the first place whose loss is at most `target`; None: there is none."""
+        places = np.flatnonzero(self.losses <= target)
+        return int(places[0]) if len(places) else None
+
+    def per_step(self, figures: Floats) -> float:
+        """Return by how much `figures` grow in a step; nan for a single point."""
+        num_steps = self.steps[-1] - self.steps[0]
+        return float((figures[-1] - figures[0]) / num_steps) if num_steps else float("nan")
+
+
+Runs = Mapping[str, Mapping[int, Run]]
+"""Entry -> seed -> training."""
+
+
+def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
+    """Compare when entries reach the reference's last loss, on each sibling's model.
 
     Raises:
         ValueError: If a sibling lacks the reference, or has trained it too shortly.
     """
-    curves = _curves(cfg, recorded, folder)
-    rows = {name: [one.as_row(entry) for entry in one.runs] for name, one in curves.items()}
-    where = measured_on(folder if cfg.measure else recorded, list(cfg.siblings))
-    tables = [
-        _table(one, rows[name], f"`{command_of(cfg.siblings[name])}` on {where}.")
-        for name, one in curves.items()
-    ]
-    said = [_said(one, rows[name]) for name, one in curves.items()]
-    missing = [
-        f"`{name}`: NOT RUN, nothing is recorded here; measure=true does it."
-        for name in cfg.siblings
-        if name not in curves
-    ]
-    figure = _picture(list(curves.values())) if curves else None
-    data = {"time_to_target": [row for own in rows.values() for row in own]}
-    return Report([*said, *missing], tables, figure, data)
+    summary: list[Mapping[str, Any]] = []
+    panels: dict[str, tuple[Runs, float]] = {}
+    for model, sibling in siblings.items():
+        runs = runs_of(sibling.rows("loss_over_time"), int(cfg.window_steps))
+        if runs:
+            margin = float(sibling.rows()[0]["loss_margin"])
+            targets = targets_of(model, runs, str(cfg.reference), margin)
+            summary += [row_of(model, runs, one, str(cfg.reference), targets) for one in runs]
+            panels[model] = runs, float(np.mean(list(targets.values())))
+    claims = list(_claims(summary, str(cfg.reference), float(cfg.rate_mbit), list(siblings)))
+    return Report(claims, summary, _picture(panels, str(cfg.reference)) if panels else None)
 
 
-def _curves(cfg: DictConfig, recorded: Path, folder: Path) -> dict[str, Curves]:
-    source = folder if cfg.measure else recorded
-    found = {}
-    for name, summary in measured(cfg, recorded, folder).items():
-        runs = read_runs(source / FOLDER / name / FILE, int(cfg.window_steps))
-        if summary and runs:
-            margin = float(summary[0]["loss_margin"])
-            found[name] = Curves(name, runs, str(cfg.reference), margin)
-            _check(found[name], int(cfg.window_steps))
-    return found
+def runs_of(rows: Sequence[Mapping[str, str]], window_steps: int) -> Runs:
+    """Return the trainings of a `loss_over_time.csv`; losses become means over `window_steps`.
+
+    Raises:
+        ValueError: If the window is no multiple of the steps between two points.
+    """
+    found: dict[str, dict[int, list[Mapping[str, str]]]] = {}
+    for row in rows:
+        found.setdefault(row["entry"], {}).setdefault(int(row["seed"]), []).append(row)
+    return {
+        entry: {seed: _run(own, window_steps) for seed, own in seeds.items()}
+        for entry, seeds in found.items()
+    }
 
 
-def _check(curves: Curves, window_steps: int) -> None:
-    """Raise ValueError if there is no target."""
-    name, entries = curves.model, ", ".join(curves.runs)
-    if curves.reference not in curves.runs:
-        raise ValueError(
-            f"{name} has no entry {curves.reference!r}; valid values of reference: {entries}."
-        )
-    if not isfinite(curves.target):
-        raise ValueError(
-            f"{curves.reference} has made fewer than window_steps={window_steps} steps on {name}:"
-            " there is no target."
-        )
-
-
-# --- words --------------------------------------------------------------------------------------
-
-
-def _said(curves: Curves, rows: Sequence[Figures]) -> str:
-    base = next(row for row in rows if row["entry"] == curves.reference)
-    others = [row for row in rows if row is not base]
-    faster = [f"`{row['entry']}` {row['speedup']:.2f}" for row in others if row["speedup"]]
-    parts = [
-        f"`{base['entry']}` has a training loss of {curves.target:.4f}, {curves.margin:g} above its"
-        f" last one, after {base['target_s']:.1f} s",
-        f"so many times as fast: {', '.join(faster) or 'none'}",
-        *(_not_reached(row, curves.reference) for row in others if row["speedup"] is None),
-    ]
-    return f"`{curves.model}`: {'; '.join(parts)}."
-
-
-def _not_reached(row: Figures, reference: str) -> str:
-    num_seeds = int(row["num_seeds"])
-    return (
-        f"`{row['entry']}` does not reach it on {num_seeds - row['num_arrived']} of {num_seeds}"
-        f" seeds, and ends {_figure(row['over_reference'], '+.3f')} from `{reference}`"
+def _run(rows: Sequence[Mapping[str, str]], window_steps: int) -> Run:
+    names = ("step", "time_s", "sent_mb", "train_loss")
+    steps, times_s, sent_mb, losses = (
+        np.array([float(row[name]) for row in rows]) for name in names
     )
+    # The first point is as many steps from the beginning as any other is from the one before.
+    width, rest = divmod(window_steps, int(steps[0]))
+    if rest or width < 1:
+        raise ValueError(
+            f"window_steps={window_steps} must be a multiple of {steps[0]:.0f}, the steps of a"
+            " point."
+        )
+    means = np.full_like(losses, np.nan)
+    if len(losses) >= width:
+        means[width - 1 :] = np.convolve(losses, np.full(width, 1 / width), "valid")
+    return Run(steps, times_s, sent_mb, means)
 
 
-def _table(curves: Curves, rows: Sequence[Figures], note: str) -> Table:
-    reference = curves.reference
-    titles = [
-        *("entry", "seconds to it", f"x {reference}", "spread", "steps to it", "step ms"),
-        *("MB/step", "last loss", f"over {reference}'s"),
-    ]
-    title = f"time to a training loss of {curves.target:.4f} on {curves.model}"
-    return Table("measured", title, titles, [_cells(row) for row in rows], note)
+def targets_of(model: str, runs: Runs, reference: str, margin: float) -> dict[int, float]:
+    """Return for each seed the loss to be reached: the reference's last one, and the margin.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if reference not in runs:
+        raise ValueError(
+            f"{model} has no entry {reference!r}; valid values of reference: {', '.join(runs)}."
+        )
+    targets = {seed: float(run.losses[-1]) + margin for seed, run in runs[reference].items()}
+    if not np.isfinite(list(targets.values())).all():
+        raise ValueError(
+            f"{reference} has made fewer than window_steps steps on {model}: there is no target."
+        )
+    return targets
 
 
-def _cells(row: Figures) -> list[str]:
-    speedup = row["speedup"]
-    reached = f" ({row['num_arrived']} of {row['num_seeds']} seeds)" if speedup is None else ""
-    return [
-        row["entry"],
-        _figure(row["target_s"], ".1f") + reached,
-        _figure(speedup, ".2f"),
-        f"{row['speedup_min']:.2f}-{row['speedup_max']:.2f}" if speedup else "-",
-        _figure(row["target_steps"], ".0f"),
-        _figure(1e3 * row["step_s"], ".1f"),
-        _figure(row["sent_mb_per_step"], ".2f"),
-        _figure(row["last_loss"], ".4f"),
-        _figure(row["over_reference"], "+.4f"),
-    ]
+def row_of(
+    model: str, runs: Runs, entry: str, reference: str, targets: Mapping[int, float]
+) -> dict[str, Any]:
+    """Return an entry's figures, means over the seeds; None for what it does not reach on all."""
+    own, base = runs[entry], runs[reference]
+    places = {seed: own[seed].reaches(to) for seed, to in targets.items() if seed in own}
+    reached = [(own[seed], at) for seed, at in places.items() if at is not None]
+    all_s = {seed: run.times_s[run.reaches(targets[seed])] for seed, run in base.items()}
+    has_all = len(reached) == len(targets)
+    ratios = [all_s[seed] / own[seed].times_s[places[seed]] for seed in targets if has_all]
+    last = np.mean([run.losses[-1] for run in own.values()])
+    of_base = np.mean([run.losses[-1] for run in base.values()])
+    return {
+        "model": model,
+        "entry": entry,
+        "num_seeds": len(targets),
+        "num_arrived": len(reached),
+        "target_loss": float(np.mean(list(targets.values()))),
+        "target_s": float(np.mean([run.times_s[at] for run, at in reached])) if has_all else None,
+        "speedup": float(np.mean(ratios)) if has_all else None,
+        "speedup_min": float(min(ratios)) if has_all else None,
+        "speedup_max": float(max(ratios)) if has_all else None,
+        "target_steps": float(np.mean([run.steps[at] for run, at in reached])) if has_all else None,
+        "step_s": float(np.mean([run.per_step(run.times_s) for run in own.values()])),
+        "sent_mb_per_step": float(np.mean([run.per_step(run.sent_mb) for run in own.values()])),
+        "last_loss": float(last),
+        "over_reference": float(last - of_base),
+    }
 
 
-def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None or not isfinite(value) else format(value, form)
+def _claims(
+    summary: Sequence[Mapping[str, Any]], reference: str, rate_mbit: float, models: Sequence[str]
+) -> Iterator[Claim]:
+    """A row for each entry: how many times as fast it is at the reference's loss, by model."""
+    for entry in dict.fromkeys(row["entry"] for row in summary if row["entry"] != reference):
+        of_entry = {row["model"]: row for row in summary if row["entry"] == entry}
+        parts = [f"{model} {_arrival(row)}" for model, row in of_entry.items()]
+        yield Claim(
+            f"{entry}: sooner at {reference}'s last loss",
+            "ours",
+            ", ".join(parts),
+            "measured",
+            f"sending takes longer than computing, as on links of {rate_mbit:g} Mb/s",
+        )
+    for model in models:
+        if model not in {row["model"] for row in summary}:
+            yield Claim(f"{model}: sooner", "ours", "NOT RUN, measure=true does it", "measured")
 
 
-# --- picture ------------------------------------------------------------------------------------
+def _arrival(row: Mapping[str, Any]) -> str:
+    if row["speedup"] is None:
+        return f"never on {row['num_seeds'] - row['num_arrived']} of {row['num_seeds']} seeds"
+    return f"{row['speedup']:.2f}x"
 
 
-def _picture(models: Sequence[Curves]) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def _picture(panels: Mapping[str, tuple[Runs, float]], reference: str) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 1 + 3.4 * len(models)), layout="constrained")
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(len(models), squeeze=False)[:, 0]
-    for axes, curves in zip(all_axes, models, strict=True):
-        _draw(axes, curves)
+    figure = Figure(figsize=(9, 1 + 3.4 * len(panels)), layout="constrained")
+    all_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+    for axes, (model, (runs, target)) in zip(all_axes, panels.items(), strict=True):
+        _draw(axes, model, runs, target, reference)
     figure.suptitle("Training loss over time: running means, mean over the seeds", fontsize=11)
     return figure
 
 
-def _line(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
-    """Return seconds and losses, means over the seeds, as far as all of them go."""
-    places = range(min(len(run.steps) for run in runs))
-    times_s = [mean(run.times_s[at] for run in runs) for at in places]
-    return times_s, [mean(run.losses[at] for run in runs) for at in places]
-
-
-def _draw(axes: Any, curves: Curves) -> None:
-    lines = {entry: _line(list(runs.values())) for entry, runs in curves.runs.items()}
-    for entry, (times_s, losses) in lines.items():
+def _draw(axes: Any, model: str, runs: Runs, target: float, reference: str) -> None:
+    lasts = []
+    for entry, by_seed in runs.items():
+        # As far as all seeds go.
+        length = min(len(run.steps) for run in by_seed.values())
+        times_s = np.mean([run.times_s[:length] for run in by_seed.values()], axis=0)
+        losses = np.mean([run.losses[:length] for run in by_seed.values()], axis=0)
         axes.plot(times_s, losses, label=entry, linewidth=1.2)
-    # Early losses would flatten all that happens near the target.
-    base = lines[curves.reference][1]
-    shown = [base[len(base) // 5], *(losses[-1] for _, losses in lines.values()), curves.target]
-    bottom, top = min(filter(isfinite, shown)), max(filter(isfinite, shown))
+        # Early losses would flatten all that happens near the target.
+        lasts += [losses[-1], *([losses[length // 5]] if entry == reference else [])]
+    bottom, top = np.nanmin([*lasts, target]), np.nanmax([*lasts, target])
     axes.set_ylim(bottom - 0.1 * (top - bottom), top + 0.1 * (top - bottom))
     axes.set_xlim(left=0)
-    axes.axhline(curves.target, color="black", linewidth=0.8, linestyle="--", label="target")
-    axes.set_title(curves.model, fontsize=10)
+    axes.axhline(target, color="black", linewidth=0.8, linestyle="--", label="target")
+    axes.set_title(model, fontsize=10)
     axes.set_xlabel("seconds", fontsize=8)
     axes.set_ylabel("training loss", fontsize=8)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2, loc="upper right")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -1,10 +1,11 @@
-"""dear-recipe: what it finds, says, writes, and refuses."""
+"""dear-recipe: what it finds, prints, writes, and refuses; and what every recipe's page must be."""
 
 from __future__ import annotations
 
-import csv
+import re
+import subprocess
 import sys
-from importlib import import_module
+import time
 from pathlib import Path
 
 import pytest
@@ -12,25 +13,57 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps.bench.config import entries_of
-from lightning_dear.apps.recipe import recipe, sibling
-from lightning_dear.apps.recipe.dear_64gpu import make
-from lightning_dear.apps.recipe.recipe import RECIPES
-from lightning_dear.apps.recipe.report import BEGIN, END, Report, Table, with_section, write_report
+from lightning_dear.apps.recipe import recipe, run
+from lightning_dear.apps.recipe.report import (
+    WIDTH,
+    Claim,
+    Report,
+    as_markdown,
+    compared,
+    read_claims,
+    read_rows,
+)
 from lightning_dear.paths import conf_dir, recipes_dir
 from lightning_dear.studies.block import BlockLength
-from tests.apps.test_train import run
+from tests.apps.test_train import run as run_program
 
 PROGRAM = ("-m", "lightning_dear.apps.recipe")
-FEW = ("models=[resnet50]", "baselines=[ddp,mgwfbp]", "ours=[dear]", "clusters=[ethernet_10g]")
-README = f"# Title\n\nwords\n\n{BEGIN}\nold\n{END}\n\nmore words\n"
+NAMES = sorted(recipe.titles())
+MOST_LINES, MOST_WORDS, MOST_HELPERS = 40, 600, 2
+# A figure in prose: a number, and one of these units.
+FIGURE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?(%|x\b|ms\b|s\b|MB/s|GB/s|Gb/s|Mb/s|MiB\b|MB\b)")
+PER_UNIT = {"%": 100.0, "ms": 1e3, "MB": 1e-6, "GB/s": 1e-9, "MB/s": 1e-6}
 
 
-def composed(name: str, *overrides: str):
+def composed(name: str, *overrides: str) -> DictConfig:
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return compose(f"recipe/{name}", list(overrides))
 
 
-def check_length(one: DictConfig) -> None:
+# --- every recipe ---------------------------------------------------------------------------------
+
+
+def test_every_config_is_a_recipe() -> None:
+    assert {path.stem for path in (conf_dir() / "recipe").glob("*.yaml")} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_has_its_parts(name: str) -> None:
+    cfg = composed(name)
+    assert (cfg.name, cfg.measure, cfg.record) == (name, False, False)
+    for one in cfg.siblings.values():
+        assert one.program in ("bench", "converge")
+        if one.program == "bench":
+            _check_length(one)
+    folder = recipes_dir() / name
+    assert callable(run.load(name).make)
+    assert len(list(folder.glob("*.py"))) <= 1 + MOST_HELPERS
+    assert (folder / f"{name}.png").stat().st_size > 10_000
+    assert read_rows(folder / "summary.csv")
+    assert f"({name}/README.md)" in (recipes_dir() / "README.md").read_text()
+
+
+def _check_length(one: DictConfig) -> None:
     """What a sibling would be refused for, after its ranks had started."""
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose(one.program, list(one.overrides))
@@ -38,119 +71,117 @@ def check_length(one: DictConfig) -> None:
     assert entries_of(cfg)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_has_its_parts(name: str) -> None:
-    cfg = composed(name)
-    assert cfg.name == name
-    assert cfg.measure is False
-    for one in cfg.siblings.values():
-        assert one.program in ("bench", "converge")
-        if one.program == "bench":
-            check_length(one)
-    assert callable(import_module(f"lightning_dear.apps.recipe.{name}").make)
-    readme = (recipes_dir() / name / "README.md").read_text()
-    with_section(readme, "new")
-    assert f"dear-recipe {name}" in readme
-    assert f"({name}/README.md)" in (recipes_dir() / "README.md").read_text()
-
-
-def test_every_config_is_a_recipe() -> None:
-    assert {path.stem for path in (conf_dir() / "recipe").glob("*.yaml")} == set(RECIPES)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_what_a_run_wrote_stands_in_the_readme(name: str) -> None:
-    """In the words of its table.txt, which a run writes as well."""
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_short_and_shows_the_recorded_claims(name: str) -> None:
     folder = recipes_dir() / name
-    readme = (folder / "README.md").read_text()
-    summary = (folder / "table.txt").read_text().rstrip().split("\n\n")[-1].splitlines()
-    assert summary
-    assert all(f"- {sentence}" in readme for sentence in summary)
-    assert (folder / f"{name}.png").stat().st_size > 10_000
+    page, claims = (folder / "README.md").read_text(), read_claims(folder / "claims.csv")
+    assert as_markdown(claims) in page
+    assert f"dear-recipe {name}" in page
+    assert len(page.split()) <= MOST_WORDS
+    lines = Report(claims, []).as_text().splitlines()
+    assert len(lines) <= MOST_LINES
+    assert max(map(len, lines)) <= WIDTH
 
 
-def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:
-    before = {path: path.read_bytes() for path in recipes_dir().rglob("*") if path.is_file()}
-    result = run(tmp_path, "dear_64gpu", *FEW, "hydra.run.dir=out", program=PROGRAM)
-    assert result.returncode == 0, result.stderr
-    assert "Simulated: step, ms" in result.stdout
-    assert "Simulated on `ethernet_10g` (published for DeAR: up to 83 %)" in result.stdout
-    assert "Written as well" not in result.stdout
-    for file in ("table.txt", "README.md", "dear_64gpu.png", "simulated.csv", "config.yaml"):
-        assert (tmp_path / "out" / file).stat().st_size > 50
-    with (tmp_path / "out" / "simulated.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert {row["strategy"] for row in rows} == {"ddp", "mgwfbp", "dear"}
-    # What was changed on the command line is no recipe of ours.
-    after = {path: path.read_bytes() for path in recipes_dir().rglob("*") if path.is_file()}
-    assert after == before
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_of_a_page_are_recorded(name: str) -> None:
+    """A number with a unit stands in the claims or the config, or rounds to a cell of a summary."""
+    folder = recipes_dir() / name
+    words = (folder / "claims.csv").read_text() + (conf_dir() / f"recipe/{name}.yaml").read_text()
+    cells = _numbers(folder.rglob("summary.csv"))
+    page = re.sub(r"```.*?```|^\|.*?$|`[^`]*`", "", _page(folder), flags=re.S | re.M)
+    unknown = [
+        found.group()
+        for found in FIGURE.finditer(page)
+        if not re.search(rf"(?<![\d.]){re.escape(found[1])}(?![\d.]*\d)", words)
+        and not _rounds_to(found[1], PER_UNIT.get(found[2], 1.0), cells)
+    ]
+    assert not unknown
 
 
-def test_another_cluster_takes_the_place_of_all(tmp_path: Path) -> None:
-    cfg = composed("dear_64gpu", *FEW[:3], "cluster=infiniband_100g", "world_size=16")
-    report = make(cfg, recipes_dir() / "dear_64gpu", tmp_path)
-    assert len(report.data["simulated"]) == 3
-    assert all(cell["alone_s"] <= cell["step_s"] for cell in report.data["simulated"])
+def _page(folder: Path) -> str:
+    return (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("clusters=[ethernet_11g]", "Unknown cluster 'ethernet_11g'; valid ones: aries"),
-        ("models=[bert_huge]", "Unknown profile 'bert_huge'"),
-        ("baselines=[dpp]", "Unknown strategy 'dpp'"),
-        ("baselines=ddp", r"baselines must be a list of names, such as baselines=\[ddp\]"),
-    ],
-)
-def test_what_does_not_exist_is_refused(tmp_path: Path, override: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make(composed("dear_64gpu", *FEW, override), recipes_dir() / "dear_64gpu", tmp_path)
+def _numbers(files) -> list[float]:
+    cells = [cell for file in files for row in read_rows(file) for cell in row.values()]
+    return [float(cell) for cell in cells if re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", cell)]
+
+
+def _rounds_to(figure: str, scale: float, cells: list[float]) -> bool:
+    digits = len(figure.partition(".")[2])
+    return any(f"{abs(cell) * scale:.{digits}f}" == figure for cell in cells)
+
+
+# --- the program ----------------------------------------------------------------------------------
 
 
 def test_names_are_told(capsys, monkeypatch) -> None:
-    for arguments, code in (([], 0), (["dear_65gpu"], 1)):
+    for arguments, code in (([], 0), (["convergense"], 1)):
         monkeypatch.setattr(sys, "argv", ["dear-recipe", *arguments])
         with pytest.raises(SystemExit) as raised:
             recipe.main()
         assert raised.value.code == code
         said = "".join(capsys.readouterr())
-        assert all(name in said for name in RECIPES)
-    assert said.startswith("Unknown recipe 'dear_65gpu'")
+        assert all(name in said for name in NAMES)
+    assert said.startswith("Unknown recipe 'convergense'. Is 'convergence' meant?")
+
+
+def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in recipes_dir().rglob("*") if path.is_file()}
+    result = run_program(tmp_path, "convergence", "hydra.run.dir=out", program=PROGRAM)
+    assert result.returncode == 0, result.stderr
+    assert "Same as recorded." in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= WIDTH
+    for file in ("claims.csv", "summary.csv", "convergence.png", "config.yaml"):
+        assert (tmp_path / "out" / file).stat().st_size > 50
+    after = {path: path.read_bytes() for path in recipes_dir().rglob("*") if path.is_file()}
+    assert {p: b for p, b in after.items() if "__pycache__" not in p.parts} == {
+        p: b for p, b in before.items() if "__pycache__" not in p.parts
+    }
+
+
+@pytest.mark.alone
+def test_something_is_on_the_screen_at_once() -> None:
+    begin_s = time.monotonic()
+    command = [sys.executable, *PROGRAM, "convergence", "--cfg", "job"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        took_s = time.monotonic() - begin_s
+    assert first.startswith(b"Loss against time on a slow network: ")
+    # Generous: 2 s on a machine that does nothing else.
+    assert took_s < 10
 
 
 # --- what a report is -----------------------------------------------------------------------------
 
-TABLE = Table("measured", "steps", ["entry", "ms"], [["ddp", "1.0"]], "A note.")
+CLAIM = Claim("faster", "83 %", "8 %", "simulated", "Horovod waits 2.5 ms", "5 ms", "no")
 
 
-def test_a_report_replaces_what_the_last_one_wrote(tmp_path: Path) -> None:
-    report = Report(["It is so."], [TABLE], data={"figures": [{"a": 1}, {"a": 2}]})
-    write_report(report, "name", tmp_path, README)
-    written = (tmp_path / "README.md").read_text()
-    assert written.startswith("# Title\n\nwords\n")
-    assert written.endswith(f"{END}\n\nmore words\n")
-    assert "old" not in written
-    assert (
-        "- It is so.\n\n**Measured: steps**\n\n| entry | ms |\n| --- | --- |\n| ddp | 1.0 |"
-        in written
-    )
-    assert (tmp_path / "figures.csv").read_text() == "a\n1\n2\n"
-    assert (tmp_path / "table.txt").read_text().endswith("It is so.\n")
-    # Once more: nothing is left of the first time, and nothing is written twice.
-    write_report(report, "name", tmp_path, written)
-    assert (tmp_path / "README.md").read_text() == written
+def test_a_report_is_written_and_read_back(tmp_path: Path) -> None:
+    report = Report([CLAIM], [{"a": 1, "b": None}, {"a": 2.5, "b": "x"}])
+    report.write("name", tmp_path)
+    assert read_claims(tmp_path / "claims.csv") == [CLAIM]
+    assert compared(report.summary, read_rows(tmp_path / "summary.csv")) == "Same as recorded."
+    assert "| faster  | 83 %" in as_markdown([CLAIM])
 
 
-@pytest.mark.parametrize("readme", ["no marks", f"{BEGIN} only", f"{END}{BEGIN}"])
-def test_a_readme_without_room_is_refused(readme: str) -> None:
-    with pytest.raises(ValueError, match="restore them"):
-        with_section(readme, "new")
+def test_differences_are_named_by_cell(tmp_path: Path) -> None:
+    Report([CLAIM], [{"a": 1.0, "b": "x"}] * 20).write("name", tmp_path)
+    recorded = read_rows(tmp_path / "summary.csv")
+    nearly = [{"a": 1.0 + 1e-9, "b": "x"}] * 20
+    assert compared(nearly, recorded) == "Same as recorded."
+    said = compared([{"a": 1.1, "b": "x"}, *nearly[1:]], recorded)
+    assert said == "Differs from what is recorded in 1 places:\n  row 1, a: 1.1, recorded 1.0"
+    assert compared([{"a": 2, "b": "y"}] * 20, recorded).endswith("... and 30 more")
+    assert "19 rows, recorded 20" in compared(nearly[1:], recorded)
 
 
 # --- siblings -------------------------------------------------------------------------------------
 
 
-def siblings_of(measure: bool):
+def small(measure: bool) -> DictConfig:
     return OmegaConf.create(
         {
             "measure": measure,
@@ -160,27 +191,24 @@ def siblings_of(measure: bool):
 
 
 def test_what_was_recorded_is_read(tmp_path: Path) -> None:
-    cfg = siblings_of(measure=False)
-    assert sibling.measured(cfg, tmp_path, tmp_path / "run") == {"small": []}
+    one = run.siblings_of(small(measure=False), tmp_path)["small"]
+    assert (one.rows(), one.machine) == ([], "")
     folder = tmp_path / "measured" / "small"
     folder.mkdir(parents=True)
     (folder / "summary.csv").write_text("entry,step_s\nddp,1.5\n")
     (folder / "machine.txt").write_text("a machine\n")
-    assert sibling.measured(cfg, tmp_path, tmp_path / "run") == {
-        "small": [{"entry": "ddp", "step_s": "1.5"}]
-    }
-    assert sibling.measured_on(tmp_path, ["small", "other"]) == "a machine"
-    assert sibling.command_of(cfg.siblings.small) == "dear-bench a=1 'b=[c,d]'"
+    assert (one.rows(), one.machine) == ([{"entry": "ddp", "step_s": "1.5"}], "a machine")
+    assert one.command == "dear-bench a=1 'b=[c,d]'"
 
 
 def test_measuring_needs_an_emulated_cluster(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sibling, "why_unavailable", lambda **_: "no root")
+    monkeypatch.setattr(run, "why_unavailable", lambda **_: "no root")
     with pytest.raises(ValueError, match="measure=true needs an emulated cluster: no root"):
-        sibling.measured(siblings_of(measure=True), tmp_path, tmp_path)
+        run.measure(small(measure=True), tmp_path)
 
 
 def test_measuring_keeps_rows_and_says_where(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sibling, "why_unavailable", lambda **_: None)
+    monkeypatch.setattr(run, "why_unavailable", lambda **_: None)
 
     def pretend(command, check):
         assert command[1:4] == ["-m", "lightning_dear.apps.bench", "a=1"]
@@ -191,12 +219,12 @@ def test_measuring_keeps_rows_and_says_where(tmp_path: Path, monkeypatch) -> Non
         return type("Ended", (), {"returncode": pretend.code})
 
     pretend.code = 0
-    monkeypatch.setattr(sibling.subprocess, "run", pretend)
-    rows = sibling.measured(siblings_of(measure=True), tmp_path, tmp_path / "run")
-    assert rows == {"small": [{"entry": "ddp"}]}
-    kept = tmp_path / "run" / "measured" / "small"
+    monkeypatch.setattr(run.subprocess, "run", pretend)
+    run.measure(small(measure=True), tmp_path)
+    kept = tmp_path / "measured" / "small"
+    assert run.siblings_of(small(measure=True), tmp_path)["small"].rows() == [{"entry": "ddp"}]
     assert "torch" in (kept / "machine.txt").read_text()
     assert not (kept / "raw.csv").exists()
     pretend.code = 3
     with pytest.raises(RuntimeError, match="ended with 3"):
-        sibling.measured(siblings_of(measure=True), tmp_path, tmp_path / "again")
+        run.measure(small(measure=True), tmp_path / "again")

@@ -10,12 +10,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from lightning_dear.apps.converge.config import buckets_of, check, entries_of, tries_of
-from lightning_dear.apps.recipe.convergence import make
-from lightning_dear.apps.recipe.loss_curves import Curves, Run, read_runs
 from lightning_dear.apps.recipe.report import Report
-from lightning_dear.paths import conf_dir, recipes_dir
+from lightning_dear.apps.recipe.run import load, siblings_of
+from lightning_dear.paths import conf_dir
 from tests.apps.test_converge import job
 
+RECIPE = load("convergence")
 TITLES = "entry,buckets,seed,step,train_loss,time_s,sent_mb"
 SLOW, FAST = 1.0, 0.25
 """Seconds of a step."""
@@ -24,6 +24,11 @@ SLOW, FAST = 1.0, 0.25
 def config(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return compose("recipe/convergence", list(overrides))
+
+
+def made(folder: Path, *overrides: str) -> Report:
+    cfg = config(*overrides)
+    return RECIPE.make(cfg, siblings_of(cfg, folder))
 
 
 def lines(entry: str, seed: int, losses: Sequence[float], step_s: float) -> list[str]:
@@ -38,7 +43,6 @@ def record(folder: Path, model: str, trainings: Mapping[tuple[str, int], tuple])
     own = folder / "measured" / model
     own.mkdir(parents=True)
     (own / "summary.csv").write_text("entry,loss_margin\nddp,0.25\n")
-    (own / "machine.txt").write_text("a machine\n")
     body = [line for place, one in trainings.items() for line in lines(*place, *one)]
     (own / "loss_over_time.csv").write_text("\n".join([TITLES, *body]) + "\n")
 
@@ -53,17 +57,19 @@ TRAININGS = {
     # Not on the second seed.
     ("topk", 1): ([4.0, 1.0, 1.0, 1.0], FAST),
     ("topk", 2): ([5.0, 5.0, 4.0, 3.0], FAST),
+    # Has no second seed.
+    ("onebit", 1): ([4.0, 1.0, 1.0, 1.0], FAST),
 }
 
 
 @pytest.fixture
 def report(tmp_path: Path) -> Report:
     record(tmp_path, "digits", TRAININGS)
-    return make(config(), tmp_path, tmp_path / "run")
+    return made(tmp_path)
 
 
 def rows_of(report: Report) -> dict[str, Mapping]:
-    return {row["entry"]: row for row in report.data["time_to_target"]}
+    return {row["entry"]: row for row in report.summary}
 
 
 def test_times_are_compared_with_ddps_on_the_same_seed(report: Report) -> None:
@@ -81,79 +87,57 @@ def test_times_are_compared_with_ddps_on_the_same_seed(report: Report) -> None:
     assert int8["over_reference"] == pytest.approx(0)
 
 
-def test_what_never_arrives_has_no_time_and_says_so(report: Report) -> None:
-    topk = rows_of(report)["topk"]
-    assert (topk["num_arrived"], topk["target_s"], topk["speedup"]) == (1, None, None)
-    (table,) = report.tables
-    assert table.kind == "measured"
-    cells = {row[0]: row for row in table.rows}
-    assert cells["topk"][1:5] == ["- (1 of 2 seeds)", "-", "-", "-"]
-    assert cells["topk"][-1] == "+0.7500"
-    assert cells["int8"][1:6] == ["20.0", "2.67", "1.33-4.00", "35", "625.0"]
-    assert len(table.titles) == len(cells["ddp"])
-    assert "on a machine." in table.note
-
-
-def test_sentences_come_from_the_figures(report: Report) -> None:
-    said, missing = report.summary
-    assert said == (
-        "`digits`: `ddp` has a training loss of 1.7500, 0.25 above its last one, after 40.0 s; so"
-        " many times as fast: `int8` 2.67; `topk` does not reach it on 1 of 2 seeds, and ends"
-        " +0.750 from `ddp`."
-    )
-    assert missing == "`gpt`: NOT RUN, nothing is recorded here; measure=true does it."
+@pytest.mark.parametrize("entry", ["topk", "onebit"])
+def test_what_never_arrives_has_no_time_and_says_so(report: Report, entry: str) -> None:
+    row = rows_of(report)[entry]
+    assert (row["num_arrived"], row["target_s"], row["speedup"]) == (1, None, None)
+    said = {claim.claim.partition(":")[0]: claim.here for claim in report.claims}
+    assert said[entry] == "digits never on 1 of 2 seeds"
+    assert said["int8"] == "digits 2.67x"
+    assert said["gpt"] == "NOT RUN, measure=true does it"
 
 
 def test_the_picture_has_a_line_for_each_entry_and_the_target(report: Report) -> None:
     (axes,) = report.figure.axes
     labels = [line.get_label() for line in axes.get_lines()]
-    assert labels == ["ddp", "int8", "topk", "target"]
+    assert labels == ["ddp", "int8", "topk", "onebit", "target"]
     assert list(axes.get_lines()[0].get_xdata()) == [10, 20, 30, 40]
     assert axes.get_lines()[-1].get_ydata()[0] == pytest.approx(1.75)
 
 
 def test_nothing_recorded_is_said(tmp_path: Path) -> None:
-    report = make(config(), tmp_path, tmp_path / "run")
-    assert (report.tables, report.figure) == ([], None)
-    assert len(report.summary) == 2
-    assert all("NOT RUN" in said for said in report.summary)
+    report = made(tmp_path)
+    assert (report.summary, report.figure) == ([], None)
+    assert [claim.here for claim in report.claims] == ["NOT RUN, measure=true does it"] * 2
 
 
 def test_what_gives_no_target_is_refused(tmp_path: Path) -> None:
     record(tmp_path, "digits", {("ddp", 1): ([4.0], SLOW)})
     for override, message in (
         ("reference=fsdp2", "digits has no entry 'fsdp2'; valid values of reference: ddp"),
-        ("window_steps=20", "ddp has made fewer than window_steps=20 steps on digits"),
+        ("window_steps=20", "ddp has made fewer than window_steps steps on digits"),
         ("window_steps=15", "window_steps=15 must be a multiple of 10"),
     ):
         with pytest.raises(ValueError, match=message):
-            make(config(override), tmp_path, tmp_path / "run")
+            made(tmp_path, override)
 
 
 def test_running_means_begin_when_there_are_enough_steps(tmp_path: Path) -> None:
     record(tmp_path, "digits", TRAININGS)
-    run = read_runs(tmp_path / "measured/digits/loss_over_time.csv", 20)["ddp"][1]
-    assert run.losses[1:] == [3.0, 1.5, 1.0]
+    (sibling, _) = siblings_of(config(), tmp_path).values()
+    run = RECIPE.runs_of(sibling.rows("loss_over_time"), 20)["ddp"][1]
+    assert list(run.losses[1:]) == [3.0, 1.5, 1.0]
     assert run.reaches(1.5) == 2
     assert run.reaches(0.5) is None
     # The first point has no mean, and is reached by nothing.
     assert run.reaches(9.0) == 1
 
 
-def test_a_seed_that_is_missing_is_not_reached() -> None:
-    run = Run([10, 20], [1.0, 2.0], [1.0, 2.0], [2.0, 1.0])
-    curves = Curves("m", {"ddp": {1: run, 2: run}, "int8": {1: run}}, "ddp", 0.0)
-    row = curves.as_row("int8")
-    assert (row["num_arrived"], row["num_seeds"], row["speedup"]) == (1, 2, None)
-
-
-def test_the_siblings_compose_and_the_readme_has_a_place() -> None:
+def test_the_siblings_compose() -> None:
     cfg = config("seeds=[1,2]", "steps.gpt=40")
     assert list(cfg.siblings) == ["digits", "gpt"]
     overrides = list(cfg.siblings.gpt.overrides)
     assert {"seeds=[1, 2]", "trainer.max_steps=40", "cluster.rate_mbit=100"} <= set(overrides)
-    readme = (recipes_dir() / "convergence/README.md").read_text()
-    assert readme.count("dear-recipe writes from here") == 1
 
 
 @pytest.mark.slow
