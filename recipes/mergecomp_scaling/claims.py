@@ -73,7 +73,7 @@ def _host_claim(
         published,
         here,
         "simulated",
-        f"a tensor takes {1e3 * fitted:.2f} ms of a host",
+        f"a host takes {1e3 * fitted:.2f} ms a tensor",
         **check(f"{1e3 * other:.2f} ms {source}", fitted, other),
     )
 
@@ -90,13 +90,13 @@ def _model_claim(model: str, server: Server, published: Figures, predicted: Figu
         costs = server.host(here).per_tensor_s / server.host(there).per_tensor_s
         num_close += 1 / PLAUSIBLE <= costs <= PLAUSIBLE
     return Claim(
-        f"{len(own)} compressors on {model}, merged over layer by layer",
+        f"{len(own)} compressors on {model}",
         f"{min(gains):.2f}x to {max(gains):.2f}x",
-        f"factors predicted {fmean(off):.0f} points off on average, {max(off):.0f} at most",
+        f"{fmean(off):.0f} points off on average, {max(off):.0f} at most",
         "simulated",
-        f"a tensor and a byte take what they do in {FITTED}",
-        f"gains up to {max(apart):.2f} times apart; {num_close} of {len(own)} costs a tensor within"
-        f" {PLAUSIBLE}",
+        f"a host takes what it does in {FITTED}",
+        f"gains up to {max(apart):.2f}x off; {num_close} of {len(own)} costs a tensor within"
+        f" {PLAUSIBLE}x",
         "yes" if max(apart) <= PLAUSIBLE else "no",
     )
 
@@ -118,28 +118,30 @@ def _nvlink_claims(
     cfg: DictConfig, server: Server, published: Figures, simulated: Figures
 ) -> Iterator[Claim]:
     """What FP32 waits for: a host by the tensor, or Horovod's cycle."""
-    fp16, plain = (_found(simulated, NVLINK, 2, FITTED, name) for name in ("fp16", FP32))
+    figure, here = (
+        f"{100 * _found(figures, NVLINK, 2, FITTED, 'fp16').pair[1]:.0f} % merged,"
+        f" FP32 {100 * _found(figures, NVLINK, 2, FITTED, FP32).pair[0]:.0f} %"
+        for figures in (published, simulated)
+    )
     theirs, other = (_found(published, NVLINK, 2, model, FP32) for model in (FITTED, OTHERS[0]))
-    figure = f"99 % merged, FP32 {100 * theirs.pair[0]:.0f} %"
-    here = f"{100 * fp16.pair[1]:.0f} % merged, FP32 {100 * plain.pair[0]:.0f} %"
     a_tensor_s, others_s = (server.host(one).per_tensor_s for one in (theirs, other))
     yield Claim(
         f"FP16 on {FITTED}, 2 GPUs, NVLink",
         figure,
         here,
         "simulated",
-        f"FP32 takes {1e6 * a_tensor_s:.0f} us of a host a tensor",
+        f"FP32 takes a host {1e6 * a_tensor_s:.0f} us a tensor",
         **check(f"{1e6 * others_s:.0f} us by {other.model}", a_tensor_s, others_s),
     )
     cycle_s, waits_s = float(cfg.cycle_s), server.waits_s(theirs)
     yield Claim(
-        "the same without merging",
+        "the same by Horovod's cycle",
         figure,
         here,
         "simulated",
-        f"FP32 waits {1e3 * waits_s:.1f} ms for Horovod's cycle",
+        f"FP32 waits {1e3 * waits_s:.1f} ms for it",
         **check(
-            f"its cycle is {1e3 * cycle_s:.1f} ms, MergeComp's {1e3 * cfg.mergecomp_cycle_s:.1f}",
+            f"it is {1e3 * cycle_s:.1f} ms, MergeComp's {1e3 * cfg.mergecomp_cycle_s:.1f} ms",
             waits_s,
             cycle_s,
         ),

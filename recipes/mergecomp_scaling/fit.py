@@ -63,7 +63,7 @@ class Figure:
     @property
     def percent(self) -> str:
         """The pair, for people."""
-        return f"{100 * self.pair[0]:.0f} -> {100 * self.pair[1]:.0f} %"
+        return f"{100 * self.pair[0]:.0f}->{100 * self.pair[1]:.0f} %"
 
     def is_of(self, network: str, num_gpus: int, model: str | None = None) -> bool:
         """Whether it is of a network and so many GPUs; and of a model, if one is given."""

@@ -189,7 +189,7 @@ def _speed_claims(case: Case, fits: Mapping[str, float], least_compute_s: float)
             here(over),
             "simulated",
             f"a node sends {_gb(fits[over])}",
-            **check(f"{_gb(fits[other])} by the gain over {other}", fits[over], fits[other]),
+            **check(f"{_gb(fits[other])} by {other}", fits[over], fits[other]),
         )
 
     yield claim("least gain, over", LEAST_OVER, LEAST, MOST_OVER)
@@ -201,7 +201,7 @@ def _speed_claims(case: Case, fits: Mapping[str, float], least_compute_s: float)
         here(DENSE),
         "simulated",
         f"a node sends {_gb(at)}",
-        f"{'between' if is_between else 'not between'} both ends, to which it was not fitted",
+        f"{'between' if is_between else 'not between'} both ends; not fitted",
         "yes" if is_between else "no",
     )
     yield claim("least gain, if also over", "gtopk", LEAST, LEAST_OVER)

@@ -58,11 +58,11 @@ def check(what: str, fitted: float, other: float) -> dict[str, Any]:
 
     Args:
         what: The other value in words, with its unit.
-        fitted: Under which the claim holds.
-        other: The same of another source. Both are positive.
+        fitted: With which the claim holds; positive.
+        other: From another source; positive, too.
     """
     times = max(fitted / other, other / fitted)
-    words = f"{what}: {times:.2f} times apart"
+    words = f"{what}, {times:.2f}x off"
     return {"checked": words, "plausible": "yes" if times <= PLAUSIBLE else "no"}
 
 
