@@ -86,8 +86,8 @@ def test_every_fit_hits_its_published_figure(server: Any, model: str) -> None:
             assert pair == pytest.approx(one.pair, rel=1e-12)
 
 
-def test_compressors_figures_of_other_models_predict_nothing() -> None:
-    plain = predicted(PUBLISHED)
+def test_compressors_figures_of_other_models_predict_nothing(server: Any) -> None:
+    plain = list(server.predicted(PUBLISHED))
     assert {one.model for one in plain} == {"resnet101", "mask_rcnn"}
     assert len(plain) == 2 * 9
     is_fitted_to = [one.model == "resnet50" or one.compressor == "fp32" for one in PUBLISHED]
@@ -100,20 +100,19 @@ def test_compressors_figures_of_other_models_predict_nothing() -> None:
 
 
 @pytest.mark.parametrize(("model", "compressor"), [("resnet50", "dgc"), ("resnet101", "fp32")])
-def test_fp32_and_resnet50_are_looked_at(model: str, compressor: str) -> None:
+def test_fp32_and_resnet50_are_looked_at(server: Any, model: str, compressor: str) -> None:
     altered = [
         replace(one, pair=(one.pair[0] * 0.9, one.pair[1]))
         if one == figure(model, compressor)
         else one
         for one in PUBLISHED
     ]
-    assert repr(predicted(altered)) != repr(predicted(PUBLISHED))
+    assert repr(predicted(altered)) != repr(list(server.predicted(PUBLISHED)))
 
 
-def test_predictions_do_not_depend_on_the_assumed_seconds() -> None:
-    for one, other in zip(
-        predicted(PUBLISHED), predicted(PUBLISHED, "compute_s=0.05"), strict=True
-    ):
+def test_predictions_do_not_depend_on_the_assumed_seconds(server: Any) -> None:
+    shorter = predicted(PUBLISHED, "compute_s=0.05")
+    for one, other in zip(server.predicted(PUBLISHED), shorter, strict=True):
         assert one.pair == pytest.approx(other.pair, rel=0.01)
 
 
