@@ -87,7 +87,14 @@ def workload_of(profile: ModelProfile, factor: float) -> Workload:
     return Workload(profile.name, *planned(profile.with_compute(seconds * factor)))
 
 
-def fitted(of: Callable[[float], float], goal: float, low: float, high: float, what: str) -> float:
+def fitted(
+    of: Callable[[float], float],
+    goal: float,
+    low: float,
+    high: float,
+    what: str,
+    tolerance: float = 2e-12,
+) -> float:
     """Return where a quantity of one positive number is what was published.
 
     Args:
@@ -96,6 +103,7 @@ def fitted(of: Callable[[float], float], goal: float, low: float, high: float, w
         low: Where to look.
         high: Up to where.
         what: The quantity, for the message.
+        tolerance: By which share the number may be wrong.
 
     Raises:
         ValueError: If it is nowhere between `low` and `high`.
@@ -108,7 +116,7 @@ def fitted(of: Callable[[float], float], goal: float, low: float, high: float, w
     ends = math.log(low), math.log(high)
     if missing(ends[0]) * missing(ends[1]) > 0:
         raise ValueError(f"{what} is {goal:g} nowhere between {low:g} and {high:g}.")
-    return math.exp(brentq(missing, *ends))
+    return math.exp(brentq(missing, *ends, xtol=tolerance))
 
 
 def networks_of(cfg: DictConfig, world_size: int | None) -> dict[str, Network]:
