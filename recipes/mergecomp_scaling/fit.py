@@ -1,180 +1,191 @@
-"""What FP32's published scaling factors say of a network; nothing of compressors is looked at."""
+"""What MergeComp's published scaling factors say of its hosts: seconds a tensor, seconds a byte.
+
+Compressors are fitted to ResNet-50 alone; of other models only FP32's figures are looked at.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.mergecomp_published import FP32, fp32_sizes, published
-from lightning_dear.apps.recipe.simulated import listed, networks_of
-from lightning_dear.simulator import Network, Workload
+from lightning_dear.apps.recipe.report import read_rows
+from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
+from lightning_dear.simulator import Link, Network, Workload
 from lightning_dear.simulator.ranking import Conditions, alone_s
-from lightning_dear.simulator.strategies import resolve_strategy
-from lightning_dear.workloads.replay.planned import planned
+from lightning_dear.simulator.strategies import Strategy, resolve_strategy
 from lightning_dear.workloads.replay.profile import load_profile
 
-ONE_STEP = Conditions(num_steps=1)
+Pair = tuple[float, float]
+"""Scaling factors, 0 to 1: layer by layer, and scheduled by MergeComp."""
+
+FP32 = "fp32"
+FITTED, OTHERS = "resnet50", ("resnet101", "mask_rcnn")
+PCIE, NVLINK = "pcie_8gpu", "nvlink_8gpu"
+GPUS = 8
+GROUPS = 2
+"""That MergeComp merges tensors into."""
+
+LAYERWISE = resolve_strategy("wfbp")
+
+_ONE_STEP = Conditions(num_steps=1)
 """All steps are alike."""
 
-_RATES_S, _LENGTHS_S = (1e-12, 1e-6), (1e-4, 1e2)
+_BETAS_S, _LENGTHS_S = (1e-12, 1e-6), (1e-4, 1e2)
 """Between which a byte's seconds are looked for, and those of forward and backward."""
-
-_HALVINGS = 30
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A network, and what GPUs compute there.
+class Figure:
+    """A published scaling factor, or two.
 
     Attributes:
-        name: The network's.
-        cluster: What it has but for its rate; whose figures are fitted to.
-        world_size: GPUs in these figures.
-        model: Whose FP32 the rate was fitted to.
-        beta_s: Seconds for a byte.
-        seconds: Model -> seconds of forward and backward, where others than in the config.
-        assumed: Model -> scaling factor of FP32 with the config's seconds, per cent.
+        network: The cluster of ours that stands for theirs.
+        num_gpus: Of one server.
+        model: A profile's name.
+        compressor: Its name, or `FP32`.
+        pair: What the figure shows; FP32 is not scheduled and has the same twice.
     """
 
-    name: str
-    cluster: str
-    world_size: int
+    network: str
+    num_gpus: int
     model: str
-    beta_s: float = 0.0
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    assumed: Mapping[str, float] = field(default_factory=dict)
+    compressor: str
+    pair: Pair
 
-    def network(self, world_size: int) -> Network:
-        """Return the network of so many GPUs.
+    @property
+    def gain(self) -> float:
+        """How many times as fast as layer by layer it is when scheduled."""
+        return self.pair[1] / self.pair[0]
+
+    @property
+    def percent(self) -> str:
+        """The pair, for people."""
+        return f"{100 * self.pair[0]:.0f}->{100 * self.pair[1]:.0f} %"
+
+    def is_of(self, network: str, num_gpus: int, model: str | None = None) -> bool:
+        """Whether it is of a network and so many GPUs; and of a model, if one is given."""
+        is_model = model in (None, self.model)
+        return (self.network, self.num_gpus) == (network, num_gpus) and is_model
+
+
+def read_figures() -> list[Figure]:
+    """Return all that were digitised, each +-0.01."""
+    rows = read_rows(Path(__file__).with_name("published.csv"))
+    return [
+        Figure(
+            row["network"],
+            int(row["num_gpus"]),
+            row["model"],
+            row["compressor"],
+            (float(row["layerwise"]) / 100, float(row["scheduled"] or row["layerwise"]) / 100),
+        )
+        for row in rows
+    ]
+
+
+@dataclass(frozen=True)
+class Host:
+    """What one compressor takes of a step beyond computing, whatever it is made of.
+
+    Attributes:
+        per_tensor_s: Seconds for each tensor that is compressed and sent by itself.
+        per_byte_s: Seconds for each byte of the gradient, merged or not.
+    """
+
+    per_tensor_s: float
+    per_byte_s: float
+
+    @classmethod
+    def of(cls, workload: Workload, pair: Pair) -> Host:
+        """Return that under which a model scales so; the inverse of `scaling`."""
+        layerwise_s, scheduled_s = (alone_s(workload) / one for one in pair)
+        return cls(
+            (layerwise_s - scheduled_s) / (len(workload.tensors) - GROUPS),
+            (scheduled_s - alone_s(workload)) / workload.nbytes,
+        )
+
+    def scaling(self, workload: Workload) -> Pair:
+        """Return how a model scales with it."""
+        scheduled_s = alone_s(workload) + self.per_byte_s * workload.nbytes
+        merged = len(workload.tensors) - GROUPS
+        layerwise_s = scheduled_s + self.per_tensor_s * merged
+        return alone_s(workload) / layerwise_s, alone_s(workload) / scheduled_s
+
+
+@dataclass(frozen=True)
+class Server:
+    """Theirs, as far as FP32's figures tell.
+
+    Attributes:
+        network: `PCIE` with 8 GPUs, at the rate at which FP32 of ResNet-50 scales as published.
+        workloads: Model -> what computes as long as makes its FP32 scale as published there.
+    """
+
+    network: Network
+    workloads: Mapping[str, Workload]
+
+    @classmethod
+    def of(cls, cfg: DictConfig, figures: Sequence[Figure]) -> Server:
+        """Fit it.
 
         Raises:
-            ValueError: If the cluster is unknown, or they do not fit into one of its nodes.
+            ValueError: If no rate, or no length of a step, gives a figure.
         """
-        asked = OmegaConf.create({"clusters": [self.cluster]})
-        plain = networks_of(asked, world_size)[self.cluster]
-        if plain.num_nodes > 1 or plain.within is None:
-            raise ValueError(f"as_published.cluster={self.cluster} must hold all GPUs in one node.")
-        return replace(plain, within=replace(plain.within, beta_s=self.beta_s))
+        plain = [one for one in figures if one.is_of(PCIE, GPUS) and one.compressor == FP32]
+        goals = {one.model: one.pair[0] for one in plain}
+        first, nominal = computing(FITTED, float(cfg.compute_s)), networks_of(cfg, GPUS)[PCIE]
+
+        def at(beta_s: float) -> Network:
+            return replace(nominal, within=Link(nominal.outer_link.alpha_s, beta_s))
+
+        def scaling_at(beta_s: float) -> float:
+            return scaling(LAYERWISE, first, at(beta_s))
+
+        words = f"FP32's scaling factor of {FITTED}"
+        network = at(fitted(scaling_at, goals[FITTED], *_BETAS_S, words))
+        others = {model: _scaled_to(goals[model], model, network) for model in OTHERS}
+        return cls(network, {FITTED: first, **others})
+
+    def waits_s(self, one: Figure) -> float:
+        """Seconds of a step, layer by layer, that are no computing."""
+        compute_s = alone_s(self.workloads[one.model])
+        return compute_s / one.pair[0] - compute_s
+
+    def host(self, one: Figure) -> Host:
+        """Return the host with which a figure holds; all that FP32 waits for is by the tensor."""
+        workload = self.workloads[one.model]
+        if one.compressor == FP32:
+            return Host(self.waits_s(one) / len(workload.tensors), 0.0)
+        return Host.of(workload, one.pair)
+
+    def predicted(self, figures: Sequence[Figure]) -> Iterator[Figure]:
+        """Yield how the other models scale if compressors cost hosts what they do in ResNet-50."""
+        for one in figures:
+            if one.is_of(PCIE, GPUS, FITTED) and one.compressor != FP32:
+                host = self.host(one)
+                for model in OTHERS:
+                    yield replace(one, model=model, pair=host.scaling(self.workloads[model]))
 
 
-def fitted(cfg: DictConfig) -> Fitted | None:
-    """Return the network at whose rate FP32 scales as published; None if none is asked for.
+def _scaled_to(goal: float, model: str, network: Network) -> Workload:
+    """Return a model that computes as long as makes its FP32 scale so."""
 
-    Raises:
-        ValueError: If there is no such rate, or no such figure.
-    """
-    asked = cfg.as_published
-    if asked is None or cfg.get("cluster") is not None:
-        return None
-    model, computed = str(asked.model), computed_s(cfg, [str(asked.model)])
-    made = Fitted(str(asked.name), str(asked.cluster), max(world_sizes(cfg)), model)
-    if made.name in listed(cfg, "clusters"):
-        raise ValueError(f"as_published.name={made.name} must not be one of clusters.")
-    goal = _published(made, model, "as_published=null")
-    workload = workload_of(model, computed[model])
+    def scaling_with(seconds: float) -> float:
+        return scaling(LAYERWISE, computing(model, seconds), network)
 
-    def slowed(beta_s: float) -> float:
-        return -fp32_scaling(workload, replace(made, beta_s=beta_s).network(made.world_size))
-
-    made = replace(made, beta_s=_solved(slowed, -goal, *_RATES_S))
-    shown, network = models_of(cfg), made.network(made.world_size)
-    assumed = {one: fp32_scaling(workload_of(one, own_s), network) for one, own_s in shown.items()}
-    return replace(made, seconds=_seconds(made, shown, asked.fits_seconds), assumed=assumed)
+    words = f"FP32's scaling factor of {model}"
+    return computing(model, fitted(scaling_with, goal, *_LENGTHS_S, words))
 
 
-def _seconds(made: Fitted, shown: Iterable[str], is_asked_for: bool) -> dict[str, float]:
-    """Of the other models, those that have figures: seconds with which they scale as published."""
-    others = [name for name in shown if name != made.model and fp32_sizes(made.cluster, name)]
-    return {name: _seconds_of(name, made) for name in others if is_asked_for}
-
-
-def models_of(cfg: DictConfig) -> dict[str, float]:
-    """Return the models that are asked for, and the seconds of each.
-
-    Raises:
-        ValueError: If they are no list, or one has no seconds in the config.
-    """
-    return computed_s(cfg, listed(cfg, "models"))
-
-
-def computed_s(cfg: DictConfig, models: Sequence[str]) -> dict[str, float]:
-    """Return the seconds of `cfg.compute_s` of some models.
-
-    Raises:
-        ValueError: If one has none.
-    """
-    for name in models:
-        if name not in cfg.compute_s:
-            raise ValueError(
-                f"Model {name!r} has no seconds in compute_s, which has those of:"
-                f" {', '.join(map(str, cfg.compute_s))}; +compute_s.{name}=SECONDS adds them."
-            )
-    return {name: float(cfg.compute_s[name]) for name in models}
-
-
-def world_sizes(cfg: DictConfig) -> list[int]:
-    """Return the numbers of GPUs; one alone, if the command line gives the cluster's size.
-
-    Raises:
-        ValueError: If they are no list, or one is below 2.
-    """
-    sizes = cfg.world_sizes
-    if isinstance(sizes, int) or not sizes or min(sizes) < 2:
-        raise ValueError(f"world_sizes must be a list of 2 and more, such as [2,8]; got {sizes}.")
-    asked = [int(size) for size in sizes]
-    if cfg.get("cluster") is None:
-        return asked
-    found = (one for size in asked for one in networks_of(cfg, size).values())
-    return list(dict.fromkeys(network.world_size for network in found))
-
-
-def workload_of(model: str, seconds: float) -> Workload:
-    """Return a profile's model, of which forward and backward take so long together.
-
-    They keep the ratio that the profile has.
-
-    Raises:
-        ValueError: If there is no such profile.
-    """
+def computing(model: str, seconds: float) -> Workload:
+    """Return a profile's model, of which forward and backward take so long together."""
     profile = load_profile(model)
-    return Workload(profile.name, *planned(profile.with_compute(seconds)))
+    return workload_of(profile, seconds / (profile.forward_s + profile.backward_s))
 
 
-def fp32_scaling(workload: Workload, network: Network) -> float:
-    """Per cent: one GPU's step over that with an all-reduce for each tensor."""
-    step = ONE_STEP.step(resolve_strategy("wfbp"), workload, network)
-    return 100 * alone_s(workload) / step.step_s
-
-
-def _seconds_of(model: str, made: Fitted) -> float:
-    network = made.network(made.world_size)
-
-    def scaled(seconds: float) -> float:
-        return fp32_scaling(workload_of(model, seconds), network)
-
-    goal = _published(made, model, "as_published.fits_seconds=false")
-    return _solved(scaled, goal, *_LENGTHS_S)
-
-
-def _published(made: Fitted, model: str, remedy: str) -> float:
-    pair = published(made.cluster, made.world_size, model, FP32)
-    if pair is not None:
-        return pair[0]
-    sizes = ", ".join(map(str, fp32_sizes(made.cluster, model)))
-    raise ValueError(
-        f"FP32 of {model} on {made.world_size} GPUs has no published figure for {made.cluster}; set"
-        f" {remedy}" + (f", or let the largest of world_sizes be one of {sizes}." if sizes else ".")
-    )
-
-
-def _solved(rising: Callable[[float], float], goal: float, low: float, high: float) -> float:
-    """Where a function has a value, between two positive numbers."""
-    if not rising(low) <= goal <= rising(high):
-        raise ValueError(f"FP32 scales by {abs(goal):g} % nowhere between {low:g} and {high:g} s.")
-    for _ in range(_HALVINGS):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if rising(middle) < goal else (low, middle)
-    return high
+def scaling(strategy: Strategy, workload: Workload, network: Network) -> float:
+    """Return a simulated scaling factor, 0 to 1: one GPU's step over that of all of them."""
+    return alone_s(workload) / _ONE_STEP.step(strategy, workload, network).step_s

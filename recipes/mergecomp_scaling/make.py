@@ -1,113 +1,156 @@
-"""MergeComp: nine compressors, up to 3.83x, scaling by up to 99 % (arXiv 2103.15195)."""
+"""MergeComp: up to 3.83x for a compressor, scaling by up to 99 % (arXiv 2103.15195)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.mergecomp_cases import Cell, cells, kernel_cells
-from lightning_dear.apps.recipe.mergecomp_fit import fitted, models_of
-from lightning_dear.apps.recipe.mergecomp_measured import measured_table, said_of_measured
-from lightning_dear.apps.recipe.mergecomp_published import FP32, NVLINK
-from lightning_dear.apps.recipe.mergecomp_said import said
-from lightning_dear.apps.recipe.mergecomp_schemes import LAYERWISE, OURS_SCHEDULED, TWO_GROUPS
-from lightning_dear.apps.recipe.mergecomp_tables import (
-    by_world_size,
-    fits,
-    gains,
-    kernels,
-    of_network,
-    published_of,
-    unique,
-)
+from lightning_dear.apps.plan.config import compressed
 from lightning_dear.apps.recipe.pictures import grouped_bars
-from lightning_dear.apps.recipe.report import Report, Table
-from lightning_dear.apps.recipe.sibling import Row, command_of, measured, measured_on, rows_of
-from lightning_dear.apps.recipe.simulated import listed
-from lightning_dear.paths import recipes_dir
+from lightning_dear.apps.recipe.report import Report
+from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.simulated import networks_of
+from lightning_dear.compression import DGC
+from lightning_dear.planning import BucketPlan, TensorSpec
+from lightning_dear.planning.fusion import fuse_groups
+from lightning_dear.simulator import Network, Workload
+from lightning_dear.simulator.ranking import alone_s
+from lightning_dear.simulator.strategies import Strategy, planned
+from lightning_dear.studies.device_costs import Device
+
+from .claims import claims_of
+from .fit import (
+    FITTED,
+    FP32,
+    GPUS,
+    LAYERWISE,
+    NVLINK,
+    OTHERS,
+    PCIE,
+    Figure,
+    Server,
+    read_figures,
+    scaling,
+)
+
+Row = dict[str, Any]
 
 
-def make(cfg: DictConfig, recorded: Path, folder: Path) -> Report:
-    """Simulate all compressors on all networks, and measure the sibling if asked to.
+def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
+    """Fit hosts to ResNet-50, predict the other models, and simulate all without a host's cost.
 
     Raises:
-        ValueError: If the config asks for what does not exist.
+        ValueError: If the config asks for what does not exist, or no number gives a figure.
     """
-    fit = fitted(cfg)
-    simulated, varied = list(cells(cfg, fit)), list(kernel_cells(cfg, fit))
-    studies = {name: rows_of(recipes_dir() / "compression" / name) for name in cfg.studies}
-    siblings = measured(cfg, recorded, folder)
-    where = measured_on(folder if cfg.measure else recorded, list(cfg.siblings))
-    tables = [
-        *([fits(fit, models_of(cfg))] if fit else []),
-        *_simulated_tables(cfg, simulated),
-        *([kernels(varied)] if varied else []),
-        *_studied(cfg, studies),
-        *(
-            measured_table(rows, name, [], f"`{command_of(cfg.siblings[name])}` on {where}.")
-            for name, rows in siblings.items()
-        ),
-    ]
+    published = read_figures()
+    server = Server.of(cfg, published)
+    predicted = list(server.predicted(published))
+    simulated = list(_simulated(cfg, server, published))
+    kinds = {"published": published, "predicted": predicted, "simulated": simulated}
+    rows = [_row(kind, one, server) for kind, figures in kinds.items() for one in figures]
     return Report(
-        [*said(fit, simulated, varied), *said_of_measured({**studies, **siblings})],
-        tables,
-        _picture(_of_most(simulated)),
-        {"simulated": [one.as_row() for one in (*simulated, *varied)]},
+        list(claims_of(cfg, server, published, predicted, simulated)),
+        [*rows, *_measured(siblings)],
+        _picture(published, predicted),
     )
 
 
-def _of_most(simulated: Sequence[Cell]) -> list[Cell]:
-    most = max(one.world_size for one in simulated)
-    return [one for one in simulated if one.world_size == most]
+# --- what is simulated, and what was measured -----------------------------------------------------
 
 
-def _simulated_tables(cfg: DictConfig, simulated: Sequence[Cell]) -> list[Table]:
-    of_most = _of_most(simulated)
-    tables = [*(of_network(of_most, name) for name in unique(of_most, "network")), gains(of_most)]
-    sizes = ", ".join(map(str, unique(simulated, "world_size")))
-    pairs = [
-        (f"{model} on {sizes} GPUs", [one for one in simulated if one.model == model])
-        for model in cfg.all_on_fewer
-    ]
-    fp16 = [
-        one for one in simulated if one.figures_of == NVLINK and one.compressor in ("fp16", FP32)
-    ]
-    pairs.append((f"FP16 and FP32 over NVLink, {sizes} GPUs", fp16))
-    return [*tables, *(by_world_size(own, title) for title, own in pairs if own)]
+def _simulated(cfg: DictConfig, server: Server, figures: Sequence[Figure]) -> Iterator[Figure]:
+    """Yield how models scale where a host costs nothing: on all GPUs, and on two over NVLink."""
+    for one in figures:
+        if one.is_of(PCIE, GPUS):
+            network = server.network
+        elif one.is_of(NVLINK, 2):
+            network = networks_of(cfg, 2)[NVLINK]
+        else:
+            continue
+        workload = _compressed(cfg, server.workloads[one.model], one.compressor, network)
+        layerwise = scaling(LAYERWISE, workload, network)
+        merged = layerwise if one.compressor == FP32 else _merged(workload, network)
+        yield replace(one, pair=(layerwise, merged))
 
 
-def _studied(cfg: DictConfig, studies: Mapping[str, Sequence[Row]]) -> list[Table]:
-    """Those of the recipe's compressors that were measured before."""
-    names = listed(cfg, "compressors")
-    return [
-        measured_table(rows, name, names, f"Recorded in recipes/compression/{name}.")
-        for name, rows in studies.items()
-        if rows
-    ]
+def _compressed(cfg: DictConfig, workload: Workload, name: str, network: Network) -> Workload:
+    if name == FP32:
+        return workload
+    device = Device(float(cfg.device.kernel_s), float(cfg.device.bytes_per_s))
+    compressor = DGC(density=float(cfg.dgc_density)) if name == "dgc" else name
+    return compressed(workload, compressor, device, network.world_size)
 
 
-def _picture(cells: Sequence[Cell]) -> object:
-    """Bars of all compressors, a panel for each model; of the last network."""
-    network = cells[-1].network
-    own = [cell for cell in cells if cell.network == network and cell.compressor != FP32]
-    panels = {
-        f"{model}, {network}, {cells[0].world_size} GPUs": _bars(
-            [cell for cell in own if cell.model == model]
-        )
-        for model in unique(own, "model")
-    }
-    title = "Scaling factor: published by MergeComp, and simulated"
-    return grouped_bars(panels, unique(own, "compressor"), "%", title, 100)
+def _merged(workload: Workload, network: Network) -> float:
+    """Return the scaling factor of two groups, cut where it is largest."""
+
+    def cut_at(place: int) -> Strategy:
+        def plan(tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+            # All others come last, in a group of their own.
+            return fuse_groups("merged", tensors, world_size, [range(place, len(tensors))])
+
+        return Strategy("merged", "", planned(plan, all_reduces=True), compresses="whole")
+
+    places = range(1, len(workload.tensors))
+    return max(scaling(cut_at(place), workload, network) for place in places)
 
 
-def _bars(cells: Sequence[Cell]) -> dict[str, list[float | None]]:
-    pairs = [published_of(cell) or (None, None) for cell in cells]
+def _row(kind: str, one: Figure, server: Server) -> Row:
+    """Return a summary's row: a figure, and the host with which it holds."""
+    host = server.host(one)
     return {
-        "layer by layer, published": [pair[0] for pair in pairs],
-        "layer by layer, simulated": [cell.scaling(LAYERWISE) for cell in cells],
-        "scheduled, published": [pair[1] for pair in pairs],
-        "scheduled, simulated": [cell.scaling(TWO_GROUPS) for cell in cells],
-        "scheduled, ours": [cell.scaling(OURS_SCHEDULED) for cell in cells],
+        "kind": kind,
+        "network": one.network,
+        "num_gpus": one.num_gpus,
+        "model": one.model,
+        "compressor": one.compressor,
+        "compute_s": alone_s(server.workloads[one.model]),
+        "layerwise": one.pair[0],
+        "scheduled": one.pair[1],
+        "host_per_tensor_s": host.per_tensor_s,
+        "host_per_byte_s": host.per_byte_s,
     }
+
+
+def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
+    """Yield the same of siblings: a bucket a tensor, and MergeComp's own search."""
+    for name, sibling in siblings.items():
+        rows = {(row["point"].partition("=")[2], row["entry"]): row for row in sibling.rows()}
+        for compressor in dict.fromkeys(compressor for compressor, _ in rows):
+            layerwise, merged, alone = (
+                rows[compressor, entry] for entry in ("layerwise", "heuristic", "compute alone")
+            )
+            saved_s = float(layerwise["step_s"]) - float(merged["step_s"])
+            num_merged = int(layerwise["num_buckets"]) - int(merged["num_buckets"])
+            yield {
+                "kind": "measured",
+                "network": name,
+                "num_gpus": int(alone["world_size"]),
+                "model": alone["model"],
+                "compressor": compressor,
+                "compute_s": float(alone["step_s"]),
+                "layerwise": float(alone["ratio"]) / float(layerwise["ratio"]),
+                "scheduled": float(alone["ratio"]) / float(merged["ratio"]),
+                "host_per_tensor_s": saved_s / num_merged,
+                "host_per_byte_s": None,
+            }
+
+
+def _picture(published: Sequence[Figure], predicted: Sequence[Figure]) -> Any:
+    names = [one.compressor for one in predicted if one.model == OTHERS[0]]
+    panels = {}
+    for model in OTHERS:
+        kinds = {
+            kind: {one.compressor: one.pair for one in figures if one.is_of(PCIE, GPUS, model)}
+            for kind, figures in (("published", published), ("predicted", predicted))
+        }
+        panels[f"{model}, {GPUS} GPUs over PCIe"] = {
+            f"{scheme}, {kind}": [100 * pairs[name][place] for name in names]
+            for place, scheme in enumerate(("layer by layer", "merged"))
+            for kind, pairs in kinds.items()
+        }
+    title = f"Scaling factor: published, and predicted from {FITTED}"
+    return grouped_bars(panels, names, "%", title, 100)

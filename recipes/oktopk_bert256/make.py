@@ -2,208 +2,259 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig
 
 from lightning_dear.apps.plan.config import compressed
-from lightning_dear.apps.recipe.oktopk_cases import (
-    AT_ONCE,
-    DENSE,
-    DENSE_AT_ONCE,
-    OURS,
-    PUBLISHED,
-    Case,
-    Steps,
-    cases_of,
-    titled,
-)
-from lightning_dear.apps.recipe.oktopk_recorded import from_elsewhere
-from lightning_dear.apps.recipe.oktopk_volumes import published, volumes
-from lightning_dear.apps.recipe.pictures import grouped_bars
-from lightning_dear.apps.recipe.report import Report, Table
-from lightning_dear.apps.recipe.sibling import command_of, measured, measured_on
-from lightning_dear.apps.recipe.simulated import listed, networks_of
-from lightning_dear.apps.recipe.steps import measured_steps
-from lightning_dear.planning import ThresholdFusion
-from lightning_dear.simulator.ranking import ranked_with
-from lightning_dear.simulator.strategies import Strategy, planned, resolve_strategy
+from lightning_dear.apps.recipe.report import Claim, Report, check, read_rows
+from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
+from lightning_dear.compression import SparseAllReduce, resolve_compressor
+from lightning_dear.paths import recipes_dir
+from lightning_dear.planning import SingleFusion
+from lightning_dear.simulator import Link, Network, Workload
+from lightning_dear.simulator.ranking import PLAIN, alone_s
+from lightning_dear.simulator.strategies import Strategy, planned
 from lightning_dear.studies.device_costs import Device
+from lightning_dear.workloads.replay.profile import load_profile
+
+Row = dict[str, Any]
+
+LEAST, MOST = 3.29, 12.95
+"""How many times as fast Ok-Topk is for BERT on 256 GPUs, by the paper's abstract."""
+
+OURS, DENSE = "oktopk", "dense"
+LEAST_OVER, MOST_OVER = "topkdsa", "gaussiank"
+"""What is taken for the other scheme of each end: the abstract names none."""
+
+OTHERS = (DENSE, LEAST_OVER, "topka", MOST_OVER, "gtopk")
+
+AT_ONCE = Strategy(
+    "at_once",
+    "their schedule: one bucket after backward",
+    planned(SingleFusion().plan, all_reduces=True),
+    compresses="whole",
+)
+
+_RATES = 1e6, 1e12
+"""Bytes a second between which one is looked for."""
 
 
-def make(cfg: DictConfig, recorded: Path, folder: Path) -> Report:
-    """Simulate all cases on all clusters, and measure the sibling if asked to."""
-    cases, ways = cases_of(cfg), _ways(float(cfg.ours_cap_mb))
-    others = [name for name in listed(cfg, "sparse") if name != OURS]
-    if not others:
-        raise ValueError("sparse names no other scheme than Ok-Topk; add one, such as topka.")
-    runs = [one for case in cases for one in _simulated(cfg, case, ways, [OURS, *others])]
-    siblings = measured(cfg, recorded, folder)
-    where = measured_on(folder if cfg.measure else recorded, list(cfg.siblings))
-    said, elsewhere = from_elsewhere(recorded.parent / "compression")
-    schemes = [DENSE, OURS, *others]
-    tables = [
-        *published(schemes),
-        volumes(runs, schemes),
-        _step_table(runs, ways, schemes),
-        _gains(runs, ways),
-        *(
-            measured_steps(rows, "ddp", f"`{command_of(cfg.siblings[name])}` on {where}.")
-            for name, rows in siblings.items()
-        ),
-        *elsewhere,
-    ]
-    summary = [*(_said(run) for run in runs), *_verdicts(runs, cfg), *said]
-    rows = [row for run in runs for row in _as_rows(run)]
-    return Report(summary, tables, _picture(runs, ways), {"simulated": rows})
+@dataclass(frozen=True)
+class Case:
+    """What is trained, under each scheme.
+
+    Attributes:
+        network: With the nominal rate.
+        workloads: Scheme -> what is trained and encoded.
+    """
+
+    network: Network
+    workloads: Mapping[str, Workload]
+
+    @classmethod
+    def of(cls, cfg: DictConfig) -> Case:
+        """Return the config's.
+
+        Raises:
+            ValueError: If a profile, a cluster or a number makes no sense.
+        """
+        [network] = networks_of(cfg, int(cfg.world_size)).values()
+        plain = workload_of(load_profile(cfg.profile), float(cfg.compute_factor))
+        device = Device(float(cfg.device.kernel_s), float(cfg.device.bytes_per_s))
+        workloads = {DENSE: plain}
+        for name in (OURS, *OTHERS[1:]):
+            made = resolve_compressor(name)
+            assert isinstance(made, SparseAllReduce)
+            sparse = made.at_density(float(cfg.density))
+            workloads[name] = compressed(plain, sparse, device, network.world_size)
+        return cls(network, workloads)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second that a node sends, nominally."""
+        return 1 / self.network.outer_link.beta_s
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step of one rank alone."""
+        return alone_s(self.workloads[DENSE])
+
+    def step_s(self, scheme: str, rate: float | None = None) -> float:
+        """Seconds of a step by their schedule, at another rate than the nominal one if given."""
+        link = Link(self.network.outer_link.alpha_s, 1 / (rate or self.rate))
+        network = replace(self.network, between=link, within=link)
+        return PLAIN.step(AT_ONCE, self.workloads[scheme], network).step_s
+
+    def gain(self, over: str, rate: float | None = None) -> float:
+        """How many times as fast as another scheme Ok-Topk is."""
+        return self.step_s(over, rate) / self.step_s(OURS, rate)
+
+    def rate_for(self, over: str, gain: float) -> float:
+        """Bytes a second at which Ok-Topk is so many times as fast as another scheme.
+
+        Raises:
+            ValueError: If there is no such rate.
+        """
+        return fitted(lambda rate: self.gain(over, rate), gain, *_RATES, f"The gain over {over}")
+
+    def compute_s_for(self, over: str, gain: float) -> float:
+        """The same at the nominal rate, of computing: nothing hides behind it by this schedule.
+
+        It is negative where no computing is short enough.
+        """
+        theirs, ours = (self.step_s(name) - self.compute_s for name in (over, OURS))
+        return (theirs - gain * ours) / (gain - 1)
 
 
-def _ways(cap_mb: float) -> list[Strategy]:
-    capped = Strategy(
-        f"dear_{cap_mb:g}mb",
-        f"ours, in buckets of {cap_mb:g} MiB",
-        planned(ThresholdFusion(bucket_cap_mb=cap_mb).plan),
-        compresses="halves",
+def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
+    """Sweep the rate, find the one at which each published gain holds, and compare.
+
+    Raises:
+        ValueError: If the config asks for what does not exist, or no rate gives a gain.
+    """
+    case = Case.of(cfg)
+    fits = {
+        over: case.rate_for(over, gain)
+        for over, gain in ((LEAST_OVER, LEAST), (MOST_OVER, MOST), ("gtopk", LEAST))
+    }
+    rates = sorted({*map(float, cfg.rates), case.rate, *fits.values()})
+    simulated = list(_simulated(case, rates))
+    counted = list(_counted())
+    claims = [*_speed_claims(case, fits, float(cfg.least_compute_s)), _volume_claim(*counted)]
+    return Report(claims, [*simulated, *_measured(siblings), *counted], _picture(simulated, fits))
+
+
+def _row(kind: str, scheme: str, **fields: Any) -> Row:
+    names = "num_ranks", "rate_bytes_per_s", "compute_s", "step_s", "gain", "steps", "share_of_6k"
+    return {"kind": kind, "scheme": scheme, **dict.fromkeys(names), **fields}
+
+
+def _simulated(case: Case, rates: Sequence[float]) -> Iterator[Row]:
+    same = {"num_ranks": case.network.world_size, "compute_s": case.compute_s}
+    for rate in rates:
+        for name in (OURS, *OTHERS):
+            both = {"step_s": case.step_s(name, rate), "gain": case.gain(name, rate)}
+            yield _row("simulated", name, rate_bytes_per_s=rate, **same, **both)
+
+
+def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
+    """Yield the siblings' steps, and how many times as long as with Ok-Topk they take."""
+    for one in siblings.values():
+        for row in one.rows():
+            yield _row(
+                "measured",
+                row["entry"],
+                num_ranks=int(row["world_size"]),
+                rate_bytes_per_s=float(row["link_rate_mbit"]) * 1e6 / 8,
+                step_s=float(row["step_s"]),
+                gain=float(row["ratio"]),
+            )
+
+
+def _counted() -> Iterator[Row]:
+    """Yield how much of 6 k (P - 1) / P a rank sent or received at most: of all runs, of long ones.
+
+    Both were counted for recipes/compression, where k numbers are sent sparsely.
+    """
+    folder = recipes_dir() / "compression" / "volumes"
+    num_steps, shares = 0, []
+    for name in ("oktopk.txt", "oktopk8.txt"):
+        for words in map(str.split, (folder / name).read_text().splitlines()):
+            if words[0] == OURS and words[4] != "0":
+                shares.append(float(words[6].rstrip("%")) / 100)
+            if words[1] == "steps,":
+                num_steps += int(words[0])
+    yield _row("counted", OURS, steps=num_steps, share_of_6k=max(shares))
+    long = read_rows(folder / "million.csv")
+    most = max(
+        max(float(one["sent"]), float(one["received"])) / float(one["bound"]) for one in long
     )
-    return [AT_ONCE, resolve_strategy("dear"), capped, resolve_strategy("ddp")]
+    yield _row("counted", OURS, steps=len(long), share_of_6k=most)
 
 
-def _simulated(
-    cfg: DictConfig, case: Case, ways: Sequence[Strategy], sparse: Sequence[str]
-) -> Iterator[Steps]:
-    device = Device(float(cfg.device.kernel_s), float(cfg.device.bytes_per_s))
-    made = [
-        compressed(case.workload, case.compressor(name), device, case.world_size) for name in sparse
-    ]
-    for cluster, network in networks_of(cfg, case.world_size).items():
-        rows = ranked_with(ways, [case.workload], network)
-        # DDP has no hook for any of them.
-        rows += ranked_with([way for way in ways if way.name != "ddp"], made, network)
-        of = {(row.strategy.name, row.compressor): row for row in rows}
-        yield Steps(case, cluster, cfg.get("cluster") is None, of)
+def _speed_claims(case: Case, fits: Mapping[str, float], least_compute_s: float) -> Iterator[Claim]:
+    nominal, at = case.rate, fits[LEAST_OVER]
 
+    def here(over: str) -> str:
+        return f"{case.gain(over):.2f}x at {_gb(nominal)}, {case.gain(over, at):.2f}x at {_gb(at)}"
 
-def _as_rows(run: Steps) -> Iterator[dict[str, Any]]:
-    for (way, scheme), row in run.of.items():
-        yield {
-            "case": run.case.label,
-            "cluster": run.cluster,
-            "strategy": way,
-            "scheme": scheme,
-            "step_s": row.step.step_s,
-            "alone_s": run.alone_s,
-            "sent_bytes": row.step.sent_bytes,
-        }
-
-
-# --- what came out --------------------------------------------------------------------------------
-
-
-def _said(run: Steps) -> str:
-    beside = f" (published: {PUBLISHED[0]}x to {PUBLISHED[1]}x)" if run.is_claimed else ""
-    best, worst = (run.others("at_once")[place] for place in (0, -1))
-    ours = min(
-        (way for way, scheme in run.of if scheme == OURS and way != "at_once"),
-        key=lambda way: run.step_s(way, OURS),
-    )
-    return (
-        f"`{run.case.label}` on `{run.cluster}`{beside}. Simulated with the authors' schedule,"
-        f" Ok-Topk is {run.times('at_once', DENSE_AT_ONCE):.2f} times as fast as dense after"
-        f" backward, {run.times('at_once', ('ddp', DENSE)):.2f} times as `ddp`, and"
-        f" {run.times('at_once', best):.2f} (`{best[1]}`) to {run.times('at_once', worst):.2f}"
-        f" (`{worst[1]}`) times as the other sparse schemes; `{ours}` with it is"
-        f" {run.times(ours, ('ddp', DENSE)):.2f} times as fast as `ddp` and"
-        f" {run.times(ours, ('at_once', OURS)):.2f} times as Ok-Topk with theirs."
-    )
-
-
-def _verdicts(runs: Sequence[Steps], cfg: DictConfig) -> Iterator[str]:
-    claimed = [run for run in runs if run.is_claimed]
-    for run in claimed:
-        gains = [run.times("at_once", key) for key in run.compared]
-        yield (
-            f"`{run.case.label}` on `{run.cluster}`: {PUBLISHED[0]}x to {PUBLISHED[1]}x"
-            f" {verdict(gains)} ({min(gains):.2f}x to {max(gains):.2f}x), with"
-            f" {1e3 * run.alone_s:.0f} ms of computing, {cfg.device.bytes_per_s / 1e9:g} GB/s of"
-            f" memory, {1e6 * cfg.device.kernel_s:g} us a kernel, and links at their nominal rate."
+    def claim(what: str, over: str, published: float, other: str) -> Claim:
+        return Claim(
+            f"{what} {over}",
+            f"{published}x",
+            here(over),
+            "simulated",
+            f"a node sends {_gb(fits[over])}",
+            **check(f"{_gb(fits[other])} by {other}", fits[over], fits[other]),
         )
-    for run in {run.cluster: run for run in claimed}.values():
-        beyond = [run.beyond(key) for key in run.compared]
-        yield (
-            f"Simulated with the authors' schedule on `{run.cluster}` with {run.case.world_size}"
-            f" ranks, Ok-Topk takes {1e3 * (run.step_s('at_once', OURS) - run.alone_s):.1f} ms"
-            f" beyond computing, and the others {min(beyond):.2f} to {max(beyond):.2f}"
-            f" times that; {_needed(run)}."
-        )
+
+    yield claim("least gain, over", LEAST_OVER, LEAST, MOST_OVER)
+    yield claim("largest gain, over", MOST_OVER, MOST, LEAST_OVER)
+    is_between = LEAST <= case.gain(DENSE, at) <= MOST
+    yield Claim(
+        "gain over dense",
+        f"{LEAST}x to {MOST}x",
+        here(DENSE),
+        "simulated",
+        f"a node sends {_gb(at)}",
+        f"{'between' if is_between else 'not between'} both ends; not fitted",
+        "yes" if is_between else "no",
+    )
+    yield claim("least gain, if also over", "gtopk", LEAST, LEAST_OVER)
+    yield _computing_claim(case, least_compute_s)
 
 
-def verdict(gains: Sequence[float]) -> str:
-    """Return in words how gains over several others compare with the published range."""
-    least, most = PUBLISHED
-    if min(gains) >= least and max(gains) >= most:
-        return "is reproduced in simulation"
-    if max(gains) >= least:
-        return "is reproduced in part in simulation"
-    return "is not reproduced in simulation"
+def _computing_claim(case: Case, least_compute_s: float) -> Claim:
+    seconds = case.compute_s_for(LEAST_OVER, LEAST)
+    return Claim(
+        f"least gain, over {LEAST_OVER}, at the nominal rate",
+        f"{LEAST}x",
+        f"{case.gain(LEAST_OVER):.2f}x with {1e3 * case.compute_s:.0f} ms of computing",
+        "simulated",
+        f"a step computes {1e3 * seconds:.1f} ms",
+        **check(f"a P100 needs {1e3 * least_compute_s:.0f} ms", seconds, least_compute_s),
+    )
 
 
-def _needed(run: Steps) -> str:
-    """How short computing would have to be, behind which neither step hides anything."""
-    least = PUBLISHED[0]
-    dense_s, own_s = (run.step_s("at_once", name) - run.alone_s for name in (DENSE, OURS))
-    alone_s = (dense_s - least * own_s) / (least - 1)
-    if alone_s < 0:
-        return f"{least}x over dense is out of reach, however short computing is"
-    return f"{least}x over dense takes computing of at most {1e3 * alone_s:.0f} ms"
+def _volume_claim(of_all: Row, of_long: Row) -> Claim:
+    def words(row: Row) -> str:
+        return f"at most {6 * row['share_of_6k']:.1f} k (P-1)/P in any of {row['steps']:,} steps"
+
+    return Claim(
+        "words a rank sends in a step",
+        "below 6 k",
+        f"{words(of_all)}, P = 2 to 8",
+        "measured",
+        "",
+        f"{words(of_long)} of a million numbers",
+        "yes" if of_long["share_of_6k"] <= 1 else "no",
+    )
 
 
-def _step_table(runs: Sequence[Steps], ways: Sequence[Strategy], schemes: Sequence[str]) -> Table:
-    rows = []
-    for run in runs:
-        for way in (one.name for one in ways):
-            has = [(way, name) in run.of for name in schemes]
-            steps = [
-                f"{1e3 * run.step_s(way, name):.1f}" if there else "-"
-                for name, there in zip(schemes, has, strict=True)
-            ]
-            rows.append([run.case.label, run.cluster, f"{1e3 * run.alone_s:.1f}", way, *steps])
-    note = " ".join(f"`{way.name}` is {way.what}." for way in ways)
-    titles = ["case", "cluster", "one rank", "schedule", *map(titled, schemes)]
-    return Table("simulated", "step, ms", titles, rows, note)
+def _gb(rate: float) -> str:
+    return f"{rate / 1e9:.2f} GB/s"
 
 
-def _gains(runs: Sequence[Steps], ways: Sequence[Strategy]) -> Table:
-    dense = [DENSE_AT_ONCE, ("ddp", DENSE), ("dear", DENSE)]
-    rows = []
-    for run in runs:
-        for way in [one.name for one in ways if (one.name, OURS) in run.of]:
-            best, worst = (run.others(way)[place] for place in (0, -1))
-            gains = [f"{run.times(way, other):.2f}" for other in dense]
-            gains += [f"{run.times(way, other):.2f} ({other[1]})" for other in (best, worst)]
-            claim = "{}-{}".format(*PUBLISHED) if run.is_claimed and way == "at_once" else "-"
-            rows.append([run.case.label, run.cluster, way, *gains, claim])
-    titles = ["case", "cluster", "schedule", *(f"over {way}" for way, _ in dense)]
-    titles += ["over the best other sparse", "over the worst", "published, over all"]
-    note = "Dense in the first three columns; other sparse schemes are scheduled alike."
-    return Table("simulated", "how many times as fast Ok-Topk is", titles, rows, note)
+def _picture(rows: Sequence[Row], fits: Mapping[str, float]) -> Any:
+    """Gains over the rate; the published range, and the rate of its lower end."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-
-def _picture(runs: Sequence[Steps], ways: Sequence[Strategy]) -> object:
-    order = [way.name for way in ways]
-    keys = [key for key in runs[0].of if key[0] == "at_once" or key[1] in (DENSE, OURS)]
-    keys.sort(key=lambda key: (key[1] == OURS, order.index(key[0]), key[1]))
-    panels = {}
-    for cluster in dict.fromkeys(run.cluster for run in runs):
-        own = [run for run in runs if run.cluster == cluster]
-        best_s = [min(row.step.step_s for row in run.of.values()) for run in own]
-        panels[cluster] = {
-            f"{way} + {titled(scheme)}": [
-                run.step_s(way, scheme) / best for run, best in zip(own, best_s, strict=True)
-            ]
-            for way, scheme in keys
-        }
-    labels = list(dict.fromkeys(run.case.label for run in runs))
-    title = "Ok-Topk beside dense and other sparse all-reduces, simulated"
-    return grouped_bars(panels, labels, "step over the best", title, 1)
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name in OTHERS:
+        own = [row for row in rows if row["scheme"] == name]
+        rates = [row["rate_bytes_per_s"] / 1e9 for row in own]
+        axes.plot(rates, [row["gain"] for row in own], marker="o", markersize=3, label=name)
+    axes.axhspan(LEAST, MOST, color="black", alpha=0.1, label="published")
+    axes.axvline(fits[LEAST_OVER] / 1e9, color="black", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="GB/s that a node sends", ylabel="gain of Ok-Topk")
+    axes.set_title("How many times as fast Ok-Topk is, 256 ranks, simulated", fontsize=10)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8)
+    return figure

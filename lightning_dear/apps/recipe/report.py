@@ -21,6 +21,9 @@ WIDTH = 100
 RELATIVE_TOLERANCE = 1e-6
 """By how much a figure may differ from the recorded one and be the same."""
 
+PLAUSIBLE = 1.5
+"""How many times as large or as small as a fitted value what it is checked with may be."""
+
 _MOST_DIFFERENCES = 10
 
 
@@ -37,8 +40,8 @@ class Claim:
             if it holds without one.
         checked: What the fitted value was compared with, that it was not fitted on, and how that
             came out; "none" if there is nothing.
-        plausible: "yes" if the check is within 1.5 times of the fitted value, "no" if it is not,
-            "not known" without a check.
+        plausible: "yes" if the check is within `PLAUSIBLE` times of the fitted value, "no" if it is
+            not, "not known" without a check.
     """
 
     claim: str
@@ -48,6 +51,19 @@ class Claim:
     must_be_true: str = ""
     checked: str = "none"
     plausible: Literal["yes", "no", "not known"] = "not known"
+
+
+def check(what: str, fitted: float, other: float) -> dict[str, Any]:
+    """Return a claim's `checked` and `plausible`.
+
+    Args:
+        what: The other value in words, with its unit.
+        fitted: With which the claim holds; positive.
+        other: From another source; positive, too.
+    """
+    times = max(fitted / other, other / fitted)
+    words = f"{what}, {times:.2f}x off"
+    return {"checked": words, "plausible": "yes" if times <= PLAUSIBLE else "no"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,148 @@
+"""MergeComp's published figures, what a host must take for each, and what that is checked with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+from omegaconf import DictConfig
+
+from lightning_dear.apps.recipe.report import PLAUSIBLE, Claim, check
+
+from .fit import FITTED, FP32, GPUS, NVLINK, OTHERS, PCIE, Figure, Server
+
+GAIN = 3.83
+"""Scheduled over layer by layer, of one compressor, at most, by the paper's abstract."""
+
+Figures = Sequence[Figure]
+
+
+def claims_of(
+    cfg: DictConfig, server: Server, published: Figures, predicted: Figures, simulated: Figures
+) -> Iterator[Claim]:
+    """Yield all claims.
+
+    Args:
+        cfg: The recipe's; it has what fitted values are compared with.
+        server: Fitted.
+        published: Figures of all networks, numbers of GPUs and models.
+        predicted: By ResNet-50's hosts.
+        simulated: Where hosts take nothing.
+    """
+    dgc = _found(published, PCIE, GPUS, FITTED, "dgc")
+    other = _found(published, PCIE, GPUS, OTHERS[0], "dgc")
+    yield _host_claim(
+        f"DGC on {FITTED}, {GPUS} GPUs, PCIe",
+        f"{GAIN}x (digitised {dgc.percent})",
+        f"{_shown(_found(simulated, PCIE, GPUS, FITTED, 'dgc'))} by kernels and bytes alone",
+        (server.host(dgc).per_tensor_s, server.host(other).per_tensor_s),
+        f"by {other.model}",
+    )
+    for model in OTHERS:
+        yield _model_claim(model, server, published, predicted)
+    fewer = _found(published, PCIE, 2, FITTED, "dgc")
+    yield _host_claim(
+        f"DGC on {FITTED}, 2 GPUs, PCIe",
+        _shown(fewer),
+        f"{_shown(dgc)} with the host of {GPUS} GPUs",
+        (server.host(fewer).per_tensor_s, server.host(dgc).per_tensor_s),
+        f"by {GPUS} GPUs",
+    )
+    yield _topk_claim(server, published, simulated, float(cfg.topk_then_s))
+    yield from _nvlink_claims(cfg, server, published, simulated)
+
+
+def _found(figures: Figures, network: str, num_gpus: int, model: str, compressor: str) -> Figure:
+    return next(
+        one
+        for one in figures
+        if one.is_of(network, num_gpus, model) and one.compressor == compressor
+    )
+
+
+def _shown(one: Figure) -> str:
+    return f"{one.gain:.2f}x ({one.percent})"
+
+
+def _host_claim(
+    what: str, published: str, here: str, per_tensor_s: tuple[float, float], source: str
+) -> Claim:
+    fitted, other = per_tensor_s
+    return Claim(
+        what,
+        published,
+        here,
+        "simulated",
+        f"a host takes {1e3 * fitted:.2f} ms a tensor",
+        **check(f"{1e3 * other:.2f} ms {source}", fitted, other),
+    )
+
+
+def _model_claim(model: str, server: Server, published: Figures, predicted: Figures) -> Claim:
+    """Nine compressors on a model to which none of them was fitted."""
+    off, apart, gains, num_close = [], [], [], 0
+    own = [one for one in predicted if one.model == model]
+    for here in own:
+        there = _found(published, PCIE, GPUS, model, here.compressor)
+        off += [100 * abs(one - two) for one, two in zip(here.pair, there.pair, strict=True)]
+        apart.append(max(here.gain / there.gain, there.gain / here.gain))
+        gains.append(there.gain)
+        costs = server.host(here).per_tensor_s / server.host(there).per_tensor_s
+        num_close += 1 / PLAUSIBLE <= costs <= PLAUSIBLE
+    return Claim(
+        f"{len(own)} compressors on {model}",
+        f"{min(gains):.2f}x to {max(gains):.2f}x",
+        f"{fmean(off):.0f} points off on average, {max(off):.0f} at most",
+        "simulated",
+        f"a host takes what it does in {FITTED}",
+        f"gains up to {max(apart):.2f}x off; {num_close} of {len(own)} costs a tensor within"
+        f" {PLAUSIBLE}x",
+        "yes" if max(apart) <= PLAUSIBLE else "no",
+    )
+
+
+def _topk_claim(server: Server, published: Figures, simulated: Figures, then_s: float) -> Claim:
+    own, here = (_found(of, PCIE, GPUS, FITTED, "topk") for of in (published, simulated))
+    number_s = 4 * server.host(own).per_byte_s
+    return Claim(
+        f"top-k on {FITTED} gains little",
+        _shown(own),
+        f"{_shown(here)} with today's torch.topk",
+        "simulated",
+        f"top-k takes {1e9 * number_s:.1f} ns a number",
+        **check(f"{1e9 * then_s:.1f} ns measured in 2019", number_s, then_s),
+    )
+
+
+def _nvlink_claims(
+    cfg: DictConfig, server: Server, published: Figures, simulated: Figures
+) -> Iterator[Claim]:
+    """What FP32 waits for: a host by the tensor, or Horovod's cycle."""
+    figure, here = (
+        f"{100 * _found(figures, NVLINK, 2, FITTED, 'fp16').pair[1]:.0f} % merged,"
+        f" FP32 {100 * _found(figures, NVLINK, 2, FITTED, FP32).pair[0]:.0f} %"
+        for figures in (published, simulated)
+    )
+    theirs, other = (_found(published, NVLINK, 2, model, FP32) for model in (FITTED, OTHERS[0]))
+    a_tensor_s, others_s = (server.host(one).per_tensor_s for one in (theirs, other))
+    yield Claim(
+        f"FP16 on {FITTED}, 2 GPUs, NVLink",
+        figure,
+        here,
+        "simulated",
+        f"FP32 takes a host {1e6 * a_tensor_s:.0f} us a tensor",
+        **check(f"{1e6 * others_s:.0f} us by {other.model}", a_tensor_s, others_s),
+    )
+    cycle_s, waits_s = float(cfg.cycle_s), server.waits_s(theirs)
+    yield Claim(
+        "the same by Horovod's cycle",
+        figure,
+        here,
+        "simulated",
+        f"FP32 waits {1e3 * waits_s:.1f} ms for it",
+        **check(
+            f"it is {1e3 * cycle_s:.1f} ms, MergeComp's {1e3 * cfg.mergecomp_cycle_s:.1f} ms",
+            waits_s,
+            cycle_s,
+        ),
+    )
