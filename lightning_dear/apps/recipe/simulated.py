@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -84,6 +85,38 @@ def workload_of(profile: ModelProfile, factor: float) -> Workload:
     """Return a profile's model, computing `factor` times as long as the profile says."""
     seconds = profile.forward_s + profile.backward_s
     return Workload(profile.name, *planned(profile.with_compute(seconds * factor)))
+
+
+def fitted(
+    of: Callable[[float], float],
+    goal: float,
+    low: float,
+    high: float,
+    what: str,
+    tolerance: float = 2e-12,
+) -> float:
+    """Return where a quantity of one positive number is what was published.
+
+    Args:
+        of: Number -> quantity; it rises all the way, or falls all the way.
+        goal: What was published.
+        low: Where to look.
+        high: Up to where.
+        what: The quantity, for the message.
+        tolerance: By which share the number may be wrong.
+
+    Raises:
+        ValueError: If it is nowhere between `low` and `high`.
+    """
+    from scipy.optimize import brentq
+
+    def missing(logarithm: float) -> float:
+        return of(math.exp(logarithm)) - goal
+
+    ends = math.log(low), math.log(high)
+    if missing(ends[0]) * missing(ends[1]) > 0:
+        raise ValueError(f"{what} is {goal:g} nowhere between {low:g} and {high:g}.")
+    return math.exp(brentq(missing, *ends, xtol=tolerance))
 
 
 def networks_of(cfg: DictConfig, world_size: int | None) -> dict[str, Network]:
