@@ -98,8 +98,9 @@ def _rows(
 
 
 def _step(planner: FusionPlanner, workload: Workload, network: Network) -> SimulatedStep:
-    is_search = isinstance(planner, SearchingPlanner)
-    build = searched(planner) if is_search else planned(planner.plan)
+    build = planned(planner.plan)
+    if isinstance(planner, SearchingPlanner):
+        build = searched(planner)
     return simulate(build(workload, network), network.world_size)
 
 
