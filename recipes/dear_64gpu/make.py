@@ -62,7 +62,7 @@ class Assumption:
             must, is_close = f"{what} {scale * found:.3g} {unit}", is_plausible(found, self.known)
         except ValueError:
             low, high = (scale * end for end in self.between)
-            must, is_close = f"{what} not {low:.3g} to {high:.3g} {unit}", "no"
+            must, is_close = f"no {what} {low:.3g} to {high:.3g} {unit}", "no"
         return Claim(title, _signed(published), here, "simulated", must, checked, is_close)
 
 
