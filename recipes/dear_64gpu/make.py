@@ -108,9 +108,10 @@ def _simulated_claims(cases: Cases, baselines: Sequence[str]) -> Iterator[Claim]
         yield from _over_horovod(cases)
     theirs, rings = cases.get("dear_ethernet"), cases.get("ethernet_10g, rings")
     unfused = [name for name in ("wfbp", "bytescheduler") if name in baselines]
-    if theirs and "ddp" in baselines:
-        here = _most(theirs, WITH_BUFFERS)
-        yield buffers_of(theirs).claim("over DDP, dear_ethernet", ETHERNET, here)
+    held_up = [case for case in theirs or () if case.buffers_s]
+    if held_up and "ddp" in baselines:
+        here = _most(cases["dear_ethernet"], WITH_BUFFERS)
+        yield buffers_of(held_up).claim("over DDP, dear_ethernet", ETHERNET, here)
     if rings and unfused:
         start = start_of(rings, unfused)
         here = _signed(start.gain(start.known))
@@ -158,12 +159,11 @@ def rate_of(cases: Sequence[Case], known: float) -> Assumption:
 
 def buffers_of(cases: Sequence[Case]) -> Assumption:
     """Return how long DDP's forward waits for module buffers as what decides."""
-    own = [case for case in cases if case.buffers_s] or cases
 
     def gain(buffers_s: float) -> float:
-        return max((case.steps_s["ddp"] + buffers_s) / case.dear_s for case in own) - 1
+        return max((case.steps_s["ddp"] + buffers_s) / case.dear_s for case in cases) - 1
 
-    known_s = max(case.buffers_s for case in own)
+    known_s = max(case.buffers_s for case in cases)
     return Assumption(gain, (1e-4, 1e1), known_s, ("buffers take", "ms", 1e3), "two broadcasts")
 
 
