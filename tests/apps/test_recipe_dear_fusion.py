@@ -49,10 +49,10 @@ def test_every_fusion_has_its_step_and_its_loss_against_the_best(report) -> None
 def test_claims_are_made_of_the_summary(report) -> None:
     losses = {row["fusion"]: 100 * row["loss"] for row in report.summary}
     simulated = {one.claim: one.here for one in report.claims if one.kind == "simulated"}
-    assert list(simulated) == list(fusion.CLAIMS.values())
-    for name, words in fusion.CLAIMS.items():
-        loss = f"{losses[name]:.0f}"
-        assert simulated[words] == f"{loss} to {loss} % lost (vgg16, dear_ethernet)"
+    assert simulated == {
+        words: f"+{losses[name]:.1f} to +{losses[name]:.1f} %"
+        for name, (words, _) in fusion.CLAIMS.items()
+    }
 
 
 def test_what_was_measured_stands_beside(report) -> None:
@@ -61,8 +61,11 @@ def test_what_was_measured_stands_beside(report) -> None:
         (row["model"], row["entry"]): float(row["step_s"])
         for row in read_rows(RECORDED / "measured/replay_p4/summary.csv")
     }
-    over = 100 * (rows["bert_base", "dear_single"] / rows["bert_base", "dear"] - 1)
-    assert f"bert_base {over:+.0f} %" in measured["single over the default"]
+    overs = [
+        100 * (rows[model, "dear_single"] / rows[model, "dear"] - 1)
+        for model in ("resnet50", "bert_base")
+    ]
+    assert measured["one bucket"] == f"{overs[0]:+.1f} to {overs[1]:+.1f} %"
 
 
 def test_nothing_is_gathered_in_backward_where_nccl_sends() -> None:
