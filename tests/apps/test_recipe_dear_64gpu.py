@@ -57,7 +57,7 @@ def test_networks_are_varied_where_nccl_could_choose(cases) -> None:
     # Of an all-reduce of 64 ranks in the authors' code.
     assert theirs.network.all_reduce_s(0.0) == pytest.approx(7.043e-3, rel=1e-3)
     assert theirs.network.all_reduce_s(1e9) == pytest.approx(0.9643 + 7.043e-3, rel=1e-3)
-    assert theirs.rate == pytest.approx(16.3e9, rel=2e-3)
+    assert theirs.rate == pytest.approx(16.33e9, rel=1e-3)
 
 
 def test_a_model_with_a_public_speed_counts_twice(cases) -> None:
@@ -81,8 +81,10 @@ def test_dear_has_its_best_cap_and_others_their_defaults(cases) -> None:
 
 def test_nothing_is_gathered_in_backward_where_nccl_sends(cases) -> None:
     assert not any(case.workload.times.allows_early for own in cases.values() for case in own)
-    gloo = cases_of(FEW[0], "cluster=emulated", "cluster.num_hosts=4", "world_size=null")
-    assert gloo["emulated"][0].workload.times.allows_early
+    (gloo,) = cases_of(
+        FEW[0], "cluster=emulated", "cluster.num_hosts=4", "world_size=null"
+    ).values()
+    assert gloo[0].workload.times.allows_early
 
 
 def test_ddps_buffers_are_those_of_batch_norms(cases) -> None:
@@ -188,10 +190,7 @@ def test_all_that_is_recorded_comes_out_again() -> None:
 
 def test_another_cluster_takes_the_place_of_all() -> None:
     report = made(FEW[0], "cluster=infiniband_100g", "world_size=16", "baselines=[ddp]")
-    assert {row["network"] for row in report.summary} == {
-        "infiniband_100g",
-        "infiniband_100g, rings",
-    }
+    assert {row["network"] for row in report.summary} == {"own", "own, rings"}
     assert all(row["alone_s"] <= row["step_s"] for row in report.summary)
     assert [one.kind for one in report.claims] == ["simulated", "measured"]
 

@@ -69,12 +69,12 @@ def test_what_was_measured_stands_beside(report) -> None:
 
 
 def test_nothing_is_gathered_in_backward_where_nccl_sends() -> None:
-    options = ("models=[vgg16]", "fusions=[exact]")
-    (nccl,) = made(*options, "clusters=[dear_ethernet]").summary
-    early = asked(*options)
-    network = fusion.networks_of(asked(*FEW), 64)["dear_ethernet"]
-    (workload,) = fusion.workloads_of(early)
-    (planner,) = fusion.planners_of(early).values()
+    options = ("models=[resnet50]", "compute_factor=0.69", "clusters=[ethernet_10g]")
+    cfg = asked(*options, "fusions=[auto]")
+    (nccl,) = made(*options, "fusions=[auto]").summary
+    (network,) = fusion.networks_of(cfg, 64).values()
+    (workload,) = fusion.workloads_of(cfg)
+    (planner,) = fusion.planners_of(cfg).values()
     assert workload.times.allows_early
     assert fusion._step(planner, workload, network).step_s < nccl["step_s"]
 
