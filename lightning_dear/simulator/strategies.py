@@ -11,6 +11,7 @@ from lightning_dear.planning import (
     FUSIONS,
     AutoFusion,
     BucketPlan,
+    FusionPlanner,
     LinkCost,
     MergeCompFusion,
     MGWFBPFusion,
@@ -33,11 +34,11 @@ from lightning_dear.simulator.simulate import simulate
 from lightning_dear.simulator.workload import Workload
 
 MIB = 1 << 20
-HOROVOD_FUSION_MB = 64.0
-"""Of its buffer, and so of a bucket; HOROVOD_FUSION_THRESHOLD's default."""
+HOROVOD_FUSION_MB = 128.0
+"""Of its buffer, and so of a bucket; HOROVOD_FUSION_THRESHOLD's default since 0.21, 64 before."""
 
 HOROVOD_CYCLE_S = 1e-3
-"""HOROVOD_CYCLE_TIME's default, since 0.23."""
+"""HOROVOD_CYCLE_TIME's default since 0.21; 5 ms before."""
 
 PAPER_CAP_MB = 25.0
 """DeAR's buckets as published."""
@@ -127,6 +128,14 @@ def planned(
     return build
 
 
+def as_published(bucket_cap_mb: float | None) -> Builder:
+    """DeAR's schedule, in buckets up to a cap; without one in a bucket for every tensor."""
+    fusion: FusionPlanner = NoFusion()
+    if bucket_cap_mb is not None:
+        fusion = ThresholdFusion(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=bucket_cap_mb)
+    return planned(fusion.plan, Schedule(gathers="one_ahead", steps_late=True))
+
+
 def whole(plan: BucketPlan) -> BucketPlan:
     """`plan` with every bucket all-reduced."""
     return replace(plan, all_reduced=tuple(range(len(plan.buckets))))
@@ -179,24 +188,31 @@ def _mgwfbp(workload: Workload, network: Network) -> Program:
     return OURS.program(mgwfbp_plan(workload, network), workload, network)
 
 
-def _horovod(workload: Workload, network: Network) -> Program:
+def horovod_program(
+    workload: Workload,
+    network: Network,
+    cycle_s: float = HOROVOD_CYCLE_S,
+    fusion_mb: float = HOROVOD_FUSION_MB,
+) -> Program:
     """All gradients that a cycle finds ready, up to the buffer's size, are one all-reduce."""
     groups = [
         group
         for family in backward_order(workload.tensors, workload.times)
-        for group in _cycles(family, workload.times)
+        for group in _cycles(family, workload.times, cycle_s, fusion_mb * MIB)
     ]
     plan = fuse_groups("horovod", workload.tensors, network.world_size, groups)
-    return Schedule(cycle_s=HOROVOD_CYCLE_S).program(whole(plan), workload, network)
+    return Schedule(cycle_s=cycle_s).program(whole(plan), workload, network)
 
 
-def _cycles(family: Sequence[TensorSpec], times: ModelTimes) -> list[list[int]]:
+def _cycles(
+    family: Sequence[TensorSpec], times: ModelTimes, cycle_s: float, most_bytes: float
+) -> list[list[int]]:
     groups: list[list[int]] = []
     last_cycle, filled = -1.0, 0.0
     for tensor in family:
-        cycle = -(-times.ready_s.get(tensor.index, times.backward_s) // HOROVOD_CYCLE_S)
+        cycle = -(-times.ready_s.get(tensor.index, times.backward_s) // cycle_s)
         size = tensor.numel * tensor.itemsize
-        if cycle != last_cycle or filled + size > HOROVOD_FUSION_MB * MIB:
+        if cycle != last_cycle or filled + size > most_bytes:
             groups.append([])
             last_cycle, filled = cycle, 0.0
         groups[-1].append(tensor.index)
@@ -218,8 +234,6 @@ def _single(workload: Workload, network: Network) -> Program:
 _ZERO = Schedule(gathers="at_once", uses_the_backends=True)
 _FSDP2 = Schedule(gathers="one_ahead", uses_the_backends=True, shards_tensors=True)
 _DDP = Schedule(is_ddp=True)
-_PAPER = Schedule(gathers="one_ahead", steps_late=True)
-_paper_plan = ThresholdFusion(bucket_cap_mb=PAPER_CAP_MB, first_bucket_cap_mb=PAPER_CAP_MB).plan
 
 STRATEGIES: dict[str, Strategy] = {
     one.name: one
@@ -242,8 +256,8 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             "horovod",
-            "all-reduces of what each cycle of 1 ms finds, up to 64 MiB",
-            _horovod,
+            "all-reduces of what each cycle of 1 ms finds, up to 128 MiB",
+            horovod_program,
             compresses="whole",
         ),
         Strategy("mgwfbp", "all-reduces, merged by MG-WFBP's rule", _mgwfbp, compresses="whole"),
@@ -266,7 +280,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             "dear_paper",
             "DeAR as published: gradients are gathered one ahead, every rank steps all",
-            planned(_paper_plan, _PAPER),
+            as_published(PAPER_CAP_MB),
             "strategy=dear_paper",
         ),
         Strategy(

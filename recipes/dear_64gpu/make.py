@@ -2,191 +2,240 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 from omegaconf import DictConfig
 
 from lightning_dear.apps.recipe.pictures import grouped_bars
-from lightning_dear.apps.recipe.report import Report, Table
-from lightning_dear.apps.recipe.sibling import command_of, measured, measured_on
-from lightning_dear.apps.recipe.simulated import (
-    Cell,
-    listed,
-    networks_of,
-    simulated,
-    strategies_of,
-    workload_of,
-    workloads_of,
-)
-from lightning_dear.apps.recipe.steps import measured_steps
-from lightning_dear.simulator import Network
-from lightning_dear.workloads.replay.profile import load_profile
+from lightning_dear.apps.recipe.report import Claim, Report
+from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.simulated import fitted, listed
+from lightning_dear.simulator import Link
+from lightning_dear.simulator.ranking import alone_s
+from lightning_dear.simulator.strategies import HOROVOD_CYCLE_S, STRATEGIES, horovod_program
 
-PUBLISHED = {
-    "ethernet_10g": 83,
-    "dear_ethernet": 83,
-    "infiniband_100g": 15,
-    "dear_infiniband": 15,
-}
-"""Cluster -> per cent that DeAR gains at most on 64 of its GPUs, by the paper's abstract."""
+from .cases import UNFUSED, WITH_BUFFERS, Case, cases_of
 
-COMPARED = ("wfbp", "ddp", "horovod", "mgwfbp", "bytescheduler")
-"""What the paper compares with, of our strategies."""
+ETHERNET, INFINIBAND = 0.83, 0.15
+"""By which share DeAR is faster at most on each network of 64 GPUs, by the paper's abstract."""
+
+BOUND = 1 / 3
+"""What the schedule gains at most: f + max(b, c) is 4/3 of max(f + b, c) where c = f + b."""
+
+CLOSE = 1.5
+"""Times by which a fitted value may be off and be plausible."""
+
+TOLERANCE = 1e-3
+"""Of fitted values: steps jump where a tensor falls into another cycle."""
+
+Cases = Mapping[str, Sequence[Case]]
+"""Network -> its models."""
 
 
-def make(cfg: DictConfig, recorded: Path, folder: Path) -> Report:
-    """Simulate all models on all clusters, and measure the siblings if asked to.
+@dataclass(frozen=True)
+class Assumption:
+    """One number that decides on a gain.
+
+    Attributes:
+        gain: Number -> by which share DeAR is faster at most.
+        between: Where to look for the number.
+        known: The number, by someone else.
+        words: What it is, and its unit with how many of these are one.
+        source: Where `known` is from.
+    """
+
+    gain: Callable[[float], float]
+    between: tuple[float, float]
+    known: float
+    words: tuple[str, str, float]
+    source: str
+
+    def claim(self, title: str, published: float, here: str) -> Claim:
+        """Return the claim with the number that makes it true."""
+        what, unit, scale = self.words
+        checked = f"{scale * self.known:.3g} {unit}, {self.source}"
+        try:
+            found = fitted(self.gain, published, *self.between, "the gain", TOLERANCE)
+            must, is_close = f"{what} {scale * found:.3g} {unit}", is_plausible(found, self.known)
+        except ValueError:
+            low, high = (scale * end for end in self.between)
+            must, is_close = f"no {what} {low:.3g} to {high:.3g} {unit}", "no"
+        return Claim(title, _signed(published), here, "simulated", must, checked, is_close)
+
+
+def is_plausible(found: float, known: float) -> Literal["yes", "no"]:
+    """Return whether a fitted number is near enough to a known one."""
+    return "yes" if max(found / known, known / found) <= CLOSE else "no"
+
+
+def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
+    """Simulate all models on all networks, and find out what gives the published gains.
 
     Raises:
-        ValueError: If the config names what does not exist, or nothing to compare with.
+        ValueError: If the config names what does not exist.
     """
-    baselines, ours = listed(cfg, "baselines"), listed(cfg, "ours")
-    networks = networks_of(cfg, cfg.world_size)
-    cells = list(simulated(workloads_of(cfg), networks, strategies_of(cfg)))
-    siblings = measured(cfg, recorded, folder)
-    where = measured_on(folder if cfg.measure else recorded, list(cfg.siblings))
-    tables = [
-        _gains(cells, baselines, ours),
-        *_by_speed(cfg, networks),
-        _steps(cells, [*baselines, *ours]),
-        *(
-            measured_steps(rows, "ddp", f"`{command_of(cfg.siblings[name])}` on {where}.")
-            for name, rows in siblings.items()
-        ),
-    ]
-    published = {} if cfg.get("cluster") is not None or cfg.world_size != 64 else PUBLISHED
-    summary = [
-        sentence
-        for name, of in _by_cluster(cells)
-        for sentence in _said(name, list(of), baselines, ours, published.get(name))
-    ]
-    return Report(
-        summary, tables, _picture(cells, ours), {"simulated": [c.as_row() for c in cells]}
-    )
+    cases: dict[str, list[Case]] = {}
+    for case in cases_of(cfg):
+        cases.setdefault(case.network_name, []).append(case)
+    claims = [*_simulated_claims(cases, listed(cfg, "baselines")), *_measured_claims(siblings)]
+    return Report(claims, list(_rows(cases)), _picture(cases))
 
 
-def theirs(baselines: Sequence[str]) -> list[str]:
-    """Return those that the paper has; all, if it has none of them."""
-    return [name for name in baselines if name in COMPARED] or list(baselines)
+def _rows(cases: Cases) -> Iterator[dict[str, Any]]:
+    for network, own in cases.items():
+        for case in own:
+            for way, step_s in case.steps_s.items():
+                yield {
+                    "network": network,
+                    "model": case.workload.name,
+                    "strategy": way,
+                    "alone_s": alone_s(case.workload),
+                    "step_s": step_s,
+                    "dear_gain": case.gain(way),
+                }
 
 
-def _by_cluster(cells: Sequence[Cell]) -> groupby[str, Cell]:
-    return groupby(cells, key=lambda cell: cell.cluster)
+# --- claims ---------------------------------------------------------------------------------------
 
 
-def _step_s(cells: Sequence[Cell], model: str, name: str) -> float:
-    return next(cell.step_s for cell in cells if (cell.model, cell.name) == (model, name))
+def _simulated_claims(cases: Cases, baselines: Sequence[str]) -> Iterator[Claim]:
+    """Those whose networks and baselines were simulated."""
+    yield _over_the_best(cases, baselines)
+    if "horovod" in baselines:
+        yield from _over_horovod(cases)
+    theirs, rings = cases.get("dear_ethernet"), cases.get("ethernet_10g, rings")
+    unfused = [name for name in ("wfbp", "bytescheduler") if name in baselines]
+    held_up = [case for case in theirs or () if case.buffers_s]
+    if held_up and "ddp" in baselines:
+        here = _most(cases["dear_ethernet"], WITH_BUFFERS)
+        yield buffers_of(held_up).claim("over DDP, dear_ethernet", ETHERNET, here)
+    if rings and unfused:
+        start = start_of(rings, unfused)
+        here = _signed(start.gain(start.known))
+        yield start.claim("nothing fused, ethernet_10g, rings", ETHERNET, here)
+    if theirs:
+        yield _of_nics(theirs[0].rate)
 
 
-def _models(cells: Sequence[Cell]) -> list[str]:
-    return list(dict.fromkeys(cell.model for cell in cells))
+def _over_horovod(cases: Cases) -> Iterator[Claim]:
+    for network in ("ethernet_10g, rings", "dear_ethernet"):
+        if own := cases.get(network):
+            here, trees = _most(own, "horovod"), cases.get(network.removesuffix(", rings"))
+            if trees and trees is not own:
+                here += f", with trees {_most(trees, 'horovod')}"
+            yield cycle_of(own).claim(f"over Horovod, {network}", ETHERNET, here)
+    theirs = cases.get("dear_infiniband")
+    for network in ("infiniband_100g, rings", "infiniband_100g"):
+        if theirs and (own := cases.get(network)):
+            rate, here = rate_of(own, theirs[0].rate), _most(own, "horovod")
+            yield rate.claim(f"over Horovod, {network}", INFINIBAND, here)
 
 
-def _gain(cells: Sequence[Cell], model: str, name: str, others: Sequence[str]) -> float:
-    """In per cent, over the best of `others`."""
-    best_s = min(_step_s(cells, model, other) for other in others)
-    return 100 * (best_s / _step_s(cells, model, name) - 1)
+def cycle_of(cases: Sequence[Case]) -> Assumption:
+    """Return Horovod's cycle as what decides."""
+
+    def gain(cycle_s: float) -> float:
+        build = partial(horovod_program, cycle_s=cycle_s)
+        return max(case.step_s(build) / case.dear_s for case in cases) - 1
+
+    words = "cycle of", "ms", 1e3
+    return Assumption(gain, (1e-4, 2e-2), HOROVOD_CYCLE_S, words, "default of 0.21.3")
 
 
-def _said(
-    cluster: str,
-    cells: Sequence[Cell],
-    baselines: Sequence[str],
-    ours: Sequence[str],
-    published: int | None,
-) -> Iterator[str]:
-    known, models = theirs(baselines), _models(cells)
-    parts = []
-    for name in ours:
-        best = [_gain(cells, model, name, known) for model in models]
-        parts.append(f"`{name}` {min(best):+.0f} to {max(best):+.0f} %")
-    beside = "" if published is None else f" (published for DeAR: up to {published} %)"
-    yield (
-        f"Simulated on `{cluster}`{beside}, over the best of {', '.join(known)} for each model:"
-        f" {'; '.join(parts)}."
-    )
-    most, model, other, name = max(
-        (_gain(cells, model, name, [other]), model, other, name)
-        for model in models
-        for other in known
-        for name in ours
-    )
-    yield f"The most over any one of these there: {most:+.0f} % (`{name}` over {other}, {model})."
+def rate_of(cases: Sequence[Case], known: float) -> Assumption:
+    """Return the rate of links, bit/s, as what decides on the gain over Horovod."""
+    network, build = cases[0].network, STRATEGIES["horovod"].build
+
+    def gain(rate: float) -> float:
+        other = replace(network, between=Link(network.between.alpha_s, 8 / rate))
+        return max(case.step_s(build, other) / case.tuned_s(other) for case in cases) - 1
+
+    nominal, words = cases[0].rate, ("links of", "Gb/s", 1e-9)
+    return Assumption(gain, (nominal / 5, nominal), known, words, "their own table")
 
 
-def _gains(cells: Sequence[Cell], baselines: Sequence[str], ours: Sequence[str]) -> Table:
-    known = theirs(baselines)
-    rows = []
-    for cluster, of in _by_cluster(cells):
-        own = list(of)
-        for model in _models(own):
-            best = min(known, key=lambda name: _step_s(own, model, name))
-            gains = [
-                f"{_gain(own, model, name, known):+.1f} / {_gain(own, model, name, baselines):+.1f}"
-                for name in ours
-            ]
-            rows.append([cluster, model, best, *gains])
-    return Table(
+def buffers_of(cases: Sequence[Case]) -> Assumption:
+    """Return how long DDP's forward waits for module buffers as what decides."""
+
+    def gain(buffers_s: float) -> float:
+        return max((case.steps_s["ddp"] + buffers_s) / case.dear_s for case in cases) - 1
+
+    known_s = max(case.buffers_s for case in cases)
+    return Assumption(gain, (1e-4, 1e1), known_s, ("buffers take", "ms", 1e3), "two broadcasts")
+
+
+def start_of(cases: Sequence[Case], names: Sequence[str]) -> Assumption:
+    """Return what their all-reduces take to start as what decides, where nothing is fused."""
+    network = cases[0].network
+    pairs = [(case, STRATEGIES[name].build) for case in cases for name in names]
+
+    def gain(start_s: float) -> float:
+        slower = replace(network, all_reduce=Link(start_s, network.outer_link.beta_s))
+        return max(one.step_s(build, slower) / one.steps_s[UNFUSED] for one, build in pairs) - 1
+
+    known_s, words = network.all_reduce_s(0.0), ("all-reduces start in", "ms", 1e3)
+    return Assumption(gain, (known_s, 20 * known_s), known_s, words, "two halves")
+
+
+def _over_the_best(cases: Cases, baselines: Sequence[str]) -> Claim:
+    gains = [case.gain(*baselines) for own in cases.values() for case in own]
+    return Claim(
+        "over the best, all networks",
+        _signed(ETHERNET),
+        f"{_signed(min(gains))} to {_signed(max(gains))}",
         "simulated",
-        "gains in % over the best baseline that the paper has / over the best of all here",
-        ["cluster", "model", "best of the paper's", *ours],
-        rows,
-        "`fsdp2` differs from `dear_paper` here by its buckets alone, which are units of whole"
-        " modules, as optimizers take no time in these profiles: it gathers parameters instead of"
-        " gradients.",
+        "more than the schedule",
+        f"its bound is {_signed(BOUND)}",
+        "no",
     )
 
 
-def _by_speed(cfg: DictConfig, networks: dict[str, Network]) -> Iterator[Table]:
-    """What is gained over the paper's baselines where computing takes other times."""
-    strategies = [one for one in strategies_of(cfg) if not one.searches]
-    names = [one.name for one in strategies]
-    known = theirs([name for name in listed(cfg, "baselines") if name in names])
-    ours = [name for name in listed(cfg, "ours") if name in names]
-    if not known or not ours:
-        return
-    rows = []
-    for factor in cfg.compute_factors:
-        models = [workload_of(load_profile(name), float(factor)) for name in listed(cfg, "models")]
-        for cluster, of in _by_cluster(list(simulated(models, networks, strategies))):
-            own = list(of)
-            gains = [[_gain(own, model, name, known) for model in _models(own)] for name in ours]
-            spans = [f"{min(of_name):+.1f} to {max(of_name):+.1f}" for of_name in gains]
-            rows.append([cluster, f"{factor:g}", *spans])
-    yield Table(
+def _of_nics(rate: float) -> Claim:
+    found, known = rate / 1e10, 2
+    return Claim(
+        "costs of 10 Gb/s, their table",
+        "10 Gb/s",
+        f"{rate / 1e9:.1f} Gb/s",
         "simulated",
-        "gains in % over the best of the paper's, least and most of all models, where computing"
-        " takes so many times as long as the profiles say",
-        ["cluster", "times", *ours],
-        sorted(rows, key=lambda row: list(networks).index(row[0])),
+        f"{found:.2f} NICs",
+        f"{known} in their config",
+        is_plausible(found, known),
     )
 
 
-def _steps(cells: Sequence[Cell], names: Sequence[str]) -> Table:
-    rows = []
-    for cluster, of in _by_cluster(cells):
-        own = list(of)
-        for model in _models(own):
-            alone_s = next(cell.alone_s for cell in own if cell.model == model)
-            steps = [f"{1e3 * _step_s(own, model, name):.0f}" for name in names]
-            rows.append([cluster, model, f"{1e3 * alone_s:.0f}", *steps])
-    return Table("simulated", "step, ms", ["cluster", "model", "one rank", *names], rows)
+def _measured_claims(siblings: Mapping[str, Sibling]) -> Iterator[Claim]:
+    rows = [row for one in siblings.values() for row in one.rows() if row["entry"] == "dear"]
+    if rows:
+        gains = [1 / float(row["ratio"]) - 1 for row in rows]
+        ranks = " and ".join(dict.fromkeys(row["world_size"] for row in rows))
+        here = f"{_signed(min(gains))} to {_signed(max(gains))}"
+        yield Claim(f"ours over DDP, {ranks} ranks", "none", here, "measured")
 
 
-def _picture(cells: Sequence[Cell], ours: Sequence[str]) -> object:
-    models = _models(cells)
-    panels = {}
-    for cluster, of in _by_cluster(cells):
-        own = list(of)
-        names = sorted({cell.name for cell in own}, key=lambda name: (name in ours, name))
-        panels[cluster] = {
-            name: [
-                next(c.alone_s for c in own if c.model == model) / _step_s(own, model, name) * 100
-                for model in models
-            ]
-            for name in names
-        }
-    title = "One rank's step over this step, simulated"
-    return grouped_bars(panels, models, "%", title, 100)
+def _most(cases: Sequence[Case], other: str) -> str:
+    return _signed(max(case.gain(other) for case in cases))
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.0f} %"
+
+
+# --- picture --------------------------------------------------------------------------------------
+
+
+def _picture(cases: Cases) -> Any:
+    """Draw gains over what is fused, on each network of the larger claim if there is one."""
+    shown = [name for name in cases if "ethernet" in name] or list(cases)
+    models = [case.workload.name for case in cases[shown[0]]]
+    ways = [
+        way for way in cases[shown[0]][0].steps_s if way.startswith(("ddp", "horovod", "mgwfbp"))
+    ]
+    panels = {
+        name: {way: [100 * case.gain(way) for case in cases[name]] for way in ways}
+        for name in shown
+    }
+    title = "DeAR with its best cap over others, simulated; the line is at 83 %"
+    return grouped_bars(panels, models, "%", title, 100 * ETHERNET)

@@ -1,147 +1,144 @@
-"""Fusion under DeAR's schedule: none, fixed caps, searched, MG-WFBP's rule, exact."""
+"""Fusion under DeAR's schedule: none, fixed caps, a tuned cap, MG-WFBP's rule, and exact."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.dear_fusion_cases import EXACT, Case, Fused
-from lightning_dear.apps.recipe.dear_fusion_picture import traces
-from lightning_dear.apps.recipe.dear_fusion_plans import TUNERS, cases, thresholds_of
-from lightning_dear.apps.recipe.dear_fusion_said import said, signed
-from lightning_dear.apps.recipe.report import Report, Table
-from lightning_dear.apps.recipe.sibling import command_of, measured, measured_on
-from lightning_dear.apps.recipe.steps import measured_steps
+from lightning_dear.apps.recipe.pictures import grouped_bars
+from lightning_dear.apps.recipe.report import Claim, Report
+from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.simulated import listed, networks_of, progress, workloads_of
+from lightning_dear.planning import FUSIONS, FusionPlanner, SearchingPlanner, ThresholdFusion
+from lightning_dear.simulator import Network, SimulatedStep, Workload, simulate
+from lightning_dear.simulator.program import ALL_REDUCE, REDUCE_SCATTER
+from lightning_dear.simulator.ranking import alone_s
+from lightning_dear.simulator.strategies import planned, searched
 
-MEANINGS = {
-    "none": "a bucket for every tensor",
-    "single": "one bucket for all",
-    "bayesian": "the best cap that a Gaussian process has tried",
-    "mgwfbp": "MG-WFBP's rule with the cost of a half",
-    EXACT: "the shortest predicted step, nothing gathered before backward has ended",
-    "mergecomp": "the same, of fewer pieces, but some buckets may be gathered in backward",
-    "auto": "the best of caps and of `mergecomp`'s plan, as tried; some buckets may be all-reduced",
+Row = Mapping[str, Any]
+
+EXACT = "exact"
+"""`mergecomp` with options of its own here, as all others are compared with it."""
+
+CLAIMS = {
+    "none": ("a bucket for every tensor", "slower"),
+    "single": ("one bucket", "slower"),
+    "25 MiB": ("25 MiB, not tuned", "slower"),
+    "bayesian": ("a tuned cap", "best"),
+    "mgwfbp": ("MG-WFBP's rule", "slower"),
+    EXACT: ("the exact plan", "ours"),
+    "auto": ("fusion=auto", "ours"),
 }
-"""Fusion -> what it is, in a line."""
+"""Fusion -> what it is, and what the paper makes of it."""
 
-CAPPED = "MiB: buckets up to this cap, larger tensors are cut"
-
-
-def make(cfg: DictConfig, recorded: Path, folder: Path) -> Report:
-    """Plan and simulate all models on all clusters; measure the sibling if asked to."""
-    found = list(cases(cfg))
-    names = list(found[0].fused)
-    tuners = [name for name in TUNERS if name in names]
-    caps = [name for name in thresholds_of(cfg) if name in names]
-    siblings = measured(cfg, recorded, folder)
-    where = measured_on(folder if cfg.measure else recorded, list(cfg.siblings))
-    tables = [
-        _steps(found, names),
-        _losses(found, names),
-        *([_tuning(found, tuners, float(cfg.near))] if tuners else []),
-        *(
-            measured_steps(rows, "dear", f"`{command_of(cfg.siblings[name])}` on {where}.")
-            for name, rows in siblings.items()
-        ),
-    ]
-    data = {"simulated": _simulated_rows(found), "traces": _trace_rows(found, tuners)}
-    return Report(said(found, caps, float(cfg.near)), tables, traces(found, tuners), data)
+HIGHEST = 60
+"""Per cent at which bars end: some are twenty times as high."""
 
 
-def _steps(found: Sequence[Case], names: Sequence[str]) -> Table:
-    rows = []
-    for case in found:
-        steps = [f"{1e3 * case.fused[name].step_s:.1f}" for name in names]
-        rows.append([case.cluster, case.model, f"{1e3 * case.alone_s:.1f}", *steps])
-    titles = ["cluster", "model", "one rank", *names]
-    return Table("simulated", "step, ms", titles, rows, _legend(names))
+def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
+    """Plan and simulate all models on all clusters under every fusion.
+
+    Raises:
+        ValueError: If the config names what does not exist, or a planner refuses its options.
+    """
+    planners, summary = planners_of(cfg), list[Row]()
+    networks, models = networks_of(cfg, cfg.world_size), workloads_of(cfg)
+    pairs = [(cluster, workload) for cluster in networks for workload in models]
+    for cluster, workload in progress(pairs, "Planning"):
+        summary += _rows(cluster, networks[cluster], workload, planners)
+    claims = [*_simulated_claims(summary), *_measured_claims(siblings)]
+    return Report(claims, summary, _picture(summary))
 
 
-def _legend(names: Sequence[str]) -> str:
-    meanings = [f"{name}: {MEANINGS[name]}" for name in names if name in MEANINGS]
-    has_caps = len(meanings) < len(names)
-    return "; ".join([CAPPED, *meanings] if has_caps else meanings) + "."
+def planners_of(cfg: DictConfig) -> dict[str, FusionPlanner]:
+    """Return the planners that `cfg.fusions` names; of `threshold` one for each cap, `25 MiB`.
+
+    Raises:
+        ValueError: If there is no such fusion, or a planner refuses its options.
+    """
+    made: dict[str, FusionPlanner] = {}
+    for name in listed(cfg, "fusions"):
+        if name == "threshold":
+            first_mb = float(cfg.first_bucket_cap_mb)
+            for cap_mb in map(float, cfg.caps):
+                capped = ThresholdFusion(bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_mb)
+                made[f"{cap_mb:g} MiB"] = capped
+        elif name in (EXACT, *FUSIONS):
+            fusion = "mergecomp" if name == EXACT else name
+            made[name] = FUSIONS[fusion](**cfg.get(name, {}))
+        else:
+            valid = ", ".join((EXACT, *FUSIONS))
+            raise ValueError(f"Unknown fusion {name!r}; valid ones: {valid}.")
+    return made
 
 
-def _losses(found: Sequence[Case], names: Sequence[str]) -> Table:
-    rows = [
-        [
-            case.cluster,
-            case.model,
-            *(f"{case.loss(name):.1f} % ({case.fused[name].num_buckets})" for name in names),
-        ]
-        for case in found
-    ]
-    title = "how much longer than the best one's the step is (and how many buckets there are)"
-    return Table("simulated", title, ["cluster", "model", *names], rows)
-
-
-def _tuning(found: Sequence[Case], tuners: Sequence[str], near: float) -> Table:
-    is_compared = all(EXACT in case.fused for case in found)
-    titles = ["trials", "best at", "over best"]
-    titles += [f"near {EXACT} at", f"over {EXACT}"] if is_compared else []
-    rows = [
-        [case.cluster, case.model, tuner, *_tuned(case, tuner, near, is_compared)]
-        for tuner in tuners
-        for case in found
-    ]
-    note = (
-        f"best at: the number of the trial that was best, and its plan. near: at most {near:g} %"
-        " longer. `auto` tries its best plans twice."
-    )
-    return Table("simulated", "tuners", ["cluster", "model", "tuner", *titles], rows, note)
-
-
-def _tuned(case: Case, tuner: str, near: float, is_compared: bool) -> list[str]:
-    trials, count = case.fused[tuner].trials, case.trials_of_best(tuner)
-    cap_mb = trials[count - 1].cap_mb
-    plan = trials[count - 1].plan if cap_mb is None else f"{cap_mb:.3g} MiB"
-    cells = [str(len(trials)), f"{count}: {plan}", f"{case.loss(tuner):.1f} %"]
-    if is_compared:
-        after = case.trials_until(tuner, EXACT, near)
-        cells += ["never" if after is None else str(after), f"{signed(case.over(tuner, EXACT))} %"]
-    return cells
-
-
-def _simulated_rows(found: Sequence[Case]) -> list[dict[str, Any]]:
-    return [
-        {"model": case.model, "cluster": case.cluster, "fusion": name, **_figures(case, fused)}
-        for case in found
-        for name, fused in case.fused.items()
-    ]
-
-
-def _figures(case: Case, fused: Fused) -> dict[str, Any]:
-    return {
-        "step_s": fused.step_s,
-        "alone_s": case.alone_s,
-        "num_buckets": fused.num_buckets,
-        "num_early": fused.num_early,
-        "num_all_reduced": fused.num_all_reduced,
-        "sent_bytes": fused.step.sent_bytes,
-    }
-
-
-def _trace_rows(found: Sequence[Case], tuners: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {
-            "model": case.model,
-            "cluster": case.cluster,
-            "fusion": tuner,
-            "trial": number,
-            "plan": trial.plan,
-            "cap_mb": trial.cap_mb,
-            "num_buckets": trial.num_buckets,
-            "step_s": trial.step_s,
-            "best_so_far_s": best_s,
-            "best_plan_s": case.best_s,
+def _rows(
+    cluster: str, network: Network, workload: Workload, planners: Mapping[str, FusionPlanner]
+) -> Iterator[Row]:
+    # Our engine gathers nothing before backward has ended where NCCL sends.
+    times = replace(workload.times, allows_early=not network.has_reduce_scatter)
+    workload = replace(workload, times=times)
+    steps = {name: _step(planner, workload, network) for name, planner in planners.items()}
+    best_s = min(step.step_s for step in steps.values())
+    for name, step in steps.items():
+        kinds = [message.kind for message in step.program.messages]
+        yield {
+            "cluster": cluster,
+            "model": workload.name,
+            "fusion": name,
+            "alone_s": alone_s(workload),
+            "step_s": step.step_s,
+            "loss": step.step_s / best_s - 1,
+            "num_buckets": kinds.count(REDUCE_SCATTER) + kinds.count(ALL_REDUCE),
+            "num_all_reduced": kinds.count(ALL_REDUCE),
         }
-        for case in found
-        for tuner in tuners
-        for number, (trial, best_s) in enumerate(
-            zip(case.fused[tuner].trials, case.fused[tuner].best_so_far_s(), strict=True), 1
-        )
-    ]
+
+
+def _step(planner: FusionPlanner, workload: Workload, network: Network) -> SimulatedStep:
+    build = planned(planner.plan)
+    if isinstance(planner, SearchingPlanner):
+        build = searched(planner)
+    return simulate(build(workload, network), network.world_size)
+
+
+def _simulated_claims(summary: Sequence[Row]) -> Iterator[Claim]:
+    """By how much each fusion is slower than the best one, from the least to the most case."""
+    for fusion, (words, published) in CLAIMS.items():
+        losses = [100 * row["loss"] for row in summary if row["fusion"] == fusion]
+        if losses:
+            here = f"+{min(losses):.1f} to +{max(losses):.1f} %"
+            yield Claim(words, published, here, "simulated")
+
+
+def _measured_claims(siblings: Mapping[str, Sibling]) -> Iterator[Claim]:
+    """By how much each fusion is slower than the default one, on the siblings' models."""
+    rows = [row for sibling in siblings.values() for row in sibling.rows()]
+    dear_s = {row["model"]: float(row["step_s"]) for row in rows if row["entry"] == "dear"}
+    for name in ("none", "single", "bayesian", "auto"):
+        losses = [
+            100 * (float(row["step_s"]) / dear_s[row["model"]] - 1)
+            for row in rows
+            if row["entry"] == f"dear_{name}"
+        ]
+        if losses:
+            here = f"{min(losses):+.1f} to {max(losses):+.1f} %"
+            yield Claim(*CLAIMS[name], here, "measured")
+
+
+def _picture(summary: Sequence[Row]) -> Any:
+    clusters, models, fusions = (
+        list(dict.fromkeys(row[key] for row in summary)) for key in ("cluster", "model", "fusion")
+    )
+    losses = {(row["cluster"], row["model"], row["fusion"]): 100 * row["loss"] for row in summary}
+    panels = {
+        cluster: {
+            fusion: [min(losses[cluster, model, fusion], HIGHEST) for model in models]
+            for fusion in fusions
+        }
+        for cluster in clusters
+    }
+    title = f"How much longer than the best one's a step is, simulated; bars end at {HIGHEST} %"
+    return grouped_bars(panels, models, "%", title, None)

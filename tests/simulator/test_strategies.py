@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from lightning_dear.planning import FUSIONS, CodecCost, CodecCosts, Linear
 from lightning_dear.simulator import Curve, Link, Network, Workload, simulate
-from lightning_dear.simulator.strategies import STRATEGIES, resolve_strategy
+from lightning_dear.simulator.strategies import (
+    MIB,
+    STRATEGIES,
+    as_published,
+    horovod_program,
+    resolve_strategy,
+)
 from tests.planning.models import ITEMSIZE, UNIT, chain, chains, unaligned_chains
 
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
@@ -138,6 +144,32 @@ def test_urgent_parts_overtake() -> None:
     workload = Workload("two layers", tensors, times)
     network = Network(Link(0.0, 1 / (1 << 20)), 2)
     assert step_s("bytescheduler", workload, network) < step_s("wfbp", workload, network)
+
+
+def test_horovods_cycle_and_buffer_decide_on_its_messages() -> None:
+    tensors, times = chain([1] * 6, [1.0] * 6, [1.0] * 6)
+    workload, network = Workload("chain", tensors, times), Network(Link(0.1, PER_UNIT_S), 2)
+    unit_mb = UNIT * ITEMSIZE / MIB
+
+    def sizes(cycle_s: float, fusion_mb: float) -> list[float]:
+        messages = horovod_program(workload, network, cycle_s, fusion_mb).messages
+        unit = 2 * network.sent_bytes(UNIT * ITEMSIZE)
+        return [round(one.nbytes / unit) for one in messages]
+
+    assert sizes(1.0, 128) == [1] * 6
+    assert sizes(2.0, 128) == [2] * 3
+    assert sizes(6.0, 128) == [6]
+    assert sizes(6.0, 4.5 * unit_mb) == [4, 2]
+    default = STRATEGIES["horovod"].program(workload, network)
+    assert default == horovod_program(workload, network, 1e-3, 128.0)
+
+
+def test_dear_as_published_goes_with_any_cap_or_none() -> None:
+    tensors, times = chain([1] * 6, [1.0] * 6, [1.0] * 6)
+    workload, network = Workload("chain", tensors, times), Network(Link(0.1, PER_UNIT_S), 2)
+    whole, unfused = (as_published(cap)(workload, network) for cap in (25.0, None))
+    assert whole == STRATEGIES["dear_paper"].program(workload, network)
+    assert [len(one.messages) for one in (whole, unfused)] == [2, 12]
 
 
 def test_unknown_names_list_the_valid_ones() -> None:
