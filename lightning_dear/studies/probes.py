@@ -32,9 +32,6 @@ from lightning_dear.planning import LinkCost
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.link_cost import measure_collectives, slowest
 
-NUM_PROBES = 5
-"""What `measure` begins, one after the other."""
-
 _LEAST_BYTES = 1 << 24
 """Of a model as exchanges are measured for it: a cluster's file serves others, too."""
 
@@ -101,7 +98,7 @@ def measure(
         optimizer: What it is stepped with.
         ready_s: Seconds since backward began when each gradient is there, rising.
         units: Of the model; not empty.
-        begin: Called `NUM_PROBES` times, with what is timed next.
+        begin: Called with what is timed next.
     """
     device = next(module.parameters()).device
     nbytes = 4 * sum(map(sum, units))

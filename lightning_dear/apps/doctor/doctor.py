@@ -7,10 +7,10 @@ times a few forwards and backwards of the configured model on its own data. Noth
 import hashlib
 import platform
 import socket
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +30,7 @@ from lightning_dear.apps.doctor.reachability import (
 from lightning_dear.apps.doctor.report import compute_rows, link_rows, verdict
 from lightning_dear.apps.train import report
 from lightning_dear.collectives.factory import new_collectives
-from lightning_dear.studies.progress import Progress
 
-_NUM_PHASES = 3
 COMPUTE_TIMEOUT_S = 600.0
 """Seconds that ranks wait for each other while models are built and timed."""
 
@@ -97,10 +95,7 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
         strategy.world_size,
         cfg.doctor_timeout_s,
     )
-    # Rank 0 speaks for all.
-    progress = Progress(_NUM_PHASES, None if meeting.rank == 0 else StringIO())
-    findings = _examine_together(meeting, strategy, cfg, progress)
-    progress.close()
+    findings = _examine_together(meeting, strategy, cfg)
     # Ends what listens to the ranks' store, before that is gone.
     strategy.teardown()
     # The rank that keeps the store leaves last.
@@ -112,9 +107,9 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
 
 
 def _examine_together(
-    meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictConfig, progress: Progress
+    meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictConfig
 ) -> Findings:
-    progress.begin("connections")
+    _say(meeting, "connections")
     facts = meeting.exchange("start", facts_of())
     problems = version_problems(facts) + _unreachable(meeting)
     table = [_reachable_row(facts, problems), *version_rows(facts)]
@@ -123,8 +118,7 @@ def _examine_together(
     # FSDP2's strategy gives its device mesh to a module; the real one is built later.
     strategy.connect(LightningModule())
     strategy.setup_environment()
-    progress.step()
-    progress.begin("forward and backward")
+    _say(meeting, "forward and backward")
     # As in training: one process of each host downloads before the others look.
     if strategy.local_rank == 0:
         instantiate(cfg.data, _convert_="all").prepare_data()
@@ -132,8 +126,7 @@ def _examine_together(
     own = measure_compute(cfg, strategy.root_device)
     computes = meeting.exchange("forward and backward", own, COMPUTE_TIMEOUT_S)
     slowest = max((Compute(*one) for one in computes), key=lambda one: one.total_s)
-    progress.step()
-    progress.begin("links")
+    _say(meeting, "links")
     collectives = new_collectives(strategy.root_device, _seconds(cfg.doctor_timeout_s))
     cost, own_pairs = measure_links(collectives, strategy.root_device, slowest.gradient_bytes)
     patience_s = max(COMPUTE_TIMEOUT_S, meeting.timeout_s)
@@ -143,6 +136,11 @@ def _examine_together(
     table += [("backend", backend), *link_rows(cost, pairs, meeting.world_size)]
     said = verdict(meeting.world_size, slowest, cost, _accumulated(cfg))
     return Findings([], [*table, *compute_rows(slowest)], said)
+
+
+def _say(meeting: MeetingPoint, what: str) -> None:
+    if meeting.rank == 0:
+        print(f"doctor: {what} ...", file=sys.stderr, flush=True)
 
 
 # --- the checks -------------------------------------------------------------------------------

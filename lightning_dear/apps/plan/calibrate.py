@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -36,8 +37,7 @@ from lightning_dear.simulator.curve import rising
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import save_workload
 from lightning_dear.simulator.workload import BLOCKS
-from lightning_dear.studies.probes import NUM_PROBES, Costs, measure
-from lightning_dear.studies.progress import Progress
+from lightning_dear.studies.probes import Costs, measure
 
 MODULE = "lightning_dear.apps.plan.calibrate"
 _TIMEOUT = timedelta(minutes=10)
@@ -99,20 +99,13 @@ class ExchangeProbe(Callback):
         }
         units = [[numels[index] for index in unit] for unit in units_of(workload)]
         ready_s = sorted(workload.times.ready_s.values())
-        progress = Progress(NUM_PROBES) if trainer.is_global_zero else None
+
+        def begin(what: str) -> None:
+            if trainer.is_global_zero:
+                print(f"dear-plan calibrate: {what} ...", file=sys.stderr, flush=True)
+
         optimizer = trainer.optimizers[0]
-        self.costs = measure(collectives, pl_module, optimizer, ready_s, units, _begin(progress))
-        if progress is not None:
-            progress.close()
-
-
-def _begin(progress: Progress | None) -> Callable[[str], None]:
-    def begin(what: str) -> None:
-        if progress is not None:
-            progress.begin(what)
-            progress.step()
-
-    return begin
+        self.costs = measure(collectives, pl_module, optimizer, ready_s, units, begin)
 
 
 def _workload(found: Told, model: LightningModule, **more: Any) -> Workload:
