@@ -64,17 +64,12 @@ def examine_job(cfg: DictConfig, trainer: Trainer) -> Findings:
         launcher.launch(examine, strategy, cfg) if launcher else examine(strategy, cfg)
     )
     if trainer.is_global_zero:
-        print(describe(cfg, trainer, findings), flush=True)
+        title = f"doctor: {cfg.task_name}, {trainer.world_size} rank(s)"
+        below = [f"PROBLEM: {problem}" for problem in findings.problems] or [findings.verdict]
+        print(report.format_table(title, findings.table), *below, sep="\n", flush=True)
         if findings.problems:
             raise SystemExit(1)
     return findings
-
-
-def describe(cfg: DictConfig, trainer: Trainer, findings: Findings) -> str:
-    """Return the table and, below it, the problems or the verdict."""
-    title = f"doctor: {cfg.task_name}, {trainer.world_size} rank(s)"
-    below = [f"PROBLEM: {problem}" for problem in findings.problems] or [findings.verdict]
-    return "\n".join([report.format_table(title, findings.table), *below])
 
 
 def examine(strategy: Any, cfg: DictConfig) -> Findings:
@@ -84,7 +79,7 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
         facts = [facts_of()]
         table = [*version_rows(facts), *compute_rows(compute)]
         return Findings([], table, verdict(1, compute, None, _accumulated(cfg)))
-    strategy._timeout = _seconds(cfg.doctor_timeout_s)  # type: ignore[attr-defined]
+    strategy._timeout = timedelta(seconds=cfg.doctor_timeout_s)  # type: ignore[attr-defined]
     strategy.set_world_ranks()  # type: ignore[attr-defined]
     environment = strategy.cluster_environment
     assert environment is not None
@@ -127,7 +122,7 @@ def _examine_together(
     computes = meeting.exchange("forward and backward", own, COMPUTE_TIMEOUT_S)
     slowest = max((Compute(*one) for one in computes), key=lambda one: one.total_s)
     _say(meeting, "links")
-    collectives = new_collectives(strategy.root_device, _seconds(cfg.doctor_timeout_s))
+    collectives = new_collectives(strategy.root_device, timedelta(seconds=cfg.doctor_timeout_s))
     cost, own_pairs = measure_links(collectives, strategy.root_device, slowest.gradient_bytes)
     patience_s = max(COMPUTE_TIMEOUT_S, meeting.timeout_s)
     everyones = meeting.exchange("pairs", own_pairs, patience_s)
@@ -215,7 +210,3 @@ def _reachable_row(facts: Sequence[dict[str, str]], problems: Sequence[str]) -> 
 
 def _accumulated(cfg: DictConfig) -> int:
     return int(cfg.trainer.get("accumulate_grad_batches") or 1)
-
-
-def _seconds(seconds: float) -> timedelta:
-    return timedelta(seconds=seconds)

@@ -43,6 +43,9 @@ MODULE = "lightning_dear.apps.plan.calibrate"
 _TIMEOUT = timedelta(minutes=10)
 _BYTES_PER_ELEMENT = 4
 
+Of = Callable[[Iterable[float]], float]
+"""What counts of repeats: dear-plan makes a band of the least and the most."""
+
 Told = tuple[Sequence[TensorSpec], ModelTimes, LinkCost, CodecCosts]
 
 log = logging.getLogger(__name__)
@@ -209,62 +212,54 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs, num_tensors: int)
             "all_gather": _curve(costs.all_gather, world_size),
             "reduce_scatter": _curve(costs.reduce_scatter, world_size),
             "has_reduce_scatter": not is_gloo,
-            "sharded_tensor": dict.fromkeys(("seconds", *_BOUNDS), tensor_s),
+            "sharded_tensor": dict.fromkeys(("seconds", "least", "most"), tensor_s),
         },
     }
 
 
-_BOUNDS: dict[str, Callable[[Iterable[float]], float]] = {"least": min, "most": max}
-"""What dear-plan makes a band of: of repeats, beside their median."""
-
-
 def _link(costs: Sequence[LinkCost]) -> dict[str, Any]:
-    def by(of: Callable[[Iterable[float]], float]) -> dict[str, float]:
-        alphas_s, betas_s = [one.alpha_s for one in costs], [one.beta_s for one in costs]
+    alphas_s, betas_s = [one.alpha_s for one in costs], [one.beta_s for one in costs]
+
+    def by(of: Of) -> dict[str, float]:
         return {"alpha_s": of(alphas_s), "beta_s_per_byte": of(betas_s)}
 
-    return {**by(median), **{bound: by(of) for bound, of in _BOUNDS.items()}}
+    return {**by(median), "least": by(min), "most": by(max)}
 
 
 def _curve(times_s: Mapping[int, list[float]], world_size: int) -> dict[str, list[float]]:
     sent = [sent_bytes(size, world_size) for size in times_s]
 
-    def by(of: Callable[[Iterable[float]], float]) -> list[float]:
+    def by(of: Of) -> list[float]:
         return list(rising(sent, [of(repeats) for repeats in times_s.values()]).seconds)
 
-    bounds = {bound: by(of) for bound, of in _BOUNDS.items()}
-    return {"sizes_bytes": sent, "seconds": by(median), **bounds}
+    return {"sizes_bytes": sent, "seconds": by(median), "least": by(min), "most": by(max)}
 
 
 def summary(measured: Mapping[str, Any], workload: Workload) -> str:
     """Return what was measured, of a cluster's file and of the model, for people."""
     title = f"Measured among {measured['world_size']} ranks (alpha: a start; rate: of what a rank"
     lines = [*filter(None, [emulated_rig()]), f"{title} sends):"]
-    links = {"our reduce-scatter, all-gather": "halves", "the backend's all-reduce": "all_reduce"}
-    for name, key in links.items():
+    for key in ("halves", "all_reduce", "all_gather", "reduce_scatter"):
         one = measured[key]
-        starts_s = [each["alpha_s"] for each in (one, one["least"], one["most"])]
-        lines.append(_said(name, starts_s, one["beta_s_per_byte"]))
-    for name in ("all_gather", "reduce_scatter"):
-        one = measured[name]
-        starts_s = [one[key][0] for key in ("seconds", "least", "most")]
-        beta_s = one["seconds"][-1] / one["sizes_bytes"][-1]
-        lines.append(_said(f"the backend's {name.replace('_', '-')}", starts_s, beta_s))
-    times, more = workload.times, {"DDP": workload.copies_s, "FSDP2": workload.sharding_s}
+        name = "our halves" if key == "halves" else f"the backend's {key.replace('_', '-')}"
+        if key in ("halves", "all_reduce"):
+            starts_s = [bound["alpha_s"] for bound in (one, one["least"], one["most"])]
+            beta_s = one["beta_s_per_byte"]
+        else:
+            starts_s = [one[bound][0] for bound in ("seconds", "least", "most")]
+            beta_s = one["seconds"][-1] / one["sizes_bytes"][-1]
+        start, least, most = (1e3 * one_s for one_s in starts_s)
+        rate = f"{8e-6 / beta_s:.0f} Mb/s" if beta_s else "too fast to tell"
+        lines.append(f"  {name:28s} {start:8.3f} ms ({least:.3f} to {most:.3f})  {rate}")
+    times = workload.times
     lines.append(
         f"  forward {times.forward_s * 1e3:.1f} ms, backward {times.backward_s * 1e3:.1f} ms,"
         f" step of a shard {workload.fixed_step_s * 1e3:.1f} ms"
     )
-    for name, seconds in more.items():
+    for name, seconds in {"DDP": workload.copies_s, "FSDP2": workload.sharding_s}.items():
         if seconds:
             lines.append(f"  {name} takes {seconds * 1e3:.1f} ms of a host for the model")
     return "\n".join(lines)
-
-
-def _said(name: str, starts_s: Sequence[float], beta_s: float) -> str:
-    start, least, most = (1e3 * one for one in starts_s)
-    rate = f"{8e-6 / beta_s:.0f} Mb/s" if beta_s else "too fast to tell"
-    return f"  {name:32s} {start:8.3f} ms ({least:.3f} to {most:.3f})  {rate}"
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="calibrate")
