@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -167,8 +167,8 @@ def pairs_to_measure(world_size: int) -> list[tuple[int, int]]:
     """All pairs of ranks; from `MAX_RANKS_FOR_ALL_PAIRS` + 1 ranks on only neighbours in a ring."""
     ranks = range(world_size)
     if world_size <= MAX_RANKS_FOR_ALL_PAIRS:
-        return [(low, high) for low in ranks for high in ranks if low < high]
-    return [*((rank, rank + 1) for rank in ranks[:-1]), (0, world_size - 1)]
+        return list(combinations(ranks, 2))
+    return [*pairwise(ranks), (0, world_size - 1)]
 
 
 def _round_trips(message: torch.Tensor, peer: int, *there_and_back: Any) -> list[float]:

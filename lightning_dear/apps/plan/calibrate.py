@@ -46,8 +46,6 @@ _BYTES_PER_ELEMENT = 4
 Of = Callable[[Iterable[float]], float]
 """What counts of repeats: dear-plan makes a band of the least and the most."""
 
-Told = tuple[Sequence[TensorSpec], ModelTimes, LinkCost, CodecCosts]
-
 log = logging.getLogger(__name__)
 
 
@@ -60,7 +58,7 @@ class Calibration(ThresholdFusion):
 
     name = "calibration"
     plans_for_codecs = True
-    found: Told | None = None
+    found: tuple[Sequence[TensorSpec], ModelTimes, LinkCost, CodecCosts] | None = None
 
     def search(
         self,
@@ -82,48 +80,41 @@ class ExchangeProbe(Callback):
         planner: What training has told of the model, on rank 0.
 
     Attributes:
-        costs: None until then, and of one rank, or where training has told nothing.
+        found: The model without its name, and what was measured; None where training has told too
+            little.
     """
 
     def __init__(self, planner: Calibration) -> None:
-        self.costs: Costs | None = None
+        self.found: tuple[Workload, Costs] | None = None
         self._planner = planner
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         collectives = new_collectives(trainer.strategy.root_device, _TIMEOUT)
-        found = collectives.all_gather_object(self._planner.found)[0]
-        if trainer.world_size == 1 or found is None:
+        told = collectives.all_gather_object(self._planner.found)[0]
+        if trainer.world_size == 1 or told is None:
             return
-        workload = _workload(found, pl_module)
-        numels = {
-            one.index: -(-one.numel * one.itemsize // _BYTES_PER_ELEMENT)
-            for one in workload.tensors
-        }
+        tensors, times, _, codecs = told
+        workload = Workload(
+            "",
+            tensors,
+            # What stepping all instead of a shard takes was not measured: it counts alike for all.
+            replace(times, step_s=0.0),
+            codecs,
+            fixed_step_s=times.step_s,
+            # A replay has one; others' blocks are sharded, as `Task`s' are.
+            shard_unit_mb=getattr(pl_module, "shard_unit_mb", BLOCKS),
+        )
+        numels = {one.index: -(-one.numel * one.itemsize // _BYTES_PER_ELEMENT) for one in tensors}
         units = [[numels[index] for index in unit] for unit in units_of(workload)]
-        ready_s = sorted(workload.times.ready_s.values())
 
         def begin(what: str) -> None:
             if trainer.is_global_zero:
                 print(f"dear-plan calibrate: {what} ...", file=sys.stderr, flush=True)
 
-        optimizer = trainer.optimizers[0]
-        self.costs = measure(collectives, pl_module, optimizer, ready_s, units, begin)
-
-
-def _workload(found: Told, model: LightningModule, **more: Any) -> Workload:
-    tensors, times, _, codecs = found
-    return Workload(
-        "",
-        tensors,
-        # What stepping all instead of a shard takes was not measured: it is counted alike for all.
-        replace(times, step_s=0.0),
-        codecs,
-        fixed_step_s=times.step_s,
-        # A replay has one; others' blocks are sharded, as `Task`s' are.
-        shard_unit_mb=getattr(model, "shard_unit_mb", BLOCKS),
-        **more,
-    )
+        ready_s, optimizer = sorted(times.ready_s.values()), trainer.optimizers[0]
+        costs = measure(collectives, pl_module, optimizer, ready_s, units, begin)
+        self.found = replace(workload, copies_s=costs.ddp_s, sharding_s=costs.sharding_s), costs
 
 
 def calibrate(cfg: DictConfig) -> None:
@@ -146,7 +137,7 @@ def calibrate(cfg: DictConfig) -> None:
         raise ValueError("One rank has no network to measure; set cluster.devices=2 or more.")
     trainer.fit(model, datamodule=datamodule)
     if trainer.is_global_zero:
-        _finish(cfg, trainer.world_size, planner, probe.costs, model)
+        _finish(cfg, trainer.world_size, probe.found)
 
 
 def _check(cfg: DictConfig) -> None:
@@ -157,27 +148,16 @@ def _check(cfg: DictConfig) -> None:
         log.warning("fusion is ignored: calibration trains in the default buckets.")
 
 
-def _finish(
-    cfg: DictConfig,
-    world_size: int,
-    planner: Calibration,
-    costs: Costs | None,
-    model: LightningModule,
-) -> None:
-    if planner.found is None or costs is None:
+def _finish(cfg: DictConfig, world_size: int, found: tuple[Workload, Costs] | None) -> None:
+    if found is None:
         raise RuntimeError(
             "Training ended before everything was measured: let it take more steps"
             f" (trainer.max_steps={2 * max(int(cfg.trainer.max_steps), 10)}), or more batches."
         )
     folder = Path(HydraConfig.get().runtime.output_dir)
-    choices = HydraConfig.get().runtime.choices
-    workload = replace(
-        _workload(planner.found, model),
-        name=str(choices["model"]),
-        compressor=str(choices["compressor"]),
-        copies_s=costs.ddp_s,
-        sharding_s=costs.sharding_s,
-    )
+    choices, (workload, costs) = HydraConfig.get().runtime.choices, found
+    name, compressor = str(choices["model"]), str(choices["compressor"])
+    workload = replace(workload, name=name, compressor=compressor)
     save_workload(workload, folder / "model.json")
     (folder / "cluster").mkdir(exist_ok=True)
     cluster = cluster_of(cfg, world_size, costs, len(workload.tensors))
