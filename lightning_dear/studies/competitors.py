@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.studies.probes.sharding import options_of
-
 SMALLEST_CAP_MB = 1 / (1 << 20)
 """One byte: below every tensor."""
 
@@ -105,7 +103,9 @@ def _sharded(optimizer: Optimizer) -> Optimizer:
     if isinstance(optimizer, LightningOptimizer):
         optimizer = optimizer.optimizer
     groups = [dict(group) for group in optimizer.param_groups]
-    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **options_of(optimizer))
+    known = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **options)
 
 
 def _mark_as_scheduled(optimizer: Any) -> None:

@@ -8,7 +8,6 @@ on the numbers, are written down here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -203,37 +202,13 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if not name.startswith("empty") and not _is_view(func):
+        if not name.startswith("empty") and not func.is_view:
             self.kernels += 1
-            moved = _bytes_of(_read(func, args, kwargs or {})) + _bytes_of(result)
-            self.nbytes += _PASSES.get(name, 1) * moved
+            # `out=` is written alone, and comes back as the result.
+            read = args[1:] if name in _OVERWRITING else args
+            moved = [one for one in tree_leaves((read, result)) if isinstance(one, Tensor)]
+            self.nbytes += _PASSES.get(name, 1) * sum(one.nbytes for one in moved)
         return result
-
-
-def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Arguments but for those that are only written."""
-    is_overwriting = func.overloadpacket.__name__ in _OVERWRITING
-    specs = func._schema.arguments
-    given = [*zip(specs, args, strict=False)]
-    given += [(spec, kwargs[spec.name]) for spec in specs if spec.name in kwargs]
-    return [
-        value
-        for spec, value in given
-        if not (_is_written(spec) and (is_overwriting or spec.kwarg_only))
-    ]
-
-
-def _is_written(spec: Any) -> bool:
-    return spec.alias_info is not None and bool(spec.alias_info.is_write)
-
-
-def _bytes_of(values: Any) -> int:
-    return sum(one.nbytes for one in tree_leaves(values) if isinstance(one, Tensor))
-
-
-def _is_view(func: Any) -> bool:
-    aliases = [one.alias_info for one in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 # --- sparse all-reduces ---------------------------------------------------------------------------

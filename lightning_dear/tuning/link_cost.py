@@ -33,15 +33,26 @@ _NUM_REPEATS = 3
 
 
 def measure_link(pipeline: Pipeline) -> LinkCost:
+    """`measure_collectives` for a training and its model. Collective, blocks."""
+    pipeline.complete_parameters("measuring the link")
+    part = pipeline.parts[0]
+    model_bytes = sum(tensor.nbytes for tensor in part.tensors)
+    return measure_collectives(pipeline.collectives, part.parameters[0].device, model_bytes)
+
+
+def measure_collectives(
+    collectives: Collectives, device: torch.device, model_bytes: int
+) -> LinkCost:
     """What our two halves and an all-reduce cost, from trains of exchanges. Collective, blocks.
 
     A train's time is that of the slowest rank, of its own the median over repeats (and, of the
-    halves, over both). Needs twice the bytes of the long train for a moment.
+    halves, over both). Needs twice the bytes of the long train for a moment. The same on all ranks.
+
+    Args:
+        collectives: Training's.
+        device: Where buffers are.
+        model_bytes: Of the model whose exchanges they are to be like.
     """
-    pipeline.complete_parameters("measuring the link")
-    collectives = pipeline.collectives
-    device = pipeline.parts[0].parameters[0].device
-    model_bytes = sum(tensor.nbytes for tensor in pipeline.parts[0].tensors)
     total_bytes = min(max(model_bytes // 8, _LEAST_BYTES), _MOST_BYTES)
     long_bytes = min(max(model_bytes // 2, total_bytes), _MOST_LONG_BYTES)
     planned = {

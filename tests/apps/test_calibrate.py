@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_dear.apps.plan.calibrate import Calibration
+from lightning_dear.apps.plan.calibrate import Calibration, cluster_of, summary
 from lightning_dear.apps.plan.config import bounds_of, measured_network, network_of, world_sizes_of
-from lightning_dear.apps.plan.measured_costs import Costs, cluster_of, summary
 from lightning_dear.planning import LinkCost
-from lightning_dear.simulator import Curve, Link
+from lightning_dear.simulator import Curve, Link, Workload
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import load_workload
-from lightning_dear.studies.probes.sizes import Spread
+from lightning_dear.studies.probes import Costs
 from tests.apps.test_train import QUICK, run
 from tests.planning.models import chain
 
@@ -25,26 +24,22 @@ PROGRAM = ("-m", "lightning_dear.apps.plan")
 LINK = LinkCost(1e-4, 1e-9)
 
 
-def about(alpha_s: float, beta_s: float) -> Spread[LinkCost]:
+def about(seconds: float) -> list[float]:
     """Half as much at best, and twice as much at worst."""
-    costs = (LinkCost(factor * alpha_s, factor * beta_s) for factor in (0.5, 1, 2))
-    return Spread(*costs)
-
-
-def curves(start_s: float, long_s: float) -> Spread[Curve]:
-    """Alike."""
-    return Spread(*(Curve((1e3, 1e6), (part * start_s, part * long_s)) for part in (0.5, 1.0, 2.0)))
+    return [seconds, 2 * seconds, 0.5 * seconds]
 
 
 COSTS = Costs(
-    about(1e-4, 1e-9),
-    about(2e-4, 2e-9),
-    curves(3e-4, 1e-3),
-    curves(5e-4, 2e-3),
-    0.0,
-    Spread(2e-5, 3e-5, 6e-5),
-    2e-3,
+    [
+        LinkCost(part * 1e-4, part * 1e-9, LinkCost(part * 2e-4, part * 2e-9))
+        for part in (1, 2, 0.5)
+    ],
+    # Of 8 ranks each sends 7 eighths.
+    {8000: about(3e-4), 8000000: about(1e-3)},
+    {8000: about(5e-4), 8000000: about(2e-3)},
+    sharding_s=3e-3,
 )
+NUM_TENSORS = 100
 CLUSTER = OmegaConf.create({"cluster": {"num_nodes": 2, "accelerator": "cpu", "interface": None}})
 
 
@@ -61,6 +56,7 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     result, folder = calibrated
     assert result.returncode == 0, result.stderr
     assert "the backend's all-gather" in result.stdout
+    assert result.stderr.count("calibrate: what FSDP2 takes of a host ...") == 1
     workload = load_workload(folder / "model.json")
     assert workload.times.forward_s > 0
     assert (workload.times.step_s, workload.fixed_step_s > 0) == (0, True)
@@ -68,8 +64,7 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     assert (workload.name, workload.compressor) == ("resnet", "bf16")
     assert workload.codecs.compressed.encode.of(1e6) > 0
     assert workload.shard_unit_mb == "blocks"
-    # BatchNorm's.
-    assert 0 <= workload.buffers_s < 1
+    # BatchNorm's buffers, and copies.
     assert 0 <= workload.copies_s < 1
     assert workload.sharding_s is not None
     assert 0 < workload.sharding_s < 1
@@ -139,52 +134,52 @@ def test_the_planner_keeps_its_buckets_and_what_it_is_told() -> None:
 
 
 def test_the_clusters_file_has_what_was_measured() -> None:
-    file = OmegaConf.create(cluster_of(CLUSTER, 8, COSTS))
+    file = OmegaConf.create(cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS))
     assert (file.devices, file.alpha_s, file.beta_s_per_byte) == (4, 1e-4, 1e-9)
     network = network_of(OmegaConf.create({"cluster": file, "algorithm": "best"}))
     # What four ranks of a node share is in what was measured.
     assert network.half_s(800.0) == pytest.approx(1e-4 + 700 * 1e-9)
     assert network.between == Link(1e-4, 1e-9)
     assert network.all_reduce == Link(2e-4, 2e-9)
-    assert network.all_gather == Curve((1e3, 1e6), (3e-4, 1e-3), 3e-4)
-    assert network.reduce_scatter == Curve((1e3, 1e6), (5e-4, 2e-3), 5e-4)
-    assert network.sharded_tensor_s == 3e-5
+    assert network.all_gather == Curve((7e3, 7e6), (3e-4, 1e-3), 3e-4)
+    assert network.reduce_scatter == Curve((7e3, 7e6), (5e-4, 2e-3), 5e-4)
+    assert network.sharded_tensor_s == pytest.approx(3e-5)
 
 
 @pytest.mark.parametrize("lacks", [{"all_gather": {"alpha_s": 1e-4}}, {"reduce_scatter": None}])
 def test_an_earlier_versions_file_is_to_be_measured_again(lacks: dict) -> None:
-    cluster = OmegaConf.create(cluster_of(CLUSTER, 8, COSTS))
+    cluster = OmegaConf.create(cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS))
     cluster.measured = OmegaConf.create({**cluster.measured, **lacks})
     with pytest.raises(ValueError, match="run dear-plan calibrate again"):
         measured_network(cluster, 8)
 
 
 def test_the_shortest_and_the_longest_make_a_band() -> None:
-    cluster = cluster_of(CLUSTER, 8, COSTS)
+    cluster = cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS)
     bounds = bounds_of(OmegaConf.create({"cluster": cluster, "algorithm": "best"}))
     assert bounds is not None
     fast, slow = bounds
     assert (fast.between, slow.between) == (Link(5e-5, 5e-10), Link(2e-4, 2e-9))
     assert (fast.all_reduce, slow.all_reduce) == (Link(1e-4, 1e-9), Link(4e-4, 4e-9))
-    assert fast.all_gather == Curve((1e3, 1e6), (1.5e-4, 5e-4), 1.5e-4)
-    assert slow.reduce_scatter == Curve((1e3, 1e6), (1e-3, 4e-3), 1e-3)
-    assert (fast.sharded_tensor_s, slow.sharded_tensor_s) == (2e-5, 6e-5)
+    assert fast.all_gather == Curve((7e3, 7e6), (1.5e-4, 5e-4), 1.5e-4)
+    assert slow.reduce_scatter == Curve((7e3, 7e6), (1e-3, 4e-3), 1e-3)
     assert bounds_of(OmegaConf.create({"cluster": {"alpha_s": 1.0}})) is None
 
 
 def test_starts_cost_more_with_more_ranks() -> None:
-    cluster = cluster_of(CLUSTER, 8, COSTS)
+    cluster = cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS)
     network = network_of(OmegaConf.create({"cluster": cluster, "algorithm": "best"}), 36)
     assert network.between.alpha_s == pytest.approx(5 * 1e-4)
     assert network.between.beta_s == 1e-9
     assert network.all_gather is not None
     assert network.all_gather.message_s(1.0) == pytest.approx(5 * 3e-4)
     # Bytes hide starts.
-    assert network.all_gather.message_s(2e6) == pytest.approx(2e-3)
+    assert network.all_gather.message_s(14e6) == pytest.approx(2e-3)
 
 
 def test_ranks_of_one_machine_wait_for_its_cores() -> None:
-    cluster = OmegaConf.create(cluster_of(CLUSTER, 4, replace(COSTS, all_reduce_cpu_s=1e-3)))
+    costs = replace(COSTS, all_reduce_cpu_s=1e-3)
+    cluster = OmegaConf.create(cluster_of(CLUSTER, 4, costs, NUM_TENSORS))
     cluster.measured.shared_cores = 2
     # Of the 0.2 ms that 4 ranks were measured to take, 7 / 3; of the CPU's too, for 8 ranks.
     shared = measured_network(cluster, 8).all_reduce
@@ -203,7 +198,7 @@ def test_ranks_of_one_machine_wait_for_its_cores() -> None:
 def test_what_a_sharded_tensor_takes_grows_where_ranks_share_cores(
     cores: int | None, world_size: int, times: float
 ) -> None:
-    cluster = OmegaConf.create(cluster_of(CLUSTER, 4, COSTS))
+    cluster = OmegaConf.create(cluster_of(CLUSTER, 4, COSTS, NUM_TENSORS))
     cluster.measured.shared_cores = cores
     network = measured_network(cluster, world_size)
     assert network.sharded_tensor_s == pytest.approx(times * 3e-5)
@@ -211,21 +206,24 @@ def test_what_a_sharded_tensor_takes_grows_where_ranks_share_cores(
 
 
 def test_rates_are_said_for_people() -> None:
-    _, times = chain([1], [0.01], [0.02])
-    said = summary(COSTS, replace(times, step_s=0.003), 4)
+    tensors, times = chain([1], [0.01], [0.02])
+    workload = Workload("", tensors, times, copies_s=2e-3, sharding_s=3e-3)
+    measured = cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS)["measured"]
+    said = summary(measured, workload)
     for words in (
-        "among 4 ranks",
+        "among 8 ranks",
         "8000 Mb/s",
         "4000 Mb/s",
-        "its reduce-scatter (of a half)",
+        "the backend's reduce-scatter",
         "0.300 ms (0.150 to 0.600)",
         "0.500 ms (0.250 to 1.000)",
-        "FSDP2 takes 30 us of a host for each tensor",
-        "DDP sends module buffers for 2.0 ms of forward",
+        "FSDP2 takes 3.0 ms of a host for the model",
+        "DDP takes 2.0 ms of a host for the model",
         "forward 10.0 ms",
     ):
         assert words in said
-    assert "too fast to tell" in summary(replace(COSTS, halves=about(1e-4, 0.0)), times, 4)
+    measured["halves"]["beta_s_per_byte"] = 0.0
+    assert "too fast to tell" in summary(measured, workload)
 
 
 @pytest.mark.parametrize(
@@ -236,14 +234,16 @@ def test_rates_are_said_for_people() -> None:
     ],
 )
 def test_what_was_not_measured_is_not_planned_for(changes: dict, words: str) -> None:
-    cfg = OmegaConf.create({"cluster": cluster_of(CLUSTER, 8, COSTS), "algorithm": "best"})
+    cfg = OmegaConf.create(
+        {"cluster": cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS), "algorithm": "best"}
+    )
     with pytest.raises(ValueError, match=words):
         network_of(OmegaConf.merge(cfg, changes))
 
 
 def test_one_node_says_nothing_of_more_ranks_than_it_had() -> None:
     alone = OmegaConf.create({"cluster": {"num_nodes": 1, "accelerator": "cpu", "interface": None}})
-    cluster = cluster_of(alone, 8, COSTS)
+    cluster = cluster_of(alone, 8, COSTS, NUM_TENSORS)
     cfg = OmegaConf.create({"cluster": cluster, "algorithm": "best", "world_sizes": [2, 8, 16]})
     assert network_of(cfg, 4).world_size == 4
     with pytest.raises(ValueError, match="measured on one node"):
@@ -254,6 +254,8 @@ def test_one_node_says_nothing_of_more_ranks_than_it_had() -> None:
 
 
 def test_a_link_that_was_changed_has_no_band() -> None:
-    cfg = OmegaConf.create({"cluster": cluster_of(CLUSTER, 8, COSTS), "algorithm": "best"})
+    cfg = OmegaConf.create(
+        {"cluster": cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS), "algorithm": "best"}
+    )
     assert bounds_of(cfg) is not None
     assert bounds_of(OmegaConf.merge(cfg, {"cluster": {"alpha_s": 1.0}})) is None

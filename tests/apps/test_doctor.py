@@ -9,27 +9,23 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 
 import pytest
 
 from lightning_dear.apps.doctor import doctor
-from lightning_dear.apps.doctor.compute_probe import Compute
-from lightning_dear.apps.doctor.link_rates import (
-    MeetingPoint,
-    PairProbe,
-    UnreachableError,
-    pairs_to_measure,
-)
+from lightning_dear.apps.doctor.measuring import Compute, Pair, pairs_to_measure
 from lightning_dear.apps.doctor.reachability import (
     Door,
     Doorkeeper,
+    MeetingPoint,
+    UnreachableError,
     announced_address,
     unreachable_from,
 )
-from lightning_dear.apps.doctor.report import Links, link_rows, verdict
+from lightning_dear.apps.doctor.report import link_rows, verdict
 from lightning_dear.emulation import EmulatedCluster
 from lightning_dear.paths import conf_dir
+from lightning_dear.planning import LinkCost
 
 ROOT = conf_dir().parent
 QUICK = ("model.net.channels=[4,8]", "model.net.num_blocks=1")
@@ -96,15 +92,18 @@ def test_two_ranks_are_examined_and_nothing_is_trained(tmp_path):
         r"torch +\d+\.\d+\.\d+\S*",
         r"lightning_dear +\S.*",
         r"backend +gloo",
-        r"rate, messages of 8 MiB, median +[\d.]+ MB/s",
+        r"start of an exchange, all at once +\d+ us",
+        r"rate of each rank, all at once +([\d.]+ MB/s|too fast to tell)",
+        r"the same in the backend's all-reduces +([\d.]+ MB/s|too fast to tell)",
         r"slowest pair +ranks 0 and 1: [\d.]+ MB/s",
-        r"rate of each rank, all at once +[\d.]+ MB/s",
         r"gradients +0\.0\d MB",
         r"backward \(median of \d\) +[\d.]+ ms",
     ):
         assert re.search(f"^{row}$", table, re.MULTILINE), (row, table)
     assert re.search(r"^Communication is \d+% of a step \(.* ms beside .* ms", table, re.MULTILINE)
     assert table.count("doctor: digits") == 1
+    # On rank 0 alone.
+    assert [errors.count(f"doctor: {what} ...") for what in ("connections", "links")] == [1, 1]
     assert not (tmp_path / "out/metrics.csv").exists()
     assert not list(tmp_path.rglob("*.ckpt"))
 
@@ -242,12 +241,12 @@ def test_missing_ranks_are_named():
 
 def test_open_and_closed_doors():
     keepers = [Doorkeeper(rank) for rank in range(3)]
-    doors = [asdict(keeper.door) for keeper in keepers]
+    doors = [keeper.door for keeper in keepers]
     assert unreachable_from(0, doors) == []
     time.sleep(0.2)  # so that it waits in `accept` when it is closed
     keepers[2].close()
     # Somebody else's socket where rank 1 is said to be.
-    doors[1]["port"] = keepers[0].door.port
+    doors[1] = doors[1]._replace(port=keepers[0].door.port)
     wrong, closed = unreachable_from(0, doors)
     assert re.match(r"rank 0 .* -> rank 1 .*: something else answers there", wrong)
     assert re.match(r"rank 0 .* -> rank 2 .*: connection refused; is a firewall", closed)
@@ -258,7 +257,7 @@ def test_open_and_closed_doors():
 def test_a_loopback_address_of_another_host_gets_the_advice():
     here = Doorkeeper(0)
     there = Door(1, "elsewhere", "127.0.1.1", free_port())
-    (sentence,) = unreachable_from(0, [asdict(here.door), asdict(there)])
+    (sentence,) = unreachable_from(0, [here.door, there])
     here.close()
     assert "set cluster.interface or GLOO_SOCKET_IFNAME" in sentence
 
@@ -291,16 +290,15 @@ def test_pairs():
 
 
 def test_the_slowest_pair_is_named():
-    pairs = [
-        PairProbe((0, 1), 1e-4, {65536: 1e8, 1048576: 9e8}),
-        PairProbe((0, 2), 3e-4, {65536: 1e8}),
-        PairProbe((1, 2), 1e-4, {65536: 1e8, 1048576: 9e8}),
-    ]
-    rows = dict(link_rows(Links(pairs, 5e6, "gloo"), 3))
+    cost = LinkCost(1e-4, 1 / 5e6, LinkCost(1e-3, 0.0))
+    pairs = [Pair(0, 1, 9e8), Pair(0, 2, 1e8), Pair(1, 2, 9e8)]
+    rows = dict(link_rows(cost, pairs, 3))
     assert rows["slowest pair"] == "ranks 0 and 2: 100 MB/s, 9.0 times slower than the median"
-    assert rows["round trip, median of all pairs"] == "100 us; slowest 300 us (ranks 0 and 2)"
-    assert rows["rate, messages of 1 MiB, median"] == "900 MB/s"
+    assert rows["start of an exchange, all at once"] == "100 us"
     assert rows["rate of each rank, all at once"] == "5.00 MB/s"
+    assert rows["the same in the backend's all-reduces"] == "too fast to tell"
+    few = dict(link_rows(cost, [Pair(0, 1, 9e8), Pair(1, 2, 8e8)], 9))
+    assert few["slowest pair, of 2 neighbouring pairs"] == "ranks 1 and 2: 800 MB/s"
 
 
 @pytest.mark.parametrize(
@@ -315,8 +313,8 @@ def test_the_slowest_pair_is_named():
 )
 def test_the_verdict(rate, num_accumulated, words):
     """10 MB of gradients at 4 ranks: 15 MB go through each link."""
-    links = Links([], rate, "gloo")
-    said = verdict(4, Compute(10_000_000, 0.1, 0.2, 8), links, num_accumulated)
+    cost = LinkCost(0.0, 1 / rate)
+    said = verdict(4, Compute(10_000_000, 0.1, 0.2, 8), cost, num_accumulated)
     assert f"Communication is {words}" in said
     if rate < 1e8:
         left = {6e7: ("50.0 ms", "0.0 ms"), 1e7: ("1300.0 ms", "1200.0 ms")}[rate]

@@ -76,7 +76,7 @@ ALL_REDUCED = [
     ),
     Mutation(
         "measuring the backend's own all-reduce",
-        "measure_link",
+        "measure_collectives",
         "    return replace(fitted(**halves), all_reduce=fitted(**all_reduces))\n",
         "    return fitted(**halves)\n",
         (

@@ -92,7 +92,7 @@ SPEED = [
     ),
     Mutation(
         "the link's rate from a long train",
-        "measure_link",
+        "measure_collectives",
         "    long_bytes = min(max(model_bytes // 2, total_bytes), _MOST_LONG_BYTES)\n",
         "    long_bytes = total_bytes\n",
         ("tests/tuning/test_tuning.py::test_uneven_ends_of_trains_hardly_count",),

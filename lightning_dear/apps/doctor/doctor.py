@@ -7,28 +7,27 @@ times a few forwards and backwards of the configured model on its own data. Noth
 import hashlib
 import platform
 import socket
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps.doctor.compute_probe import Compute, measure_compute
-from lightning_dear.apps.doctor.link_rates import (
+from lightning_dear.apps.doctor.measuring import Compute, Pair, measure_compute, measure_links
+from lightning_dear.apps.doctor.reachability import (
+    Door,
+    Doorkeeper,
     MeetingPoint,
-    PairProbe,
     named,
-    probe_pairs,
-    probe_together,
+    unreachable_from,
 )
-from lightning_dear.apps.doctor.reachability import Doorkeeper, unreachable_from
-from lightning_dear.apps.doctor.report import Links, compute_rows, link_rows, verdict
+from lightning_dear.apps.doctor.report import compute_rows, link_rows, verdict
 from lightning_dear.apps.train import report
 from lightning_dear.collectives.factory import new_collectives
 
@@ -36,8 +35,7 @@ COMPUTE_TIMEOUT_S = 600.0
 """Seconds that ranks wait for each other while models are built and timed."""
 
 
-@dataclass(frozen=True)
-class Findings:
+class Findings(NamedTuple):
     """All that the doctor found out; equal on every rank.
 
     Attributes:
@@ -62,25 +60,16 @@ def examine_job(cfg: DictConfig, trainer: Trainer) -> Findings:
     OmegaConf.resolve(cfg)
     strategy = trainer.strategy
     launcher = strategy.launcher
-    found = launcher.launch(_examine, strategy, cfg) if launcher else _examine(strategy, cfg)
-    findings = Findings(**found)
+    findings: Findings = (
+        launcher.launch(examine, strategy, cfg) if launcher else examine(strategy, cfg)
+    )
     if trainer.is_global_zero:
-        print(describe(cfg, trainer, findings), flush=True)
+        title = f"doctor: {cfg.task_name}, {trainer.world_size} rank(s)"
+        below = [f"PROBLEM: {problem}" for problem in findings.problems] or [findings.verdict]
+        print(report.format_table(title, findings.table), *below, sep="\n", flush=True)
         if findings.problems:
             raise SystemExit(1)
     return findings
-
-
-def describe(cfg: DictConfig, trainer: Trainer, findings: Findings) -> str:
-    """Return the table and, below it, the problems or the verdict."""
-    title = f"doctor: {cfg.task_name}, {trainer.world_size} rank(s)"
-    below = [f"PROBLEM: {problem}" for problem in findings.problems] or [findings.verdict]
-    return "\n".join([report.format_table(title, findings.table), *below])
-
-
-def _examine(strategy: Any, cfg: DictConfig) -> dict[str, Any]:
-    # Plain, because Lightning's launchers refuse to carry a frozen dataclass.
-    return asdict(examine(strategy, cfg))
 
 
 def examine(strategy: Any, cfg: DictConfig) -> Findings:
@@ -90,7 +79,7 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
         facts = [facts_of()]
         table = [*version_rows(facts), *compute_rows(compute)]
         return Findings([], table, verdict(1, compute, None, _accumulated(cfg)))
-    strategy._timeout = _seconds(cfg.doctor_timeout_s)  # type: ignore[attr-defined]
+    strategy._timeout = timedelta(seconds=cfg.doctor_timeout_s)  # type: ignore[attr-defined]
     strategy.set_world_ranks()  # type: ignore[attr-defined]
     environment = strategy.cluster_environment
     assert environment is not None
@@ -104,37 +93,49 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
     findings = _examine_together(meeting, strategy, cfg)
     # Ends what listens to the ranks' store, before that is gone.
     strategy.teardown()
-    _part(meeting)
+    # The rank that keeps the store leaves last.
+    if meeting.rank == 0:
+        meeting.exchange("end", None)
+    else:
+        meeting.leave("end")
     return findings
 
 
 def _examine_together(
     meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictConfig
 ) -> Findings:
+    _say(meeting, "connections")
     facts = meeting.exchange("start", facts_of())
-    table = version_rows(facts)
     problems = version_problems(facts) + _unreachable(meeting)
-    table.insert(0, _reachable_row(facts, problems))
+    table = [_reachable_row(facts, problems), *version_rows(facts)]
     if problems:
         return Findings(problems, table, "")
     # FSDP2's strategy gives its device mesh to a module; the real one is built later.
     strategy.connect(LightningModule())
     strategy.setup_environment()
-    links = measure_links(meeting, strategy, cfg)
-    computes = meeting.exchange(
-        "forward and backward", asdict(_compute(meeting, strategy, cfg)), COMPUTE_TIMEOUT_S
-    )
-    slowest = max((Compute(**one) for one in computes), key=lambda one: one.total_s)
-    table += [*link_rows(links, meeting.world_size), *compute_rows(slowest)]
-    return Findings([], table, verdict(meeting.world_size, slowest, links, _accumulated(cfg)))
+    _say(meeting, "forward and backward")
+    # As in training: one process of each host downloads before the others look.
+    if strategy.local_rank == 0:
+        instantiate(cfg.data, _convert_="all").prepare_data()
+    meeting.exchange("data", None, COMPUTE_TIMEOUT_S)
+    own = measure_compute(cfg, strategy.root_device)
+    computes = meeting.exchange("forward and backward", own, COMPUTE_TIMEOUT_S)
+    slowest = max((Compute(*one) for one in computes), key=lambda one: one.total_s)
+    _say(meeting, "links")
+    collectives = new_collectives(strategy.root_device, timedelta(seconds=cfg.doctor_timeout_s))
+    cost, own_pairs = measure_links(collectives, strategy.root_device, slowest.gradient_bytes)
+    patience_s = max(COMPUTE_TIMEOUT_S, meeting.timeout_s)
+    everyones = meeting.exchange("pairs", own_pairs, patience_s)
+    pairs = [Pair(*one) for some in everyones for one in some]
+    backend = str(strategy.process_group_backend)  # type: ignore[attr-defined]
+    table += [("backend", backend), *link_rows(cost, pairs, meeting.world_size)]
+    said = verdict(meeting.world_size, slowest, cost, _accumulated(cfg))
+    return Findings([], [*table, *compute_rows(slowest)], said)
 
 
-def _part(meeting: MeetingPoint) -> None:
-    """Lets the rank that keeps the store leave last."""
+def _say(meeting: MeetingPoint, what: str) -> None:
     if meeting.rank == 0:
-        meeting.exchange("end", None)
-    else:
-        meeting.leave("end")
+        print(f"doctor: {what} ...", file=sys.stderr, flush=True)
 
 
 # --- the checks -------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ def _spread(facts: Sequence[dict[str, str]], name: str) -> str:
 def _unreachable(meeting: MeetingPoint) -> list[str]:
     keeper = Doorkeeper(meeting.rank)
     try:
-        doors = meeting.exchange("doors", asdict(keeper.door))
+        doors = [Door(*one) for one in meeting.exchange("doors", keeper.door)]
         # A rank knocks at one door after the other, and each may take its full time.
         patience_s = meeting.timeout_s * meeting.world_size
         failed = meeting.exchange("knocking", unreachable_from(meeting.rank, doors), patience_s)
@@ -207,35 +208,5 @@ def _reachable_row(facts: Sequence[dict[str, str]], problems: Sequence[str]) -> 
     return "connections", f"{state}; {len(facts)} ranks on {num_hosts} host(s)"
 
 
-def measure_links(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictConfig) -> Links:
-    """Measure pair by pair, then all ranks at once. Collective, blocks."""
-    device = strategy.root_device
-    own = [asdict(pair) for pair in probe_pairs(meeting.rank, meeting.world_size, device)]
-    patience_s = max(COMPUTE_TIMEOUT_S, meeting.timeout_s)
-    found = [_pair(one) for pairs in meeting.exchange("pairs", own, patience_s) for one in pairs]
-    collectives = new_collectives(device, _seconds(cfg.doctor_timeout_s))
-    together = probe_together(collectives, device, max_bytes=16 * 1024 * 1024)
-    backend = str(strategy.process_group_backend)  # type: ignore[attr-defined]
-    return Links(found, min(meeting.exchange("all at once", together)), backend)
-
-
-def _pair(one: dict[str, Any]) -> PairProbe:
-    low, high = one["ranks"]
-    rates = {int(size): rate for size, rate in one["rates"].items()}
-    return PairProbe((low, high), one["round_trip_s"], rates)
-
-
-def _compute(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictConfig) -> Compute:
-    # As in training: one process of each host downloads before the others look.
-    if strategy.local_rank == 0:
-        instantiate(cfg.data, _convert_="all").prepare_data()
-    meeting.exchange("data", None, COMPUTE_TIMEOUT_S)
-    return measure_compute(cfg, strategy.root_device)
-
-
 def _accumulated(cfg: DictConfig) -> int:
     return int(cfg.trainer.get("accumulate_grad_batches") or 1)
-
-
-def _seconds(seconds: float) -> timedelta:
-    return timedelta(seconds=seconds)

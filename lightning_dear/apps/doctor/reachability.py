@@ -1,24 +1,118 @@
-"""Whether every rank can open a connection to every other, tried before gloo or NCCL does.
+"""Whether ranks come, and whether each can open a connection to every other one.
 
-A library that fails here names a socket; this names the ranks, the hosts and the way out.
+Tried before gloo or NCCL does. Ranks meet at a key-value store, the one that torch's process groups
+start from: a rank that does not come is then known by its number, which a collective cannot tell.
+A library that fails to connect names a socket; this names the ranks, the hosts and the way out.
 """
 
+from __future__ import annotations
+
 import fcntl
+import json
 import os
 import socket
 import struct
 import threading
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from socketserver import BaseRequestHandler, TCPServer
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from typing_extensions import override
 
 from lightning_dear.apps.checks import INTERFACE_VARIABLES
 
+_PREFIX = "lightning_dear_doctor"
 _CONNECT_S = 5.0
 _SIOCGIFADDR = 0x8915
 
 
-@dataclass(frozen=True)
-class Door:
+class UnreachableError(ConnectionError):
+    """Ranks did not meet in time; the message names them."""
+
+
+class MeetingPoint:
+    """Exchange of small values through the store that rank 0 (or torchrun) keeps.
+
+    Args:
+        address: Host of rank 0.
+        port: Where the store listens.
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout_s: How long to wait for rank 0's host, and by default for every other rank.
+
+    Raises:
+        UnreachableError: If rank 0's host does not answer in time.
+    """
+
+    def __init__(
+        self, address: str, port: int, rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._place = f"{address}:{port}"
+        # torchrun's agent keeps the store already, and tells so in this variable.
+        is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                address,
+                port,
+                is_master=rank == 0 and not is_kept,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise UnreachableError(
+                f"Rank {rank} could not reach rank 0 at {self._place} within {timeout_s:g} s"
+                f" ({reason}). Check that rank 0 runs, that MASTER_ADDR and"
+                " MASTER_PORT name its host, and that no firewall closes that port."
+            ) from None
+        self._store = dist.PrefixStore(_PREFIX, store)  # type: ignore[attr-defined]
+
+    def exchange(self, topic: str, value: Any, timeout_s: float | None = None) -> list[Any]:
+        """Every rank's `value` (plain, as JSON can hold), in rank order. Blocks.
+
+        Raises:
+            UnreachableError: Naming the ranks that did not come.
+        """
+        self.leave(topic, value)
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        missing = [
+            rank for rank in range(self.world_size) if not self._came(topic, rank, deadline_s)
+        ]
+        if missing:
+            raise UnreachableError(
+                f"{named(missing)} did not report to rank 0 at {self._place} within"
+                f" {timeout_s:g} s (waiting for: {topic}). Check that the process runs and that"
+                " its host reaches that address."
+            )
+        return [json.loads(self._store.get(f"{topic}/{rank}")) for rank in range(self.world_size)]
+
+    def leave(self, topic: str, value: Any = None) -> None:
+        """Hands in this rank's `value` without waiting for the others."""
+        self._store.set(f"{topic}/{self.rank}", json.dumps(value))
+
+    def _came(self, topic: str, rank: int, deadline_s: float) -> bool:
+        left_s = max(0.01, deadline_s - time.monotonic())
+        try:
+            self._store.wait([f"{topic}/{rank}"], timedelta(seconds=left_s))
+        except RuntimeError:
+            return False
+        return True
+
+
+def named(ranks: list[int]) -> str:
+    """Return the ranks for a sentence: `Rank 1`, or `Ranks 1, 3`."""
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+class Door(NamedTuple):
     """Where a rank can be reached.
 
     Attributes:
@@ -37,53 +131,49 @@ class Door:
         return f"rank {self.rank} (host {self.host}, {self.address}:{self.port})"
 
 
-class Doorkeeper:
+class Doorkeeper(TCPServer):
     """Listens for the other ranks until closed, and answers each with this rank's number.
 
     Args:
         rank: This rank.
     """
 
-    def __init__(self, rank: int) -> None:
-        address = announced_address()
-        self._socket = socket.create_server((address, 0), backlog=256)
-        self.door = Door(rank, socket.gethostname(), address, self._socket.getsockname()[1])
-        threading.Thread(target=self._answer, daemon=True).start()
+    request_queue_size = 256
 
-    def _answer(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            with connection:
-                connection.sendall(_greeting(self.door))
+    def __init__(self, rank: int) -> None:
+        super().__init__((announced_address(), 0), _Answer)
+        address, port = self.socket.getsockname()
+        self.door = Door(rank, socket.gethostname(), address, port)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""
-        # Closing alone would leave the thread, and with it the port, in `accept`.
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self.shutdown()
+        self.server_close()
 
 
-def unreachable_from(rank: int, doors: list[dict[str, object]]) -> list[str]:
+class _Answer(BaseRequestHandler):
+    server: Doorkeeper
+
+    @override
+    def handle(self) -> None:
+        self.request.sendall(_greeting(self.server.door))
+
+
+def unreachable_from(rank: int, doors: Sequence[Door]) -> list[str]:
     """Knock at every other rank's door; return one sentence for each that does not open.
 
     Args:
         rank: The rank that knocks.
-        doors: Every rank's `Door`, as `dataclasses.asdict` gives it.
+        doors: Every rank's.
     """
-    known = [Door(**door) for door in doors]  # type: ignore[arg-type]
-    here = known[rank]
-    failed = []
-    for door in known:
-        problem = None if door.rank == rank else _knock(door)
-        if problem is not None:
-            failed.append(
-                f"rank {rank} (host {here.host}) -> {door}: {problem}{_advice(here, door)}"
-            )
-    return failed
+    here = doors[rank]
+    problems = {door: _knock(door) for door in doors if door != here}
+    return [
+        f"rank {rank} (host {here.host}) -> {door}: {problem}{_advice(here, door)}"
+        for door, problem in problems.items()
+        if problem is not None
+    ]
 
 
 def announced_address() -> str:

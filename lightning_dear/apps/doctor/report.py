@@ -1,11 +1,12 @@
 """What the doctor prints: rows of the table, and the sentence about DDP."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
-from lightning_dear.apps.doctor.compute_probe import Compute
-from lightning_dear.apps.doctor.link_rates import PairProbe
+from lightning_dear.apps.doctor.measuring import Compute, Pair
+from lightning_dear.planning import LinkCost
 
 NEGLIGIBLE_SHARE = 0.1
 """Share of a step below which hiding communication better is not worth a change."""
@@ -16,48 +17,21 @@ SLOW_PAIR_RATIO = 2.0
 _MB = 1e6
 
 
-@dataclass(frozen=True)
-class Links:
-    """What the network measured.
-
-    Attributes:
-        pairs: Every measured pair of ranks.
-        together_rate: Bytes per second that a rank sends while all do; the slowest rank's.
-        backend: Of the process group: "gloo" or "nccl".
-    """
-
-    pairs: list[PairProbe]
-    together_rate: float
-    backend: str
-
-
-def link_rows(links: Links, world_size: int) -> list[tuple[str, str]]:
-    """Return rows for latency, rates by size, the slowest pair, and all ranks at once."""
-    pairs = links.pairs
+def link_rows(cost: LinkCost, pairs: Sequence[Pair], world_size: int) -> list[tuple[str, str]]:
+    """Return rows for what all ranks' exchanges cost at once, and for the slowest pair."""
+    all_reduce = cost.all_reduce or cost
     slowest = min(pairs, key=lambda pair: pair.rate)
-    farthest = max(pairs, key=lambda pair: pair.round_trip_s)
-    all_pairs = len(pairs) == world_size * (world_size - 1) // 2
-    which = "all pairs" if all_pairs else f"{len(pairs)} neighbouring pairs"
-    rows = [
-        ("backend", links.backend),
-        (
-            f"round trip, median of {which}",
-            f"{_micro(median(pair.round_trip_s for pair in pairs))};"
-            f" slowest {_micro(farthest.round_trip_s)} (ranks {_and(farthest)})",
-        ),
+    ratio = median(pair.rate for pair in pairs) / slowest.rate
+    remark = f", {ratio:.1f} times slower than the median" if ratio >= SLOW_PAIR_RATIO else ""
+    has_all = len(pairs) == world_size * (world_size - 1) // 2
+    which = "" if has_all else f", of {len(pairs)} neighbouring pairs"
+    pair = f"ranks {slowest.low} and {slowest.high}: {_rate(slowest.rate)}{remark}"
+    return [
+        ("start of an exchange, all at once", f"{cost.alpha_s * 1e6:.0f} us"),
+        ("rate of each rank, all at once", _rate_of(cost)),
+        ("the same in the backend's all-reduces", _rate_of(all_reduce)),
+        (f"slowest pair{which}", pair),
     ]
-    for size in sorted({size for pair in pairs for size in pair.rates}):
-        rates = [pair.rates[size] for pair in pairs if size in pair.rates]
-        rows.append((f"rate, messages of {_kib(size)}, median", _rate(median(rates))))
-    rows.append(("slowest pair", f"ranks {_and(slowest)}: {_rate(slowest.rate)}{_remark(pairs)}"))
-    rows.append(("rate of each rank, all at once", _rate(links.together_rate)))
-    return rows
-
-
-def _remark(pairs: Sequence[PairProbe]) -> str:
-    typical = median(pair.rate for pair in pairs)
-    ratio = typical / min(pair.rate for pair in pairs)
-    return f", {ratio:.1f} times slower than the median" if ratio >= SLOW_PAIR_RATIO else ""
 
 
 def compute_rows(compute: Compute) -> list[tuple[str, str]]:
@@ -69,25 +43,20 @@ def compute_rows(compute: Compute) -> list[tuple[str, str]]:
     ]
 
 
-def communication_s(world_size: int, gradient_bytes: int, rate: float) -> float:
-    """Seconds to reduce-scatter and all-gather the gradients, which is what an all-reduce costs."""
-    return 2 * (world_size - 1) / world_size * gradient_bytes / rate
-
-
 def verdict(
-    world_size: int, compute: Compute, links: Links | None, num_accumulated: int = 1
+    world_size: int, compute: Compute, cost: LinkCost | None, num_accumulated: int = 1
 ) -> str:
     """Say whether plain DDP would do, with the figures.
 
     Args:
         world_size: Number of ranks.
         compute: The slowest rank's.
-        links: What the network measured; None at one rank.
+        cost: Of exchanges; None at one rank. What ours cost is said of DDP's all-reduces, too.
         num_accumulated: Batches for each optimizer step, of which only the last communicates.
     """
-    if links is None:
+    if cost is None:
         return "One rank sends nothing: strategy=single would do as well."
-    sent_s = communication_s(world_size, compute.gradient_bytes, links.together_rate)
+    sent_s = 2 * cost.reduce_scatter_s(compute.gradient_bytes, world_size)
     computed_s = compute.total_s * num_accumulated
     share = sent_s / (sent_s + computed_s)
     figures = (
@@ -118,8 +87,8 @@ def _milli(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-def _micro(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us"
+def _rate_of(cost: LinkCost) -> str:
+    return _rate(1 / cost.beta_s) if cost.beta_s else "too fast to tell"
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -128,11 +97,3 @@ def _rate(bytes_per_s: float) -> str:
         if bytes_per_s >= 10 * _MB
         else f"{bytes_per_s / _MB:.2f} MB/s"
     )
-
-
-def _kib(size: int) -> str:
-    return f"{size // 1024} KiB" if size < 1024 * 1024 else f"{size // (1024 * 1024)} MiB"
-
-
-def _and(pair: PairProbe) -> str:
-    return f"{pair.ranks[0]} and {pair.ranks[1]}"

@@ -1,18 +1,20 @@
 """``dear-plan calibrate``: measures this cluster and this model, for ``dear-plan`` to plan with.
 
 The engine measures both whenever a planner wants times: so this is a short training with a planner
-that writes down what it is told.
+that writes down what it is told, and probes after its last step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any
 
 import hydra
 import torch
@@ -23,37 +25,26 @@ from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from lightning_dear.apps import emulated, job
-from lightning_dear.apps.plan.measured_costs import Costs, cluster_of, summary
 from lightning_dear.apps.train import train
 from lightning_dear.collectives.factory import new_collectives
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.emulation import emulated_rig
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec, ThresholdFusion
-from lightning_dear.planning.measured import NO_CODEC, CodecCosts
+from lightning_dear.planning.measured import NO_CODEC, CodecCosts, sent_bytes
 from lightning_dear.planning.search import NoContest
 from lightning_dear.simulator import Workload
-from lightning_dear.simulator.curve import Curve, rising
+from lightning_dear.simulator.curve import rising
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import save_workload
 from lightning_dear.simulator.workload import BLOCKS
-from lightning_dear.studies.probes.ddp import gradient_copies_s, module_buffers_s
-from lightning_dear.studies.probes.paced import due_of, with_paced_alpha
-from lightning_dear.studies.probes.sharding import (
-    probe_gather,
-    probe_reduce_scatter,
-    sharded_tensor_s,
-)
-from lightning_dear.studies.probes.sharding_host import Units, sharding_s
-from lightning_dear.studies.probes.sizes import Of, Spread, measure_sizes
+from lightning_dear.studies.probes import Costs, measure
 
 MODULE = "lightning_dear.apps.plan.calibrate"
 _TIMEOUT = timedelta(minutes=10)
-_WAITED_BYTES = tuple(1 << power for power in range(12, 22, 2))
-"""Of whole buffers, 4 KiB to 1 MiB; and a quarter of what is moved in large exchanges."""
-
 _BYTES_PER_ELEMENT = 4
-_LARGE_BYTES = 1 << 22, 1 << 24
-"""Least and most that is moved in large exchanges; in between as much as the model has."""
+
+Of = Callable[[Iterable[float]], float]
+"""What counts of repeats: dear-plan makes a band of the least and the most."""
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +58,7 @@ class Calibration(ThresholdFusion):
 
     name = "calibration"
     plans_for_codecs = True
-
-    def __init__(
-        self, *, bucket_cap_mb: float | None = None, first_bucket_cap_mb: float = 1.0
-    ) -> None:
-        super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
-        self.found: tuple[Sequence[TensorSpec], ModelTimes, LinkCost, CodecCosts] | None = None
+    found: tuple[Sequence[TensorSpec], ModelTimes, LinkCost, CodecCosts] | None = None
 
     def search(
         self,
@@ -88,83 +74,47 @@ class Calibration(ThresholdFusion):
 
 
 class ExchangeProbe(Callback):
-    """Measures exchanges when training has ended.
+    """Measures exchanges and hosts when training has ended.
 
     Args:
         planner: What training has told of the model, on rank 0.
 
     Attributes:
-        costs: None until then, and of one rank.
+        found: The model without its name, and what was measured; None where training has told too
+            little.
     """
 
     def __init__(self, planner: Calibration) -> None:
-        self.costs: Costs | None = None
+        self.found: tuple[Workload, Costs] | None = None
         self._planner = planner
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.world_size == 1:
+        collectives = new_collectives(trainer.strategy.root_device, _TIMEOUT)
+        told = collectives.all_gather_object(self._planner.found)[0]
+        if trainer.world_size == 1 or told is None:
             return
-        device = trainer.strategy.root_device
-        collectives = new_collectives(device, _TIMEOUT)
-        model_bytes = sum(p.numel() * p.itemsize for p in pl_module.parameters())
-        least, most = _LARGE_BYTES
-        large = min(max(model_bytes, least), most)
-        halves, all_reduce = measure_sizes(collectives, device, large)
-        # Known on rank 0.
-        found = self._planner.found
-        told = None if found is None else (due_of(*found[:2]), _units(found[0], pl_module))
-        due, units = collectives.all_gather_object(told)[0] or (None, [])
-        cpu_s, tensor_s, own_s = 0.0, Spread(0.0, 0.0, 0.0), None
-        if device.type == "cpu":
-            repeats_s = sharded_tensor_s(collectives, device, trainer.optimizers[0])
-            tensor_s = Spread(repeats_s[0], median(repeats_s), repeats_s[-1])
-            own_s = sharding_s(collectives, device, units, trainer.optimizers[0])
-            if due is not None:
-                all_reduce, cpu_s = with_paced_alpha(all_reduce, collectives, device, due)
-        all_gather, reduce_scatter = (
-            _waited_for(probe, collectives, device, large // 4)
-            for probe in (probe_gather, probe_reduce_scatter)
+        tensors, times, _, codecs = told
+        workload = Workload(
+            "",
+            tensors,
+            # What stepping all instead of a shard takes was not measured: it counts alike for all.
+            replace(times, step_s=0.0),
+            codecs,
+            fixed_step_s=times.step_s,
+            # A replay has one; others' blocks are sharded, as `Task`s' are.
+            shard_unit_mb=getattr(pl_module, "shard_unit_mb", BLOCKS),
         )
-        self.costs = Costs(
-            halves,
-            all_reduce,
-            all_gather,
-            reduce_scatter,
-            cpu_s,
-            tensor_s,
-            buffers_s=module_buffers_s(collectives, device, pl_module),
-            copies_s=gradient_copies_s(collectives, device, pl_module),
-            sharding_s=own_s,
-        )
+        numels = {one.index: -(-one.numel * one.itemsize // _BYTES_PER_ELEMENT) for one in tensors}
+        units = [[numels[index] for index in unit] for unit in units_of(workload)]
 
+        def begin(what: str) -> None:
+            if trainer.is_global_zero:
+                print(f"dear-plan calibrate: {what} ...", file=sys.stderr, flush=True)
 
-def _units(tensors: Sequence[TensorSpec], model: LightningModule) -> Units:
-    """Elements of what FSDP2 would shard together, as if all were in fp32."""
-    numels = {one.index: -(-one.numel * one.itemsize // _BYTES_PER_ELEMENT) for one in tensors}
-    workload = Workload("", tensors, ModelTimes(0.0, 0.0, {}, {}), shard_unit_mb=_unit_mb_of(model))
-    return [[numels[index] for index in unit] for unit in units_of(workload)]
-
-
-def _unit_mb_of(model: LightningModule) -> float | Literal["blocks"]:
-    # Of a replay; others' blocks are sharded, as `Task`s' are.
-    return getattr(model, "shard_unit_mb", BLOCKS)
-
-
-def _waited_for(
-    probe: Callable[[Collectives, torch.device, int], list[float]],
-    collectives: Collectives,
-    device: torch.device,
-    large: int,
-) -> Spread[Curve]:
-    sizes = sorted({*_WAITED_BYTES, large})
-    times_s = [probe(collectives, device, size) for size in sizes]
-    sent = [size * (collectives.world_size - 1) / collectives.world_size for size in sizes]
-
-    def curve(of: Of) -> Curve:
-        return rising(sent, [of(repeats) for repeats in times_s])
-
-    return Spread(curve(min), curve(median), curve(max))
+        ready_s, optimizer = sorted(times.ready_s.values()), trainer.optimizers[0]
+        costs = measure(collectives, pl_module, optimizer, ready_s, units, begin)
+        self.found = replace(workload, copies_s=costs.ddp_s, sharding_s=costs.sharding_s), costs
 
 
 def calibrate(cfg: DictConfig) -> None:
@@ -187,7 +137,7 @@ def calibrate(cfg: DictConfig) -> None:
         raise ValueError("One rank has no network to measure; set cluster.devices=2 or more.")
     trainer.fit(model, datamodule=datamodule)
     if trainer.is_global_zero:
-        _finish(cfg, trainer.world_size, planner, probe.costs, model)
+        _finish(cfg, trainer.world_size, probe.found)
 
 
 def _check(cfg: DictConfig) -> None:
@@ -198,41 +148,98 @@ def _check(cfg: DictConfig) -> None:
         log.warning("fusion is ignored: calibration trains in the default buckets.")
 
 
-def _finish(
-    cfg: DictConfig,
-    world_size: int,
-    planner: Calibration,
-    costs: Costs | None,
-    model: LightningModule,
-) -> None:
-    if planner.found is None or costs is None:
+def _finish(cfg: DictConfig, world_size: int, found: tuple[Workload, Costs] | None) -> None:
+    if found is None:
         raise RuntimeError(
             "Training ended before everything was measured: let it take more steps"
             f" (trainer.max_steps={2 * max(int(cfg.trainer.max_steps), 10)}), or more batches."
         )
     folder = Path(HydraConfig.get().runtime.output_dir)
-    tensors, times, _, codecs = planner.found
-    # What stepping all instead of a shard takes was not measured: so it is counted alike for all.
-    others = replace(times, step_s=0.0)
-    choices = HydraConfig.get().runtime.choices
-    workload = Workload(
-        str(choices["model"]),
-        tensors,
-        others,
-        codecs,
-        compressor=str(choices["compressor"]),
-        fixed_step_s=times.step_s,
-        buffers_s=costs.buffers_s,
-        copies_s=costs.copies_s,
-        sharding_s=costs.sharding_s,
-        shard_unit_mb=_unit_mb_of(model),
-    )
+    choices, (workload, costs) = HydraConfig.get().runtime.choices, found
+    name, compressor = str(choices["model"]), str(choices["compressor"])
+    workload = replace(workload, name=name, compressor=compressor)
     save_workload(workload, folder / "model.json")
     (folder / "cluster").mkdir(exist_ok=True)
-    text = OmegaConf.to_yaml(OmegaConf.create(cluster_of(cfg, world_size, costs)))
-    (folder / "cluster" / "measured.yaml").write_text(text)
-    print(summary(costs, times, world_size))
+    cluster = cluster_of(cfg, world_size, costs, len(workload.tensors))
+    (folder / "cluster" / "measured.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(cluster)))
+    print(summary(cluster["measured"], workload))
     print(f"dear-plan --config-dir={folder} cluster=measured profile={folder / 'model.json'}")
+
+
+def cluster_of(cfg: DictConfig, world_size: int, costs: Costs, num_tensors: int) -> dict[str, Any]:
+    """Return a cluster's file with what was measured among so many ranks, for so many tensors."""
+    num_nodes = int(cfg.cluster.num_nodes)
+    is_gloo = not torch.cuda.is_available() or cfg.cluster.accelerator == "cpu"
+    halves = _link(costs.links)
+    all_reduces = [one.all_reduce for one in costs.links if one.all_reduce is not None]
+    source = f"measured by dear-plan calibrate among {world_size} ranks on {num_nodes} nodes"
+    tensor_s = (costs.sharding_s or 0.0) / num_tensors
+    return {
+        "source": ": ".join(filter(None, (source, emulated_rig()))),
+        "num_nodes": num_nodes,
+        "devices": world_size // num_nodes,
+        "accelerator": str(cfg.cluster.accelerator),
+        "interface": cfg.cluster.interface,
+        "alpha_s": halves["alpha_s"],
+        "beta_s_per_byte": halves["beta_s_per_byte"],
+        "measured": {
+            "world_size": world_size,
+            "num_nodes": num_nodes,
+            "halves": halves,
+            "all_reduce": {**_link(all_reduces), "cpu_s": costs.all_reduce_cpu_s},
+            # Of one machine that all ranks are on, whatever their number; null for others.
+            "shared_cores": os.cpu_count() if emulated_rig() else None,
+            "all_gather": _curve(costs.all_gather, world_size),
+            "reduce_scatter": _curve(costs.reduce_scatter, world_size),
+            "has_reduce_scatter": not is_gloo,
+            "sharded_tensor": dict.fromkeys(("seconds", "least", "most"), tensor_s),
+        },
+    }
+
+
+def _link(costs: Sequence[LinkCost]) -> dict[str, Any]:
+    alphas_s, betas_s = [one.alpha_s for one in costs], [one.beta_s for one in costs]
+
+    def by(of: Of) -> dict[str, float]:
+        return {"alpha_s": of(alphas_s), "beta_s_per_byte": of(betas_s)}
+
+    return {**by(median), "least": by(min), "most": by(max)}
+
+
+def _curve(times_s: Mapping[int, list[float]], world_size: int) -> dict[str, list[float]]:
+    sent = [sent_bytes(size, world_size) for size in times_s]
+
+    def by(of: Of) -> list[float]:
+        return list(rising(sent, [of(repeats) for repeats in times_s.values()]).seconds)
+
+    return {"sizes_bytes": sent, "seconds": by(median), "least": by(min), "most": by(max)}
+
+
+def summary(measured: Mapping[str, Any], workload: Workload) -> str:
+    """Return what was measured, of a cluster's file and of the model, for people."""
+    title = f"Measured among {measured['world_size']} ranks (alpha: a start; rate: of what a rank"
+    lines = [*filter(None, [emulated_rig()]), f"{title} sends):"]
+    for key in ("halves", "all_reduce", "all_gather", "reduce_scatter"):
+        one = measured[key]
+        name = "our halves" if key == "halves" else f"the backend's {key.replace('_', '-')}"
+        if key in ("halves", "all_reduce"):
+            starts_s = [bound["alpha_s"] for bound in (one, one["least"], one["most"])]
+            beta_s = one["beta_s_per_byte"]
+        else:
+            starts_s = [one[bound][0] for bound in ("seconds", "least", "most")]
+            beta_s = one["seconds"][-1] / one["sizes_bytes"][-1]
+        start, least, most = (1e3 * one_s for one_s in starts_s)
+        rate = f"{8e-6 / beta_s:.0f} Mb/s" if beta_s else "too fast to tell"
+        lines.append(f"  {name:28s} {start:8.3f} ms ({least:.3f} to {most:.3f})  {rate}")
+    times = workload.times
+    lines.append(
+        f"  forward {times.forward_s * 1e3:.1f} ms, backward {times.backward_s * 1e3:.1f} ms,"
+        f" step of a shard {workload.fixed_step_s * 1e3:.1f} ms"
+    )
+    for name, seconds in {"DDP": workload.copies_s, "FSDP2": workload.sharding_s}.items():
+        if seconds:
+            lines.append(f"  {name} takes {seconds * 1e3:.1f} ms of a host for the model")
+    return "\n".join(lines)
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="calibrate")

@@ -1,0 +1,182 @@
+"""What a job costs here: forward and backward of its model on one rank, and what links carry."""
+
+from __future__ import annotations
+
+import time
+from itertools import combinations, pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from hydra.utils import instantiate
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from omegaconf import DictConfig
+from typing_extensions import override
+
+from lightning_dear.apps.bench.build import build_model, build_trainer
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.planning import LinkCost
+from lightning_dear.studies.block import quiet_lightning
+from lightning_dear.studies.stamps import StepStamps
+from lightning_dear.telemetry.clock import clock_of
+from lightning_dear.tuning.link_cost import measure_collectives
+
+NUM_WARM_UP = 2
+NUM_STEPS = 8
+BUDGET_S = 20.0
+"""Seconds after which no further step is begun: a large model is not worth eight."""
+
+MAX_RANKS_FOR_ALL_PAIRS = 8
+"""Above, only neighbours are measured one by one: the number of pairs grows with the square."""
+
+_LEAST_BYTES, _PAIR_BYTES = 1 << 23, (1 << 16, 1 << 23)
+"""Of a model whose exchanges are measured; and of a pair's message, at least and at most."""
+
+_PAIR_S = 0.1
+"""Seconds that a pair's message takes at the rate of each rank, if its size allows."""
+
+_NUM_ROUND_TRIPS = 3
+
+
+class Compute(NamedTuple):
+    """What one batch costs a rank.
+
+    Attributes:
+        gradient_bytes: Bytes of the gradients of all trainable parameters.
+        forward_s: Median time of `training_step`.
+        backward_s: Median time of backward.
+        num_steps: Steps that the medians are of.
+    """
+
+    gradient_bytes: int
+    forward_s: float
+    backward_s: float
+    num_steps: int
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward together, in seconds."""
+        return self.forward_s + self.backward_s
+
+
+class Pair(NamedTuple):
+    """Two ranks, alone on the network.
+
+    Attributes:
+        low: The lower rank.
+        high: The other one.
+        rate: Median bytes per second of a message from one to the other.
+    """
+
+    low: int
+    high: int
+    rate: float
+
+
+class _StepTimer(StepStamps):
+    """Waits for the device before it looks at the clock; stops the fit when time is up."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(self._stop_in_time)
+        self.trainer: Trainer | None = None
+        self._device = device
+        self._end_s = time.perf_counter() + BUDGET_S
+
+    def _stop_in_time(self, batch: int) -> None:
+        if self.trainer is not None and batch >= NUM_WARM_UP:
+            self.trainer.should_stop = time.perf_counter() > self._end_s
+
+    @override
+    def start(self, action_name: str) -> None:
+        self._synchronize()
+        super().start(action_name)
+
+    @override
+    def stop(self, action_name: str) -> None:
+        self._synchronize()
+        super().stop(action_name)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def measure_compute(cfg: DictConfig, device: torch.device) -> Compute:
+    """Fit a copy of the configured model for a few batches on this rank alone, and forget it.
+
+    Args:
+        cfg: The job.
+        device: Where this rank trains.
+
+    Raises:
+        ValueError: If the data has too few batches.
+    """
+    model, timer = build_model(cfg), _StepTimer(device)
+    with quiet_lightning():
+        trainer = timer.trainer = build_trainer(
+            cfg,
+            SingleDeviceStrategy(device=device),
+            profiler=timer,
+            devices=1 if device.index is None else [device.index],
+            num_nodes=1,
+            max_steps=NUM_WARM_UP + NUM_STEPS,
+            accumulate_grad_batches=1,
+        )
+        trainer.fit(model, datamodule=instantiate(cfg.data, _convert_="all"))
+    forward_s, backward_s = timer.forward_s[NUM_WARM_UP:], timer.backward_s[NUM_WARM_UP:]
+    if not backward_s:
+        raise ValueError(
+            f"The training data ended after {len(timer.backward_s)} batches on this rank: too"
+            f" few to time. The doctor needs {NUM_WARM_UP + 1}."
+        )
+    nbytes = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    return Compute(nbytes, median(forward_s), median(backward_s), len(backward_s))
+
+
+def measure_links(
+    collectives: Collectives, device: torch.device, gradient_bytes: int
+) -> tuple[LinkCost, list[Pair]]:
+    """What exchanges of all ranks cost, and then each pair alone. Collective, blocks.
+
+    Args:
+        collectives: Training's.
+        device: Where parameters live.
+        gradient_bytes: Of the model; the same on all ranks.
+
+    Returns:
+        The cost that planners see, the same on all ranks, and the pairs whose lower rank this is.
+    """
+    cost = measure_collectives(collectives, device, max(gradient_bytes, _LEAST_BYTES))
+    least, most = _PAIR_BYTES
+    nbytes = min(max(int(_PAIR_S / cost.beta_s), least), most) if cost.beta_s else most
+    message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    found = []
+    for low, high in pairs_to_measure(collectives.world_size):
+        dist.barrier()
+        if collectives.rank == low:
+            trips_s = _round_trips(message, high, dist.send, dist.recv)
+            found.append(Pair(low, high, 2 * nbytes / median(trips_s)))
+        elif collectives.rank == high:
+            _round_trips(message, low, dist.recv, dist.send)
+    return cost, found
+
+
+def pairs_to_measure(world_size: int) -> list[tuple[int, int]]:
+    """All pairs of ranks; from `MAX_RANKS_FOR_ALL_PAIRS` + 1 ranks on only neighbours in a ring."""
+    ranks = range(world_size)
+    if world_size <= MAX_RANKS_FOR_ALL_PAIRS:
+        return list(combinations(ranks, 2))
+    return [*pairwise(ranks), (0, world_size - 1)]
+
+
+def _round_trips(message: torch.Tensor, peer: int, *there_and_back: Any) -> list[float]:
+    """Seconds of each, after one that does not count."""
+    clock = clock_of(message.device)
+    marks = []
+    for _ in range(1 + _NUM_ROUND_TRIPS):
+        for pass_on in there_and_back:
+            pass_on(message, peer)
+        marks.append(clock.mark())
+    return [end - begin for begin, end in pairwise(map(clock.seconds, marks))]

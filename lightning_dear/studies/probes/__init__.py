@@ -1,1 +1,0 @@
-"""What other strategies take of a host and of a link, measured."""
