@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from lightning_dear.apps.recipe.report import read_rows
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
 from lightning_dear.simulator import Link, Network, Workload
-from lightning_dear.simulator.ranking import Conditions, alone_s
+from lightning_dear.simulator.ranking import alone_s, ranked
 from lightning_dear.simulator.strategies import Strategy, resolve_strategy
 from lightning_dear.workloads.replay.profile import load_profile
 
@@ -30,9 +30,7 @@ GROUPS = 2
 
 LAYERWISE = resolve_strategy("wfbp")
 
-_ONE_STEP = Conditions(num_steps=1)
-"""All steps are alike."""
-
+_TOLERANCE = 1e-9
 _BETAS_S, _LENGTHS_S = (1e-12, 1e-6), (1e-4, 1e2)
 """Between which a byte's seconds are looked for, and those of forward and backward."""
 
@@ -145,7 +143,7 @@ class Server:
             return scaling(LAYERWISE, first, at(beta_s))
 
         words = f"FP32's scaling factor of {FITTED}"
-        network = at(fitted(scaling_at, goals[FITTED], *_BETAS_S, words))
+        network = at(fitted(scaling_at, goals[FITTED], *_BETAS_S, words, _TOLERANCE))
         others = {model: _scaled_to(goals[model], model, network) for model in OTHERS}
         return cls(network, {FITTED: first, **others})
 
@@ -177,7 +175,7 @@ def _scaled_to(goal: float, model: str, network: Network) -> Workload:
         return scaling(LAYERWISE, computing(model, seconds), network)
 
     words = f"FP32's scaling factor of {model}"
-    return computing(model, fitted(scaling_with, goal, *_LENGTHS_S, words))
+    return computing(model, fitted(scaling_with, goal, *_LENGTHS_S, words, _TOLERANCE))
 
 
 def computing(model: str, seconds: float) -> Workload:
@@ -188,4 +186,4 @@ def computing(model: str, seconds: float) -> Workload:
 
 def scaling(strategy: Strategy, workload: Workload, network: Network) -> float:
     """Return a simulated scaling factor, 0 to 1: one GPU's step over that of all of them."""
-    return alone_s(workload) / _ONE_STEP.step(strategy, workload, network).step_s
+    return alone_s(workload) / ranked([strategy], workload, network)[0].step.step_s
