@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_dear.workloads.replay.definitions import DEFINITIONS, Definition
-from lightning_dear.workloads.replay.ownership import owned_parameters, run_order
+from lightning_dear.workloads.extras import require
 from lightning_dear.workloads.replay.profile import FOLDER, LayerProfile, ModelProfile
+from lightning_dear.workloads.replay.recording import owned_parameters, run_order
+from lightning_dear.workloads.text import bert_config
+from lightning_dear.workloads.vision import NETS, vision_net
+
+BERT_VOCABULARY = 30528
+"""The 30522 words of bert-base-uncased, padded to a multiple of 8."""
+
 
 FLOPS_PER_S = 7e12
 BYTES_PER_S = 5e11
@@ -30,6 +38,23 @@ NOTE = (
     " rate of an RTX 2080 Ti class GPU: a model of the time, not a measurement); backward is twice"
     " the forward, layer by layer. Sizes from {source}."
 )
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A model to profile: where its sizes come from, and which batch it is timed with.
+
+    Attributes:
+        build: Makes the model; called with the meta device as the default.
+        run: Runs one training forward of it.
+        what: Batch and whatever else the time depends on, in words.
+        source: The library that defines the sizes.
+    """
+
+    build: Callable[[], Any]
+    run: Callable[[Any], object]
+    what: str
+    source: str
 
 
 class OperationTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -100,16 +125,94 @@ def profile_of(name: str, definition: Definition) -> ModelProfile:
     return ModelProfile(name, "flops", note, tuple(layers))
 
 
+def _images(name: str, batch_size: int, image_size: int = 224) -> Definition:
+    return Definition(
+        partial(vision_net, name, num_classes=1000),
+        lambda model: model(torch.empty(batch_size, 3, image_size, image_size)),
+        f"Batch of {batch_size} images of {image_size} x {image_size} pixels.",
+        f"{NETS[name]}'s {name}",
+    )
+
+
+def _bert(size: str, batch_size: int, length: int = 64) -> Definition:
+    def build() -> Any:
+        config = bert_config(size, BERT_VOCABULARY, attn_implementation="eager")
+        return require("transformers", "text").BertForPreTraining(config)
+
+    return Definition(
+        build,
+        lambda model: model(input_ids=torch.empty(batch_size, length, dtype=torch.long)),
+        f"Batch of {batch_size} sequences of {length} tokens, both pretraining heads, tied.",
+        f"transformers' BertForPreTraining, vocabulary {BERT_VOCABULARY}",
+    )
+
+
+def _lstm(batch_size: int = 20, length: int = 35) -> Definition:
+    def build() -> nn.ModuleDict:
+        return nn.ModuleDict(
+            {
+                "embedding": nn.Embedding(10_000, 1500),
+                "lstm_0": nn.LSTM(1500, 1500),
+                "lstm_1": nn.LSTM(1500, 1500),
+                "decoder": nn.Linear(1500, 10_000),
+            }
+        )
+
+    def run(model: Any) -> None:
+        hidden = model["embedding"](torch.empty(length, batch_size, dtype=torch.long))
+        hidden, _ = model["lstm_0"](hidden)
+        hidden, _ = model["lstm_1"](hidden)
+        model["decoder"](hidden)
+
+    what = (
+        f"Batch of {batch_size} sequences of {length} words; the large LSTM language model of Penn"
+        " Treebank: 2 layers of 1500, 10,000 words, untied."
+    )
+    return Definition(build, run, what, "torch.nn.LSTM, after the published sizes")
+
+
+def _mask_rcnn(batch_size: int = 2, height: int = 800, width: int = 1088) -> Definition:
+    num_boxes, num_masks = 512, 128
+
+    def build() -> Any:
+        detection = require("torchvision.models.detection", "vision")
+        return detection.maskrcnn_resnet50_fpn(weights=None, weights_backbone=None)
+
+    def run(model: Any) -> None:
+        # Part by part: the regions between the parts depend on values, which do not exist here.
+        features = model.backbone(torch.empty(batch_size, 3, height, width))
+        model.rpn.head(list(features.values()))
+        heads = model.roi_heads
+        heads.box_predictor(heads.box_head(torch.empty(batch_size * num_boxes, 256, 7, 7)))
+        heads.mask_predictor(heads.mask_head(torch.empty(batch_size * num_masks, 256, 14, 14)))
+
+    what = (
+        f"Batch of {batch_size} images of {height} x {width} pixels, {num_boxes} boxes and"
+        f" {num_masks} masks for each; all layers trained; choosing regions takes no time."
+    )
+    return Definition(build, run, what, "torchvision's maskrcnn_resnet50_fpn")
+
+
+DEFINITIONS = {
+    "resnet50": _images("resnet50", 64),
+    "densenet201": _images("densenet201", 32),
+    "inception_v4": _images("inception_v4", 64, 299),
+    "bert_base": _bert("base", 64),
+    "bert_large": _bert("large", 32),
+    "resnet101": _images("resnet101", 64),
+    "vgg16": _images("vgg16", 64),
+    "lstm": _lstm(),
+    "mask_rcnn": _mask_rcnn(),
+}
+"""By the profile's name."""
+
+
 def main(names: list[str]) -> None:
     """Write the named profiles, or all."""
     for name in names or DEFINITIONS:
         profile = profile_of(name, DEFINITIONS[name])
         profile.save(FOLDER / f"{name}.json")
-        print(
-            f"{name}: {len(profile.layers)} layers, {profile.num_tensors} tensors,"
-            f" {profile.num_parameters:,} parameters, forward {profile.forward_s * 1e3:.1f} ms,"
-            f" backward {profile.backward_s * 1e3:.1f} ms"
-        )
+        print(f"{name}: {profile.summary()}")
 
 
 if __name__ == "__main__":
