@@ -83,7 +83,7 @@ def check(cfg: DictConfig) -> list[str]:
         log.warning("%s", warning)
     options: Any = OmegaConf.to_container(cfg, resolve=False)
     for key in checks.unknown_options(options):
-        meant = checks.options_named(key, options)
+        meant = [*checks.options_named(key, options)]
         log.warning(
             "%s is no option of dear-train%s: nothing reads it but your own config.",
             key,
