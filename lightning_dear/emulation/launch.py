@@ -79,25 +79,22 @@ def run_on_cluster(
     if ranks_per_host < 1:
         raise ValueError(f"ranks_per_host must be at least 1, not {ranks_per_host}")
     prefix, users_own = _as_user(user)
-    rig = {RIG_VARIABLE: cluster.describe(ranks_per_host)}
-    command, variables = [*prefix, *argv], {**rig, **users_own, **(env or {})}
+    variables = {RIG_VARIABLE: cluster.describe(ranks_per_host), **users_own, **(env or {})}
     ranks: list[_Rank] = []
     with ExitStack() as outputs:
         try:
             for rank in range(len(cluster.hosts) * ranks_per_host):
-                host = cluster.hosts[rank // ranks_per_host]
+                command = cluster.hosts[rank // ranks_per_host].command([*prefix, *argv])
                 told = {**_variables(cluster.hosts, rank, ranks_per_host), **variables}
                 output = outputs.enter_context(TemporaryFile()) if rank else None
-                ranks.append(_Rank(rank, host.command(command), told, cwd, output))
+                ranks.append(_Rank(rank, command, told, cwd, output))
             code = _watch(ranks, timeout_s)
         except KeyboardInterrupt:
             _interrupt(ranks)
             raise
         finally:
-            cluster.end_processes()
-            for one in ranks:
-                one.process.wait()
-        for one in ranks if code else ():
+            _end_all(cluster, ranks)
+        for one in ranks:
             one.print_tail()
     return code
 
@@ -196,6 +193,12 @@ def _watch(ranks: Sequence[_Rank], timeout_s: float | None) -> int:
 def _is_running(ranks: Sequence[_Rank]) -> bool:
     """Whether one of them does; looks at each."""
     return None in [rank.process.poll() for rank in ranks]
+
+
+def _end_all(cluster: EmulatedCluster, ranks: Sequence[_Rank]) -> None:
+    cluster.end_processes()
+    for rank in ranks:
+        rank.process.wait()
 
 
 def _interrupt(ranks: Sequence[_Rank]) -> None:
