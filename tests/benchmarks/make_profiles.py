@@ -1,6 +1,6 @@
-"""Makes the profiles in `profiles/` from the models' real definitions and counted operations.
+"""Makes the profiles of `workloads/replay` from models' definitions and counted operations.
 
-    python -m lightning_dear.workloads.replay.make_profiles [NAME ...]
+    python -m tests.benchmarks.make_profiles [NAME ...]
 
 Needs the extras `[vision,text]`. Nothing is computed: models and inputs have shapes only.
 """
