@@ -183,20 +183,21 @@ def owned_parameters(model: nn.Module, order: list[str]) -> Owned:
     """
     position = {name: number for number, name in enumerate(order)}
     rank = {name: (any(model.get_submodule(name).children()), position[name]) for name in order}
-    owners: dict[int, tuple[Parameter, str]] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
+    owners: dict[Parameter, str] = {}
+    trained = [p for p in model.named_parameters(remove_duplicate=False) if p[1].requires_grad]
+    for path, parameter in trained:
         owner = _around(path, position)
-        known = owners.get(id(parameter))
-        if owner is not None and (known is None or rank[owner] < rank[known[1]]):
-            owners[id(parameter)] = parameter, owner
-    for path, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in owners:
+        known = owners.get(parameter)
+        if owner is not None and (known is None or rank[owner] < rank[known]):
+            owners[parameter] = owner
+    for path, parameter in trained:
+        if parameter not in owners:
             raise ValueError(f"{path} belongs to no module that was called: freeze or remove it.")
-    owned: Owned = {name: [] for name in order}
-    for parameter, owner in owners.values():
-        if parameter.requires_grad:
-            owned[owner].append(parameter)
-    return {name: parameters for name, parameters in owned.items() if parameters}
+    owned: Owned = {}
+    for name in order:
+        if own := [parameter for parameter, owner in owners.items() if owner == name]:
+            owned[name] = own
+    return owned
 
 
 def _around(path: str, position: dict[str, int]) -> str | None:
