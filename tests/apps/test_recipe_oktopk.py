@@ -16,6 +16,7 @@ from lightning_dear.apps.recipe.simulated import networks_of
 from lightning_dear.paths import conf_dir, recipes_dir
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import load_profile
+from tests.workloads.replaying import divided
 
 SMALL = "cases=[{profile: lstm, world_size: 8, density: 0.02, label: small}]"
 BERT = "cases=[{profile: bert_base, world_size: 256, density: 0.01, compute_factor: 0.25}]"
@@ -130,7 +131,7 @@ def test_ok_topk_is_ahead_of_dense_and_of_those_that_grow_with_the_ranks() -> No
 
 
 def test_factors_keep_the_ratio_of_backward_to_forward(tmp_path: Path) -> None:
-    profile = load_profile("lstm").with_compute(0.3, 3.0)
+    profile = divided(load_profile("lstm"), 0.075, 0.225)
     profile.save(tmp_path / "own.json")
     saved = load_profile(tmp_path / "own.json")
 
