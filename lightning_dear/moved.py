@@ -20,6 +20,9 @@ MOVED = {
     "lightning_dear.device_costs": "lightning_dear.studies.device_costs",
     "lightning_dear.launcher": "lightning_dear.strategy.launchers",
     "lightning_dear.pipeline": "lightning_dear.engine.pipeline",
+    "lightning_dear.workloads.classifier": "lightning_dear.workloads.task",
+    "lightning_dear.workloads.digits": "lightning_dear.workloads.data",
+    "lightning_dear.workloads.resnet": "lightning_dear.workloads.nets",
 }
 """Old path -> new path, of a module or of a package with all that is in it."""
 

@@ -73,7 +73,7 @@ ROOMS = {
     "workloads": Room(
         ("exchange", "engine", *_EXCHANGE),
         lightning=True,
-        distributed=("task.py", "replay/sharding.py"),
+        distributed=("task.py",),
     ),
     "emulation": Room(torch=False),
     # What other strategies are made of, and what that costs.

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -111,16 +111,12 @@ def unknown_options(keys: Iterable[str]) -> list[str]:
     return [key for key in keys if key not in {*map(str, config), *groups}]
 
 
-def options_named(name: str, config: Mapping[str, Any], above: str = "") -> list[str]:
-    """Return what below a config's groups has a name, dotted: ``compressor.density``."""
-    paths = []
+def options_named(name: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """What below a config's groups has a name, dotted: ``compressor.density``."""
     for key, value in config.items():
-        path = f"{above}{key}"
-        if above and key == name:
-            paths.append(path)
         if isinstance(value, Mapping):
-            paths += options_named(name, value, f"{path}.")
-    return paths
+            yield from [f"{key}.{name}"] if name in value else []
+            yield from (f"{key}.{path}" for path in options_named(name, value))
 
 
 def _count(devices: int | str | list[int]) -> int:

@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 OPTIONS = tuple(signature(EmulatedCluster).parameters)
 """What conf/cluster/emulated.yaml says of the hosts and their links."""
 
-_OR_LOCAL = ". Without emulated hosts: cluster=local"
-
 _OF_SUDO = ("SUDO_UID", "SUDO_GID")
 
 INTERRUPTED = 130
@@ -59,48 +57,44 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
         EmulationUnavailable: This machine cannot emulate hosts; the message says why.
         ValueError: An option of the cluster is out of range.
     """
-    if not is_emulated(cfg) or HOST_VARIABLE in os.environ:
+    if "num_hosts" not in cfg.cluster or HOST_VARIABLE in os.environ:
         return False
-    node = cfg.cluster
-    if reason := why_unavailable(as_own_root=True):
-        raise EmulationUnavailable(f"{reason}{_OR_LOCAL}")
     if cfg.get("optimized_metric"):
         raise ValueError(
             "cluster=emulated returns no metric to a sweeper: leave out optimized_metric,"
             " or sweep on cluster=local."
         )
     warn_of_delay(cfg)
-    if os.geteuid() != 0:
-        return _done_as_own_root(module)
-    hosts = EmulatedCluster(**{name: node[name] for name in OPTIONS})
-    argv = [sys.executable, "-m", module, *_arguments(cfg)]
-    job.give_to_user()
     try:
-        with hosts as cluster:
-            code = run_on_cluster(
-                cluster,
-                argv,
-                ranks_per_host=node.ranks_per_host,
-                env={MESSAGE_DELAY_VARIABLE: str(node.alpha_s)} if node.alpha_s else None,
-                cwd=HydraConfig.get().runtime.cwd,
-                timeout_s=timeout_s,
-                user=job.user_of_sudo(),
-            )
+        if reason := why_unavailable(as_own_root=True):
+            raise EmulationUnavailable(reason)
+        code = _run(cfg, module, timeout_s) if os.geteuid() == 0 else _run_as_own_root(module)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except EmulationUnavailable as error:
-        raise EmulationUnavailable(f"{error}{_OR_LOCAL}") from None
+        raise EmulationUnavailable(f"{error}. Without emulated hosts: cluster=local") from None
     if code:
         raise SystemExit(code)
     return True
 
 
-def _done_as_own_root(module: str) -> bool:
-    """Starts this job again, as root of namespaces of its own, and waits for it.
+def _run(cfg: DictConfig, module: str, timeout_s: float | None) -> int:
+    node = cfg.cluster
+    job.give_to_user()
+    with EmulatedCluster(**{name: node[name] for name in OPTIONS}) as cluster:
+        return run_on_cluster(
+            cluster,
+            [sys.executable, "-m", module, *_arguments(cfg)],
+            ranks_per_host=node.ranks_per_host,
+            env={MESSAGE_DELAY_VARIABLE: str(node.alpha_s)} if node.alpha_s else None,
+            cwd=HydraConfig.get().runtime.cwd,
+            timeout_s=timeout_s,
+            user=job.user_of_sudo(),
+        )
 
-    Raises:
-        SystemExit: As `restart_on_cluster`.
-    """
+
+def _run_as_own_root(module: str) -> int:
+    """Starts this job again, as root of namespaces of its own, and waits for it."""
     config = HydraConfig.get()
     argv = [sys.executable, "-m", module, *job_arguments(config, 0)]
     # Whoever kills this process ends that one.
@@ -115,14 +109,7 @@ def _done_as_own_root(module: str) -> bool:
             except KeyboardInterrupt:
                 # It ends its ranks, and says how far it came.
                 process.send_signal(signal.SIGINT)
-    if process.returncode:
-        raise SystemExit(process.returncode)
-    return True
-
-
-def is_emulated(cfg: DictConfig) -> bool:
-    """Whether the job's cluster is one that this machine emulates."""
-    return "num_hosts" in cfg.cluster
+    return process.returncode
 
 
 def warn_of_delay(cfg: DictConfig) -> None:

@@ -59,11 +59,7 @@ def main(cfg: DictConfig) -> None:
     """Record one profile and say what it holds."""
     with job.one_message("record_profile"):
         profile = record(cfg)
-    print(
-        f"{cfg.output}: {len(profile.layers)} layers, {profile.num_tensors} tensors,"
-        f" {profile.num_parameters:,} parameters, forward {profile.forward_s * 1e3:.1f} ms,"
-        f" backward {profile.backward_s * 1e3:.1f} ms"
-    )
+    print(f"{cfg.output}: {profile.summary()}")
 
 
 if __name__ == "__main__":

@@ -11,16 +11,18 @@ alone, and deleting the namespaces deletes all of it.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import json
 import os
 import re
 import subprocess
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from lightning_dear.emulation.host import EmulatedHost
 from lightning_dear.emulation.janitor import NAMESPACES, end_processes_in, start_janitor
 from lightning_dear.emulation.shell import EmulationUnavailable, run, why_unavailable
 
@@ -39,9 +41,65 @@ _NETEM_PACKETS = "100000"
 
 _NAME = re.compile(r"dear-(?P<pid>\d+)-\d+-(switch|host\d+)")
 
+_CLONE_NEWNET = 0x40000000
+
 _numbers = itertools.count()
 
 
+@dataclass(frozen=True)
+class EmulatedHost:
+    """A host of a running `EmulatedCluster`; a plain record that may be pickled.
+
+    Attributes:
+        index: Its place in the cluster, from 0.
+        namespace: Its name in `ip netns list`.
+        address: IPv4 address, without prefix length.
+        interface: The interface that carries `address`; gloo's `GLOO_SOCKET_IFNAME`.
+    """
+
+    index: int
+    namespace: str
+    address: str
+    interface: str
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """Return `argv` prefixed so that it runs on this host."""
+        return ["ip", "netns", "exec", self.namespace, *argv]
+
+    def enter(self) -> None:
+        """Move the calling thread, and what it starts from now on, onto this host.
+
+        For a child process, before it starts threads or opens sockets: other threads and open
+        sockets stay where they are.
+
+        Raises:
+            OSError: The cluster has ended, or the caller is not root.
+        """
+        descriptor = os.open(NAMESPACES / self.namespace, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # os.setns exists from Python 3.12 on.
+            if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
+                number = ctypes.get_errno()
+                said = f"cannot enter the network namespace: {os.strerror(number)}"
+                raise OSError(number, said)
+        finally:
+            os.close(descriptor)
+
+    def wire_bytes(self) -> tuple[int, int]:
+        """Return the bytes that the interface has sent and received since the cluster started.
+
+        The kernel's counters: payload and the headers of Ethernet, IP and TCP. A segmented packet
+        counts its headers once. May be called from inside the host or outside.
+
+        Raises:
+            EmulationUnavailable: The cluster has ended.
+        """
+        argv = ["ip", "-n", self.namespace, "-s", "-j", "link", "show", "dev", self.interface]
+        counters = json.loads(run(argv))[0]["stats64"]
+        return int(counters["tx"]["bytes"]), int(counters["rx"]["bytes"])
+
+
+@dataclass(eq=False)
 class EmulatedCluster:
     """Hosts with one link each into one switch: a context manager.
 
@@ -71,34 +129,30 @@ class EmulatedCluster:
         ValueError: An argument is out of range.
     """
 
-    def __init__(
-        self,
-        num_hosts: int,
-        rate_mbit: float | None,
-        mtu: int = 9000,
-        delay_ms: float = 0.0,
-        congestion_control: str | None = "cubic",
-        socket_buffer_bytes: int | None = None,
-    ) -> None:
-        if not 1 <= num_hosts <= MAX_HOSTS:
-            raise ValueError(f"num_hosts must be 1 to {MAX_HOSTS}, not {num_hosts}")
-        if rate_mbit is not None and not rate_mbit > 0:
-            raise ValueError(f"rate_mbit must be positive, or None for no limit, not {rate_mbit}")
-        if not 576 <= mtu <= 65535:
-            raise ValueError(f"mtu must be 576 to 65535 bytes, not {mtu}")
-        if not delay_ms >= 0:
-            raise ValueError(f"delay_ms must be 0 or more, not {delay_ms}")
-        if socket_buffer_bytes is not None and not _LEAST_BUFFER <= socket_buffer_bytes < 1 << 30:
+    num_hosts: int
+    rate_mbit: float | None
+    mtu: int = 9000
+    delay_ms: float = 0.0
+    congestion_control: str | None = "cubic"
+    socket_buffer_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_hosts <= MAX_HOSTS:
+            raise ValueError(f"num_hosts must be 1 to {MAX_HOSTS}, not {self.num_hosts}")
+        if self.rate_mbit is not None and not self.rate_mbit > 0:
+            raise ValueError(
+                f"rate_mbit must be positive, or None for no limit, not {self.rate_mbit}"
+            )
+        if not 576 <= self.mtu <= 65535:
+            raise ValueError(f"mtu must be 576 to 65535 bytes, not {self.mtu}")
+        if not self.delay_ms >= 0:
+            raise ValueError(f"delay_ms must be 0 or more, not {self.delay_ms}")
+        most = self.socket_buffer_bytes
+        if most is not None and not _LEAST_BUFFER <= most < 1 << 30:
             raise ValueError(
                 f"socket_buffer_bytes must be {_LEAST_BUFFER} to 2^30 - 1, or None for the kernel's"
-                f" own, not {socket_buffer_bytes}"
+                f" own, not {most}"
             )
-        self.num_hosts = num_hosts
-        self.rate_mbit = rate_mbit
-        self.mtu = mtu
-        self.delay_ms = delay_ms
-        self.congestion_control = congestion_control
-        self.socket_buffer_bytes = socket_buffer_bytes
         self.hosts: tuple[EmulatedHost, ...] = ()
         self._namespaces: list[str] = []
         self._janitor: subprocess.Popen[bytes] | None = None
@@ -113,8 +167,7 @@ class EmulatedCluster:
         """
         if self._namespaces:
             raise RuntimeError("this cluster is entered already; make a second one")
-        reason = why_unavailable()
-        if reason is not None:
+        if reason := why_unavailable():
             raise EmulationUnavailable(reason)
         remove_stale_namespaces()
         try:
@@ -124,19 +177,13 @@ class EmulatedCluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the processes that still run on the hosts, and remove the namespaces."""
         self._remove()
 
     def end_processes(self) -> None:
         """Kill everything that runs on the hosts, whoever started it; block until it is gone."""
-        left = end_processes_in(self._namespaces)
-        if left:
+        if left := end_processes_in(self._namespaces):
             warnings.warn(f"processes {left} on the emulated cluster do not end", stacklevel=2)
 
     def describe(self, ranks_per_host: int) -> str:
@@ -160,8 +207,8 @@ class EmulatedCluster:
         prefix = f"dear-{os.getpid()}-{next(_numbers)}"
         self._janitor = start_janitor(f"{prefix}-")
         switch = self._add_namespace(f"{prefix}-switch")
-        _ip(switch, "link", "add", "bridge", "mtu", str(self.mtu), "type", "bridge")
-        _ip(switch, "link", "set", "bridge", "up")
+        _ip(switch, f"link add bridge mtu {self.mtu} type bridge")
+        _ip(switch, "link set bridge up")
         self.hosts = tuple(
             self._add_host(index, f"{prefix}-host{index}", switch)
             for index in range(self.num_hosts)
@@ -172,41 +219,35 @@ class EmulatedCluster:
         run(["ip", "netns", "add", name])
         return name
 
-    def _add_host(self, index: int, namespace: str, switch: str) -> EmulatedHost:
-        self._add_namespace(namespace)
-        host = EmulatedHost(index, namespace, f"10.0.0.{index + 1}", "eth0")
-        port, mtu = f"port{index}", str(self.mtu)
-        veth = ["link", "add", port, "mtu", mtu, "type", "veth", "peer"]
-        _ip(switch, *veth, "name", host.interface, "mtu", mtu, "netns", namespace)
-        _ip(namespace, "address", "add", f"{host.address}/24", "dev", host.interface)
-        _silence_ipv6(namespace, host.interface)
-        _silence_ipv6(switch, port)
-        _ip(namespace, "link", "set", host.interface, "up")
-        _ip(namespace, "link", "set", "lo", "up")
-        _ip(switch, "link", "set", port, "master", "bridge", "up")
-        self._shape(namespace, host.interface)
-        self._shape(switch, port)
-        self._delay(namespace, host.interface)
+    def _add_host(self, index: int, name: str, switch: str) -> EmulatedHost:
+        host = EmulatedHost(index, self._add_namespace(name), f"10.0.0.{index + 1}", "eth0")
+        port, ends = f"port{index}", f"name {host.interface} mtu {self.mtu} netns {name}"
+        _ip(switch, f"link add {port} mtu {self.mtu} type veth peer {ends}")
+        _ip(name, f"address add {host.address}/24 dev {host.interface}")
+        for namespace, interface in ((name, host.interface), (switch, port)):
+            # Neighbour discovery would be counted as bytes; a kernel without IPv6 refuses.
+            with suppress(EmulationUnavailable):
+                _ip(namespace, f"link set {interface} addrgenmode none")
+        _ip(name, f"link set {host.interface} up")
+        _ip(name, "link set lo up")
+        _ip(switch, f"link set {port} master bridge up")
+        if self.rate_mbit is not None:
+            rate = f"rate {round(self.rate_mbit * 1e6)}bit burst {_TBF_BURST} limit {_QUEUE_MIB}mb"
+            for namespace, interface in ((name, host.interface), (switch, port)):
+                _shape(namespace, interface, f"root handle {_TBF_NUMBER} tbf {rate}")
+        self._delay(host)
         self._set_congestion_control(host)
         self._limit_socket_buffers(host)
         return host
 
-    def _shape(self, namespace: str, interface: str) -> None:
-        if self.rate_mbit is None:
-            return
-        rate = f"{round(self.rate_mbit * 1e6)}bit"
-        tbf = ["handle", _TBF_NUMBER, "tbf"]
-        shape = ["rate", rate, "burst", _TBF_BURST, "limit", f"{_QUEUE_MIB}mb"]
-        run(["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *tbf, *shape])
-
-    def _delay(self, namespace: str, interface: str) -> None:
+    def _delay(self, host: EmulatedHost) -> None:
         if not self.delay_ms:
             return
         # Below the shaper, and only on the way out of a host: once on each packet's way.
-        place = ["root"] if self.rate_mbit is None else ["parent", f"{_TBF_NUMBER}1"]
-        netem = ["netem", "delay", f"{self.delay_ms}ms", "limit", _NETEM_PACKETS]
+        place = "root" if self.rate_mbit is None else f"parent {_TBF_NUMBER}1"
+        netem = f"{place} netem delay {self.delay_ms}ms limit {_NETEM_PACKETS}"
         try:
-            run(["tc", "-n", namespace, "qdisc", "add", "dev", interface, *place, *netem])
+            _shape(host.namespace, host.interface, netem)
         except EmulationUnavailable as error:
             raise EmulationUnavailable(
                 f"delay_ms={self.delay_ms:g} needs a kernel with netem ({error}): leave it at 0;"
@@ -224,10 +265,10 @@ class EmulatedCluster:
             "local 127.0.0.0/8 dev lo table local scope host src 127.0.0.1",
             "local 127.0.0.1 dev lo table local scope host src 127.0.0.1",
         )
-        chosen = ["proto", "kernel", "congctl", self.congestion_control]
+        chosen = f"proto kernel congctl {self.congestion_control}"
         try:
             for route in routes:
-                _ip(host.namespace, "route", "change", *route.split(), *chosen)
+                _ip(host.namespace, f"route change {route} {chosen}")
         except EmulationUnavailable as error:
             raise EmulationUnavailable(
                 f"TCP knows no congestion_control={self.congestion_control!r} here ({error}):"
@@ -272,14 +313,12 @@ def remove_stale_namespaces() -> list[str]:
     return stale
 
 
-def _ip(namespace: str, *arguments: str) -> None:
-    run(["ip", "-n", namespace, *arguments])
+def _ip(namespace: str, words: str) -> None:
+    run(["ip", "-n", namespace, *words.split()])
 
 
-def _silence_ipv6(namespace: str, interface: str) -> None:
-    # Neighbour discovery would be counted as bytes on the wire; a kernel without IPv6 refuses.
-    with suppress(EmulationUnavailable):
-        _ip(namespace, "link", "set", interface, "addrgenmode", "none")
+def _shape(namespace: str, interface: str, words: str) -> None:
+    run(["tc", "-n", namespace, "qdisc", "add", "dev", interface, *words.split()])
 
 
 def _delete_namespace(name: str) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pwd
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from tempfile import TemporaryFile
 from typing import IO
 
-from lightning_dear.emulation.cluster import EmulatedCluster
-from lightning_dear.emulation.host import EmulatedHost
+from lightning_dear.emulation.cluster import EmulatedCluster, EmulatedHost
 
 HOST_VARIABLE = "LIGHTNING_DEAR_EMULATED_HOST"
 """Set in every rank to the number of its host: tells that it runs inside an emulated cluster."""
@@ -80,52 +79,64 @@ def run_on_cluster(
     if ranks_per_host < 1:
         raise ValueError(f"ranks_per_host must be at least 1, not {ranks_per_host}")
     prefix, users_own = _as_user(user)
-    rig = {RIG_VARIABLE: cluster.describe(ranks_per_host)}
-    command, variables = [*prefix, *argv], {**rig, **users_own, **(env or {})}
+    variables = {RIG_VARIABLE: cluster.describe(ranks_per_host), **users_own, **(env or {})}
     ranks: list[_Rank] = []
-    try:
-        for rank in range(len(cluster.hosts) * ranks_per_host):
-            ranks.append(_start(cluster.hosts, rank, ranks_per_host, command, variables, cwd))
-        code = _watch(ranks, timeout_s)
-    except KeyboardInterrupt:
-        _interrupt(ranks)
-        raise
-    finally:
-        cluster.end_processes()
+    with ExitStack() as outputs:
+        try:
+            for rank in range(len(cluster.hosts) * ranks_per_host):
+                command = cluster.hosts[rank // ranks_per_host].command([*prefix, *argv])
+                told = {**_variables(cluster.hosts, rank, ranks_per_host), **variables}
+                output = outputs.enter_context(TemporaryFile()) if rank else None
+                ranks.append(_Rank(rank, command, told, cwd, output))
+            code = _watch(ranks, timeout_s)
+        except KeyboardInterrupt:
+            _interrupt(ranks)
+            raise
+        finally:
+            _end_all(cluster, ranks)
         for one in ranks:
-            one.process.wait()
-    if code:
-        _print_tails(ranks)
+            one.print_tail()
     return code
 
 
-@dataclass
 class _Rank:
-    number: int
-    process: subprocess.Popen[bytes]
-    output: _Tail | None
+    """A started process; what it writes goes to `output`, or is heard."""
 
+    def __init__(
+        self,
+        number: int,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        cwd: str | None,
+        output: IO[bytes] | None,
+    ) -> None:
+        self._number, self._output = number, output
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **variables},
+            cwd=cwd,
+            stdout=output,
+            stderr=output,
+            # Ctrl-C then reaches the process that starts the ranks, which hands it on to each once.
+            start_new_session=True,
+        )
 
-@dataclass
-class _Tail:
-    """Reads a pipe to its end on a thread of its own, and keeps the last 64 KiB."""
+    def ending(self) -> int:
+        """Say how it failed; return the exit code for all."""
+        code = self.process.returncode
+        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        how = killed or f"exited with code {code}"
+        print(f"Rank {self._number} {how}: ending all ranks.", file=sys.stderr, flush=True)
+        return int(code if code > 0 else 128 - code)
 
-    pipe: IO[bytes]
-    text: bytearray = field(default_factory=bytearray)
-
-    def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        with self.pipe:
-            while chunk := os.read(self.pipe.fileno(), 1 << 16):
-                self.text += chunk
-                del self.text[:-_TAIL_BYTES]
-
-    def lines(self) -> list[str]:
-        self._thread.join(timeout=1)
-        return self.text.decode(errors="replace").splitlines()[-_TAIL_LINES:]
+    def print_tail(self) -> None:
+        """Print how its output ends, if it failed and was not heard."""
+        if self._output is None or not self.process.returncode:
+            return
+        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        text = self._output.read().decode(errors="replace")
+        for line in text.splitlines()[-_TAIL_LINES:]:
+            print(f"[rank {self._number}] {line}", file=sys.stderr, flush=True)
 
 
 def _as_user(user: tuple[int, int] | None) -> tuple[list[str], dict[str, str]]:
@@ -137,27 +148,6 @@ def _as_user(user: tuple[int, int] | None) -> tuple[list[str], dict[str, str]]:
     prefix += ["--reuid", str(user[0]), "--regid", str(user[1]), "--init-groups"]
     known = pwd.getpwuid(user[0])
     return prefix, {"HOME": known.pw_dir, "USER": known.pw_name, "LOGNAME": known.pw_name}
-
-
-def _start(
-    hosts: Sequence[EmulatedHost],
-    rank: int,
-    ranks_per_host: int,
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    cwd: str | None,
-) -> _Rank:
-    host = hosts[rank // ranks_per_host]
-    process = subprocess.Popen(
-        host.command(argv),
-        env={**os.environ, **_variables(hosts, rank, ranks_per_host), **env},
-        cwd=cwd,
-        stdout=subprocess.PIPE if rank else None,
-        stderr=subprocess.STDOUT if rank else None,
-        # Ctrl-C then reaches this process alone, which hands it on to each rank once.
-        start_new_session=True,
-    )
-    return _Rank(rank, process, _Tail(process.stdout) if process.stdout else None)
 
 
 def _variables(hosts: Sequence[EmulatedHost], rank: int, ranks_per_host: int) -> dict[str, str]:
@@ -185,55 +175,37 @@ def _variables(hosts: Sequence[EmulatedHost], rank: int, ranks_per_host: int) ->
 
 def _watch(ranks: Sequence[_Rank], timeout_s: float | None) -> int:
     """Wait until all have ended, one has failed and its grace is over, or the time is over."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    first_code = 0
-    end = deadline
-    while _num_running(ranks):
-        if not first_code and (failed := _failed(ranks)):
-            first_code = _exit_code(failed[0])
-            grace_end = time.monotonic() + _GRACE_S
-            end = grace_end if end is None else min(end, grace_end)
-        if end is not None and time.monotonic() >= end:
-            break
+    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    code, is_running = 0, True
+    while is_running and time.monotonic() < end_s:
         time.sleep(_POLL_S)
-    failed = _failed(ranks)
-    if first_code or failed:
-        return first_code or _exit_code(failed[0])
-    if all(one.process.returncode == 0 for one in ranks):
-        return 0
-    print(f"The ranks have not ended within {timeout_s:g} s: ending them.", file=sys.stderr)
-    return TIMED_OUT
+        is_running = _is_running(ranks)
+        failed = [rank for rank in ranks if rank.process.returncode]
+        if failed and not code:
+            code = failed[0].ending()
+            end_s = min(end_s, time.monotonic() + _GRACE_S)
+    if is_running and not code:
+        print(f"The ranks have not ended within {timeout_s:g} s: ending them.", file=sys.stderr)
+        return TIMED_OUT
+    return code
 
 
-def _num_running(ranks: Sequence[_Rank]) -> int:
-    return [one.process.poll() for one in ranks].count(None)
+def _is_running(ranks: Sequence[_Rank]) -> bool:
+    """Whether one of them does; looks at each."""
+    return None in [rank.process.poll() for rank in ranks]
 
 
-def _failed(ranks: Sequence[_Rank]) -> list[_Rank]:
-    return [one for one in ranks if one.process.returncode]
-
-
-def _exit_code(rank: _Rank) -> int:
-    code = rank.process.returncode
-    how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-    print(f"Rank {rank.number} {how}: ending all ranks.", file=sys.stderr, flush=True)
-    return int(code if code > 0 else 128 - code)
+def _end_all(cluster: EmulatedCluster, ranks: Sequence[_Rank]) -> None:
+    cluster.end_processes()
+    for rank in ranks:
+        rank.process.wait()
 
 
 def _interrupt(ranks: Sequence[_Rank]) -> None:
     # A second Ctrl-C ends the grace.
     with suppress(KeyboardInterrupt):
-        for one in ranks:
-            one.process.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + _GRACE_S
-        while time.monotonic() < deadline and _num_running(ranks):
+        for rank in ranks:
+            rank.process.send_signal(signal.SIGINT)
+        deadline_s = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline_s and _is_running(ranks):
             time.sleep(_POLL_S)
-
-
-def _print_tails(ranks: Sequence[_Rank]) -> None:
-    """Print how the output of ranks 1, 2, ... ends; that of rank 0 has been seen."""
-    for one in ranks:
-        if one.output is not None and one.process.returncode:
-            for line in one.output.lines():
-                print(f"[rank {one.number}] {line}", file=sys.stderr)
-    sys.stderr.flush()

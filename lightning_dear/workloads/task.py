@@ -1,18 +1,23 @@
-"""What every LightningModule here shares: optimizer, schedule, and sharding under FSDP2."""
+"""The LightningModules: how a network is trained, sharded and measured."""
 
 import math
-from typing import Any
+from abc import abstractmethod
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
 
 from lightning_dear.workloads.schedules import OptimizerFactory, SchedulerFactory
 
 
 class Task(LightningModule):
-    """A network with an optimizer and, optionally, a schedule; subclasses add the steps.
+    """A network with an optimizer and, optionally, a schedule.
+
+    Subclasses say what is lost and what is logged of an evaluation.
 
     Args:
         net: The network to train.
@@ -20,6 +25,8 @@ class Task(LightningModule):
         scheduler: Builds a schedule from the optimizer and ``total_steps``; None keeps the
             learning rate constant.
     """
+
+    shard_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -29,10 +36,53 @@ class Task(LightningModule):
     ) -> None:
         super().__init__()
         self.net = net
+        self.metrics = nn.ModuleDict({"val": MeanMetric(), "test": MeanMetric()})
         # Factories are functions: as hyper-parameters they would make the checkpoint unloadable
         # with `weights_only=True`. The resolved config beside the checkpoint records them.
         self._optimizer_factory = optimizer
         self._scheduler_factory = scheduler
+
+    @abstractmethod
+    def loss(self, batch: Any) -> Tensor:
+        """Return the mean loss of one batch."""
+
+    @abstractmethod
+    def evaluate(self, batch: Any, stage: str) -> None:
+        """Log what one batch of ``stage`` adds, which is ``val`` or ``test``."""
+
+    def log_mean(self, stage: str, name: str, values: Tensor, weight: int = 1) -> None:
+        """Add numbers of one batch to the mean over all batches and ranks, ``STAGE_NAME``.
+
+        Args:
+            stage: See ``evaluate``.
+            name: What is measured; one mean for each stage.
+            values: The numbers, of any shape.
+            weight: What each counts for.
+        """
+        metric: Any = self.metrics[stage]
+        metric(values, weight)
+        self.log(f"{stage}_{name}", metric, prog_bar=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss of one batch and log it."""
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Evaluate one batch in validation."""
+        self.evaluate(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Evaluate one batch in the test."""
+        self.evaluate(batch, "test")
+
+    def units(self) -> list[Any]:
+        """Return what FSDP2 gathers together: each member of ``net``'s lists and sequences."""
+        containers = [
+            m for m in self.net.children() if isinstance(m, nn.ModuleList | nn.Sequential)
+        ]
+        return [block for blocks in containers for block in blocks if list(block.parameters())]
 
     def configure_model(self) -> None:
         """Shard ``net`` over the data-parallel axis where the strategy provides a device mesh.
@@ -41,10 +91,8 @@ class Task(LightningModule):
         """
         if self.device_mesh is None or isinstance(self.net, FSDPModule):
             return
-        mesh = self.device_mesh["data_parallel"]
-        for block in _blocks(self.net):
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.net, mesh=mesh)
+        for unit in [*self.units(), self.net]:
+            fully_shard(unit, mesh=self.device_mesh["data_parallel"], **self.shard_options)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer over all trainable parameters, and the schedule stepped with it."""
@@ -68,11 +116,60 @@ class Task(LightningModule):
         return self.net(*args, **kwargs)
 
 
-def _blocks(net: nn.Module) -> list[nn.Module]:
-    """Return the repeated parts of ``net``: the members of its module lists and sequences."""
-    containers = [m for m in net.children() if isinstance(m, nn.ModuleList | nn.Sequential)]
-    return [block for container in containers for block in container if _has_parameters(block)]
+class Classifier(Task):
+    """Cross-entropy training of ``net``; logs train_loss, val_loss, val_acc and test_acc.
+
+    Args:
+        net: Maps a batch of inputs to logits of shape (batch, ``num_classes``).
+        optimizer: See `Task`.
+        scheduler: See `Task`.
+        num_classes: Number of classes.
+        label_smoothing: Share of the target spread over all classes, in [0, 1).
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        num_classes: int = 10,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(net, optimizer, scheduler)
+        if num_classes < 2:
+            raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}.")
+        self.save_hyperparameters("num_classes", "label_smoothing")
+        self.label_smoothing = label_smoothing
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the smoothed cross-entropy of images and labels."""
+        inputs, labels = batch
+        return F.cross_entropy(self.net(inputs), labels, label_smoothing=self.label_smoothing)
+
+    def evaluate(self, batch: tuple[Tensor, Tensor], stage: str) -> None:
+        """Log the accuracy, and in validation the cross-entropy without smoothing."""
+        inputs, labels = batch
+        logits = self.net(inputs)
+        if stage == "val":
+            self.log("val_loss", F.cross_entropy(logits, labels), sync_dist=True)
+        self.log_mean(stage, "acc", (logits.argmax(dim=1) == labels).float())
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+class LanguageModel(Task):
+    """Trains ``net`` on windows of bytes: maps bytes (batch, time) to logits (batch, time, 256).
+
+    Logs train_loss in nats per byte, val_bits_per_byte and test_bits_per_byte.
+    """
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Return nats per byte of windows (batch, time + 1)."""
+        text = windows.long()
+        logits: Tensor = self.net(text[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+
+    def evaluate(self, windows: Tensor, stage: str) -> None:
+        """Log bits per byte."""
+        nats = self.loss(windows)
+        self.log_mean(stage, "bits_per_byte", nats / math.log(2), weight=len(windows))

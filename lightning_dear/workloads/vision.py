@@ -1,16 +1,22 @@
 """Networks and image data that benchmarks of distributed training use; needs ``[vision]``."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils.data import Subset
+
+from lightning_dear.workloads.data import SplitDataModule
 from lightning_dear.workloads.extras import require
-from lightning_dear.workloads.splits import SplitDataModule
 
 NETS = {
     "resnet50": "torchvision",
     "densenet201": "torchvision",
     "vgg16": "torchvision",
     "inception_v4": "timm",
+    "resnet101": "torchvision",
 }
 """Networks by name, and the library each comes from."""
 
@@ -38,6 +44,7 @@ def vision_net(name: str, num_classes: int) -> Any:
     return models.get_model(name, weights=None, num_classes=num_classes)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Cifar10DataModule(SplitDataModule):
     """CIFAR-10 through torchvision; part of the training images is held out for validation.
 
@@ -51,48 +58,35 @@ class Cifar10DataModule(SplitDataModule):
         num_workers: Loader processes per training process.
     """
 
-    def __init__(
-        self,
-        root: str,
-        batch_size: int = 64,
-        image_size: int = 32,
-        val_size: int = 5000,
-        split_seed: int = 0,
-        download: bool = False,
-        num_workers: int = 2,
-    ) -> None:
-        super().__init__(batch_size, num_workers)
-        self.root = root
-        self.image_size = image_size
-        self.val_size = val_size
-        self.split_seed = split_seed
-        self.download = download
+    root: str
+    batch_size: int = 64
+    image_size: int = 32
+    val_size: int = 5000
+    split_seed: int = 0
+    download: bool = False
+    num_workers: int = 2
 
     def prepare_data(self) -> None:
         """Download the data on one process per host, if that was asked for."""
         if self.download:
             require("torchvision.datasets", "vision").CIFAR10(self.root, download=True)
 
-    def setup(self, stage: str) -> None:
-        """Open the data; called on every process.
+    def load(self) -> Sequence[Any]:
+        """Open the data.
 
         Raises:
             FileNotFoundError: If it is not in ``root``.
         """
-        if self.train_set is not None:
-            return
-        import torch
-        from torch.utils.data import Subset
-
-        order = torch.randperm(
-            50_000, generator=torch.Generator().manual_seed(self.split_seed)
-        ).tolist()
+        generator = torch.Generator().manual_seed(self.split_seed)
+        order = torch.randperm(50_000, generator=generator).tolist()
         # Two views of the same images, since only training images are changed at random.
         augmented = self._open(is_training=True, is_augmented=True)
         plain = self._open(is_training=True, is_augmented=False)
-        self.train_set = Subset(augmented, order[self.val_size :])
-        self.val_set = Subset(plain, order[: self.val_size])
-        self.test_set = self._open(is_training=False, is_augmented=False)
+        return (
+            Subset(augmented, order[self.val_size :]),
+            Subset(plain, order[: self.val_size]),
+            self._open(is_training=False, is_augmented=False),
+        )
 
     def _open(self, is_training: bool, is_augmented: bool) -> Any:
         datasets = require("torchvision.datasets", "vision")
@@ -108,14 +102,16 @@ class Cifar10DataModule(SplitDataModule):
 
     def _transform(self, is_augmented: bool) -> Any:
         transforms = require("torchvision.transforms", "vision")
-        steps = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
-        steps = steps if is_augmented else []
+        steps: list[Any] = []
+        if is_augmented:
+            steps += [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
         if self.image_size != 32:
             steps.append(transforms.Resize(self.image_size))
         steps += [transforms.ToTensor(), transforms.Normalize(*_CIFAR10_STATISTICS)]
         return transforms.Compose(steps)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ImageFolderDataModule(SplitDataModule):
     """Images in ``root/train/<class>/`` and ``root/val/<class>/``, as ImageNet is laid out.
 
@@ -128,24 +124,19 @@ class ImageFolderDataModule(SplitDataModule):
         num_workers: Loader processes per training process.
     """
 
-    def __init__(
-        self, root: str, batch_size: int = 32, image_size: int = 224, num_workers: int = 4
-    ) -> None:
-        super().__init__(batch_size, num_workers)
-        self.root = root
-        self.image_size = image_size
+    root: str
+    batch_size: int = 32
+    image_size: int = 224
+    num_workers: int = 4
 
-    def setup(self, stage: str) -> None:
-        """List the images; called on every process.
+    def load(self) -> Sequence[Any]:
+        """List the images.
 
         Raises:
             FileNotFoundError: If ``root`` has no ``train`` or no ``val``.
         """
-        if self.train_set is not None:
-            return
-        self.train_set = self._open("train")
-        self.val_set = self._open("val")
-        self.test_set = self.val_set
+        val_set = self._open("val")
+        return self._open("train"), val_set, val_set
 
     def _open(self, split: str) -> Any:
         folder = Path(self.root) / split
@@ -159,16 +150,11 @@ class ImageFolderDataModule(SplitDataModule):
 
     def _transform(self, is_augmented: bool) -> Any:
         transforms = require("torchvision.transforms", "vision")
+        size = self.image_size
         if is_augmented:
-            crop = [
-                transforms.RandomResizedCrop(self.image_size),
-                transforms.RandomHorizontalFlip(),
-            ]
+            crop = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
         else:
             # The usual margin: 256 pixels for a crop of 224.
-            crop = [
-                transforms.Resize(self.image_size * 8 // 7),
-                transforms.CenterCrop(self.image_size),
-            ]
+            crop = [transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)]
         tail = [transforms.ToTensor(), transforms.Normalize(*_IMAGENET_STATISTICS)]
         return transforms.Compose([*crop, *tail])

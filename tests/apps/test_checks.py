@@ -79,7 +79,7 @@ def test_options_that_do_not_exist_are_found():
 
 def test_an_option_that_lacks_its_group_is_found_below_it() -> None:
     config = {"lr": 1, "optimizer": {"lr": 1}, "compressor": {"lr": 2, "inner": {"lr": {}}}}
-    assert checks.options_named("lr", config) == [
+    assert [*checks.options_named("lr", config)] == [
         "optimizer.lr",
         "compressor.lr",
         "compressor.inner.lr",

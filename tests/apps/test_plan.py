@@ -17,6 +17,7 @@ from lightning_dear.simulator import Workload
 from lightning_dear.simulator.saved import save_workload
 from lightning_dear.workloads.replay import load_profile
 from tests.planning.models import chain
+from tests.workloads.replaying import divided
 
 PLANNED = sorted(
     path.stem for path in (conf_dir() / "cluster").glob("*.yaml") if "source:" in path.read_text()
@@ -94,7 +95,7 @@ def test_the_line_to_try_emulates_the_link_that_is_used(tmp_path, capsys) -> Non
 
 def test_seconds_are_divided_as_the_profile_divides_them(tmp_path, capsys) -> None:
     saved = tmp_path / "even.json"
-    profile = load_profile("vgg16").with_compute(1.0, 1.0)
+    profile = divided(load_profile("vgg16"), 0.5, 0.5)
     profile.save(saved)
     planned(tmp_path, *FEW, f"profile={saved}", "compute_s=3.0")
     assert "forward 1500.0 ms, backward 1500.0 ms" in capsys.readouterr().out

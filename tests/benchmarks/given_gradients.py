@@ -43,8 +43,8 @@ class Place(NamedTuple):
 
 def _digits() -> Training:
     """175,000 parameters."""
-    from lightning_dear.workloads.digits import DigitsDataModule
-    from lightning_dear.workloads.resnet import ResNet
+    from lightning_dear.workloads.data import DigitsDataModule
+    from lightning_dear.workloads.nets import ResNet
 
     data: Any = DigitsDataModule()
     data.setup("fit")
@@ -61,8 +61,8 @@ def _digits() -> Training:
 
 def _gpt() -> Training:
     """134,000 parameters."""
-    from lightning_dear.workloads.gpt import GPT
-    from lightning_dear.workloads.source_corpus import SourceCorpusDataModule
+    from lightning_dear.workloads.data import SourceCorpusDataModule
+    from lightning_dear.workloads.nets import GPT
 
     data: Any = SourceCorpusDataModule(context_length=NUM_BYTES)
     data.setup("fit")

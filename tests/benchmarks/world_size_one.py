@@ -24,9 +24,9 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from typing_extensions import override
 
 from lightning_dear import DearStrategy
-from lightning_dear.workloads.classifier import Classifier
-from lightning_dear.workloads.digits import DigitsDataModule
-from lightning_dear.workloads.resnet import ResNet
+from lightning_dear.workloads.data import DigitsDataModule
+from lightning_dear.workloads.nets import ResNet
+from lightning_dear.workloads.task import Classifier
 
 NUM_WARM_UP_STEPS = 10
 

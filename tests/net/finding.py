@@ -26,9 +26,14 @@ PLACES: dict[str, tuple[str, ...]] = {
     "registry": ("planning", "planning.registry"),
     "replay": ("workloads.replay", "replay"),
     "planned": ("workloads.replay.planned", "replay.planned", "simulator.planned"),
-    "digits": ("workloads.digits", "workloads.vision.digits"),
-    "classifier": ("workloads.classifier", "workloads.vision.classifier"),
-    "resnet": ("workloads.resnet", "workloads.models.resnet", "workloads.vision.resnet"),
+    "digits": ("workloads.data", "workloads.digits", "workloads.vision.digits"),
+    "classifier": ("workloads.task", "workloads.classifier", "workloads.vision.classifier"),
+    "resnet": (
+        "workloads.nets",
+        "workloads.resnet",
+        "workloads.models.resnet",
+        "workloads.vision.resnet",
+    ),
     "folder": ("checkpoint.folder", "checkpoint.folders", "lightning.checkpoint.folder"),
     "tuner": ("callbacks.fusion_tuner", "lightning.callbacks.fusion_tuner"),
 }

@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from lightning_dear.simulator import Link, Network, Workload
 from lightning_dear.simulator.fsdp2_units import has_blocks, units_of
 from lightning_dear.simulator.strategies import STRATEGIES
-from lightning_dear.workloads.replay import load_profile, sharding
+from lightning_dear.workloads.replay import ReplayModel, load_profile
 from lightning_dear.workloads.replay.planned import planned
 from tests.planning.models import ITEMSIZE, UNIT, chain
 
@@ -48,14 +47,11 @@ def test_no_tensor_is_cut() -> None:
 @pytest.mark.parametrize("name", ["resnet50", "bert_base", "densenet201"])
 def test_units_are_those_of_a_replay(name: str) -> None:
     profile = load_profile(name)
-    layers = [
-        nn.ParameterList(torch.empty(shape, device="meta") for shape in layer.shapes)
-        for layer in profile.layers
-    ]
+    with torch.device("meta"):
+        model = ReplayModel(profile, shard_unit_mb=25)
     begun = iter(range(10**6))
     expected = [
-        [next(begun) for layer in unit for _ in layer.parameters()]
-        for unit in sharding.units_of(layers, 25 * MIB)
+        [next(begun) for layer in unit for _ in layer.parameters()] for unit in model.units()
     ]
     assert units_of(Workload(name, *planned(profile))) == expected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_dear.workloads.replay import LayerProfile, ModelProfile
 
@@ -24,6 +25,16 @@ def small_profile(
         for number, layer in enumerate(shapes)
     ]
     return ModelProfile("small", "flops", "For tests.", tuple(layers))
+
+
+def divided(profile: ModelProfile, forward_s: float, backward_s: float) -> ModelProfile:
+    """The profile with other seconds of forward and of backward."""
+    times = forward_s / profile.forward_s, backward_s / profile.backward_s
+    layers = [
+        replace(one, forward_s=times[0] * one.forward_s, backward_s=times[1] * one.backward_s)
+        for one in profile.layers
+    ]
+    return replace(profile, layers=tuple(layers))
 
 
 class FakeTime:

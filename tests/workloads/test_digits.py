@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_dear.workloads.digits import DigitsDataModule
+from lightning_dear.workloads.data import DigitsDataModule
 
 
 def parts(**options):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_dear.workloads.gpt import GPT
+from lightning_dear.workloads.nets import GPT
 
 
 def small(**options):

@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_dear.paths import conf_dir
-from lightning_dear.workloads.mlp import MLP
+from lightning_dear.workloads.nets import MLP
 
 
 def test_it_flattens_samples_and_gives_logits() -> None:

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from lightning_dear.workloads.replay import load_profile
-from lightning_dear.workloads.replay.definitions import DEFINITIONS, Definition
-from lightning_dear.workloads.replay.make_profiles import profile_of
+from tests.benchmarks.make_profiles import DEFINITIONS, Definition, profile_of
 
 
 def tiny():

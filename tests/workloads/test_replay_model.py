@@ -12,7 +12,6 @@ from lightning_dear.collectives.work import Streams
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.telemetry import device_work
 from lightning_dear.workloads.replay import ReplayData, ReplayModel, load_profile
-from lightning_dear.workloads.replay.sharding import units_of
 from lightning_dear.workloads.replay.waiter import Waiter
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import STRATEGIES, assert_same, new_trainer, poison_until_waited
@@ -28,9 +27,7 @@ def step(model, number=0):
 def with_fake_time(model, late_s=0.0):
     """Let the model wait on a clock of its own."""
     fake = FakeTime(late_s)
-    waiter = model.net.waiter
-    waiter._clock, waiter._sleep = fake.clock, fake.sleep
-    waiter._work_clock = fake.work_clock
+    model.net.waiter.host = fake
     return fake
 
 
@@ -252,10 +249,14 @@ def test_fsdp2_trains_as_ddp_does_and_gathers_once_a_step() -> None:
 
 
 def test_units_of_layers_are_closed_once_full():
-    layers = [nn.Linear(10, 10, bias=False) for _ in range(5)]
-    assert [len(unit) for unit in units_of(layers, 401)] == [2, 2, 1]
-    assert [len(unit) for unit in units_of(layers, 400)] == [1, 1, 1, 1, 1]
-    assert [len(unit) for unit in units_of(layers, 0)] == [1, 1, 1, 1, 1]
+    profile = small_profile(shapes=[((10, 10),)] * 5)
+
+    def units(nbytes):
+        return ReplayModel(profile, shard_unit_mb=nbytes / 2**20).units()
+
+    assert [len(unit) for unit in units(401)] == [2, 2, 1]
+    assert [len(unit) for unit in units(400)] == [1, 1, 1, 1, 1]
+    assert [len(unit) for unit in units(0)] == [1, 1, 1, 1, 1]
 
 
 def test_validation_and_test_wait_for_a_forward(tmp_path):

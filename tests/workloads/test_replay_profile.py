@@ -103,12 +103,10 @@ def test_compute_is_rescaled_layer_by_layer():
         for new, old in zip(faster.layers, profile.layers, strict=True)
     }
     assert ratios == {1.0}
-    assert profile.with_compute(0.04, backward_over_forward=3).forward_s == pytest.approx(0.01)
 
 
 def test_compute_is_rescaled_as_it_is_divided():
-    uneven = load_profile("resnet50").with_compute(0.04, 3)
-    slower = uneven.with_compute(0.4)
+    slower = small_profile(forward_s=0.1, backward_s=0.3).with_compute(0.4)
     assert (slower.forward_s, slower.backward_s) == pytest.approx((0.1, 0.3))
     one_sided = small_profile(forward_s=0)
     assert one_sided.with_compute(2).backward_s == pytest.approx(2)
@@ -117,10 +115,6 @@ def test_compute_is_rescaled_as_it_is_divided():
 def test_impossible_compute_is_refused():
     with pytest.raises(ValueError, match="compute_s"):
         small_profile().with_compute(0)
-    with pytest.raises(ValueError, match="backward_over_forward"):
-        small_profile().with_compute(1, backward_over_forward=-2)
-    with pytest.raises(ValueError, match="Forward or backward"):
-        small_profile(forward_s=0).with_compute(1, 2)
     nothing = small_profile(forward_s=0)
     nothing = replace(nothing, layers=tuple(replace(one, backward_s=0.0) for one in nothing.layers))
     with pytest.raises(ValueError, match="takes no time"):

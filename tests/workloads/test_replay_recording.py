@@ -8,8 +8,11 @@ from torch import nn
 
 from lightning_dear.apps.record_profile import record
 from lightning_dear.workloads.replay import LayerProfile, ModelProfile, ReplayModel, load_profile
-from lightning_dear.workloads.replay.ownership import owned_parameters, run_order
-from lightning_dear.workloads.replay.recording import record_profile
+from lightning_dear.workloads.replay.recording import (
+    owned_parameters,
+    record_profile,
+    run_order,
+)
 from tests.conf.composing import composed
 
 

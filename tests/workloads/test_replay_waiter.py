@@ -9,8 +9,7 @@ TIMER_LATE_S = 7e-5
 
 
 def new_waiter(time):
-    clocks = time.work_clock, time.device_clock, time.charged_clock
-    waiter = Waiter(time.clock, time.sleep, *clocks)
+    waiter = Waiter(host=time)
     waiter.begin()
     return waiter
 
@@ -28,8 +27,7 @@ def test_the_sum_is_right_and_no_moment_is_far_off(layer_s):
 
 def test_quick_steps_take_no_time():
     time = FakeTime()
-    clocks = time.work_clock, time.device_clock, time.charged_clock
-    waiter = Waiter(time.clock, time.sleep, *clocks, num_quick=2)
+    waiter = Waiter(num_quick=2, host=time)
     took = []
     for _ in range(4):
         begin_s = time.now_s

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_dear.workloads.resnet import ResidualBlock, ResNet
+from lightning_dear.workloads.nets import ResidualBlock, ResNet
 
 
 def test_logits_have_one_column_per_class():

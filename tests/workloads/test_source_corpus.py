@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from lightning_dear.workloads.source_corpus import (
-    ByteWindows,
+from lightning_dear.workloads.data import (
     SourceCorpusDataModule,
     source_files,
     split_of,
+    windows_of,
 )
 
 
@@ -39,22 +39,32 @@ def test_the_split_depends_on_the_name_alone():
 def test_held_out_files_are_not_trained_on(corpus):
     module = SourceCorpusDataModule(root=str(corpus), context_length=16)
     module.setup("fit")
-    trained = bytes(module.train_set.text.tolist()).decode()
+    trained = bytes(module.train_set[:, 1:].flatten().tolist()).decode()
     for path in source_files(corpus):
-        is_trained = path.read_text() in trained
+        is_trained = path.read_text()[:20] in trained
         assert is_trained is (split_of(path.relative_to(corpus).as_posix()) == "train")
 
 
-def test_windows_cover_the_text_once_as_targets():
-    text = torch.arange(41, dtype=torch.uint8)
-    windows = ByteWindows(text, context_length=8)
+def written(folder, num_bytes):
+    path = folder / "bytes"
+    path.write_bytes(bytes(number % 256 for number in range(num_bytes)))
+    return [path]
+
+
+def test_windows_cover_the_text_once_as_targets(tmp_path):
+    windows = windows_of(written(tmp_path, 41), context_length=8)
     targets = torch.cat([window[1:] for window in windows])
     assert targets.tolist() == list(range(1, 41))
 
 
-def test_fewer_windows_are_spread_over_the_text():
-    windows = ByteWindows(torch.zeros(801, dtype=torch.uint8), context_length=8, max_windows=4)
-    assert windows.starts == [0, 200, 400, 600]
+def test_fewer_windows_are_spread_over_the_files(corpus):
+    options = {"root": str(corpus), "context_length": 2}
+    every, few = (SourceCorpusDataModule(num_eval_windows=count, **options) for count in (10**6, 4))
+    every.setup("fit")
+    few.setup("fit")
+    count = len(every.val_set)
+    assert count > 100
+    assert torch.equal(few.val_set, every.val_set[[index * count // 4 for index in range(4)]])
 
 
 def test_a_folder_without_source_names_the_option(tmp_path):
@@ -62,6 +72,6 @@ def test_a_folder_without_source_names_the_option(tmp_path):
         SourceCorpusDataModule(root=str(tmp_path)).setup("fit")
 
 
-def test_a_text_shorter_than_a_window_is_refused():
+def test_a_text_shorter_than_a_window_is_refused(tmp_path):
     with pytest.raises(ValueError, match="less than one window"):
-        ByteWindows(torch.zeros(8, dtype=torch.uint8), context_length=8)
+        windows_of(written(tmp_path, 8), context_length=8)

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from lightning_dear.workloads.splits import SplitDataModule
+from lightning_dear.workloads.data import SplitDataModule
 
 
 class Numbers(SplitDataModule):
-    def setup(self, stage):
-        self.train_set = self.val_set = self.test_set = torch.arange(10)
+    def load(self):
+        return (torch.arange(10),) * 3
 
 
 def test_training_is_shuffled_and_complete_batches_only():

@@ -8,11 +8,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dear.workloads.classifier import Classifier
-from lightning_dear.workloads.gpt import GPT
-from lightning_dear.workloads.language_model import LanguageModel
-from lightning_dear.workloads.resnet import ResNet
+from lightning_dear.workloads.nets import GPT, ResNet
 from lightning_dear.workloads.schedules import warmup_cosine
+from lightning_dear.workloads.task import Classifier, LanguageModel
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

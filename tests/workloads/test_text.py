@@ -39,25 +39,25 @@ def data(tmp_path, tokenizer_folder):
 
 def test_sequences_are_split_in_order(data):
     assert [len(part) for part in (data.train_set, data.val_set, data.test_set)] == [54, 3, 3]
-    assert data.tokenizer.decode(data.train_set[0]) == "the cat sat on a mat the cat sat on"
+    assert data._tokenizer.decode(data.train_set[0]) == "the cat sat on a mat the cat sat on"
 
 
 def test_masking_keeps_labels_of_masked_tokens_only(data):
     torch.manual_seed(0)
-    sequences = data.train_set
+    sequences = list(data.train_set)
     batch = data.collate(sequences)
     tokens = torch.stack(sequences)
     is_masked = batch["labels"] != text.IGNORED_LABEL
     assert is_masked.float().mean().item() == pytest.approx(0.3, abs=0.05)
     assert torch.equal(batch["labels"][is_masked], tokens[is_masked])
     assert torch.equal(batch["input_ids"][~is_masked], tokens[~is_masked])
-    is_mask_token = batch["input_ids"][is_masked] == data.tokenizer.mask_token_id
+    is_mask_token = batch["input_ids"][is_masked] == data._tokenizer.mask_token_id
     assert is_mask_token.float().mean().item() == pytest.approx(0.8, abs=0.1)
 
 
 def test_every_sequence_has_something_to_restore(data):
     data.mask_probability = 1e-9
-    labels = data.collate(data.train_set)["labels"]
+    labels = data.collate(list(data.train_set))["labels"]
     assert (labels != text.IGNORED_LABEL).sum(dim=1).tolist() == [1] * len(labels)
 
 
@@ -77,7 +77,9 @@ def test_a_missing_tokenizer_names_both_remedies(tmp_path):
 
 
 def test_missing_text_names_the_option(tmp_path, tokenizer_folder):
-    module = text.TextFileDataModule(str(tmp_path / "nowhere"), str(tokenizer_folder))
+    module = text.TextFileDataModule(
+        root=str(tmp_path / "nowhere"), tokenizer=str(tokenizer_folder)
+    )
     with pytest.raises(FileNotFoundError, match=r"data\.root="):
         module.setup("fit")
 
@@ -92,7 +94,7 @@ def test_an_unknown_size_lists_the_known_ones():
 )
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
-        text.TextFileDataModule("root", **options)
+        text.TextFileDataModule(root="root", **options)
 
 
 def test_a_missing_library_names_the_extra(monkeypatch):

@@ -39,7 +39,9 @@ def test_networks_have_the_asked_for_classes(name):
 
 
 def test_image_folders_are_loaded_and_cropped(image_folder):
-    module = vision.ImageFolderDataModule(str(image_folder), 3, image_size=32, num_workers=0)
+    module = vision.ImageFolderDataModule(
+        root=str(image_folder), batch_size=3, image_size=32, num_workers=0
+    )
     module.setup("fit")
     images, labels = next(iter(module.train_dataloader()))
     assert images.shape == (3, 3, 32, 32)
@@ -49,13 +51,13 @@ def test_image_folders_are_loaded_and_cropped(image_folder):
 
 def test_a_missing_image_folder_names_the_option(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"data\.root=.*train/<class>/"):
-        vision.ImageFolderDataModule(str(tmp_path)).setup("fit")
+        vision.ImageFolderDataModule(root=str(tmp_path)).setup("fit")
 
 
 def test_missing_cifar_names_both_remedies(tmp_path):
     needs("torchvision")
     with pytest.raises(FileNotFoundError, match=r"data\.root=.*data\.download=true"):
-        vision.Cifar10DataModule(str(tmp_path)).setup("fit")
+        vision.Cifar10DataModule(root=str(tmp_path)).setup("fit")
 
 
 def test_nothing_is_downloaded_unasked(tmp_path, monkeypatch):
@@ -63,9 +65,9 @@ def test_nothing_is_downloaded_unasked(tmp_path, monkeypatch):
         raise AssertionError("tried to download")
 
     monkeypatch.setattr(vision, "require", refuse)
-    vision.Cifar10DataModule(str(tmp_path)).prepare_data()
+    vision.Cifar10DataModule(root=str(tmp_path)).prepare_data()
     with pytest.raises(AssertionError, match="tried to download"):
-        vision.Cifar10DataModule(str(tmp_path), download=True).prepare_data()
+        vision.Cifar10DataModule(root=str(tmp_path), download=True).prepare_data()
 
 
 def test_a_missing_library_names_the_extra(monkeypatch):

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from lightning_dear.workloads.replay import work_clock as module
-from lightning_dear.workloads.replay.work_clock import work_clock
+from lightning_dear.workloads.replay import waiter as module
+from lightning_dear.workloads.replay.waiter import work_clock
 
 SHARES_A_CORE = """
 import os, subprocess, sys, time
-from lightning_dear.workloads.replay.work_clock import work_clock
+from lightning_dear.workloads.replay.waiter import work_clock
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 busy = subprocess.Popen([sys.executable, "-c", "sum(range(10**9))"])
 time.sleep(0.2)

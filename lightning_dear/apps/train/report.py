@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from lightning.pytorch import Trainer
+from tabulate import tabulate
 
 from lightning_dear.callbacks import DearMonitor
 from lightning_dear.emulation import emulated_rig
@@ -40,11 +41,9 @@ def format_table(title: str, table: list[tuple[str, str]]) -> str:
 
     On emulated hosts the first line names them.
     """
-    left = max(len(name) for name, _ in table)
-    right = max(len(value) for _, value in table)
-    rule = "-" * max(left + right + 2, len(title))
-    lines = [f"{name:<{left}}  {value:>{right}}" for name, value in table]
-    return "\n".join([*filter(None, [emulated_rig()]), rule, title, rule, *lines, rule])
+    text = tabulate(table, tablefmt="plain", colalign=("left", "right"), disable_numparse=True)
+    rule = "-" * max(len(title), *map(len, text.splitlines()))
+    return "\n".join([*filter(None, [emulated_rig()]), rule, title, rule, text, rule])
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -34,9 +34,10 @@ def train(cfg: DictConfig) -> dict[str, float]:
         ValueError: If the config asks for what this machine does not have.
     """
     ignored = check(cfg)
-    if cfg.doctor:
-        return examine(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
+    if cfg.doctor:
+        doctor.examine_job(cfg, build_trainer(cfg))
+        return {}
     datamodule = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
     trainer = build_trainer(cfg)
@@ -52,38 +53,26 @@ def train(cfg: DictConfig) -> dict[str, float]:
     return dict(metrics)
 
 
-def examine(cfg: DictConfig) -> dict[str, float]:
-    """Examine the started ranks and their links instead of training; see ``apps/doctor/``."""
-    seed_everything(cfg.seed, workers=True, verbose=False)
-    trainer = build_trainer(cfg)
-    doctor.examine_job(cfg, trainer)
-    return {}
-
-
 def check(cfg: DictConfig) -> list[str]:
     """Raise or warn about what can be known before anything is built; sets the interface.
 
     Returns:
         The warnings of ignored groups, to be said again where nothing scrolls them away.
     """
-    trainer = OmegaConf.to_container(cfg.trainer, resolve=True)
-    assert isinstance(trainer, dict)
+    trainer: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
+    options: Any = OmegaConf.to_container(cfg, resolve=False)
     checks.check_devices(trainer["accelerator"], trainer["devices"])
     checks.check_single_process(cfg.strategy, trainer["devices"], trainer["num_nodes"])
     checks.use_interface(cfg.cluster.interface)
-    strategy = cfg.strategy
-    if OmegaConf.is_config(strategy):
-        strategy = OmegaConf.to_container(strategy)
     chosen = list(HydraConfig.get().overrides.task)
     ignored = [
         f"{group} is ignored: only strategy=dear reads it."
-        for group in checks.ignored_groups(chosen, strategy)
+        for group in checks.ignored_groups(chosen, options["strategy"])
     ]
     for warning in ignored:
         log.warning("%s", warning)
-    options: Any = OmegaConf.to_container(cfg, resolve=False)
     for key in checks.unknown_options(options):
-        meant = checks.options_named(key, options)
+        meant = [*checks.options_named(key, options)]
         log.warning(
             "%s is no option of dear-train%s: nothing reads it but your own config.",
             key,

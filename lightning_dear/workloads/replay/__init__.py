@@ -1,7 +1,6 @@
 """Models that wait instead of computing: many ranks on few cores, and real communication."""
 
-from lightning_dear.workloads.replay.data import ReplayData
-from lightning_dear.workloads.replay.model import ReplayModel
+from lightning_dear.workloads.replay.model import ReplayData, ReplayModel
 from lightning_dear.workloads.replay.profile import (
     PROFILES,
     LayerProfile,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,67 +17,32 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from typing_extensions import override
 
+from lightning_dear.planning.fusion import MIB, runs_of
 from lightning_dear.telemetry.device_work import charge_device_work
+from lightning_dear.workloads.data import SplitDataModule
 from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile, load_profile
-from lightning_dear.workloads.replay.sharding import shard_layers
 from lightning_dear.workloads.replay.waiter import Waiter
 from lightning_dear.workloads.schedules import OptimizerFactory, SchedulerFactory
 from lightning_dear.workloads.task import Task
 
-_MIB = 1024 * 1024
 _NUM_BEGINNINGS = 1 << 20
 _DEFAULT_OPTIMIZER = partial(SGD, lr=0.01)
 
 
-class Noise:
-    """Random numbers that are as good as new for every tensor, and cost no more than a copy.
+class Zeros:
+    """Gradients that no sum, mean, clipping or scaling changes.
 
-    All are parts of the same ones, beginning elsewhere.
+    So they can be handed out again and again from the same memory. Each parameter has memory of its
+    own, since autograd takes over a gradient that nobody else holds, and engines then write to it
+    as `parameter.grad`.
 
-    Args:
-        seed: What they depend on.
-        longest: Most numbers that are asked for at once.
+    Attributes:
+        batch: Number of the batch they are of.
     """
 
-    def __init__(self, seed: int, longest: int) -> None:
-        self._seed = seed
-        self._numel = longest + _NUM_BEGINNINGS
-        self._drawn: Tensor | None = None
-
-    def draw(self, batch: int, layer: int, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """New tensors like `parameters`, of standard normal numbers: the same for the same names.
-
-        Args:
-            batch: The batch's number.
-            layer: The layer's number.
-            parameters: What they are to be like.
-        """
-        if self._drawn is None:
-            generator = torch.Generator().manual_seed(self._seed)
-            self._drawn = torch.randn(self._numel, generator=generator)
-        generator = torch.Generator().manual_seed(hash((self._seed, batch, layer)) % 2**63)
-        begins = torch.randint(_NUM_BEGINNINGS, (len(parameters),), generator=generator).tolist()
-        return [
-            self._drawn[begin : begin + one.numel()].view(one.shape).to(one, copy=True)
-            for begin, one in zip(begins, parameters, strict=True)
-        ]
-
-
-class Gradients:
-    """Makes the gradients of a layer's parameters without arithmetic.
-
-    Zeros: no sum, mean, clipping or scaling changes them, so that they can be handed out again and
-    again from the same memory. Each parameter has memory of its own, since autograd takes over a
-    gradient that nobody else holds, and engines then write to it as `parameter.grad`.
-
-    Args:
-        noise: None for zeros; else where gradients come from, which are copied.
-    """
-
-    def __init__(self, noise: Noise | None = None) -> None:
-        self._noise = noise
-        self._zeros: list[Tensor] = []
+    def __init__(self) -> None:
         self.batch = 0
+        self._made: dict[Any, list[Tensor]] = {}
 
     def make(self, layer: int, parameters: Sequence[Tensor]) -> list[Tensor]:
         """One gradient for each of `parameters`, on their device and in their dtype.
@@ -85,15 +51,50 @@ class Gradients:
             layer: The layer's number.
             parameters: Leaves that autograd will accumulate the gradients into.
         """
-        if self._noise is not None:
-            return self._noise.draw(self.batch, layer, parameters)
-        if not all(map(_is_like, self._zeros, parameters)) or not self._zeros:
-            self._zeros = [torch.zeros_like(p, requires_grad=False) for p in parameters]
+        key = layer, *((parameter.shape, parameter.dtype) for parameter in parameters)
+        if key not in self._made:
+            self._made[key] = [torch.zeros_like(p, requires_grad=False) for p in parameters]
         # Accumulating would add the memory behind `.grad` to itself; an expanded zero is only read.
         return [
             zeros.detach() if parameter.grad is None else zeros.new_zeros(()).expand_as(zeros)
-            for zeros, parameter in zip(self._zeros, parameters, strict=True)
+            for zeros, parameter in zip(self._made[key], parameters, strict=True)
         ]
+
+
+class Noise:
+    """Gradients of random numbers, as good as new for every tensor, for the price of a copy.
+
+    Standard normal, and the same for the same seed, batch and layer. All are parts of the same
+    ones, beginning elsewhere.
+
+    Args:
+        seed: What they depend on.
+        longest: Most numbers that are asked for at once.
+
+    Attributes:
+        batch: Number of the batch they are of.
+    """
+
+    def __init__(self, seed: int, longest: int) -> None:
+        self.batch = 0
+        self._seed = seed
+        self._numel = longest + _NUM_BEGINNINGS
+        self._drawn: Tensor | None = None
+
+    def make(self, layer: int, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """See `Zeros.make`."""
+        if self._drawn is None:
+            generator = torch.Generator().manual_seed(self._seed)
+            self._drawn = torch.randn(self._numel, generator=generator)
+        generator = torch.Generator().manual_seed(hash((self._seed, self.batch, layer)) % 2**63)
+        begins = torch.randint(_NUM_BEGINNINGS, (len(parameters),), generator=generator).tolist()
+        return [
+            self._drawn[begin : begin + one.numel()].view(one.shape).to(one, copy=True)
+            for begin, one in zip(begins, parameters, strict=True)
+        ]
+
+
+Gradients = Zeros | Noise
 
 
 class _Replay(torch.autograd.Function):
@@ -156,28 +157,16 @@ class ReplayNet(nn.Module):
 
     Args:
         profile: What to replay.
-        gradient_seed: See `ReplayModel`.
-        encoding_scale: See `ReplayModel`.
-        quick_batches: See `ReplayModel`.
+        waiter: The pretended device.
+        gradients: Makes the gradients of all layers.
     """
 
-    def __init__(
-        self,
-        profile: ModelProfile,
-        gradient_seed: int | None = None,
-        encoding_scale: float = 1.0,
-        quick_batches: int = 0,
-    ) -> None:
+    def __init__(self, profile: ModelProfile, waiter: Waiter, gradients: Gradients) -> None:
         super().__init__()
-        self.waiter = Waiter(charge=encoding_scale - 1, num_quick=quick_batches)
-        longest = max(math.prod(shape) for layer in profile.layers for shape in layer.shapes)
-        noise = None if gradient_seed is None else Noise(gradient_seed, longest)
-        self._gradients = [Gradients(noise) for _ in profile.layers]
+        self.waiter, self.gradients = waiter, gradients
         self.layers = nn.ModuleList(
-            ReplayLayer(number, layer, self.waiter, gradients)
-            for number, (layer, gradients) in enumerate(
-                zip(profile.layers, self._gradients, strict=True)
-            )
+            ReplayLayer(number, layer, waiter, gradients)
+            for number, layer in enumerate(profile.layers)
         )
 
     def forward(self, number: int = 0) -> Tensor:
@@ -186,8 +175,7 @@ class ReplayNet(nn.Module):
         Args:
             number: The batch's; seeded gradients differ from number to number.
         """
-        for gradients in self._gradients:
-            gradients.batch = number
+        self.gradients.batch = number
         self.waiter.begin()
         activation = torch.zeros(())
         for layer in self.layers:
@@ -222,6 +210,8 @@ class ReplayModel(Task):
         shard_unit_mb: As given, after scaling.
     """
 
+    shard_options = {"reshard_after_forward": False}
+
     def __init__(
         self,
         profile: str | ModelProfile,
@@ -246,9 +236,12 @@ class ReplayModel(Task):
         if compute_s is not None:
             profile = profile.with_compute(compute_s)
         profile = profile.scaled(scale)
-        net = ReplayNet(profile, gradient_seed, encoding_scale, quick_batches)
+        longest = max(math.prod(shape) for layer in profile.layers for shape in layer.shapes)
+        gradients = Zeros() if gradient_seed is None else Noise(gradient_seed, longest)
+        waiter = Waiter(encoding_scale - 1, quick_batches)
+        net = ReplayNet(profile, waiter, gradients)
         super().__init__(net, optimizer or _DEFAULT_OPTIMIZER, scheduler)
-        self._waiter = net.waiter
+        self._waiter = waiter
         self.profile = profile
         self.shard_unit_mb = shard_unit_mb / scale
 
@@ -261,12 +254,10 @@ class ReplayModel(Task):
         return self._waiter.late_s
 
     @override
-    def configure_model(self) -> None:
-        """Shard units of layers, then the whole, where the strategy provides a device mesh."""
-        if self.device_mesh is not None:
-            mesh = self.device_mesh["data_parallel"]
-            layers = list(self.net.get_submodule("layers").children())
-            shard_layers(self.net, layers, self.shard_unit_mb * _MIB, mesh)
+    def units(self) -> list[list[nn.Module]]:
+        """Consecutive layers, which stay whole until backward: each is gathered once a step."""
+        layers = self.net.get_submodule("layers").children()
+        return runs_of(layers, _nbytes, self.shard_unit_mb * MIB)
 
     @override
     def setup(self, stage: str) -> None:
@@ -283,29 +274,53 @@ class ReplayModel(Task):
         """Whatever trains next in this process is charged for nothing."""
         charge_device_work(0.0)
 
+    @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Wait for the time of the forward and return a loss whose backward waits as well."""
-        loss: Tensor = self.net(_number_of(batch))
+        return self.loss(batch)
+
+    @override
+    def loss(self, batch: Any) -> Tensor:
+        """Wait for the time of the forward; batches that are not of `ReplayData` have number 0."""
+        is_number = isinstance(batch, Tensor) and batch.dtype == torch.int64
+        loss: Tensor = self.net(int(batch.flatten()[0]) if is_number else 0)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Wait for the time of the forward."""
-        self.net(_number_of(batch))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Wait for the time of the forward."""
-        self.net(_number_of(batch))
+    @override
+    def evaluate(self, batch: Any, stage: str) -> None:
+        """Wait for the time of the forward; nothing is logged."""
+        self.loss(batch)
 
 
-def _number_of(batch: Any) -> int:
-    """The batch's number where it is one of `ReplayData`; any other data counts as 0."""
-    is_number = isinstance(batch, Tensor) and batch.dtype == torch.int64
-    return int(batch.flatten()[0]) if is_number else 0
+def _nbytes(layer: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in layer.parameters())
 
 
-def _is_like(zeros: Tensor, parameter: Tensor) -> bool:
-    return (
-        zeros.shape == parameter.shape
-        and zeros.dtype == parameter.dtype
-        and zeros.device == parameter.device
-    )
+@dataclass(kw_only=True, eq=False, repr=False)
+class ReplayData(SplitDataModule):
+    """Batches of running numbers; no two ranks get the same one in a step.
+
+    Args:
+        num_steps: Training batches for each rank. Validation and test have one each.
+        batch_size: Numbers per batch and process: what a batch counts for where samples per second
+            are reported. The times of a replay do not depend on it.
+    """
+
+    num_steps: int = 1000
+    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, got {self.num_steps}.")
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Count the numbers anew, for the trainer's ranks; called on every process."""
+        self.train_set, self.val_set, self.test_set = self.load()
+
+    @override
+    def load(self) -> Sequence[range]:
+        """Return as many numbers as the trainer's ranks read."""
+        per_batch = self.batch_size * (self.trainer.world_size if self.trainer is not None else 1)
+        return range(self.num_steps * per_batch), range(per_batch), range(per_batch)

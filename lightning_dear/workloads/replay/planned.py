@@ -18,26 +18,23 @@ def planned(profile: ModelProfile) -> tuple[list[TensorSpec], ModelTimes]:
     optimizer's step takes no time. Tensors are numbered and named as the replay's parameters.
     """
     begins_s = accumulate((layer.forward_s for layer in profile.layers), initial=0.0)
-    ends_s = list(accumulate(layer.backward_s for layer in reversed(profile.layers)))
-    due = list(zip(begins_s, reversed(ends_s), strict=False))
-    owned = [
-        (number, place, math.prod(shape))
-        for number, layer in enumerate(profile.layers)
-        for place, shape in enumerate(layer.shapes)
-    ]
-    tensors = [
-        TensorSpec(
-            index=index,
-            name=f"layers.{number}.{place}",
-            numel=numel,
-            itemsize=_FP32_BYTES,
-            family="float32",
-            first_use=index,
-            ready=len(owned) - 1 - index,
-        )
-        for index, (number, place, numel) in enumerate(owned)
-    ]
-    first_use_s, ready_s = (
-        {index: due[number][half] for index, (number, _, _) in enumerate(owned)} for half in (0, 1)
-    )
+    ends_s = list(accumulate(layer.backward_s for layer in reversed(profile.layers)))[::-1]
+    tensors: list[TensorSpec] = []
+    first_use_s: dict[int, float] = {}
+    ready_s: dict[int, float] = {}
+    due = zip(profile.layers, begins_s, ends_s, strict=False)
+    for number, (layer, begin_s, end_s) in enumerate(due):
+        for place, shape in enumerate(layer.shapes):
+            index = len(tensors)
+            first_use_s[index], ready_s[index] = begin_s, end_s
+            tensor = TensorSpec(
+                index=index,
+                name=f"layers.{number}.{place}",
+                numel=math.prod(shape),
+                itemsize=_FP32_BYTES,
+                family="float32",
+                first_use=index,
+                ready=profile.num_tensors - 1 - index,
+            )
+            tensors.append(tensor)
     return tensors, ModelTimes(profile.forward_s, profile.backward_s, first_use_s, ready_s)

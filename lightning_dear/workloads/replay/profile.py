@@ -50,11 +50,6 @@ class LayerProfile:
                 " backward; both must be finite and not negative."
             )
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all its parameters."""
-        return sum(map(math.prod, self.shapes))
-
 
 @dataclass(frozen=True)
 class ModelProfile:
@@ -81,12 +76,15 @@ class ModelProfile:
     @property
     def num_tensors(self) -> int:
         """Number of parameters as tensors."""
-        return sum(len(layer.shapes) for layer in self.layers)
+        return len(self._numels())
 
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
-        return sum(layer.num_parameters for layer in self.layers)
+        return sum(self._numels())
+
+    def _numels(self) -> list[int]:
+        return [math.prod(shape) for layer in self.layers for shape in layer.shapes]
 
     @property
     def nbytes(self) -> int:
@@ -119,8 +117,7 @@ class ModelProfile:
             raise ValueError(f"scale must be a finite number of at least 1, got {scale}.")
         if scale == 1:
             return self
-        numels = [math.prod(shape) for layer in self.layers for shape in layer.shapes]
-        divisor = _divisor(numels, scale)
+        divisor = _divisor(self._numels(), scale)
         layers = (
             replace(
                 layer,
@@ -130,48 +127,35 @@ class ModelProfile:
         )
         return replace(self, layers=tuple(layers))
 
-    def with_compute(
-        self, compute_s: float, backward_over_forward: float | None = None
-    ) -> ModelProfile:
-        """The same layers, sped up or slowed down to take `compute_s` in all.
+    def with_compute(self, compute_s: float) -> ModelProfile:
+        """The same layers, sped up or slowed down alike to take `compute_s` in all.
 
         Args:
             compute_s: Seconds of forward and backward together.
-            backward_over_forward: Seconds of backward for one of forward; None: as it is.
 
         Raises:
-            ValueError: If one of them is not positive and finite, or the profile has no times that
-                could be rescaled so.
+            ValueError: If it is not positive and finite, or the profile has no times that could be
+                rescaled so.
         """
-        ratio = backward_over_forward
-        if not 0 < compute_s < math.inf or not (ratio is None or 0 < ratio < math.inf):
-            raise ValueError(
-                "compute_s and backward_over_forward must be positive and finite; got"
-                f" {compute_s} and {ratio}."
-            )
-        own_s = self.forward_s, self.backward_s
-        if not any(own_s):
+        if not 0 < compute_s < math.inf:
+            raise ValueError(f"compute_s must be positive and finite; got {compute_s}.")
+        own_s = self.forward_s + self.backward_s
+        if not own_s:
             raise ValueError(f"The profile {self.name!r} takes no time, so none can be rescaled.")
-        if ratio is not None and not all(own_s):
-            raise ValueError(
-                f"Forward or backward of the profile {self.name!r} takes no time, so that their"
-                " ratio cannot be changed; leave backward_over_forward out."
-            )
-        if all(own_s):
-            ratio = self.backward_s / self.forward_s if ratio is None else ratio
-            forward = compute_s / (1 + ratio) / self.forward_s
-            backward = compute_s / (1 + 1 / ratio) / self.backward_s
-        else:
-            forward = backward = compute_s / sum(own_s)
+        factor = compute_s / own_s
         layers = (
-            replace(
-                layer,
-                forward_s=layer.forward_s * forward,
-                backward_s=layer.backward_s * backward,
-            )
+            replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
             for layer in self.layers
         )
         return replace(self, layers=tuple(layers))
+
+    def summary(self) -> str:
+        """Sizes and times in one line."""
+        return (
+            f"{len(self.layers)} layers, {self.num_tensors} tensors,"
+            f" {self.num_parameters:,} parameters, forward {self.forward_s * 1e3:.1f} ms,"
+            f" backward {self.backward_s * 1e3:.1f} ms"
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, a line for each layer; `load_profile` reads it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, count, pairwise
 from statistics import median
 from typing import Any
 
@@ -13,9 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_dear.engine.step_timer import StepTimer
+from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.clock import Clock, clock_of
-from lightning_dear.workloads.replay.ownership import owned_parameters, run_order
 from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile
+
+Owned = dict[str, list[Parameter]]
+"""Names of modules in the order in which they run -> the trainable parameters of each."""
 
 
 def record_profile(
@@ -55,11 +60,10 @@ def record_profile(
     module.train()
     owned = owned_parameters(module, run_order(module, run))
     device = next(module.parameters()).device
-    recorder = _Recorder(module, owned, clock_of(device))
-    steps = [recorder.step(run) for _ in range(num_warm_up + num_steps)][num_warm_up:]
+    clock = clock_of(device)
+    steps = [_time_step(module, owned, run, clock) for _ in range(num_warm_up + num_steps)]
     module.train(was_training)
-    forward = _medians([forward for forward, _ in steps])
-    backward = _medians([backward for _, backward in steps])
+    forward, backward = map(_medians, zip(*steps[num_warm_up:], strict=True))
     layers = (
         LayerProfile(
             layer or type(module).__name__,
@@ -72,63 +76,52 @@ def record_profile(
     return ModelProfile(name or type(module).__name__, "measured", note, tuple(layers))
 
 
-class _Recorder:
-    """Marks when layers begin in forward, and when their gradients are ready in backward."""
-
-    def __init__(self, module: nn.Module, owned: dict[str, list[Parameter]], clock: Clock) -> None:
-        self._module = module
-        self._owned = owned
-        self._clock = clock
-
-    def step(self, run: Callable[[], Tensor]) -> tuple[list[float], list[float]]:
-        """Run forward and backward once; return every layer's seconds in each."""
-        begun: list[tuple[str, Any]] = []
-        ready: dict[int, Any] = {}
-        self._module.zero_grad(set_to_none=True)
-        with ExitStack() as stack:
-            for name, parameters in self._owned.items():
-                layer = self._module.get_submodule(name)
-                hook = self._note_begin(name, begun)
-                stack.callback(layer.register_forward_pre_hook(hook).remove)
-                for parameter in parameters:
-                    leaf: Any = parameter
-                    hook = self._note_ready(ready)
-                    stack.callback(leaf.register_post_accumulate_grad_hook(hook).remove)
-            start = self._clock.mark()
+def _time_step(
+    module: nn.Module, owned: Owned, run: Callable[[], Tensor], clock: Clock
+) -> tuple[list[float], list[float]]:
+    """Run forward and backward once; return every layer's seconds in each."""
+    parameters: list[Any] = [parameter for layer in owned.values() for parameter in layer]
+    timer = StepTimer(module, clock)
+    timer.start(parameters, {})
+    module.zero_grad(set_to_none=True)
+    with ExitStack() as stack:
+        for index, parameter in enumerate(parameters):
+            hook = partial(_note_gradient, timer, index)
+            stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+        with timer.forward():
             value = run()
-            middle = self._clock.mark()
+        with timer.backward():
             value.backward()  # type: ignore[no-untyped-call]
-            end = self._clock.mark()
-        self._module.zero_grad(set_to_none=True)
-        seconds = self._clock.seconds
-        marks = [seconds(start), *(seconds(mark) for _, mark in begun[1:]), seconds(middle)]
-        forward = dict.fromkeys(self._owned, 0.0)
-        for (name, _), (from_s, to_s) in zip(begun, pairwise(marks), strict=True):
-            forward[name] += to_s - from_s
-        at = {number: seconds(mark) for number, mark in ready.items()}
-        return list(forward.values()), self._backward(at, marks[-1], seconds(end))
+    timer.step_begins()
+    timer.step_ends()
+    module.zero_grad(set_to_none=True)
+    assert timer.times is not None
+    return _by_layer(owned, timer.times)
 
-    def _note_begin(self, name: str, begun: list[tuple[str, Any]]) -> Callable[..., None]:
-        return lambda *_: begun.append((name, self._clock.mark()))
 
-    def _note_ready(self, ready: dict[int, Any]) -> Callable[..., None]:
-        def note(parameter: Tensor) -> None:
-            ready[id(parameter)] = self._clock.mark()
+def _note_gradient(timer: StepTimer, index: int, parameter: Tensor) -> None:
+    timer.note_gradient(index)
 
-        return note
 
-    def _backward(self, ready: dict[int, float], start_s: float, end_s: float) -> list[float]:
-        """Cut backward where gradients were ready, as if it ran through the layers in reverse."""
-        durations: list[float] = []
-        reached_s = start_s
-        for name, parameters in reversed(self._owned.items()):
-            if not all(id(parameter) in ready for parameter in parameters):
-                raise ValueError(f"A parameter of {name!r} got no gradient: freeze or remove it.")
-            at_s = max(reached_s, *(ready[id(parameter)] for parameter in parameters))
-            durations.append(at_s - reached_s)
-            reached_s = at_s
-        durations[-1] += end_s - reached_s
-        return durations[::-1]
+def _by_layer(owned: Owned, times: ModelTimes) -> tuple[list[float], list[float]]:
+    """Cut forward where layers are first used, and backward where their gradients are ready.
+
+    As if backward ran through the layers in reverse.
+    """
+    numbers = count()
+    begins, ends = [], []
+    for name, parameters in owned.items():
+        indices = [next(numbers) for _ in parameters]
+        if not times.ready_s.keys() >= set(indices):
+            raise ValueError(f"A parameter of {name!r} got no gradient: freeze or remove it.")
+        begins.append(min(times.first_use_s.get(index, 0.0) for index in indices))
+        ends.append(max(times.ready_s[index] for index in indices))
+    begins = [0.0, *accumulate(begins[1:], max), times.forward_s]
+    ends = [0.0, *accumulate(ends[:0:-1], max), times.backward_s]
+    forward, backward = (
+        [after - before for before, after in pairwise(cuts)] for cuts in (begins, ends)
+    )
+    return forward, backward[::-1]
 
 
 def _medians(steps: Sequence[Sequence[float]]) -> list[float]:
@@ -155,3 +148,62 @@ def _describe(device: torch.device) -> str:
     if device.type == "cuda":
         return f"one {torch.cuda.get_device_name(device)}"
     return f"{torch.get_num_threads()} thread(s) of a CPU ({platform.machine()})"
+
+
+def run_order(model: nn.Module, run: Callable[[], object]) -> list[str]:
+    """Names of the modules that `run` calls, in the order of their first call; runs it once."""
+    order: dict[str, None] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: order.setdefault(name)
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(note(name)).remove)
+        run()
+    return list(order)
+
+
+def owned_parameters(model: nn.Module, order: list[str]) -> Owned:
+    """The trainable parameters of every module that ran and has any.
+
+    A parameter of a module that was never called (attention's output projection) belongs to the
+    next one around it. A shared one belongs to whichever module ran first; modules without
+    children come before others, since a parent is called before anything in it is read.
+
+    Args:
+        model: The whole model.
+        order: From `run_order`.
+
+    Returns:
+        By module name, in `order`.
+
+    Raises:
+        ValueError: If a trainable parameter is in no module that ran.
+    """
+    position = {name: number for number, name in enumerate(order)}
+    rank = {name: (any(model.get_submodule(name).children()), position[name]) for name in order}
+    owners: dict[Parameter, str] = {}
+    trained = [p for p in model.named_parameters(remove_duplicate=False) if p[1].requires_grad]
+    for path, parameter in trained:
+        owner = _around(path, position)
+        known = owners.get(parameter)
+        if owner is not None and (known is None or rank[owner] < rank[known]):
+            owners[parameter] = owner
+    for path, parameter in trained:
+        if parameter not in owners:
+            raise ValueError(f"{path} belongs to no module that was called: freeze or remove it.")
+    owned: Owned = {}
+    for name in order:
+        if own := [parameter for parameter, owner in owners.items() if owner == name]:
+            owned[name] = own
+    return owned
+
+
+def _around(path: str, position: dict[str, int]) -> str | None:
+    """The innermost module around the parameter at `path` that ran."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path in position:
+            return path
+    return None

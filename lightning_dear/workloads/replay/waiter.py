@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Callable
+from typing import BinaryIO
 
 from lightning_dear.telemetry.device_work import (
     charge_device_work,
     device_work_charged_s,
     device_work_s,
 )
-from lightning_dear.workloads.replay.work_clock import work_clock
 
 MIN_SLEEP_S = 2e-4
 """Shorter waits are put off until there is this much to wait for: `time.sleep` returns some 0.05 to
@@ -18,6 +19,50 @@ MIN_SLEEP_S = 2e-4
 
 MIN_STANDSTILL_S = 1e-4
 """Less is what the two clocks differ by, and the short turns that other threads take."""
+
+_SCHEDSTAT = "/proc/thread-self/schedstat"
+"""Of the thread that opens it: ns computed, ns ready to run without a core, turns (Linux)."""
+
+_of_thread = threading.local()
+
+
+def work_clock() -> float:
+    """Seconds for which the calling thread has computed, or would have if a core had been free.
+
+    What is left of a time span is what the thread was blocked for. Where the kernel does not tell
+    of waits for a core, they count as blocked.
+    """
+    return time.thread_time() + _queued_s()
+
+
+def _queued_s() -> float:
+    owner, file = getattr(_of_thread, "schedstat", (None, None))
+    if owner != threading.get_native_id():
+        # A forked child has its parent's file.
+        file = _opened()
+        _of_thread.schedstat = threading.get_native_id(), file
+    return int(os.pread(file.fileno(), 64, 0).split()[1]) / 1e9 if file else 0.0
+
+
+def _opened() -> BinaryIO | None:
+    try:
+        return open(_SCHEDSTAT, "rb", buffering=0)
+    except OSError:
+        return None
+
+
+class HostTime:
+    """What a `Waiter` knows of this host's time. Blocks in `sleep`, for a little longer than asked.
+
+    `device_clock` is for seconds of the device's own work so far (see `device_work`),
+    `charged_clock` for those of them that nobody has worked for.
+    """
+
+    clock = staticmethod(time.perf_counter)
+    sleep = staticmethod(time.sleep)
+    work_clock = staticmethod(work_clock)
+    device_clock = staticmethod(device_work_s)
+    charged_clock = staticmethod(device_work_charged_s)
 
 
 class Waiter:
@@ -32,32 +77,17 @@ class Waiter:
     do itself between two layers (encoding gradients) takes its time, and is not hidden.
 
     Args:
-        clock: Seconds since whenever.
-        sleep: Blocks for the seconds it is given, or a little longer.
-        work_clock: See `work_clock`.
-        device_clock: Seconds of the device's own work so far; see `device_work`.
-        charged_clock: Those of them that nobody has worked for.
         charge: See `charge_device_work`; applies from each step's beginning on.
         num_quick: Steps at first in which nothing is waited for, nor charged.
+        host: Its clocks, or others that look alike.
     """
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-        work_clock: Callable[[], float] = work_clock,
-        device_clock: Callable[[], float] = device_work_s,
-        charged_clock: Callable[[], float] = device_work_charged_s,
-        charge: float = 0.0,
-        num_quick: int = 0,
+        self, charge: float = 0.0, num_quick: int = 0, host: HostTime | None = None
     ) -> None:
+        self.host = host or HostTime()
         self._num_quick = num_quick
         self._is_quick = False
-        self._clock = clock
-        self._sleep = sleep
-        self._work_clock = work_clock
-        self._device_clock = device_clock
-        self._charged_clock = charged_clock
         self._charge = charge
         self._free_s = self._host_s = self._left_s = 0.0
         self._left_busy_s = self._left_device_s = 0.0
@@ -77,15 +107,15 @@ class Waiter:
         self._num_quick -= self._is_quick
         charge_device_work(0.0 if self._is_quick else self._charge)
         self._late_s = self.late_s
-        self._free_s = self._host_s = self._left_s = self._clock()
-        self._left_busy_s, self._left_device_s = self._busy_s(), self._device_clock()
+        self._free_s = self._host_s = self._left_s = self.host.clock()
+        self._left_busy_s, self._left_device_s = self._busy_s(), self.host.device_clock()
 
     def wait(self, seconds: float) -> None:
         """Blocks until the device, when it is free, has worked for another `seconds`."""
         if self._is_quick:
             return
-        now_s, busy_s = self._clock(), self._busy_s()
-        gap_s, device_s = now_s - self._left_s, self._device_clock() - self._left_device_s
+        now_s, busy_s = self.host.clock(), self._busy_s()
+        gap_s, device_s = now_s - self._left_s, self.host.device_clock() - self._left_device_s
         if gap_s - (busy_s - self._left_busy_s) > MIN_STANDSTILL_S:
             # What the device did itself was done before now.
             self._host_s, device_s = now_s, 0.0
@@ -93,11 +123,11 @@ class Waiter:
             self._host_s += gap_s - device_s
         self._free_s = max(self._free_s, self._host_s) + device_s + seconds
         if self._free_s - now_s >= MIN_SLEEP_S:
-            self._sleep(self._free_s - now_s)
-            now_s, busy_s = self._clock(), self._busy_s()
+            self.host.sleep(self._free_s - now_s)
+            now_s, busy_s = self.host.clock(), self._busy_s()
         self._left_s, self._left_busy_s = now_s, busy_s
-        self._left_device_s = self._device_clock()
+        self._left_device_s = self.host.device_clock()
 
     def _busy_s(self) -> float:
         """What is charged passes asleep, but the device is at work."""
-        return self._work_clock() + self._charged_clock()
+        return self.host.work_clock() + self.host.charged_clock()

@@ -1,4 +1,7 @@
-"""A small GPT over bytes: learned positions, pre-norm blocks, causal attention."""
+"""Small networks that need no extra: a GPT over bytes, a residual network, linear layers."""
+
+from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, arange, nn
 from torch.nn import functional as F
@@ -72,7 +75,7 @@ class GPT(nn.Module):
         self.context_length = context_length
         self.byte_embedding = nn.Embedding(NUM_BYTES, width)
         self.position_embedding = nn.Embedding(context_length, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
         self.final_norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, NUM_BYTES, bias=False)
         self._initialize(num_layers)
@@ -88,9 +91,7 @@ class GPT(nn.Module):
             )
         positions = arange(text.shape[1], device=text.device)
         hidden = self.byte_embedding(text) + self.position_embedding(positions)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits: Tensor = self.head(self.final_norm(hidden))
+        logits: Tensor = self.head(self.final_norm(self.blocks(hidden)))
         return logits
 
     def _initialize(self, num_layers: int) -> None:
@@ -103,3 +104,91 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith(("attention.output.weight", "mlp.2.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5)
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut; halves the image where ``stride`` is 2."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out_channels)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, out_channels, 1, stride, bias=False),
+                nn.BatchNorm2d(out_channels),
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (batch, in_channels, h, w) to (batch, out_channels, h / stride, w / stride)."""
+        hidden = F.relu(self.norm1(self.conv1(images)))
+        return F.relu(self.norm2(self.conv2(hidden)) + self.shortcut(images))
+
+
+class ResNet(nn.Module):
+    """A convolutional stem, one stage per entry of ``channels``, and a linear head.
+
+    Args:
+        in_channels: Channels of the images: 1 for grey, 3 for colour.
+        num_classes: Number of logits.
+        channels: Channels of each stage; every stage but the first halves the image.
+        num_blocks: Residual blocks in each stage.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        num_classes: int = 10,
+        channels: Sequence[int] = (32, 64, 128),
+        num_blocks: int = 2,
+    ) -> None:
+        super().__init__()
+        if not channels or min(channels) < 1:
+            raise ValueError(f"channels must name at least one positive width, got {channels}.")
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}.")
+        self.stem = nn.Conv2d(in_channels, channels[0], 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels[0])
+        blocks: list[nn.Module] = []
+        width = channels[0]
+        for stage, next_width in enumerate(channels):
+            for block in range(num_blocks):
+                stride = 2 if stage > 0 and block == 0 else 1
+                blocks.append(ResidualBlock(width, next_width, stride))
+                width = next_width
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (batch, in_channels, height, width) to logits (batch, num_classes)."""
+        hidden = self.blocks(F.relu(self.norm(self.stem(images))))
+        logits: Tensor = self.head(hidden.mean(dim=(2, 3)))
+        return logits
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them.
+
+    Args:
+        in_features: Numbers of one sample, whatever its shape.
+        num_classes: Logits.
+        width: Features of every hidden layer.
+        num_hidden: Hidden layers, at least 1.
+    """
+
+    def __init__(self, in_features: int, num_classes: int, width: int, num_hidden: int) -> None:
+        super().__init__()
+        if num_hidden < 1:
+            raise ValueError(f"num_hidden must be at least 1, got {num_hidden}.")
+        widths = [in_features, *[width] * num_hidden]
+        blocks = (nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(widths))
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        """Return logits of shape (N, num_classes) for samples of shape (N, ...)."""
+        logits: Tensor = self.head(self.blocks(samples.flatten(1)))
+        return logits
