@@ -8,7 +8,8 @@ from itertools import accumulate
 
 from lightning_dear.planning.measured import LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.predict import PredictedSpan, StepModel
+from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.step import ALL_GATHER, Carried
 
 _MIN_GAIN = 1e-3
 """Share of the step below which an early gather is not worth its second buffer."""
@@ -47,7 +48,7 @@ def choose_early(
 
 def _fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
     gather_s = [model.link.all_gather_s(one.nbytes, plan.world_size) for one in plan.buckets]
-    spans = model.reduced(plan).spans
+    spans = [span for span in model.predict(plan).spans if span.lane != ALL_GATHER]
     chosen: list[int] = []
     reduced: set[int] = set()
     free_s = launched_s = 0.0
@@ -68,7 +69,7 @@ def _fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def _latest_begins(spans: Sequence[PredictedSpan]) -> list[float]:
+def _latest_begins(spans: Sequence[Carried]) -> list[float]:
     """When each of the reduce-scatters may begin at the latest so that the last one is in time."""
     earlier_s = [span.begin_s - span.end_s for span in spans[-2::-1]]
     return list(accumulate(earlier_s, initial=spans[-1].begin_s))[::-1]

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Message
 from lightning_dear.simulator import SimulatedStep
-from lightning_dear.simulator.program import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Message
 
 EXACT = "exact"
 """The fusion that tuners and MG-WFBP's rule are compared with."""

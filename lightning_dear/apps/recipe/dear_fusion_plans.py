@@ -109,7 +109,7 @@ def _fused(name: str, planner: FusionPlanner, workload: Workload, network: Netwo
     if isinstance(planner, SearchingPlanner):
         builder = searched(_Recorded(planner, trials))
     program = Strategy(name, f"ours, fused by {name}", builder).program(workload, network)
-    return Fused(simulate(program, network.world_size), tuple(trials))
+    return Fused(simulate(program), tuple(trials))
 
 
 class _Recorded:
