@@ -17,7 +17,6 @@ from statistics import fmean
 
 from typing_extensions import override
 
-from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import (
     FusionPlanner,
     NoFusion,
@@ -35,6 +34,7 @@ from lightning_dear.planning.programme import (
     courses_of,
     members_of,
 )
+from lightning_dear.planning.refine import choose_early
 from lightning_dear.planning.search import Contest, PlanSearch, PredictingPlanner, described
 
 _MAX_GROUPS = 3

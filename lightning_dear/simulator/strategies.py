@@ -19,10 +19,10 @@ from lightning_dear.planning import (
     TensorSpec,
     ThresholdFusion,
 )
-from lightning_dear.planning.all_reduce import everything_all_reduced
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.programme import backward_order
+from lightning_dear.planning.refine import everything_all_reduced
 from lightning_dear.planning.step import Program
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.network import Network

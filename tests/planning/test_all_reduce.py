@@ -18,9 +18,9 @@ from lightning_dear.planning import (
     choose_early,
     predict,
 )
-from lightning_dear.planning.all_reduce import everything_all_reduced
 from lightning_dear.planning.measured import combined_times
 from lightning_dear.planning.plan import check_plan
+from lightning_dear.planning.refine import everything_all_reduced
 from lightning_dear.planning.search import described
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, bounds_s, chain, links
 from tests.planning.test_predict import LINK, planned

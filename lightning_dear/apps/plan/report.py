@@ -195,11 +195,11 @@ class Report:
             for row in self._choices
             if row is not self.best and abs(row.step.step_s / best_s - 1) <= KNOWN_ERROR
         ]
-        known = f"Predictions are 4 to {KNOWN_ERROR:.0%} off on the average"
+        known = f"Predictions are 4 to {100 * KNOWN_ERROR:.0f} % off on the average"
         if near:
             return (
-                f"{known}: {', '.join(near)} differ from {self.best.name} by less than that, which"
-                " is no difference; the other rows do differ."
+                f"{known}: {', '.join(near)}: no real difference from {self.best.name}; the other"
+                " rows do differ."
             )
         return f"{known}: every other row differs from {self.best.name} by more than that."
 
