@@ -47,9 +47,8 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
     progress = Progress(len(cases) * (1 + len(sizes)))
     try:
         rows = by_step(_each(cases, network, progress))
-        found = report.Report(
-            rows, workload, network, _bands(cfg, cases, rows), float(cfg.enough), _is_counted(cfg)
-        )
+        bands, has_no_gpu = _bands(cfg, cases, rows), cfg.cluster.accelerator == "cpu"
+        found = report.Report(rows, workload, network, bands, float(cfg.enough), has_no_gpu)
         progress.close()
         text = f"{found.describe(source_of(cfg))}\n{found.table()}\n{found.advice(cfg)}"
         print(text, flush=True)
@@ -93,11 +92,6 @@ def _each(cases: Sequence[Case], network: Network, progress: Progress) -> Iterat
         progress.begin(f"{strategy.name}, {network.world_size} ranks")
         yield predicted(strategy, workload, network)
         progress.step()
-
-
-def _is_counted(cfg: DictConfig) -> bool:
-    """Whether what encoding takes is a GPU's, and the cluster has none."""
-    return bool(cfg.cluster.accelerator == "cpu")
 
 
 def _bands(cfg: DictConfig, cases: Sequence[Case], rows: Sequence[Ranked]) -> report.Bands:

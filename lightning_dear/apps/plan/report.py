@@ -84,9 +84,16 @@ class Report:
     @cached_property
     def best(self) -> Ranked:
         """What to use: nothing lossy, unless there is nothing else."""
-        safe = [row for row in self.rows if quality_of(row) != LOSSY and not self._is_guessed(row)]
-        can_run = any(row.overrides is not None for row in safe)
-        return recommended(safe if can_run else self.rows, _BASELINE, self.enough)
+        return recommended(self._choices or self.rows, _BASELINE, self.enough)
+
+    @cached_property
+    def _choices(self) -> list[Ranked]:
+        """What may be advised."""
+        return [
+            row
+            for row in self.rows
+            if row.overrides is not None and quality_of(row) != LOSSY and not self._is_guessed(row)
+        ]
 
     def _is_guessed(self, row: Ranked) -> bool:
         """Whether nothing is known of what encoding takes on this cluster."""
@@ -179,14 +186,6 @@ class Report:
         if best.strategy.name.startswith("dear") and cfg.profile in PROFILES:
             commands.append(self._command_to_try(cfg))
         return "\n".join([_wrapped(*said), *commands])
-
-    @property
-    def _choices(self) -> list[Ranked]:
-        return [
-            row
-            for row in self.rows
-            if row.overrides is not None and quality_of(row) != LOSSY and not self._is_guessed(row)
-        ]
 
     def _sureness(self) -> str:
         best_s = self.best.step.step_s
@@ -284,7 +283,6 @@ def write_scaling(folder: Path, scaled: Mapping[int, Sequence[Ranked]], workload
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -309,7 +307,7 @@ def write_scaling(folder: Path, scaled: Mapping[int, Sequence[Ranked]], workload
             linewidth=2.0 if is_ours else 1.0,
         )
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xticks(list(scaled), [str(size) for size in scaled])
     axes.set_xlabel("ranks")
     axes.set_ylabel("scaling efficiency, % (one rank's step over this step)")
     axes.set_ylim(0, 1.05 * most)
