@@ -20,6 +20,7 @@ MOVED = {
     "lightning_dear.device_costs": "lightning_dear.studies.device_costs",
     "lightning_dear.launcher": "lightning_dear.strategy.launchers",
     "lightning_dear.pipeline": "lightning_dear.engine.pipeline",
+    "lightning_dear.simulator.program": "lightning_dear.planning.step",
 }
 """Old path -> new path, of a module or of a package with all that is in it."""
 

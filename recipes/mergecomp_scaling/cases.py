@@ -10,7 +10,6 @@ from omegaconf import DictConfig
 
 from lightning_dear.apps.plan.config import compressed
 from lightning_dear.apps.recipe.mergecomp_fit import (
-    ONE_STEP,
     Fitted,
     models_of,
     workload_of,
@@ -22,7 +21,7 @@ from lightning_dear.apps.recipe.simulated import listed, networks_of
 from lightning_dear.compression import resolve_compressor
 from lightning_dear.planning import CodecCost, CodecCosts, Linear
 from lightning_dear.simulator import Network, Workload
-from lightning_dear.simulator.ranking import alone_s
+from lightning_dear.simulator.ranking import alone_s, predicted
 from lightning_dear.studies.device_costs import Device
 
 SLOW_TOPK = "topk_then"
@@ -83,7 +82,7 @@ class _Case:
         device = Device(self.kernel_s, float(cfg.device.bytes_per_s))
         workload = _compressed(cfg, self.workload, compressor, device, self.network.world_size)
         steps_s = {
-            name: ONE_STEP.step(BY_NAME[name], workload, self.network).step_s for name in schemes
+            name: predicted(BY_NAME[name], workload, self.network).step.step_s for name in schemes
         }
         own = self.network.world_size, workload.name, compressor, self.kernel_s
         return Cell(self.name, self.figures_of, *own, alone_s(workload), steps_s)

@@ -11,13 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_dear.apps.recipe.mergecomp_published import FP32, fp32_sizes, published
 from lightning_dear.apps.recipe.simulated import listed, networks_of
 from lightning_dear.simulator import Network, Workload
-from lightning_dear.simulator.ranking import Conditions, alone_s
+from lightning_dear.simulator.ranking import alone_s, predicted
 from lightning_dear.simulator.strategies import resolve_strategy
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import load_profile
-
-ONE_STEP = Conditions(num_steps=1)
-"""All steps are alike."""
 
 _RATES_S, _LENGTHS_S = (1e-12, 1e-6), (1e-4, 1e2)
 """Between which a byte's seconds are looked for, and those of forward and backward."""
@@ -145,8 +142,8 @@ def workload_of(model: str, seconds: float) -> Workload:
 
 def fp32_scaling(workload: Workload, network: Network) -> float:
     """Per cent: one GPU's step over that with an all-reduce for each tensor."""
-    step = ONE_STEP.step(resolve_strategy("wfbp"), workload, network)
-    return 100 * alone_s(workload) / step.step_s
+    row = predicted(resolve_strategy("wfbp"), workload, network)
+    return 100 * row.efficiency(alone_s(workload))
 
 
 def _seconds_of(model: str, made: Fitted) -> float:

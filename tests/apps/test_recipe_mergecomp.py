@@ -168,7 +168,7 @@ def test_the_course_of_groups_is_what_is_simulated(compressor: str) -> None:
         return cuts
 
     strategy = Strategy("groups", "", grouped(search), compresses="whole")
-    step = simulate(strategy.program(workload, network), 4)
+    step = simulate(strategy.program(workload, network))
     assert step.step_s == pytest.approx(predicted[0], rel=1e-9)
 
 
