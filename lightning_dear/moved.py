@@ -23,6 +23,7 @@ MOVED = {
     "lightning_dear.workloads.classifier": "lightning_dear.workloads.task",
     "lightning_dear.workloads.digits": "lightning_dear.workloads.data",
     "lightning_dear.workloads.resnet": "lightning_dear.workloads.nets",
+    "lightning_dear.simulator.program": "lightning_dear.planning.step",
 }
 """Old path -> new path, of a module or of a package with all that is in it."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_dear.names import is_meant
-from lightning_dear.planning.all_reduce import choose_all_reduce
-from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import FusionPlanner, NoFusion, SingleFusion, ThresholdFusion
 from lightning_dear.planning.measured import CodecCost, CodecCosts, Linear, LinkCost, ModelTimes
 from lightning_dear.planning.plan import (
@@ -23,6 +21,7 @@ from lightning_dear.planning.predicting import (
     MergeCompHeuristicFusion,
     MGWFBPFusion,
 )
+from lightning_dear.planning.refine import choose_all_reduce, choose_early
 from lightning_dear.planning.search import PlanSearch, SearchingPlanner
 from lightning_dear.planning.trials import AutoFusion, BayesianFusion
 
@@ -57,10 +56,11 @@ __all__ = [
     "save_plan",
 ]
 
-_Planners = tuple[type[Any], ...]
-_RULES: _Planners = ThresholdFusion, NoFusion, SingleFusion, MGWFBPFusion
-_SEARCHES: _Planners = BayesianFusion, MergeCompFusion, MergeCompHeuristicFusion, AutoFusion
-FUSIONS: dict[str, type[Any]] = {planner.name: planner for planner in (*_RULES, *_SEARCHES)}
+_PLANNERS: tuple[type[Any], ...] = (
+    *(ThresholdFusion, NoFusion, SingleFusion, MGWFBPFusion),
+    *(BayesianFusion, MergeCompFusion, MergeCompHeuristicFusion, AutoFusion),
+)
+FUSIONS: dict[str, type[Any]] = {planner.name: planner for planner in _PLANNERS}
 
 
 def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> FusionPlanner:

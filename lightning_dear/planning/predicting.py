@@ -17,7 +17,6 @@ from statistics import fmean
 
 from typing_extensions import override
 
-from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import (
     FusionPlanner,
     NoFusion,
@@ -35,6 +34,7 @@ from lightning_dear.planning.programme import (
     courses_of,
     members_of,
 )
+from lightning_dear.planning.refine import choose_early
 from lightning_dear.planning.search import Contest, PlanSearch, PredictingPlanner, described
 
 _MAX_GROUPS = 3
@@ -45,6 +45,9 @@ _SHARES = (1, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 
 _MIN_STEP_GAIN = 2e-3
 """Share of the step that more buckets must gain: each costs the host work, which no link shows."""
+
+_ROUNDING = 1e-12
+"""Share of the step by which equally long ones may differ."""
 
 _SLACK = 1.05
 """How much longer than a known step one may be for the programme: `predict` knows other families,
@@ -319,7 +322,8 @@ def _with_early(plan: BucketPlan, model: StepModel) -> BucketPlan:
 def _fastest(plans: Iterable[BucketPlan], model: StepModel) -> BucketPlan:
     steps_s = {plan: model.step_s(plan) for plan in plans}
     # With a codec, what a bucket costs the host has been measured.
-    enough_s = (1 + _MIN_STEP_GAIN * model.codecs.are_none) * min(steps_s.values())
+    slack = _MIN_STEP_GAIN if model.codecs.are_none else _ROUNDING
+    enough_s = (1 + slack) * min(steps_s.values())
     good = [plan for plan, step_s in steps_s.items() if step_s <= enough_s]
     return min(good, key=lambda plan: (len(plan.buckets), steps_s[plan]))
 

@@ -18,12 +18,15 @@ from statistics import NormalDist, mean, pstdev
 
 from typing_extensions import override
 
-from lightning_dear.planning.all_reduce import choose_all_reduce, everything_all_reduced
-from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
 from lightning_dear.planning.plan import BucketPlan, distinct
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.predicting import MergeCompFusion
+from lightning_dear.planning.refine import (
+    choose_all_reduce,
+    choose_early,
+    everything_all_reduced,
+)
 from lightning_dear.planning.search import (
     NUM_REPEATED,
     STEPS_BEFORE_SEARCH,

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from lightning_dear.planning import TensorSpec
-from lightning_dear.planning.fusion import MIB, fuse_groups, runs_of, use_key
-from lightning_dear.simulator.network import Network
-from lightning_dear.simulator.program import Program
-from lightning_dear.simulator.schedule import Schedule
+from lightning_dear.planning.fusion import MIB, runs_of, use_key
 from lightning_dear.simulator.workload import BLOCKS, Workload
 
 _BLOCK = re.compile(r"(?:[^.]+[.])*?[0-9]+(?=[.])")
-
-
-def in_units(schedule: Schedule) -> Callable[[Workload, Network], Program]:
-    """Makes steps whose buckets are a workload's units."""
-
-    def build(workload: Workload, network: Network) -> Program:
-        name = f"units({workload.shard_unit_mb})"
-        plan = fuse_groups(name, workload.tensors, network.world_size, units_of(workload))
-        return schedule.program(plan, workload, network)
-
-    return build
 
 
 def units_of(workload: Workload) -> list[list[int]]:

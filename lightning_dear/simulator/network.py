@@ -7,6 +7,7 @@ A cost in seconds is of all ranks at once, which begin together; n is the size o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -15,7 +16,8 @@ from lightning_dear.simulator.curve import Curve
 Algorithm = Literal["pairwise", "two_hops", "ring", "tree", "hierarchical", "best"]
 """How a collective goes about it.
 
-pairwise: every rank sends to every other one at once; for both halves of an all-reduce.
+pairwise: every rank sends to every other one at once; for both halves of an all-reduce, as ours
+    with hops=1. Gloo's all-reduces take a ring.
 two_hops: every rank sends to every other one of its node at once, then those with the same place in
     their nodes to each other; as ours with gloo. All-reduces take a ring.
 ring: P - 1 steps for a half, each after the one before.
@@ -71,8 +73,8 @@ class Network:
             half, twice of which are on the way where it is an all-reduce. None: as any half, or as
             an all-reduce.
         has_reduce_scatter: Whether the backend has a reduce-scatter, and streams on which it takes
-            place. Gloo has neither: a reduce-scatter that is not ours is an all-reduce, and FSDP2
-            stands still for each exchange.
+            place. Gloo has neither: a reduce-scatter that is not ours is an all-reduce, FSDP2
+            stands still for each exchange, and all-reduces take a ring whatever `algorithm` says.
         sharded_tensor_s: Seconds of a step that a host takes for each tensor that is sharded by
             itself, as FSDP2's are. Nothing hides them; 0 where hosts run ahead of their devices.
         host_growth: How many times as long hosts take for what was measured of a workload
@@ -140,22 +142,18 @@ class Network:
         """
         if self.world_size == 1:
             return 0.0
-        if starts is not None:
-            return starts * self._slowest.alpha_s + self._half_s(nbytes) - self._half_s(0.0)
-        return self._half_s(nbytes)
-
-    def _half_s(self, nbytes: float) -> float:
         ways = {
             "pairwise": self._pairwise_s,
             "two_hops": self._two_hops_s,
-            "ring": self._ring_s,
-            "tree": self._ring_s,
             "hierarchical": self._hierarchical_s,
         }
-        if self.algorithm != "best":
-            return ways[self.algorithm](nbytes)
-        # NCCL has nothing else for halves.
-        return self._ring_s(nbytes)
+        # Trees are for all-reduces, and NCCL has nothing but rings for halves.
+        way = ways.get(self.algorithm, self._ring_s)
+        return way(nbytes) if starts is None else self._started_s(way, nbytes, starts)
+
+    def _started_s(self, way: Callable[[float], float], nbytes: float, starts: float) -> float:
+        """What the bytes take some way, after so many starts."""
+        return starts * self._slowest.alpha_s + way(nbytes) - way(0.0)
 
     def all_to_all_s(
         self, nbytes: float, starts: float | None = None, summed_nbytes: float | None = None
@@ -171,10 +169,11 @@ class Network:
         if self.algorithm == "two_hops" and summed_nbytes is not None:
             more_s = max((starts or 1) - 1, 0) * self.between.alpha_s
             return self._two_hops_s(summed_nbytes, nbytes) + more_s
-        if starts is None and self.algorithm == "pairwise":
+        if starts is not None:
+            return self._started_s(self._pairwise_s, nbytes, starts)
+        if self.algorithm == "pairwise":
             return self._pairwise_s(nbytes)
-        starts_s = self._half_s(0.0) if starts is None else starts * self._slowest.alpha_s
-        return starts_s + self._pairwise_s(nbytes) - self._pairwise_s(0.0)
+        return self.half_s(0.0) + self._pairwise_s(nbytes) - self._pairwise_s(0.0)
 
     def all_reduce_s(self, nbytes: float) -> float:
         """Seconds for an all-reduce of `nbytes`; 0 at one rank."""
@@ -185,10 +184,11 @@ class Network:
                 return self.all_reduce.message_s(2 * self.sent_bytes(nbytes))
             seconds = 2 * self.sent_bytes(nbytes) * self.all_reduce.beta_s
             return max(self.all_reduce.alpha_s, seconds)
+        if self.algorithm == "two_hops" or not self.has_reduce_scatter:
+            # Gloo's is a ring over all ranks, however our own halves travel.
+            return 2 * self._ring_s(nbytes)
         if self.algorithm == "tree":
             return self._tree_s(nbytes)
-        if self.algorithm == "two_hops":
-            return 2 * self._ring_s(nbytes)
         if self.algorithm == "best":
             return min(2 * self.half_s(nbytes), self._tree_s(nbytes))
         return 2 * self.half_s(nbytes)

@@ -1,48 +1,18 @@
-"""Strategies side by side for one model on one network, and how each scales."""
+"""Strategies side by side for one model on one network."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.simulate import SimulatedStep, simulate
-from lightning_dear.simulator.stragglers import NO_STRAGGLERS, Stragglers
 from lightning_dear.simulator.strategies import Strategy
 from lightning_dear.simulator.workload import Workload
 
 ENOUGH = 0.03
 """Share of the step by which DDP must be slower before another strategy is worth a change."""
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What else counts, beside the model and the network.
-
-    Attributes:
-        stragglers: Ranks that compute more slowly.
-        contention: See `simulate`.
-        num_steps: Steps that are counted.
-    """
-
-    stragglers: Stragglers = NO_STRAGGLERS
-    contention: float = 0.0
-    num_steps: int = 4
-
-    def step(self, strategy: Strategy, workload: Workload, network: Network) -> SimulatedStep:
-        """What a step takes under `strategy`."""
-        return simulate(
-            strategy.program(workload, network),
-            network.world_size,
-            num_steps=self.num_steps,
-            stragglers=self.stragglers,
-            contention=self.contention,
-        )
-
-
-PLAIN = Conditions()
-"""Ranks that are alike, and computing that nothing slows down."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +33,11 @@ class Ranked:
 
     @property
     def name(self) -> str:
-        """Of both."""
-        suffix = "" if self.compressor == "none" else f" + {self.compressor}"
-        return f"{self.strategy.name}{suffix}"
+        """Of both; of DDP with a hook what `dear-train` calls it."""
+        if self.compressor == "none":
+            return self.strategy.name
+        both = f"{self.strategy.name} + {self.compressor}"
+        return self.strategy.hooks.get(self.compressor, both)
 
     @property
     def memory_bytes(self) -> float:
@@ -77,67 +49,46 @@ class Ranked:
         return alone_s / self.step.step_s
 
 
-def ranked(
-    strategies: Iterable[Strategy],
-    workload: Workload,
-    network: Network,
-    conditions: Conditions = PLAIN,
-) -> list[Ranked]:
-    """All of `strategies`, the one with the shortest step first; of equal ones, as they were."""
-    rows = [_ranked(one, workload, network, conditions) for one in strategies]
-    return sorted(rows, key=lambda row: row.step.step_s)
-
-
-def _ranked(
-    strategy: Strategy, workload: Workload, network: Network, conditions: Conditions
-) -> Ranked:
+def predicted(strategy: Strategy, workload: Workload, network: Network) -> Ranked:
+    """The step of `workload` under a strategy."""
     used = workload.compressor if strategy.encodes(workload) else "none"
-    step = conditions.step(strategy, workload, network)
+    step = simulate(strategy.program(workload, network))
     return Ranked(strategy, step, used, strategy.overrides_for(workload))
 
 
+def ranked(strategies: Iterable[Strategy], workload: Workload, network: Network) -> list[Ranked]:
+    """All of `strategies`, the one with the shortest step first; of equal ones, as they were."""
+    return by_step(predicted(one, workload, network) for one in strategies)
+
+
 def ranked_with(
-    strategies: Sequence[Strategy],
-    workloads: Sequence[Workload],
-    network: Network,
-    conditions: Conditions = PLAIN,
+    strategies: Sequence[Strategy], workloads: Sequence[Workload], network: Network
 ) -> list[Ranked]:
-    """Each of `strategies` with each workload's compressor that it can use, the fastest first.
+    """Each of `strategies` with each workload's compressor that it can use, the fastest first."""
+    return by_step(predicted(*pair, network) for pair in pairs(strategies, workloads))
+
+
+def by_step(rows: Iterable[Ranked]) -> list[Ranked]:
+    """The one with the shortest step first."""
+    return sorted(rows, key=lambda row: row.step.step_s)
+
+
+def pairs(
+    strategies: Sequence[Strategy], workloads: Sequence[Workload]
+) -> list[tuple[Strategy, Workload]]:
+    """Each of `strategies` with each workload whose compressor it can use.
 
     Args:
         strategies: Which.
         workloads: The same one with different compressors. Of the first, strategies that cannot use
-            its compressor are shown without it.
-        network: Where to.
-        conditions: What else counts.
+            its compressor go without it.
     """
-    rows = [_ranked(*pair, network, conditions) for pair in _pairs(strategies, workloads)]
-    return sorted(rows, key=lambda row: row.step.step_s)
-
-
-def num_ranked(strategies: Sequence[Strategy], workloads: Sequence[Workload]) -> int:
-    """How many rows `ranked_with` has."""
-    return len(_pairs(strategies, workloads))
-
-
-def _pairs(
-    strategies: Sequence[Strategy], workloads: Sequence[Workload]
-) -> list[tuple[Strategy, Workload]]:
     return [
         (strategy, workload)
         for number, workload in enumerate(workloads)
         for strategy in strategies
         if strategy.allows(workload) and (number == 0 or strategy.encodes(workload))
     ]
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A step of a strategy with some number of ranks."""
-
-    name: str
-    world_size: int
-    step_s: float
 
 
 def alone_s(workload: Workload) -> float:
@@ -154,12 +105,11 @@ def recommended(rows: Sequence[Ranked], baseline: str = "ddp", enough: float = E
     Raises:
         ValueError: If none of `rows` can be run.
     """
-    runnable = [row for row in rows if row.overrides is not None]
+    runnable = {row.name: row for row in rows if row.overrides is not None}
     if not runnable:
         raise ValueError("None of these strategies can be run; add ddp or dear.")
-    by_name = {row.name: row for row in runnable}
-    steps_s = {name: row.step.step_s for name, row in by_name.items()}
-    return by_name[chosen(steps_s, baseline, enough)]
+    steps_s = {name: row.step.step_s for name, row in runnable.items()}
+    return runnable[chosen(steps_s, baseline, enough)]
 
 
 def chosen(steps_s: Mapping[str, float], baseline: str = "ddp", enough: float = ENOUGH) -> str:
@@ -173,29 +123,6 @@ def chosen(steps_s: Mapping[str, float], baseline: str = "ddp", enough: float = 
     best = min(steps_s, key=steps_s.__getitem__)
     is_enough = steps_s.get(baseline, math.inf) <= (1 + enough) * steps_s[best]
     return baseline if is_enough else best
-
-
-def scaling(
-    strategies: Sequence[Strategy],
-    workloads_of: Callable[[int], Sequence[Workload]],
-    network_of: Callable[[int], Network],
-    world_sizes: Iterable[int],
-    conditions: Conditions = PLAIN,
-) -> Iterator[Scaled]:
-    """Each strategy's step at each number of ranks, one after the other as they are simulated.
-
-    Args:
-        strategies: Which.
-        workloads_of: Number of ranks -> what is trained, without a compressor and with others.
-        network_of: Number of ranks -> the network among so many.
-        world_sizes: Numbers of ranks.
-        conditions: What else counts.
-    """
-    for world_size in world_sizes:
-        sized, workloads = network_of(world_size), workloads_of(world_size)
-        for one in strategies:
-            for row in ranked_with([one], workloads, sized, conditions):
-                yield Scaled(row.name, world_size, row.step.step_s)
 
 
 def filling(world_sizes: Iterable[int], inside: int) -> list[int]:

@@ -14,24 +14,22 @@ from lightning_dear.simulator.workload import Workload
 FORMAT_VERSION = 3
 """Of `save_workload`."""
 
+_PLAIN = (
+    *("name", "state_bytes", "compressor", "fixed_step_s", "buffers_s"),
+    *("copies_s", "sharding_s", "shard_unit_mb"),
+)
+"""What of a workload is written as it is."""
+
 
 def save_workload(workload: Workload, path: str | Path) -> None:
     """Writes `workload` as JSON, for `load_workload`."""
+    codecs = asdict(workload.codecs)
     content = {
         "version": FORMAT_VERSION,
-        "name": workload.name,
-        "state_bytes": workload.state_bytes,
-        "compressor": workload.compressor,
-        "fixed_step_s": workload.fixed_step_s,
-        "buffers_s": workload.buffers_s,
-        "copies_s": workload.copies_s,
-        "sharding_s": workload.sharding_s,
-        "shard_unit_mb": workload.shard_unit_mb,
+        **{name: getattr(workload, name) for name in _PLAIN},
         "times": asdict(workload.times),
-        "codecs": {
-            kind: asdict(getattr(workload.codecs, kind)) for kind in ("compressed", "uncompressed")
-        },
-        "may_mix": workload.codecs.may_mix,
+        "codecs": {kind: codecs[kind] for kind in ("compressed", "uncompressed")},
+        "may_mix": codecs["may_mix"],
         "tensors": [list(asdict(one).values()) for one in workload.tensors],
     }
     Path(path).write_text(json.dumps(content))
@@ -51,19 +49,12 @@ def load_workload(path: str | Path) -> Workload:
             raise ValueError(f"its version is {content['version']}, not {FORMAT_VERSION}")
         codecs = content["codecs"]
         return Workload(
-            name=content["name"],
             tensors=[TensorSpec(*fields) for fields in content["tensors"]],
             times=_times(content["times"]),
             codecs=CodecCosts(
                 _codec(codecs["compressed"]), _codec(codecs["uncompressed"]), content["may_mix"]
             ),
-            state_bytes=content["state_bytes"],
-            compressor=content["compressor"],
-            fixed_step_s=content["fixed_step_s"],
-            buffers_s=content["buffers_s"],
-            copies_s=content["copies_s"],
-            sharding_s=content["sharding_s"],
-            shard_unit_mb=content["shard_unit_mb"],
+            **{name: content[name] for name in _PLAIN},
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} holds no measured model ({error}); calibrate again.") from error

@@ -15,21 +15,19 @@ from lightning_dear.planning import (
     LinkCost,
     MergeCompFusion,
     MGWFBPFusion,
-    ModelTimes,
     NoFusion,
     SearchingPlanner,
     TensorSpec,
     ThresholdFusion,
 )
-from lightning_dear.planning.all_reduce import everything_all_reduced
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.programme import backward_order
-from lightning_dear.simulator.fsdp2_units import in_units
+from lightning_dear.planning.refine import everything_all_reduced
+from lightning_dear.planning.step import Program
+from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.network import Network
-from lightning_dear.simulator.partitioned import partitioned_program
-from lightning_dear.simulator.program import BACKWARD, FORWARD, STEP, Compute, Program
-from lightning_dear.simulator.schedule import Schedule
+from lightning_dear.simulator.schedule import Schedule, partitioned_program, single_program
 from lightning_dear.simulator.simulate import simulate
 from lightning_dear.simulator.workload import Workload
 
@@ -63,7 +61,7 @@ class Strategy:
             of which all ranks' bytes become all-gathers; "no": it goes without.
         plans_for_codecs: Whether it may be used with a compressor.
         searches: Whether its buckets are those of a search, which not all compressors allow.
-        hooks: Compressor -> overrides, where it all-reduces.
+        hooks: Compressor -> the strategy of `dear-train` that all-reduces with it.
     """
 
     name: str
@@ -107,7 +105,8 @@ class Strategy:
         if self.overrides is None or not self.encodes(workload):
             return self.overrides
         if self.compresses == "whole":
-            return self.hooks.get(workload.compressor)
+            hook = self.hooks.get(workload.compressor)
+            return None if hook is None else f"strategy={hook}"
         return f"{self.overrides} compressor={workload.compressor}"
 
 
@@ -151,7 +150,7 @@ def searched(planner: SearchingPlanner) -> Builder:
         search = planner.search(workload.tensors, world_size, times, link, *given)
         while (plan := search.next()) is not None:
             program = OURS.program(plan, workload, network)
-            search.tell(plan, simulate(program, world_size).step_s)
+            search.tell(plan, simulate(program).step_s)
         return OURS.program(search.best, workload, network)
 
     return build
@@ -195,40 +194,29 @@ def horovod_program(
     fusion_mb: float = HOROVOD_FUSION_MB,
 ) -> Program:
     """All gradients that a cycle finds ready, up to the buffer's size, are one all-reduce."""
-    groups = [
-        group
-        for family in backward_order(workload.tensors, workload.times)
-        for group in _cycles(family, workload.times, cycle_s, fusion_mb * MIB)
-    ]
-    plan = fuse_groups("horovod", workload.tensors, network.world_size, groups)
-    return Schedule(cycle_s=cycle_s).program(whole(plan), workload, network)
+    times, groups = workload.times, list[list[int]]()
+    for family in backward_order(workload.tensors, times):
+        last_cycle, filled = -1.0, 0.0
+        for tensor in family:
+            cycle = -(-times.ready_s.get(tensor.index, times.backward_s) // cycle_s)
+            if cycle != last_cycle or filled + tensor.nbytes > fusion_mb * MIB:
+                groups.append([])
+                last_cycle, filled = cycle, 0.0
+            groups[-1].append(tensor.index)
+            filled += tensor.nbytes
+    plan = whole(fuse_groups("horovod", workload.tensors, network.world_size, groups))
+    return Schedule(cycle_s=cycle_s).program(plan, workload, network)
 
 
-def _cycles(
-    family: Sequence[TensorSpec], times: ModelTimes, cycle_s: float, most_bytes: float
-) -> list[list[int]]:
-    groups: list[list[int]] = []
-    last_cycle, filled = -1.0, 0.0
-    for tensor in family:
-        cycle = -(-times.ready_s.get(tensor.index, times.backward_s) // cycle_s)
-        size = tensor.numel * tensor.itemsize
-        if cycle != last_cycle or filled + size > most_bytes:
-            groups.append([])
-            last_cycle, filled = cycle, 0.0
-        groups[-1].append(tensor.index)
-        filled += size
-    return groups
+def in_units(schedule: Schedule) -> Builder:
+    """Buckets that are a workload's units; see `Workload.shard_unit_mb`."""
 
+    def build(workload: Workload, network: Network) -> Program:
+        name = f"units({workload.shard_unit_mb})"
+        plan = fuse_groups(name, workload.tensors, network.world_size, units_of(workload))
+        return schedule.program(plan, workload, network)
 
-def _single(workload: Workload, network: Network) -> Program:
-    times, size = workload.times, workload.nbytes
-    ops = (
-        Compute(FORWARD, times.forward_s),
-        Compute(BACKWARD, times.backward_s),
-        Compute(STEP, times.step_s + workload.fixed_step_s),
-    )
-    memory = {"parameters": size, "gradients": size, "optimizer state": workload.state_bytes * size}
-    return Program("one rank", ops, memory)
+    return build
 
 
 _ZERO = Schedule(gathers="at_once", uses_the_backends=True)
@@ -238,7 +226,7 @@ _DDP = Schedule(is_ddp=True)
 STRATEGIES: dict[str, Strategy] = {
     one.name: one
     for one in (
-        Strategy(ALONE, "one rank alone: nothing is sent", _single),
+        Strategy(ALONE, "one rank alone: nothing is sent", single_program),
         Strategy(
             "wfbp",
             "an all-reduce for every tensor, as soon as its gradient is there",
@@ -252,7 +240,7 @@ STRATEGIES: dict[str, Strategy] = {
             planned(everything_all_reduced, _DDP),
             "strategy=ddp",
             compresses="whole",
-            hooks={"bf16": "strategy=ddp_bf16"},
+            hooks={"bf16": "ddp_bf16"},
         ),
         Strategy(
             "horovod",

@@ -60,7 +60,7 @@ class Case:
     def step_s(self, build: Builder, network: Network | None = None) -> float:
         """Seconds of a step that is simulated now, on another network if one is given."""
         network = network or self.network
-        return simulate(build(self.workload, network), network.world_size).step_s
+        return simulate(build(self.workload, network)).step_s
 
     def tuned_s(self, network: Network) -> float:
         """Seconds of DeAR's step with the best of the caps on another network."""

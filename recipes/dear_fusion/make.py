@@ -13,8 +13,8 @@ from lightning_dear.apps.recipe.report import Claim, Report
 from lightning_dear.apps.recipe.run import Sibling
 from lightning_dear.apps.recipe.simulated import listed, networks_of, progress, workloads_of
 from lightning_dear.planning import FUSIONS, FusionPlanner, SearchingPlanner, ThresholdFusion
+from lightning_dear.planning.step import ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, SimulatedStep, Workload, simulate
-from lightning_dear.simulator.program import ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator.ranking import alone_s
 from lightning_dear.simulator.strategies import planned, searched
 
@@ -101,7 +101,7 @@ def _step(planner: FusionPlanner, workload: Workload, network: Network) -> Simul
     build = planned(planner.plan)
     if isinstance(planner, SearchingPlanner):
         build = searched(planner)
-    return simulate(build(workload, network), network.world_size)
+    return simulate(build(workload, network))
 
 
 def _simulated_claims(summary: Sequence[Row]) -> Iterator[Claim]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lightning_dear.apps.plan.plan import plan
+from lightning_dear.apps.plan.prediction import plan
 from lightning_dear.paths import conf_dir
+from lightning_dear.planning import CodecCost, CodecCosts, Linear
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.saved import save_workload
 from lightning_dear.workloads.replay import load_profile
@@ -32,26 +36,124 @@ def planned(folder: Path, *overrides: str):
 
 
 def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
-    best = planned(tmp_path, *FEW, "cluster.num_nodes=4")
+    best = planned(tmp_path, *FEW, "cluster.num_nodes=4", "compressors=[]")
     said = capsys.readouterr().out
-    assert best.strategy.name == "dear"
+    assert best.name == "ddp_bf16"
     for words in (
         "16 ranks on 4 node(s)",
         "9.41 Gb/s",
         "SIMULATED",
-        "Use dear",
-        "dear-train strategy=dear\n",
-        "dear-bench cluster=emulated cluster.rate_mbit=588 model.profile=bert_base model.scale=16",
+        "Use ddp_bf16",
+        "dear-train strategy=ddp_bf16\n",
+        "(dear): dear-train strategy=dear\n",
     ):
         assert words in said
     assert said.startswith((tmp_path / "table.txt").read_text().rstrip())
     rows = (tmp_path / "plan.csv").read_text().splitlines()
-    assert [row.split(",")[0] for row in rows[:3]] == ["strategy", "single", "dear"]
-    assert len((tmp_path / "scaling.csv").read_text().splitlines()) == 1 + 4 * 4
+    assert [row.split(",")[0] for row in rows[:4]] == ["strategy", "single", "ddp_bf16", "dear"]
+    assert len((tmp_path / "scaling.csv").read_text().splitlines()) == 1 + 5 * 4
+    assert "Cannot be run with dear-train, for comparing: single" in said
+    assert max(map(len, table_of(said))) <= 100
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "all_gather"}
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "all_reduce"}
     for picture in ("scaling.png", "timeline.png"):
         assert (tmp_path / picture).stat().st_size > 10_000
+
+
+def table_of(said: str) -> list[str]:
+    lines = said.splitlines()
+    rules = [number for number, line in enumerate(lines) if line and not line.strip("-")]
+    return lines[rules[0] : rules[-1] + 1]
+
+
+def test_lossy_compressors_are_below_a_line_and_never_advised(tmp_path, capsys) -> None:
+    options = ("strategies=[ddp,dear,dear_mergecomp]", "compressors=[int8,oktopk,fp16]")
+    best = planned(tmp_path, *options, "world_sizes=[4]", "cluster=aries")
+    said = capsys.readouterr().out
+    table = table_of(said)
+    rules = [number for number, line in enumerate(table) if not line.strip("-")]
+    assert len(rules) == 4
+    above, below = table[rules[1] + 1 : rules[2]], table[rules[2] + 1 : rules[3]]
+    assert [line.split("  ")[0] for line in below] == ["dear + oktopk"]
+    assert below[0].endswith("lossy, +121 % steps")
+    assert "171 steps" in said
+    assert all(line.endswith(("lossless", "as good as dense")) for line in above)
+    assert any(line.startswith("dear + int8 ") for line in above)
+    assert any(line.startswith("ddp_bf16 ") for line in above)
+    assert best.compressor != "oktopk"
+    assert max(map(len, table)) <= 100
+
+
+def test_bf16_and_int8_are_tried_unless_the_model_was_measured_with_one(tmp_path, capsys) -> None:
+    planned(tmp_path, "strategies=[ddp,dear]", "world_sizes=[4]", "cluster.num_nodes=4")
+    said = capsys.readouterr().out
+    assert all(f"\ndear + {name} " in said for name in ("bf16", "int8"))
+    tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
+    costs = CodecCosts(CodecCost(encode=Linear(0.1), reduce_bytes=Linear(0, 1)))
+    saved = tmp_path / "model.json"
+    mine = Workload("mine", tensors, times, costs, compressor="int4")
+    save_workload(mine, saved)
+    planned(tmp_path, "strategies=[ddp,dear]", "world_sizes=[4]", f"profile={saved}")
+    said = capsys.readouterr().out
+    assert "\ndear + int4 " in said
+    assert "\nddp_bf16 " in said
+    assert "\ndear + int8 " not in said
+
+
+def test_what_is_as_near_as_predictions_err_is_called_no_difference(tmp_path, capsys) -> None:
+    options = ("compressors=[]", "world_sizes=[4]", "cluster.num_nodes=4")
+    planned(tmp_path, "strategies=[dear,dear_none]", *options)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "4 to 6 % off on the average: every other row differs from dear by more" in said
+    planned(tmp_path, "strategies=[dear,dear_threshold]", *options)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "off on the average: dear_threshold: no real difference from dear" in said
+
+
+def test_on_cpus_no_compressor_is_advised_whose_cost_is_a_gpus(tmp_path, capsys) -> None:
+    few = ("strategies=[ddp,dear]", "world_sizes=[4]", "cluster=emulated_1gbit")
+    best = planned(tmp_path, *few, "cluster.num_hosts=2", "cluster.ranks_per_host=2")
+    assert best.name == "dear"
+    assert "Encoding is counted for a GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "measured_s"),
+    # Measured where ours took one hop between hosts of several ranks; predicted as this is, when
+    # DDP's all-reduce was taken for two of our halves: 4.613 and 4.509 s. With two hops, as ours
+    # are by default, DDP was measured to take longer: 1.035 and 0.547 s with ResNet-50.
+    [("pairwise", (2.249, 4.606)), ("best", None)],
+)
+def test_gloos_all_reduce_is_a_ring_on_hosts_of_several_ranks(
+    tmp_path, algorithm: str, measured_s: tuple[float, float] | None
+) -> None:
+    hosts = ("cluster.num_hosts=2", "cluster.ranks_per_host=4", "cluster.rate_mbit=3200")
+    few = ("strategies=[ddp,dear]", "world_sizes=[8]", "compressors=[]", "cluster=emulated")
+    planned(tmp_path, *few, *hosts, f"algorithm={algorithm}")
+    rows = csv.DictReader((tmp_path / "plan.csv").read_text().splitlines())
+    steps_s = {row["strategy"]: float(row["step_s"]) for row in rows}
+    assert (steps_s["ddp"] < steps_s["dear"]) == (algorithm == "pairwise")
+    if measured_s is not None:
+        assert (steps_s["ddp"], steps_s["dear"]) == pytest.approx(measured_s, rel=0.06)
+
+
+def test_a_line_is_there_at_once_and_a_signal_ends_it_with_one_sentence(tmp_path) -> None:
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        command = [sys.executable, "-m", "lightning_dear.apps.plan", f"hydra.run.dir={tmp_path}"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("dear-plan: predicts steps")
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == code
+        assert said.strip() == f"dear-plan: ended by {number.name} before the plan was made."
+
+
+def test_the_first_line_waits_for_no_library() -> None:
+    heavy = {"torch", "lightning", "matplotlib", "scipy"}
+    code = f"import sys, lightning_dear.apps.plan.plan; print(*{heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
 def test_one_node_has_links_within(tmp_path, capsys) -> None:
@@ -70,7 +172,7 @@ def test_every_cluster_that_names_its_source_can_be_planned_for(tmp_path, cluste
 
 def test_it_says_when_ddp_will_do(tmp_path, capsys) -> None:
     fast = "cluster.beta_s_per_byte=1.0e-11"
-    assert planned(tmp_path, *FEW, fast, "profile=resnet50").strategy.name == "ddp"
+    assert planned(tmp_path, *FEW, fast, "profile=resnet50").name == "ddp"
     said = capsys.readouterr().out
     assert "DDP will do" in said
     assert "dear-train strategy=ddp\n" in said
@@ -82,7 +184,7 @@ def test_the_users_own_seconds_and_numbers_count(tmp_path, capsys) -> None:
     said = capsys.readouterr().out
     assert "forward 1000.0 ms, backward 2000.0 ms" in said
     assert "4 ranks on 2 node(s)" in said
-    assert re.search(r"single +3500\.0 ", said)
+    assert "single 3500.0 ms" in " ".join(said.split())
 
 
 def test_the_line_to_try_emulates_the_link_that_is_used(tmp_path, capsys) -> None:
@@ -150,12 +252,9 @@ def test_a_measured_model_without_numbered_blocks_is_said_to_be_one_unit(
         ("cluster=gpu_host", "set cluster.devices=8"),
         ("cluster.beta_s_per_byte=null", "set cluster.beta_s_per_byte"),
         ("algorithm=rings", "Unknown algorithm 'rings'; valid ones: pairwise"),
-        ("stragglers.sigma=-1", "sigma must be finite and not negative"),
-        ("contention=-1", "contention must be finite and not negative"),
         ("state_bytes=-1", "state_bytes must be finite and not negative"),
         ("step_s=inf", "step_s must be finite"),
         ("enough=2", "enough is a share of a step"),
-        ("num_steps=0", "num_steps must be at least 1"),
         ("cluster=single_process", "has one rank, which sends nothing; set cluster.num_nodes"),
         ("strategies=ddp", "strategies must be a list: strategies=[ddp]"),
         ("world_sizes=[0]", "world_sizes must be at least 1"),
@@ -163,7 +262,6 @@ def test_a_measured_model_without_numbered_blocks_is_said_to_be_one_unit(
         ("shard_unit_mb=-1", "shard_unit_mb must be MiB, finite and not negative, or 'blocks'"),
         ("shard_unit_mb=layers", "got 'layers'"),
         ("shard_unit_mb=blocks", "named after layers and not after blocks; give shard_unit_mb in"),
-        ("stragglers.slow_factor=3", "slow_share and slow_factor go together"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, override, words) -> None:

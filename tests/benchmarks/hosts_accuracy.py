@@ -45,7 +45,7 @@ def judged(folder: Path) -> list[Judged]:
         if cell.entry not in known:
             workload = workload.uncompressed
         network = network_of(known.get(cell.entry, files[0].parent), cell)
-        predicted_s = simulate(strategy.program(workload, network), cell.world_size).step_s
+        predicted_s = simulate(strategy.program(workload, network)).step_s
         measured = cells.step_s(cell), {"ours": predicted_s}
         of_layout = replace(cell, model=folder.name)
         rows.append(Judged(of_layout, *measured, False, cells.noise(cell), cell in cells.void))

@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 
 from lightning_dear.planning import LinkCost, ThresholdFusion
-from lightning_dear.planning.early import choose_early
 from lightning_dear.planning.predict import predict
+from lightning_dear.planning.refine import choose_early
 from lightning_dear.workloads.replay import load_profile
 from lightning_dear.workloads.replay.planned import planned
 from tests.planning.models import bounds_s

@@ -111,7 +111,7 @@ class Judge:
                 cell,
                 self._cells.step_s(cell),
                 {
-                    "ours": simulate(program, cell.world_size).step_s + self._overhead_s,
+                    "ours": simulate(program).step_s + self._overhead_s,
                     "bound": max(known[cell][:2]) + self._overhead_s,
                     "line": float(np.dot(known[cell], line)),
                 },

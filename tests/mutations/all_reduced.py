@@ -55,14 +55,14 @@ ALL_REDUCED = [
     ),
     Mutation(
         "planning for steps of whole buckets",
-        "StepModel.predict",
-        "        stepped_s += per_byte_s * whole_bytes * plan.world_size\n",
-        "        stepped_s += per_byte_s * whole_bytes\n",
+        "PlannedStep.stepped",
+        "self._per_byte_s * whole_bytes * self.plan.world_size)]\n",
+        "self._per_byte_s * whole_bytes)]\n",
         (f"{PLANNING}::test_a_step_by_hand",),
     ),
     Mutation(
         "keeping to the share of all-reduced elements",
-        "planning.all_reduce:_fitting",
+        "planning.refine:_affordable",
         "        if used + numel[number] <= budget:\n",
         "        if used <= budget:\n",
         (f"{PLANNING}::test_the_share_is_kept_to",),

@@ -31,16 +31,16 @@ CODEC_PLANS = [
     ),
     Mutation(
         "encodings that delay later gradients",
-        "StepModel.reduced",
-        "            encoded_s += costs[number].encode_s\n",
-        "            encoded_s = costs[number].encode_s\n",
+        "Run._compute",
+        "            self._delay_s += op.seconds\n",
+        "            self._delay_s = op.seconds\n",
         (BY_HAND,),
     ),
     Mutation(
-        "decoding that delays what forward reads later",
-        "StepModel._delay_in_forward",
-        "            delay_s = max(delay_s, late_s) + used_s[number]\n",
-        "            delay_s = max(delay_s, late_s + used_s[number])\n",
+        "delays that stay where what comes later is in time",
+        "Run._wait",
+        "        self._delay_s = max(self._delay_s, end_s - self._due_s)\n",
+        "        self._delay_s = end_s - self._due_s\n",
         (BY_HAND,),
     ),
     Mutation(
@@ -59,9 +59,9 @@ CODEC_PLANS = [
     ),
     Mutation(
         "stepping no padding",
-        "StepModel.predict",
-        "        nbytes = [bucket.stepped_bytes for bucket in plan.buckets]\n",
-        "        nbytes = [bucket.nbytes for bucket in plan.buckets]\n",
+        "PlannedStep.__init__",
+        "        self.stepped_bytes = [bucket.stepped_bytes for bucket in plan.buckets]\n",
+        "        self.stepped_bytes = [bucket.nbytes for bucket in plan.buckets]\n",
         (PADDING,),
     ),
     Mutation(
@@ -120,8 +120,8 @@ CODEC_PLANS = [
     Mutation(
         "adding what no cost shows",
         "StepModel.predict",
-        "forward_s + delay_s + codecs.unseen_s\n",
-        "forward_s + delay_s\n",
+        "Prediction(run.clock_s + self.codecs.unseen_s, ",
+        "Prediction(run.clock_s, ",
         (f"{TUNING}::test_what_no_cost_shows_is_learnt_from_the_starting_plan",),
     ),
     Mutation(

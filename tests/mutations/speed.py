@@ -85,7 +85,7 @@ SPEED = [
     ),
     Mutation(
         "early gathers only where the link would stand still",
-        "planning.early:_fitting",
+        "planning.refine:fitting",
         "        while free_s < launched_s:\n",
         "        while True:\n",
         ("tests/planning/test_predict.py::test_early_gathers_are_spread_over_the_model",),

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing_extensions import override
 
 from lightning_dear.planning import BucketPlan, MergeCompFusion
-from lightning_dear.planning.all_reduce import choose_all_reduce
 from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.refine import choose_all_reduce
 
 
 class PlanWith(MergeCompFusion):

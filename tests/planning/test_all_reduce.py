@@ -18,9 +18,9 @@ from lightning_dear.planning import (
     choose_early,
     predict,
 )
-from lightning_dear.planning.all_reduce import everything_all_reduced
 from lightning_dear.planning.measured import combined_times
 from lightning_dear.planning.plan import check_plan
+from lightning_dear.planning.refine import everything_all_reduced
 from lightning_dear.planning.search import described
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, bounds_s, chain, links
 from tests.planning.test_predict import LINK, planned
@@ -40,7 +40,7 @@ def test_a_step_by_hand() -> None:
     spans = [(span.lane, span.bucket, span.begin_s, span.end_s) for span in predicted.spans]
     assert spans == [
         ("reduce_scatter", 2, 2, 4),
-        ("reduce_scatter", 1, 6, 14),
+        ("all_reduce", 1, 6, 14),
         ("reduce_scatter", 0, 14, 17),
         # Of the step 2 and 1 seconds, each followed by a gather, and 2 x 3 for the whole bucket.
         ("all_gather", 0, 19, 22),

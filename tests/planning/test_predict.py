@@ -22,10 +22,10 @@ from lightning_dear.planning import (
     choose_early,
     predict,
 )
-from lightning_dear.planning.early import _fitting
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.measured import NO_CODEC, Train, combined_times, fitted
 from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.refine import fitting
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, bounds_s, chain, chains, codecs, links
 
 Model = tuple[list[TensorSpec], ModelTimes]
@@ -164,10 +164,10 @@ def test_a_gather_that_would_delay_the_last_reduce_scatter_does_not_fit() -> Non
     # The link is idle from 5 to 6 and from 8 to 9; gathers take 4, 2 and 2 seconds.
     tensors, times = chain([1, 1, 3], forward_s=[0, 0, 0], backward_s=[3, 5, 1])
     plan = NoFusion().plan(tensors, WORLD_SIZE)
-    assert _fitting(plan, StepModel(tensors, WORLD_SIZE, times, LINK)) == ()
+    assert fitting(plan, StepModel(tensors, WORLD_SIZE, times, LINK)) == ()
     # With the third gradient at 11 the first gap has room: the second reduce-scatter may wait.
     later = replace(times, ready_s={**times.ready_s, 0: 11.0})
-    assert _fitting(plan, StepModel(tensors, WORLD_SIZE, later, LINK))[:1] == (2,)
+    assert fitting(plan, StepModel(tensors, WORLD_SIZE, later, LINK))[:1] == (2,)
 
 
 def test_early_gathers_are_spread_over_the_model() -> None:

@@ -56,7 +56,7 @@ def simulated(
 ):
     whole = replace(times, step_s=times.step_s * WORLD_SIZE)
     workload = Workload("some", tensors, whole, costs)
-    return simulate(Schedule().program(plan, workload, network_of(link)), WORLD_SIZE)
+    return simulate(Schedule().program(plan, workload, network_of(link)))
 
 
 @given(planned(), links, st.data())

@@ -54,7 +54,7 @@ networks = st.builds(
 
 def step_s(name: str, workload: Workload, network: Network) -> float:
     program = STRATEGIES[name].program(workload, network)
-    return simulate(program, network.world_size).step_s
+    return simulate(program).step_s
 
 
 @every_strategy
@@ -71,7 +71,7 @@ def test_one_rank_takes_what_it_computes(name: str, workload: Workload) -> None:
 @settings(max_examples=25, deadline=None)
 def test_no_step_beats_its_bounds(name: str, workload: Workload, network: Network) -> None:
     program = STRATEGIES[name].program(workload, network)
-    step = simulate(program, network.world_size)
+    step = simulate(program)
     bytes_s = program.sent_bytes * network.between.beta_s
     assert step.step_s * SLACK >= max(program.compute_s, bytes_s)
     waited_s = sum(step.exposed_s.values())
@@ -110,14 +110,12 @@ def test_as_many_bytes_travel_as_an_all_reduce_sends(
 def test_messages_keep_to_the_order_of_their_launches(
     name: str, workload: Workload, network: Network
 ) -> None:
-    step = simulate(STRATEGIES[name].program(workload, network), network.world_size)
+    step = simulate(STRATEGIES[name].program(workload, network))
     if name == "bytescheduler":
         return
     for kind in {message.kind for message in step.program.messages}:
         launched = [one.number for one in step.program.messages if one.kind == kind]
-        in_step = [
-            one.message.number for one in step.spans if one.step == 3 and one.message.kind == kind
-        ]
+        in_step = [one.bucket for one in step.spans if one.step == 3 and one.lane == kind]
         assert in_step == launched
 
 
@@ -186,7 +184,7 @@ def test_on_gloo_what_others_reduce_scatter_is_all_reduced_and_waited_for(
 ) -> None:
     gloo = replace(network, has_reduce_scatter=False)
     program = STRATEGIES[name].program(workload, gloo)
-    step = simulate(program, gloo.world_size)
+    step = simulate(program)
     elsewhere = STRATEGIES[name].program(workload, network)
     assert program.sent_bytes == pytest.approx(1.5 * elsewhere.sent_bytes)
     assert step.step_s == pytest.approx(program.compute_s + step.link_busy_s)
@@ -297,7 +295,7 @@ def test_ours_goes_with_every_fusion(fusion: str) -> None:
     strategy = resolve_strategy(f"dear_{fusion}")
     assert strategy.overrides is not None
     assert strategy.overrides.startswith("strategy=dear")
-    step_s = simulate(strategy.program(workload, network), 4).step_s
+    step_s = simulate(strategy.program(workload, network)).step_s
     assert step_s >= times.forward_s + times.backward_s
     sparse = replace(workload, codecs=replace(COSTS, may_plan=False))
     assert strategy.allows(sparse) == (fusion in ("threshold", "none", "single"))

@@ -27,8 +27,8 @@ from lightning_dear.planning import (
     ThresholdFusion,
     predict,
 )
-from lightning_dear.planning.all_reduce import everything_all_reduced
 from lightning_dear.planning.measured import CodecCost, CodecCosts, Linear
+from lightning_dear.planning.refine import everything_all_reduced
 from lightning_dear.planning.search import (
     NUM_DROPPED_STEPS,
     NUM_MEASURED_STEPS,

@@ -7,20 +7,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.compression import Compressor
-from lightning_dear.simulator import Algorithm, Curve, Link, Network, Stragglers, Workload
+from lightning_dear.simulator import Algorithm, Curve, Link, Network, Workload
 from lightning_dear.simulator.fsdp2_units import has_blocks
-from lightning_dear.simulator.ranking import Conditions, filling
+from lightning_dear.simulator.ranking import filling
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
 from lightning_dear.simulator.workload import BLOCKS
 from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import load_profile
+
+LOOPBACK = Link(5e-5, 1e-9)
+"""Between ranks of one host on CPUs: an assumption, as that of conf/cluster/local.yaml."""
+
+DEFAULT_COMPRESSORS = ("bf16", "int8")
+"""Those that our studies found as good as dense."""
 
 log = logging.getLogger(__name__)
 
@@ -70,16 +76,24 @@ def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[W
     Raises:
         ValueError: If a name is unknown, or the model was measured with a compressor.
     """
-    if isinstance(cfg.compressors, str) or cfg.compressors is None:
-        raise ValueError(f"compressors must be a list: compressors=[{cfg.compressors or ''}].")
-    names = [name for name in cfg.compressors if name != "none"]
+    names = cfg.compressors
+    if names is None:
+        names = DEFAULT_COMPRESSORS if workload.codecs.are_none else ()
+    elif isinstance(names, str):
+        raise ValueError(f"compressors must be a list: compressors=[{names}].")
+    names = [name for name in names if name != "none"]
     if names and not workload.codecs.are_none:
         raise ValueError(
             f"This model was measured with {workload.compressor!r}; leave compressors out, or"
             " calibrate without one."
         )
-    device = Device(float(cfg.device.kernel_s), float(cfg.device.bytes_per_s))
+    device = device_of(cfg)
     return [workload, *(compressed(workload, name, device, world_size) for name in names)]
+
+
+def device_of(cfg: DictConfig) -> Device:
+    """Return what encodes, where that was not measured."""
+    return Device(float(cfg.device.kernel_s), float(cfg.device.bytes_per_s))
 
 
 def compressed(
@@ -140,16 +154,23 @@ def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
         _check_measured(cfg, num_nodes, world_size)
         return measured_network(cluster, world_size)
     between = Link(float(cluster.alpha_s), _beta_s(cluster))
-    within = cluster.get("within")
     is_gloo = cluster.accelerator == "cpu"
     return Network(
         between=between,
         world_size=world_size,
         ranks_per_node=inside,
-        within=between if within is None else Link(within.alpha_s, within.beta_s_per_byte),
+        within=_within(cluster, between, is_gloo),
         algorithm=_algorithm(cfg, is_gloo),
         has_reduce_scatter=not is_gloo,
     )
+
+
+def _within(cluster: DictConfig, between: Link, is_gloo: bool) -> Link:
+    """What the cluster's file says; else, on CPUs, loopback, where it is faster than the link."""
+    within = cluster.get("within")
+    if within is not None:
+        return Link(within.alpha_s, within.beta_s_per_byte)
+    return LOOPBACK if is_gloo and LOOPBACK.beta_s < between.beta_s else between
 
 
 def bounds_of(cfg: DictConfig) -> tuple[Network, Network] | None:
@@ -303,21 +324,17 @@ def strategies_of(cfg: DictConfig, workload: Workload) -> list[Strategy]:
     return [one for one in STRATEGIES.values() if one.plans_for_codecs or not has_codec]
 
 
-def conditions_of(cfg: DictConfig) -> Conditions:
-    """Return stragglers and contention; looks at the other numbers, too.
+def check_numbers(cfg: DictConfig) -> None:
+    """Look at the numbers that nothing else looks at.
 
     Raises:
         ValueError: If they make no sense.
     """
-    options: Any = OmegaConf.to_container(cfg.stragglers, resolve=True)
-    for name in ("contention", "step_s", "state_bytes"):
+    for name in ("step_s", "state_bytes"):
         if not 0 <= float(cfg[name]) < math.inf:
             raise ValueError(f"{name} must be finite and not negative, got {cfg[name]}.")
     if not 0 <= float(cfg.enough) < 1:
         raise ValueError(f"enough is a share of a step, 0 to 1, got {cfg.enough}.")
-    if int(cfg.num_steps) < 1:
-        raise ValueError(f"num_steps must be at least 1, got {cfg.num_steps}.")
-    return Conditions(Stragglers(**options), float(cfg.contention), int(cfg.num_steps))
 
 
 def world_sizes_of(cfg: DictConfig) -> Sequence[int]:

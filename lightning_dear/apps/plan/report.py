@@ -3,117 +3,261 @@
 from __future__ import annotations
 
 import csv
+import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from omegaconf import DictConfig
+
+from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload
-from lightning_dear.simulator.program import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from lightning_dear.simulator.ranking import Ranked, Scaled, alone_s
-from lightning_dear.simulator.strategies import ALONE
+from lightning_dear.simulator.ranking import Ranked, alone_s, recommended
+from lightning_dear.simulator.simulate import lanes_of, spans_of
 from lightning_dear.studies.table import MISSING, format_table
+from lightning_dear.telemetry.spans import write_chrome_trace
+from lightning_dear.telemetry.timeline import plot_timeline
 from lightning_dear.workloads.replay.profile import PROFILES
 
-_TITLES = (
-    "strategy",
-    "step ms",
-    "band ms",
-    "x ddp",
-    "scaling",
-    "waits for gradients ms",
-    "for parameters ms",
-    "MB/step",
-    "GB/rank",
-    "",
-)
 _BASELINE = "ddp"
-_BAND = "Band: with the shortest and with the longest of all exchanges that calibrate timed."
-_NO_BAND = "No band: these links were not measured (dear-plan calibrate measures yours)."
+_WIDTH = 100
+
+KNOWN_ERROR = 0.06
+"""Share of a step by which predictions were off on the average; see docs/simulator.md."""
+
+LOSSLESS, AS_GOOD, LOSSY = "lossless", "as good as dense", "lossy"
+
+_ARE_AS_GOOD = ("bf16", "fp16", "int8")
+"""No worse than dense on digits and on a GPT, in all runs of recipes/compression."""
+
+_MORE_STEPS = {
+    "oktopk": (
+        "+121 % steps",
+        "oktopk took 171 steps to DDP's loss on digits, where DDP took 77, and did not reach it in"
+        " 400 steps on a GPT (recipes/convergence).",
+    )
+}
+"""Compressor -> how many steps more it is known to take, in a word and in a sentence."""
+
+_BAND = "band ms: with the shortest and with the longest of all exchanges that calibrate timed."
+_NO_BAND = "These links were not measured; dear-plan calibrate measures yours."
+_QUALITY = (
+    "lossless: the gradients of DDP. as good as dense: in our studies (recipes/compression). lossy:"
+    " it may take more steps, or end worse; train a while with both before you use it."
+)
 Bands = Mapping[str, tuple[float, float]]
 """A row's name -> seconds of its step at the best and at the worst."""
 
-_OF_BAND = ("least_s", "most_s")
 _EMULATED_MBIT, _MOST_MBIT = 1e3, 1e6
 """What this machine's links are shaped to at most; what counts as fast as can be."""
 
-_WORTH_SAYING = 0.01
-"""Share of a step by which something that cannot be run here must be faster."""
+
+def quality_of(row: Ranked) -> str:
+    """Return what becomes of a training's gradients."""
+    if row.compressor == "none":
+        return LOSSLESS
+    return AS_GOOD if row.compressor in _ARE_AS_GOOD else LOSSY
 
 
-def describe(workload: Workload, network: Network, source: str) -> str:
-    """Return in a few lines what is predicted for what."""
-    times, link = workload.times, network.outer_link
-    rate = f"{8 / link.beta_s / 1e9:.3g} Gb/s" if link.beta_s else "of any rate"
-    place = "within the node" if network.num_nodes == 1 else "between nodes"
-    has_codec = not workload.codecs.are_none
-    codec = f"; ours with compressor={workload.compressor}" if has_codec else ""
-    return "\n".join(
-        [
+@dataclass(frozen=True)
+class Report:
+    """What was predicted for one model on one cluster.
+
+    Attributes:
+        rows: The fastest first.
+        workload: The model.
+        network: The cluster's.
+        bands: Of clusters that were measured.
+        enough: See `recommended`.
+        has_no_gpu: Whether encoding is counted for a GPU although the cluster has none.
+    """
+
+    rows: Sequence[Ranked]
+    workload: Workload
+    network: Network
+    bands: Bands
+    enough: float
+    has_no_gpu: bool
+
+    @cached_property
+    def best(self) -> Ranked:
+        """What to use: nothing lossy, unless there is nothing else."""
+        return recommended(self._choices or self.rows, _BASELINE, self.enough)
+
+    @cached_property
+    def _choices(self) -> list[Ranked]:
+        """What may be advised."""
+        return [
+            row
+            for row in self.rows
+            if row.overrides is not None and quality_of(row) != LOSSY and not self._is_guessed(row)
+        ]
+
+    def _is_guessed(self, row: Ranked) -> bool:
+        """Whether nothing is known of what encoding takes on this cluster."""
+        is_counted = row.compressor not in ("none", self.workload.compressor)
+        return self.has_no_gpu and is_counted
+
+    def describe(self, source: str) -> str:
+        """Return in a few lines what is predicted for what."""
+        workload, times, network = self.workload, self.workload.times, self.network
+        link = network.outer_link
+        rate = f"{8 / link.beta_s / 1e9:.3g} Gb/s" if link.beta_s else "of any rate"
+        place = "within the node" if network.num_nodes == 1 else "between nodes"
+        has_codec = not workload.codecs.are_none
+        codec = f"; ours with compressor={workload.compressor}" if has_codec else ""
+        return _wrapped(
             f"{workload.name}: {workload.nbytes / 1e6:.1f} MB, forward {_ms(times.forward_s)} ms,"
             f" backward {_ms(times.backward_s)} ms{codec}",
             f"{network.world_size} ranks on {network.num_nodes} node(s); links {place}: {rate},"
             f" {link.alpha_s * 1e6:.3g} us a message",
             f"Network: {source}",
             "SIMULATED: nothing here was measured on that cluster.",
-        ]
-    )
-
-
-def cells(
-    row: Ranked, workload: Workload, ddp_s: float | None, band: tuple[float, float] | None
-) -> list[str]:
-    """Return a row of the table."""
-    step = row.step
-    backward_s = step.exposed_s.get(REDUCE_SCATTER, 0.0)
-    whole_s = step.exposed_s.get(ALL_REDUCE, 0.0)
-    return [
-        row.name,
-        _ms(step.step_s),
-        MISSING if band is None else f"{_ms(band[0])}-{_ms(band[1])}",
-        "-" if ddp_s is None else f"{ddp_s / step.step_s:.3f}",
-        f"{row.efficiency(alone_s(workload)):.1%}",
-        _ms(backward_s + whole_s),
-        _ms(step.exposed_s.get(ALL_GATHER, 0.0)),
-        f"{step.sent_bytes / 1e6:.1f}",
-        f"{row.memory_bytes / 1e9:.2f}",
-        row.strategy.what,
-    ]
-
-
-def format_rows(rows: Sequence[Ranked], workload: Workload, bands: Bands) -> str:
-    """Return the table, the fastest first, and what its band is."""
-    ddp_s = _step_of(rows, _BASELINE)
-    lines = [cells(row, workload, ddp_s, bands.get(row.name)) for row in rows]
-    return f"{format_table(_TITLES, lines)}\n{_BAND if bands else _NO_BAND}"
-
-
-def advice(
-    best: Ranked,
-    rows: Sequence[Ranked],
-    network: Network,
-    profile: str,
-    compute_s: float | None = None,
-) -> str:
-    """Return what to use, why, and the overrides to paste."""
-    ddp_s = _step_of(rows, _BASELINE)
-    if best.name == _BASELINE:
-        gain = best.step.step_s / min(row.step.step_s for row in rows if _can_run(row)) - 1
-        lines = [f"DDP will do: nothing that can be run here is more than {gain:.1%} faster."]
-    else:
-        lines = [f"Use {best.name}: {best.strategy.what}."]
-        if ddp_s is not None:
-            lines.append(f"A step under DDP takes {ddp_s / best.step.step_s:.2f} times as long.")
-    others = [row for row in rows if not _can_run(row) and row.strategy.name != ALONE]
-    if others and (1 + _WORTH_SAYING) * others[0].step.step_s < best.step.step_s:
-        lines.append(f"({others[0].name} would be faster, but cannot be run here.)")
-    lines.append(f"dear-train {best.overrides}")
-    if best.strategy.name.startswith("dear") and profile in PROFILES:
-        scale, rate_mbit = _emulated(network)
-        lines.append(
-            "Try it here, without the cluster (Linux, iproute2): dear-bench cluster=emulated"
-            f" cluster.rate_mbit={rate_mbit} model.profile={profile} model.scale={scale}"
-            + (f" model.compute_s={compute_s}" if compute_s is not None else "")
         )
-    return "\n".join(lines)
+
+    # --- the table --------------------------------------------------------------------------------
+
+    def table(self) -> str:
+        """Return what can be run, lossy rows below a line; then, in a line, what cannot."""
+        can_run = [row for row in self.rows if row.overrides is not None]
+        safe = [row for row in can_run if quality_of(row) != LOSSY]
+        lossy = [row for row in can_run if quality_of(row) == LOSSY]
+        cells = [list(self._cells(row)) for row in (*safe, *lossy)]
+        titles = list(self._cells(None))
+        lines = format_table(titles, cells).splitlines()
+        if safe and lossy:
+            # After the titles and a line above and below them.
+            lines.insert(3 + len(safe), lines[0])
+        notes = [_QUALITY, *(note for name, (_, note) in _MORE_STEPS.items() if _has(lossy, name))]
+        if others := [row for row in self.rows if row.overrides is None]:
+            listed = ", ".join(f"{row.name} {_ms(row.step.step_s)} ms" for row in others)
+            notes.append(f"Cannot be run with dear-train, for comparing: {listed}.")
+        return "\n".join([*lines, _wrapped(*notes, _BAND if self.bands else _NO_BAND)])
+
+    def _cells(self, row: Ranked | None) -> list[str]:
+        """A row of the table; of None its titles."""
+        if row is None:
+            middle = "band ms" if self.bands else "waits ms"
+            titles = "strategy", "step ms", middle, "x ddp", "scaling", "MB/step", "GB/rank", ""
+            return list(titles)
+        step, ddp_s = row.step, self._step_of(_BASELINE)
+        middle = _ms(sum(step.exposed_s.values()))
+        if self.bands:
+            band = self.bands.get(row.name)
+            middle = "-".join(map(_ms, band)) if band else MISSING
+        quality, (steps, _) = quality_of(row), _MORE_STEPS.get(row.compressor, ("", ""))
+        return [
+            row.name,
+            _ms(step.step_s),
+            middle,
+            MISSING if ddp_s is None else f"{ddp_s / step.step_s:.3f}",
+            f"{row.efficiency(alone_s(self.workload)):.1%}",
+            f"{step.sent_bytes / 1e6:.1f}",
+            f"{row.memory_bytes / 1e9:.2f}",
+            ", ".join(filter(None, (quality, steps))),
+        ]
+
+    def _step_of(self, name: str) -> float | None:
+        return next((row.step.step_s for row in self.rows if row.name == name), None)
+
+    # --- the advice -------------------------------------------------------------------------------
+
+    def advice(self, cfg: DictConfig) -> str:
+        """Return what to use, how sure that is, and the overrides to paste."""
+        best, ddp_s = self.best, self._step_of(_BASELINE)
+        if best.name == _BASELINE:
+            gain = best.step.step_s / min(row.step.step_s for row in self._choices) - 1
+            said = [f"DDP will do: nothing that can be advised is more than {gain:.1%} faster."]
+        else:
+            with_codec = "" if best.compressor == "none" else f", with compressor {best.compressor}"
+            said = [f"Use {best.name}: {best.strategy.what}{with_codec} ({quality_of(best)})."]
+            if ddp_s is not None:
+                said.append(f"A step under DDP takes {ddp_s / best.step.step_s:.2f} times as long.")
+        said.append(self._sureness())
+        if any(map(self._is_guessed, self.rows)):
+            said.append(
+                "Encoding is counted for a GPU (device=...), and takes longer on this cluster's"
+                " CPUs: so no compressor is advised; dear-plan calibrate compressor=int8 measures"
+                " it."
+            )
+        commands = [f"dear-train {best.overrides}", *self._lossless_command()]
+        if best.strategy.name.startswith("dear") and cfg.profile in PROFILES:
+            commands.append(self._command_to_try(cfg))
+        return "\n".join([_wrapped(*said), *commands])
+
+    def _sureness(self) -> str:
+        best_s = self.best.step.step_s
+        near = [
+            row.name
+            for row in self._choices
+            if row is not self.best and abs(row.step.step_s / best_s - 1) <= KNOWN_ERROR
+        ]
+        known = f"Predictions are 4 to {100 * KNOWN_ERROR:.0f} % off on the average"
+        if near:
+            return (
+                f"{known}: {', '.join(near)}: no real difference from {self.best.name}; the other"
+                " rows do differ."
+            )
+        return f"{known}: every other row differs from {self.best.name} by more than that."
+
+    def _lossless_command(self) -> list[str]:
+        lossless = [row for row in self._choices if row.compressor == "none"]
+        if self.best.compressor == "none" or not lossless:
+            return []
+        row = recommended(lossless, _BASELINE, self.enough)
+        return [
+            f"Without a compressor, {_ms(row.step.step_s)} ms ({row.name}): dear-train"
+            f" {row.overrides}"
+        ]
+
+    def _command_to_try(self, cfg: DictConfig) -> str:
+        scale, rate_mbit = _emulated(self.network)
+        return (
+            "Try it here, without the cluster (Linux, iproute2): dear-bench cluster=emulated"
+            f" cluster.rate_mbit={rate_mbit} model.profile={cfg.profile} model.scale={scale}"
+            + (f" model.compute_s={cfg.compute_s}" if cfg.compute_s is not None else "")
+        )
+
+    # --- files ------------------------------------------------------------------------------------
+
+    def write_rows(self, path: Path) -> None:
+        """Write all figures as CSV, in seconds and bytes."""
+        kinds = (REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER)
+        figures: list[dict[str, Any]] = [
+            {
+                "strategy": row.name,
+                "step_s": row.step.step_s,
+                **dict(zip(("least_s", "most_s"), self.bands.get(row.name, ("", "")), strict=True)),
+                "efficiency": row.efficiency(alone_s(self.workload)),
+                **{f"exposed_{kind}_s": row.step.exposed_s.get(kind, 0.0) for kind in kinds},
+                "sent_bytes": row.step.sent_bytes,
+                "memory_bytes": row.memory_bytes,
+                "quality": quality_of(row),
+            }
+            for row in self.rows
+        ]
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(figures[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(figures)
+
+    def write_timeline(self, folder: Path) -> None:
+        """Write two steps of what to use as ``timeline.json`` and ``timeline.png``."""
+        spans = spans_of(self.best.step)
+        lanes = lanes_of(spans)
+        write_chrome_trace(spans, folder / "timeline.json", lanes=lanes)
+        title = f"Two steps of {self.best.name}, simulated: {_ms(self.best.step.step_s)} ms each"
+        plot_timeline(spans, folder / "timeline.png", title, lanes)
+
+
+def _has(rows: Sequence[Ranked], compressor: str) -> bool:
+    return any(row.compressor == compressor for row in rows)
+
+
+def _wrapped(*lines: str) -> str:
+    return "\n".join(textwrap.fill(line, _WIDTH) for line in lines)
 
 
 def _emulated(network: Network) -> tuple[int, int]:
@@ -129,62 +273,45 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 
 
-def _can_run(row: Ranked) -> bool:
-    return row.overrides is not None
-
-
-def _step_of(rows: Sequence[Ranked], name: str) -> float | None:
-    return next((row.step.step_s for row in rows if row.name == name), None)
-
-
-def write_rows(path: Path, rows: Sequence[Ranked], workload: Workload, bands: Bands) -> None:
-    """Write all figures as CSV, in seconds and bytes."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        kinds = (REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER)
-        exposed = [f"exposed_{kind}_s" for kind in kinds]
-        writer.writerow(
-            ["strategy", "step_s", *_OF_BAND, "efficiency", *exposed, "sent_bytes", "memory_bytes"]
-        )
-        for row in rows:
-            waits = [row.step.exposed_s.get(kind, 0.0) for kind in kinds]
-            efficiency = row.efficiency(alone_s(workload))
-            step_s, sent = row.step.step_s, row.step.sent_bytes
-            band = bands.get(row.name, (None, None))
-            writer.writerow([row.name, step_s, *band, efficiency, *waits, sent, row.memory_bytes])
-
-
-def write_scaling(folder: Path, scaled: Sequence[Scaled], workload: Workload) -> None:
+def write_scaling(folder: Path, scaled: Mapping[int, Sequence[Ranked]], workload: Workload) -> None:
     """Write ``scaling.csv``, and ``scaling.png``: efficiency over the number of ranks."""
     with (folder / "scaling.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["strategy", "world_size", "step_s"])
-        writer.writerows([one.name, one.world_size, one.step_s] for one in scaled)
+        for size, rows in scaled.items():
+            writer.writerows([row.name, size, row.step.step_s] for row in rows)
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for number, name in enumerate(dict.fromkeys(one.name for one in scaled)):
-        own = [one for one in scaled if one.name == name]
+    names = dict.fromkeys(row.name for rows in scaled.values() for row in rows)
+    most = 100.0
+    for number, name in enumerate(names):
+        shares = {
+            size: 100 * row.efficiency(alone_s(workload))
+            for size, rows in scaled.items()
+            for row in rows
+            if row.name == name
+        }
+        most = max(most, *shares.values())
         is_ours = name.startswith("dear")
         axes.plot(
-            [one.world_size for one in own],
-            [100 * alone_s(workload) / one.step_s for one in own],
+            list(shares),
+            list(shares.values()),
             label=name,
             marker="o" if is_ours else ".",
             color=colormaps["tab20"](number % 20),
             linewidth=2.0 if is_ours else 1.0,
         )
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xticks(list(scaled), [str(size) for size in scaled])
     axes.set_xlabel("ranks")
-    axes.set_ylabel("one rank's step over this step, %")
-    axes.set_ylim(0, max(105, *(105 * alone_s(workload) / one.step_s for one in scaled)))
+    axes.set_ylabel("scaling efficiency, % (one rank's step over this step)")
+    axes.set_ylim(0, 1.05 * most)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7, ncols=2)
     axes.set_title(f"{workload.name}: weak scaling, simulated", fontsize=10)
     figure.savefig(folder / "scaling.png", dpi=130)

@@ -1,0 +1,105 @@
+"""Predicts a step under each strategy, on the cluster and on smaller and larger ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from lightning_dear.apps.plan import report
+from lightning_dear.apps.plan.config import (
+    bounds_of,
+    check_numbers,
+    compressed,
+    device_of,
+    network_of,
+    source_of,
+    strategies_of,
+    workload_of,
+    workloads_of,
+    world_sizes_of,
+)
+from lightning_dear.simulator import Network, Workload
+from lightning_dear.simulator.ranking import Ranked, by_step, pairs, predicted
+from lightning_dear.simulator.strategies import Strategy
+from lightning_dear.studies.progress import Progress
+
+Case = tuple[Strategy, Workload]
+
+
+def plan(cfg: DictConfig, folder: Path) -> Ranked:
+    """Predict a step under each strategy; print and write what comes out. Starts no process.
+
+    Args:
+        cfg: A config of ``conf/plan.yaml``.
+        folder: Where tables and pictures go.
+
+    Returns:
+        What to use.
+
+    Raises:
+        ValueError: If the config asks for what does not exist.
+    """
+    check_numbers(cfg)
+    workload, network, sizes = workload_of(cfg), network_of(cfg), world_sizes_of(cfg)
+    cases = cases_of(cfg, workload, network.world_size)
+    progress = Progress(len(cases) * (1 + len(sizes)))
+    try:
+        rows = by_step(_each(cases, network, progress))
+        bands, has_no_gpu = _bands(cfg, cases, rows), cfg.cluster.accelerator == "cpu"
+        found = report.Report(rows, workload, network, bands, float(cfg.enough), has_no_gpu)
+        progress.close()
+        text = f"{found.describe(source_of(cfg))}\n{found.table()}\n{found.advice(cfg)}"
+        print(text, flush=True)
+        (folder / "table.txt").write_text(f"{text}\n")
+        found.write_rows(folder / "plan.csv")
+        found.write_timeline(folder)
+        scaled = {
+            size: list(_each(cases_of(cfg, workload, size), network_of(cfg, size), progress))
+            for size in sizes
+        }
+    finally:
+        progress.close()
+    report.write_scaling(folder, scaled, workload)
+    print(f"The rows, how each scales, and the best one's timeline: {folder}", flush=True)
+    return found.best
+
+
+def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Case]:
+    """Return each strategy with each compressor to predict, and DDP's hooks in any case."""
+    strategies = strategies_of(cfg, workload)
+    cases = pairs(strategies, workloads_of(cfg, workload, world_size))
+    there = {(strategy.name, one.compressor) for strategy, one in cases}
+    device = device_of(cfg)
+    for strategy in strategies:
+        for name in strategy.hooks:
+            if (strategy.name, name) not in there:
+                hooked = compressed(workload.uncompressed, name, device, world_size)
+                cases.append((strategy, hooked))
+    # What cannot be run is shown as it is known, unless it was asked for.
+    return [
+        (strategy, one)
+        for strategy, one in cases
+        if cfg.strategies is not None
+        or not strategy.encodes(one)
+        or strategy.overrides_for(one) is not None
+    ]
+
+
+def _each(cases: Sequence[Case], network: Network, progress: Progress) -> Iterator[Ranked]:
+    for strategy, workload in cases:
+        progress.begin(f"{strategy.name}, {network.world_size} ranks")
+        yield predicted(strategy, workload, network)
+        progress.step()
+
+
+def _bands(cfg: DictConfig, cases: Sequence[Case], rows: Sequence[Ranked]) -> report.Bands:
+    """Each row's step, also on the fastest and the slowest network of all that was measured."""
+    steps_s = {row.name: [row.step.step_s] for row in rows}
+    for network in bounds_of(cfg) or ():
+        for case in cases:
+            row = predicted(*case, network)
+            steps_s[row.name].append(row.step.step_s)
+    # Neither need be the extreme: another plan may be made for another network.
+    return {name: (min(one), max(one)) for name, one in steps_s.items() if len(one) > 1}
