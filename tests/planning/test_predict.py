@@ -166,7 +166,7 @@ def test_a_gather_that_would_delay_the_last_reduce_scatter_does_not_fit() -> Non
     plan = NoFusion().plan(tensors, WORLD_SIZE)
     assert fitting(plan, StepModel(tensors, WORLD_SIZE, times, LINK)) == ()
     # With the third gradient at 11 the first gap has room: the second reduce-scatter may wait.
-    later = replace(times, ready_s={**times.ready_s, 0: 11.0})
+    later = replace(times, backward_s=11.0, ready_s={**times.ready_s, 0: 11.0})
     assert fitting(plan, StepModel(tensors, WORLD_SIZE, later, LINK))[:1] == (2,)
 
 

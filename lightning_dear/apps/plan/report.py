@@ -41,7 +41,7 @@ _MORE_STEPS = {
 }
 """Compressor -> how many steps more it is known to take, in a word and in a sentence."""
 
-_BAND = "band ms: with the shortest and with the longest of all exchanges that calibrate timed."
+_BAND = "Band: with the shortest and with the longest of all exchanges that calibrate timed."
 _NO_BAND = "These links were not measured; dear-plan calibrate measures yours."
 _QUALITY = (
     "lossless: the gradients of DDP. as good as dense: in our studies (recipes/compression). lossy:"
