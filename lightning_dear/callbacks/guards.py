@@ -37,8 +37,19 @@ not at all. Waiting before every callback would undo the overlap: progress bars 
 def _completing(hook: str) -> Callable[..., None]:
     """That hook of a `CompletionGuard`, where it waits whoever is behind it."""
 
-    def complete(guard: CompletionGuard, *args: Any) -> None:
+    def complete(guard: CompletionGuard, *_: Any) -> None:
         guard.complete(hook)
+
+    return complete
+
+
+def _completing_for_readers(hook: str) -> Callable[..., None]:
+    """That hook of a `CompletionGuard`, where it waits if anybody behind it may read weights."""
+
+    def complete(guard: CompletionGuard, trainer: Any, module: LightningModule, *_: Any) -> None:
+        reader = guard.reader_of(hook, trainer.callbacks, module)
+        if reader is not None:
+            guard.complete(f"{reader}.{hook}")
 
     return complete
 
@@ -62,40 +73,24 @@ class CompletionGuard(Callback):
     ) -> None:
         self.complete = complete
         self._on_failure = on_failure
-        self._reader_of: dict[tuple[str, tuple[int, ...]], str | None] = {}
+        self._readers: dict[tuple[str, tuple[int, ...]], str | None] = {}
 
-    def _before(self, hook: str, trainer: Trainer, module: LightningModule) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # Looked for once only, but anew where a callback has been added in the midst of a fit.
-        key = hook, tuple(id(callback) for callback in callbacks)
-        if key not in self._reader_of:
-            self._reader_of[key] = self._find_reader(hook, callbacks, module)
-        reader = self._reader_of[key]
-        if reader is not None:
-            self.complete(f"{reader}.{hook}")
-
-    def _find_reader(
+    def reader_of(
         self, hook: str, callbacks: list[Callback], module: LightningModule
     ) -> str | None:
-        for one in (*callbacks, module):
+        """The class of the first of `callbacks` and `module` that may read weights in `hook`."""
+        # Looked for once only, but anew where a callback has been added in the midst of a fit.
+        key = hook, tuple(id(callback) for callback in callbacks)
+        if key not in self._readers:
             # By exact class: what a subclass of a known one reads is not known.
-            is_known = one is self or type(one) in _NON_READERS
-            if not is_known and is_overridden(hook, one):
-                return type(one).__name__
-        return None
+            known = {CompletionGuard, *_NON_READERS}
+            unknown = (one for one in (*callbacks, module) if type(one) not in known)
+            readers = (type(one).__name__ for one in unknown if is_overridden(hook, one))
+            self._readers[key] = next(readers, None)
+        return self._readers[key]
 
-    @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._before("on_train_batch_start", trainer, pl_module)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._before("on_train_batch_end", trainer, pl_module)
-
+    on_train_batch_start = _completing_for_readers("on_train_batch_start")
+    on_train_batch_end = _completing_for_readers("on_train_batch_end")
     on_train_epoch_start = _completing("on_train_epoch_start")
     on_train_epoch_end = _completing("on_train_epoch_end")
     on_train_end = _completing("on_train_end")
@@ -103,9 +98,7 @@ class CompletionGuard(Callback):
     on_save_checkpoint = _completing("on_save_checkpoint")
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, _: Any, exception: BaseException) -> None:
         if self._on_failure is not None:
             self._on_failure(exception)
 
@@ -141,13 +134,11 @@ class GradientGuard(Callback):
         self._expose = expose
 
     @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_after_backward(self, *_: Any) -> None:
         if self._hooks.intersection(_AFTER_BACKWARD):
             self._expose(None)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
         if self._hooks.intersection(_BEFORE_STEP):
             self._expose(optimizer)

@@ -43,9 +43,7 @@ class DearMonitor(Callback):
         self._began_at = -1
 
     @override
-    def on_before_zero_grad(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
-    ) -> None:
+    def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
         # After forward, which has waited for what it read, and before the next gradients.
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_logged = interval > 0 and (trainer.global_step + 1) % interval == 0
@@ -53,24 +51,22 @@ class DearMonitor(Callback):
         self._encoding = figures() if is_logged and figures is not None else {}
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, *_: Any) -> None:
         self._reset()
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         # With a GPU waits are timed once somebody asks.
         self._latest = getattr(trainer.strategy, "statistics", None)
 
     @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         self._began_s = None
 
     on_validation_start = on_train_epoch_start
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         now_s = time.perf_counter()
         if self._began_s is None or trainer.global_step > self._began_at:
             if self._began_s is not None:
@@ -78,9 +74,7 @@ class DearMonitor(Callback):
             self._began_s, self._began_at = now_s, trainer.global_step
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step == self._began_at:
             # Gradients accumulate.
             return

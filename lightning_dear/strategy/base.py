@@ -43,7 +43,11 @@ NO_TIMEOUT = timedelta(minutes=30)
 
 
 class PipelineStrategy(ABC):
-    """Trains modules through pipelines of the engine. Stands in front of Lightning's own base."""
+    """Trains modules through pipelines of the engine. Stands in front of Lightning's own base.
+
+    Attributes:
+        compression_schedule: The given one, or one for a compressor's own warm-up; or None.
+    """
 
     _gradients_in_hooks = True
 
@@ -63,8 +67,8 @@ class PipelineStrategy(ABC):
             TypeError: For objects of another kind.
         """
         codec = resolve_compressor(given["compressor"])
-        self._schedule = schedule_of(codec, given.get("compression_schedule"))
-        groups = () if self._schedule is None else self._schedule.groups
+        schedule = schedule_of(codec, given.get("compression_schedule"))
+        groups = () if schedule is None else schedule.groups
         self._gather: str | None = given["gather"]
         self._broadcast_buffers, self._audit = given["broadcast_buffers"], given["audit"]
         self._hops: int | None = given["hops"]
@@ -78,8 +82,9 @@ class PipelineStrategy(ABC):
                 self._or_else = replace(self._options, gather="gradients")
         self._fusion = resolve_fusion(given["fusion"], given["bucket_cap_mb"])
         check_planner(self._fusion, self._options)
-        if self._schedule is not None:
-            self._schedule.check_use(self._fusion, self._options)
+        if schedule is not None:
+            schedule.check_use(self._fusion, self._options)
+        self.compression_schedule = schedule
 
     def _begin_attempt(self) -> None:
         """Under torchrun, makes the default process group on keys that no restart has used.

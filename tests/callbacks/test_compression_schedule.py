@@ -79,7 +79,8 @@ def test_a_density_that_no_step_would_have_is_refused() -> None:
 
 
 def test_a_schedule_that_no_strategy_knows_is_refused() -> None:
-    schedule, trainer = CompressionSchedule(dense_steps=1), Any
+    schedule = CompressionSchedule(dense_steps=1)
+    trainer: Any = SimpleNamespace(strategy=DearStrategy(compressor="int8"))
     schedule.setup(trainer, LightningModule(), "validate")
     with pytest.raises(ValueError, match=r"DearStrategy\(compression_schedule=\.\.\.\)"):
         schedule.setup(trainer, LightningModule(), "fit")
@@ -89,7 +90,7 @@ def test_a_schedule_that_is_a_callback_as_well_is_connected_once() -> None:
     schedule = CompressionSchedule(dense_steps=1)
     strategy: Any = DearStrategy(compressor="int8", compression_schedule=schedule)
     trainer: Any = SimpleNamespace(
-        callbacks=[schedule], state=SimpleNamespace(fn=TrainerFn.FITTING)
+        callbacks=[schedule], state=SimpleNamespace(fn=TrainerFn.FITTING), strategy=strategy
     )
     strategy._append_callbacks(trainer)
     assert trainer.callbacks == [schedule]

@@ -306,10 +306,10 @@ CODED = [
         (f"{OTHER_RANKS}::test_masters_move_where_other_ranks_go_on",),
     ),
     Mutation(
-        "forgetting the pipeline of the fit before",
-        "DearStrategy.teardown",
-        "                self._schedule.connect(None)\n",
-        "                pass\n",
+        "refusing a schedule that nobody drives",
+        "CompressionSchedule.setup",
+        'getattr(trainer.strategy, "compression_schedule", None) is not self:\n',
+        "False:\n",
         (f"{SCHEDULE}::test_a_schedule_is_driven_for_one_fit",),
     ),
     Mutation(

@@ -93,12 +93,12 @@ STRATEGY = [
 
 
 def _guard_hook(hook: str, is_conditional: bool, *rows: str) -> Mutation:
-    call = f'        self._before("{hook}", trainer, pl_module)\n'
+    waits = "_completing_for_readers" if is_conditional else "_completing"
     return Mutation(
         f"completing before callbacks' {hook}",
         f"CompletionGuard.{hook}",
-        call if is_conditional else f'    {hook} = _completing("{hook}")\n',
-        "        pass\n" if is_conditional else "    pass\n",
+        f'    {hook} = {waits}("{hook}")\n',
+        "    pass\n",
         (*row(*rows), "tests/callbacks/test_guard.py::test_the_guard_waits_in_every_hook"),
     )
 
