@@ -17,6 +17,9 @@ from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.callbacks.monitor import DearMonitor
 from lightning_dear.callbacks.timeline import TimelineCallback
 
+_AFTER_BACKWARD = ("on_after_backward",)
+_BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
+
 _NON_READERS: set[type[Callback]] = {
     CompressionSchedule,
     DearMonitor,
@@ -60,19 +63,27 @@ class CompletionGuard(Callback):
     Before batch hooks it waits only if a callback outside the known ones, or the module itself,
     overrides them; before everything that happens outside the training loop it always waits.
 
+    Between backward and step each rank has only its shard of the mean gradient, where
+    DistributedDataParallel leaves all of it in `.grad`. Where a hook is overridden there, it is
+    gathered in front, and taken back later, with what the hook did to it.
+
     Args:
         complete: Completes the parameters; takes the reason, for the timeline.
         on_failure: Told of an exception before other callbacks are, some of which save and so wait
             for other ranks.
+        gradient_hooks: Overridden hooks that may look at `.grad`; see `gradient_readers`.
+        expose: Fills `.grad` of an optimizer's parameters; None: of all. Collective, blocks.
     """
 
     def __init__(
         self,
         complete: Callable[[str], None],
         on_failure: Callable[[BaseException], None] | None = None,
+        gradient_hooks: Iterable[str] = (),
+        expose: Callable[[Optimizer | None], None] = lambda _: None,
     ) -> None:
-        self.complete = complete
-        self._on_failure = on_failure
+        self.complete, self._on_failure = complete, on_failure
+        self._gradient_hooks, self._expose = frozenset(gradient_hooks), expose
         self._readers: dict[tuple[str, tuple[int, ...]], str | None] = {}
 
     def reader_of(
@@ -102,9 +113,15 @@ class CompletionGuard(Callback):
         if self._on_failure is not None:
             self._on_failure(exception)
 
+    @override
+    def on_after_backward(self, *_: Any) -> None:
+        if self._gradient_hooks.intersection(_AFTER_BACKWARD):
+            self._expose(None)
 
-_AFTER_BACKWARD = ("on_after_backward",)
-_BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
+        if self._gradient_hooks.intersection(_BEFORE_STEP):
+            self._expose(optimizer)
 
 
 def gradient_readers(owners: Iterable[Callback | LightningModule]) -> dict[str, list[str]]:
@@ -112,33 +129,7 @@ def gradient_readers(owners: Iterable[Callback | LightningModule]) -> dict[str, 
     readers: dict[str, list[str]] = {}
     for owner in owners:
         # Ours stands in front of those that read.
-        for hook in () if isinstance(owner, GradientGuard) else (*_AFTER_BACKWARD, *_BEFORE_STEP):
+        for hook in () if isinstance(owner, CompletionGuard) else (*_AFTER_BACKWARD, *_BEFORE_STEP):
             if hasattr(owner, hook) and is_overridden(hook, owner):
                 readers.setdefault(hook, []).append(type(owner).__name__)
     return readers
-
-
-class GradientGuard(Callback):
-    """Stands before the user's callbacks, where a hook between backward and step is overridden.
-
-    Each rank has only its shard of the mean gradient; DistributedDataParallel leaves all of it in
-    `.grad`. So it is gathered for such a hook, and taken back, with what the hook did to it.
-
-    Args:
-        hooks: Those that are overridden; see `gradient_readers`.
-        expose: Fills `.grad` of an optimizer's parameters; None: of all. Collective, blocks.
-    """
-
-    def __init__(self, hooks: Iterable[str], expose: Callable[[Optimizer | None], None]) -> None:
-        self._hooks = frozenset(hooks)
-        self._expose = expose
-
-    @override
-    def on_after_backward(self, *_: Any) -> None:
-        if self._hooks.intersection(_AFTER_BACKWARD):
-            self._expose(None)
-
-    @override
-    def on_before_optimizer_step(self, trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
-        if self._hooks.intersection(_BEFORE_STEP):
-            self._expose(optimizer)

@@ -60,7 +60,7 @@ class DearMonitor(Callback):
         self._latest = getattr(trainer.strategy, "statistics", None)
 
     @override
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began_s = None
 
     on_validation_start = on_train_epoch_start

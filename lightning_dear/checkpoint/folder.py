@@ -21,9 +21,15 @@ from typing import Any
 
 import torch
 
-from lightning_dear.checkpoint.files import CheckpointError, beside, delete, read, write
-from lightning_dear.checkpoint.format import METADATA_FILE, check, stamp
-from lightning_dear.checkpoint.tree import Stored, put_together, take_apart
+from lightning_dear.checkpoint.files import (
+    METADATA_FILE,
+    CheckpointError,
+    beside,
+    delete,
+    read,
+    stamp,
+    write,
+)
 
 SKELETON_FILE = "checkpoint.pt"
 """What is no large tensor; written by rank 0."""
@@ -47,14 +53,17 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
             Nothing of it is left then.
     """
     # Here, because torch.distributed.checkpoint takes long to import and few write folders.
-    from lightning_dear.checkpoint.storage import write_tensors
+    from lightning_dear.checkpoint.storage import take_apart, write_tensors
 
     target = _local(path)
     skeleton, tensors = take_apart(checkpoint)
     folder = beside(target, "saving")
 
     def finish(tag: str) -> None:
-        _write_skeleton(folder, skeleton, tensors, tag)
+        stand_ins = {name: stored.stand_in for name, stored in tensors.items()}
+        file: dict[str, Any] = {"checkpoint": skeleton, "tensors": stand_ins, "tag": tag}
+        stamp(file)
+        write(file, folder / SKELETON_FILE)
         _publish(folder, target)
 
     write_tensors(folder, tensors, finish, target)
@@ -78,7 +87,7 @@ def load(
         ValueError: If it is incomplete, damaged, or of an unknown format; it names the file.
         UnpicklingError: If `weights_only` refuses what is in it.
     """
-    from lightning_dear.checkpoint.storage import read_tensors
+    from lightning_dear.checkpoint.storage import put_together, read_tensors
 
     folder = _existing(path)
     for name in (METADATA_FILE, SKELETON_FILE):
@@ -90,7 +99,6 @@ def load(
     path = folder / SKELETON_FILE
     skeleton = partial(torch.load, path, map_location="cpu", weights_only=weights_only)
     file = read(path, skeleton, check_digests=check_digests)
-    check(file)
 
     def whole() -> Any:
         # Earlier versions have written no tag.
@@ -130,13 +138,6 @@ def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None =
     if target.exists():
         raise FileExistsError(f"{target} exists; remove it or name another file.")
     write(load(folder, weights_only=weights_only), target)
-
-
-def _write_skeleton(folder: Path, skeleton: Any, tensors: Mapping[str, Stored], tag: str) -> None:
-    stand_ins = {name: stored.stand_in for name, stored in tensors.items()}
-    file: dict[str, Any] = {"checkpoint": skeleton, "tensors": stand_ins, "tag": tag}
-    stamp(file)
-    write(file, folder / SKELETON_FILE)
 
 
 def _publish(folder: Path, target: Path) -> None:

@@ -106,8 +106,7 @@ class DearModule(Module):
 
     def trains(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` is one of this module's."""
-        parts = self.pipeline.parts if self.pipeline is not None else ()
-        return any(part.optimizer is optimizer for part in parts)
+        return self.pipeline is not None and optimizer in self.pipeline.optimizers
 
     def end(self) -> None:
         """Ends the training before this object's life ends. Blocks for the last parameters."""

@@ -26,7 +26,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.checkpoint.format import KEY, stamp
+from lightning_dear.checkpoint.files import KEY, stamp
 from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
@@ -39,12 +39,11 @@ from lightning_dear.fabric.module import (
     finishing,
     part_of,
 )
-from lightning_dear.planning import BucketPlan, FusionPlanner, resolve_fusion
+from lightning_dear.planning import FusionPlanner, resolve_fusion
 from lightning_dear.strategy import refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, PipelineStrategy
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
-from lightning_dear.strategy.connections import tell_loss_scale, unwrapped
-from lightning_dear.telemetry.statistics import StepStatistics
+from lightning_dear.strategy.connections import connect_scaler, unwrapped
 
 # Since Lightning 2.6 schedulers are set up as well.
 _SETS_UP_SCHEDULERS = (
@@ -182,7 +181,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         wrapped = self._remember(DearModule(module, pipeline))
         for part in pipeline.parts:
             part.inherit(before)
-        self._connect_scaler(pipeline)
+        connect_scaler(self.precision, pipeline, part_of)
         return (wrapped, optimizers, scheduler) if _SETS_UP_SCHEDULERS else (wrapped, optimizers)
 
     def _next_number(self, count: int, taken: Set[int]) -> int:
@@ -218,13 +217,6 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         self._setups = [ref for ref in self._setups if ref() is not None]
         self._setups.append(weakref.ref(module))
         return module
-
-    def _connect_scaler(self, pipeline: Pipeline) -> None:
-        scaler = getattr(self.precision, "scaler", None)
-        if scaler is not None:
-            if "unscale_" not in scaler.__dict__:
-                scaler.unscale_ = partial(_unscale, scaler.unscale_)
-            tell_loss_scale(scaler, pipeline, self.root_device)
 
     # --- training ---------------------------------------------------------------------------
 
@@ -370,25 +362,10 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         pipeline: Pipeline = trained[0].pipeline
         return pipeline
 
-    def encoding_figures(self, optimizer: Optimizer | None = None) -> dict[str, Tensor | float]:
-        """What the compressor saves and leaves over; empty without one. Local, no wait.
-
-        See `OptimizerPipeline.encoding_figures`.
-
-        Args:
-            optimizer: Of which parameters; not needed where there is one.
-        """
-        return self._part(optimizer).encoding_figures()
-
     @property
-    def plan(self) -> BucketPlan | None:
-        """The buckets of the only model's first optimizer; None before its first step."""
-        return self.pipeline_of().parts[0].plan
-
-    @property
-    def statistics(self) -> StepStatistics | None:
-        """What the last optimizer step of the only model cost; see `Pipeline.statistics`."""
-        return self.pipeline_of().statistics
+    @override
+    def _present(self) -> Pipeline:
+        return self.pipeline_of()
 
     @property
     @override
@@ -442,14 +419,6 @@ def _plain(module: Module) -> Module:
 def _sync(module: Module, world_size: int) -> None:
     if world_size > 1:
         _sync_module_states(module)
-
-
-def _unscale(unscale: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
-    part = part_of(optimizer)
-    if part is None:
-        unscale(optimizer)
-    else:
-        part.unscale(unscale)
 
 
 __all__ = ["DearFabricStrategy"]

@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -25,7 +26,7 @@ from lightning_dear.compression import resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
-from lightning_dear.planning import resolve_fusion
+from lightning_dear.planning import BucketPlan, resolve_fusion, save_plan
 from lightning_dear.registration import register
 from lightning_dear.strategy.connections import unwrapped
 from lightning_dear.strategy.refusals import (
@@ -34,6 +35,8 @@ from lightning_dear.strategy.refusals import (
     say_what_is_gathered,
     warn_of_lag,
 )
+from lightning_dear.telemetry.statistics import StepStatistics
+from lightning_dear.telemetry.timeline import Timeline
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
@@ -172,6 +175,58 @@ class PipelineStrategy(ABC):
         for pipeline in self._pipelines:
             for part in pipeline.parts:
                 part.sync_replicas()
+
+    # --- for users: the plan, what a step cost ----------------------------------------------------
+
+    @property
+    def _present(self) -> Pipeline | None:
+        """The only pipeline; None where nothing is being trained."""
+        return next(iter(self._pipelines), None)
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The first optimizer's buckets; None before its first step of a fit."""
+        return None if self._present is None else self._present.parts[0].plan
+
+    def save_plan(self, path: str | Path) -> None:
+        """Writes the first optimizer's plan to a JSON file, for `planning.FixedPlan(path)`.
+
+        All ranks have the same plan; call on one of each host, as every caller writes the file.
+
+        Raises:
+            RuntimeError: If there is no plan yet.
+        """
+        if self._present is None or self._present.parts[0].plan is None:
+            raise RuntimeError("There is a plan from the first step of a fit on.")
+        save_plan(path, self._present.parts[0].plan, self._present.parts[0].tensors)
+
+    def encoding_figures(self, optimizer: Optimizer | None = None) -> dict[str, Tensor | float]:
+        """What the compressor saves and leaves over; empty without one. Local, no wait.
+
+        See `OptimizerPipeline.encoding_figures`.
+
+        Args:
+            optimizer: Of which parameters; None: of the first one's.
+        """
+        if optimizer is not None:
+            return self._part(optimizer).encoding_figures()
+        return {} if self._present is None else self._present.parts[0].encoding_figures()
+
+    @property
+    def statistics(self) -> StepStatistics | None:
+        """What the last optimizer step cost; None outside a fit, and see `Pipeline.statistics`."""
+        return None if self._present is None else self._present.statistics
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where spans are recorded at present. Assign a `Timeline` to record, None to stop."""
+        return None if self._present is None else self._present.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        if self._present is None:
+            raise RuntimeError("A timeline can be recorded only during fit.")
+        self._present.timeline = timeline
 
     # --- for users: each rank has its shard of the mean gradient ----------------------------------
 

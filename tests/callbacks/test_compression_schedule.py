@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_dear import DearStrategy
 from lightning_dear.callbacks import CompressionSchedule, DearMonitor
 from lightning_dear.compression import DGC, Compressor, SignSGD, Signum, TopK
+from lightning_dear.strategy.connections import append_callbacks
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import dear, fit
 from tests.lightning.nets import Net
@@ -92,7 +93,7 @@ def test_a_schedule_that_is_a_callback_as_well_is_connected_once() -> None:
     trainer: Any = SimpleNamespace(
         callbacks=[schedule], state=SimpleNamespace(fn=TrainerFn.FITTING), strategy=strategy
     )
-    strategy._append_callbacks(trainer)
+    append_callbacks(trainer, strategy._fusion, schedule)
     assert trainer.callbacks == [schedule]
     schedule.setup(trainer, LightningModule(), "fit")
 

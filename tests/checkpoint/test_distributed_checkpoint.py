@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from lightning_dear.checkpoint import files as checkpoint_files
 from lightning_dear.checkpoint import folder as distributed_checkpoint
 from lightning_dear.checkpoint import storage as checkpoint_storage
+from lightning_dear.checkpoint.files import KEY
 from lightning_dear.checkpoint.folder import convert, is_folder, load, remove, save
-from lightning_dear.checkpoint.format import KEY
 from lightning_dear.checkpoint.optimizer_state import sharded_state
-from lightning_dear.checkpoint.tree import put_together, take_apart
+from lightning_dear.checkpoint.storage import put_together, take_apart
 from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import RanksFailed, distributed, observe_ranks, run_ranks
 from tests.training.models import build, optimizer_for, two_groups, weights

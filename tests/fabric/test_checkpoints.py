@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dear.checkpoint.format import FORMAT, KEY, MASTER_KEY
+from lightning_dear.checkpoint.files import FORMAT, KEY, MASTER_KEY
 from lightning_dear.engine.step import OptimizerPipeline
 from tests.distributed.harness import distributed, run_ranks
 from tests.fabric.running import STRATEGIES, dear, new_fabric

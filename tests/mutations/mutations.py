@@ -77,14 +77,14 @@ STRATEGY = [
     ),
     Mutation(
         "gradients for hooks after backward",
-        "GradientGuard.on_after_backward",
+        "CompletionGuard.on_after_backward",
         "            self._expose(None)\n",
         "            pass\n",
         ("tests/callbacks/test_gradient_access.py",),
     ),
     Mutation(
         "gradients for hooks before the step",
-        "GradientGuard.on_before_optimizer_step",
+        "CompletionGuard.on_before_optimizer_step",
         "            self._expose(optimizer)\n",
         "            pass\n",
         ("tests/callbacks/test_gradient_access.py",),
