@@ -404,7 +404,7 @@ def _interrupt(
 INTERRUPTIONS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "writing": (torch, "save", lambda *_: True),
     "metadata": (pickle, "dump", lambda *_: True),
-    "finishing": (distributed_checkpoint, "_write_skeleton", lambda *_: True),
+    "finishing": (distributed_checkpoint, "write", lambda *_: True),
     "publishing": (distributed_checkpoint, "_publish", lambda *_: True),
     "first rename": (Path, "rename", lambda path, to: "replaced" in str(to)),
     "second rename": (Path, "rename", lambda path, to: to.name == "saved"),
