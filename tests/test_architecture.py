@@ -306,7 +306,7 @@ def forbidden_in(file: Path) -> list[str]:
     if may(file, row.distributed):
         names -= {name for name in names if belongs_to(name, "torch.distributed")}
     elif path_of(file) == CHECKPOINTS:
-        names -= {name for name in names if name.startswith("torch.distributed.checkpoint.")}
+        names -= {name for name in names if belongs_to(name, "torch.distributed.checkpoint")}
     forbidden = {
         "torch.distributed",
         *(() if row.lightning else ("lightning", "pytorch_lightning")),

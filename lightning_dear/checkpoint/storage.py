@@ -19,27 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save as save_collectively
 from typing_extensions import override
 
 from lightning_dear.bucket import Chunk, as_flat, storage_strides
-from lightning_dear.checkpoint.files import (
-    METADATA_FILE,
-    CheckpointError,
-    check_records,
-    delete,
-    naming,
-)
+from lightning_dear.checkpoint import files
 from lightning_dear.checkpoint.optimizer_state import ShardedState
 
 MAX_CHUNK_NUMEL = 1 << 22
@@ -186,7 +171,7 @@ def write_tensors(
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")
         writer = _Writer(folder, finish, target)
         try:
-            save_collectively(dict(tensors), storage_writer=writer, planner=_SavePlanner())
+            dcp.state_dict_saver.save(dict(tensors), storage_writer=writer, planner=_SavePlanner())
         except BaseException:
             # No rank writes any more: they have agreed on it, or one of them is gone.
             shutil.rmtree(folder, ignore_errors=True)
@@ -218,20 +203,20 @@ def read_tensors(
                 file.seek(offset)
                 content = io.BytesIO(file.read(length))
             if check_digests:
-                check_records(content, path, f"'{name}'")
+                files.check_records(content, path, f"'{name}'")
             values = torch.load(content, map_location="cpu", weights_only=True)
             ends[name] += values.numel()
             tensors[name].as_strided((tensors[name].numel(),), (1,))[start : ends[name]] = values
     for name, tensor in tensors.items():
         if ends[name] != tensor.numel():
-            raise CheckpointError(
+            raise files.CheckpointError(
                 f"{folder} holds {ends[name]} of the {tensor.numel()} elements of '{name}': it is"
                 " damaged. Use an earlier checkpoint."
             )
     return tensors
 
 
-class _SavePlanner(DefaultSavePlanner):
+class _SavePlanner(dcp.default_planner.DefaultSavePlanner):
     """Offers the chunks that lie here; the inherited part spreads what several ranks offer."""
 
     def __init__(self) -> None:
@@ -239,7 +224,7 @@ class _SavePlanner(DefaultSavePlanner):
         self._values: dict[tuple[str, int], Tensor] = {}
 
     @override
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> dcp.planner.SavePlan:
         items = []
         for name, stored in self.state_dict.items():
             if stored.is_rank_0s and not self.is_coordinator:
@@ -247,11 +232,11 @@ class _SavePlanner(DefaultSavePlanner):
             for chunk in _cut(stored):
                 self._values[name, chunk.start] = chunk.values
                 items.append(_write_item(name, stored.stand_in, chunk))
-        self.plan = SavePlan(items)
+        self.plan = dcp.planner.SavePlan(items)
         return self.plan
 
     @override
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
+    def resolve_data(self, write_item: dcp.planner.WriteItem) -> Tensor:
         assert write_item.index.offset is not None
         return self._values[write_item.index.fqn, write_item.index.offset[0]]
 
@@ -263,17 +248,18 @@ def _cut(stored: Stored) -> Iterator[Chunk]:
             yield Chunk(chunk.start + start, flat[start : start + MAX_CHUNK_NUMEL])
 
 
-def _write_item(name: str, stand_in: Tensor, chunk: Chunk) -> WriteItem:
+def _write_item(name: str, stand_in: Tensor, chunk: Chunk) -> dcp.planner.WriteItem:
     offsets = torch.Size([chunk.start])
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets, chunk.values.size()),
-        properties=TensorProperties(dtype=stand_in.dtype),
+    data = dcp.planner.TensorWriteData(
+        chunk=dcp.metadata.ChunkStorageMetadata(offsets, chunk.values.size()),
+        properties=dcp.metadata.TensorProperties(dtype=stand_in.dtype),
         size=torch.Size([stand_in.numel()]),
     )
-    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+    index = dcp.metadata.MetadataIndex(name, offsets)
+    return dcp.planner.WriteItem(index, dcp.planner.WriteItemType.SHARD, tensor_data=data)
 
 
-class _Writer(FileSystemWriter):
+class _Writer(dcp.filesystem.FileSystemWriter):
     def __init__(self, folder: Path, finish: Callable[[str], None], target: Path) -> None:
         super().__init__(folder)
         self._folder, self._finish, self._target = folder, finish, target
@@ -286,11 +272,11 @@ class _Writer(FileSystemWriter):
             self._folder.mkdir(parents=True, exist_ok=True)
             for left in self._folder.iterdir():
                 with suppress(OSError):
-                    delete(left)
+                    files.delete(left)
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     @override
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(self, plans: list[dcp.planner.SavePlan]) -> list[dcp.planner.SavePlan]:
         plans = super().prepare_global_plan(plans)
         for plan in plans:
             # Of this save alone: a file of another, copied into the folder, has another name.
@@ -298,12 +284,12 @@ class _Writer(FileSystemWriter):
         return plans
 
     @override
-    def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        with naming(self._target):
+    def write_data(self, plan: dcp.planner.SavePlan, planner: Any) -> Any:
+        with files.naming(self._target):
             return super().write_data(plan, planner)
 
     @override
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+    def finish(self, metadata: dcp.metadata.Metadata, results: list[list[Any]]) -> None:
         # A folder of each host's own looks complete there, but lacks the others' files.
         written = {one.storage_data.relative_path for result in results for one in result}
         missing = sorted(name for name in written if not (self._folder / name).exists())
@@ -313,22 +299,22 @@ class _Writer(FileSystemWriter):
                 " have written: save to a folder that all hosts share, or leave out"
                 " save_distributed_checkpoint=True."
             )
-        with naming(self._target):
+        with files.naming(self._target):
             super().finish(metadata, results)
             self._finish(self.save_id)
 
 
 def _places(folder: Path, tag: str) -> Iterator[tuple[str, int, Path, int, int]]:
     """Name and first element of every chunk; file, offset and length in bytes of where it is."""
-    root = _MetadataUnpickler(io.BytesIO((folder / METADATA_FILE).read_bytes())).load()
+    root = _MetadataUnpickler(io.BytesIO((folder / files.METADATA_FILE).read_bytes())).load()
     for pair in _fields(root)["storage_data"].content:
         index, info = map(_fields, pair)
         file, end = folder / info["relative_path"], info["offset"] + info["length"]
         is_of_this = file.parent == folder and tag in file.name and file.is_file()
         if not is_of_this or file.stat().st_size < end:
-            raise CheckpointError(
-                f"{file} is missing or cut off, or {METADATA_FILE} is not of this checkpoint: it"
-                " was not copied in whole, or is damaged. Copy it again, or use an earlier one."
+            raise files.CheckpointError(
+                f"{file} is missing or cut off, or {files.METADATA_FILE} is not of this checkpoint:"
+                " it was not copied in whole, or is damaged. Copy it again, or use an earlier one."
             )
         ((start,),) = index["offset"].content
         yield str.__str__(index["fqn"]), int(start), file, int(info["offset"]), int(info["length"])
@@ -388,4 +374,4 @@ class _MetadataUnpickler(pickle._Unpickler):
     @override
     def find_class(self, module: str, name: str) -> None:
         if name not in _ALLOWED.get(module, "").split():
-            raise ValueError(f"its {METADATA_FILE} names {module}.{name}: do not trust it")
+            raise ValueError(f"its {files.METADATA_FILE} names {module}.{name}: do not trust it")

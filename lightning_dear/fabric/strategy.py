@@ -30,15 +30,8 @@ from lightning_dear.checkpoint.files import KEY, stamp
 from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.fabric.module import (
-    DearModule,
-    check_apart,
-    check_have_optimizer,
-    check_without_trainer,
-    finish_at_exit,
-    finishing,
-    part_of,
-)
+from lightning_dear.fabric import module as modules
+from lightning_dear.fabric.module import DearModule
 from lightning_dear.planning import FusionPlanner, resolve_fusion
 from lightning_dear.strategy import refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, PipelineStrategy
@@ -96,7 +89,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     ) -> None:
         refusals.check_options(DearFabricStrategy.__init__, locals())
         # First: what others say of a planner or a schedule is for Trainers.
-        check_without_trainer(resolve_fusion(fusion, bucket_cap_mb), resolve_compressor(compressor))
+        modules.check_without_trainer(
+            resolve_fusion(fusion, bucket_cap_mb), resolve_compressor(compressor)
+        )
         self._take_options(locals())
         self._setups: list[weakref.ref[DearModule]] = []
         self._num_optimizers, self._checks_digests, self._is_saving = 0, check_digests, False
@@ -128,7 +123,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         # Registered after what ends the default process group, and so called before.
-        atexit.register(finish_at_exit)
+        atexit.register(modules.finish_at_exit)
 
     @override
     def _setup_distributed(self) -> None:
@@ -171,7 +166,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         self._options.check(collectives, len(optimizers) + len(taken))
         number = self._next_number(len(optimizers), taken)
         before = self._end_training_of(module)
-        check_apart(module, self._trained)
+        modules.check_apart(module, self._trained)
         place = collectives, number, bool(taken)
         pipeline = self._new_pipeline(module, optimizers, *place)
         for one in [*others, pipeline] if taken else []:
@@ -181,7 +176,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         wrapped = self._remember(DearModule(module, pipeline))
         for part in pipeline.parts:
             part.inherit(before)
-        connect_scaler(self.precision, pipeline, part_of)
+        connect_scaler(self.precision, pipeline, modules.part_of)
         return (wrapped, optimizers, scheduler) if _SETS_UP_SCHEDULERS else (wrapped, optimizers)
 
     def _next_number(self, count: int, taken: Set[int]) -> int:
@@ -233,7 +228,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             super().backward(tensor, module, *args, **kwargs)
         for one in self._all:
             if one.pipeline is None:
-                check_have_optimizer(one.module, trained)
+                modules.check_have_optimizer(one.module, trained)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -298,7 +293,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
         For `save_checkpoint` on rank 0 alone.
         """
-        part = part_of(unwrapped(optimizer))
+        part = modules.part_of(unwrapped(optimizer))
         if part is None:
             return super().get_optimizer_state(optimizer)
         return part.optimizer_state_dict(on_rank_0=self._is_saving)
@@ -398,7 +393,7 @@ class _FinishingLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().launch(partial(finishing, function), *args, **kwargs)
+        return super().launch(partial(modules.finishing, function), *args, **kwargs)
 
 
 class _CheckingIO(_WrappingCheckpointIO):

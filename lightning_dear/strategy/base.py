@@ -28,13 +28,8 @@ from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
 from lightning_dear.planning import BucketPlan, resolve_fusion, save_plan
 from lightning_dear.registration import register
+from lightning_dear.strategy import refusals
 from lightning_dear.strategy.connections import unwrapped
-from lightning_dear.strategy.refusals import (
-    check_planner,
-    say_what_hosts_cost,
-    say_what_is_gathered,
-    warn_of_lag,
-)
 from lightning_dear.telemetry.statistics import StepStatistics
 from lightning_dear.telemetry.timeline import Timeline
 
@@ -84,7 +79,7 @@ class PipelineStrategy(ABC):
             with suppress(ValueError):
                 self._or_else = replace(self._options, gather="gradients")
         self._fusion = resolve_fusion(given["fusion"], given["bucket_cap_mb"])
-        check_planner(self._fusion, self._options)
+        refusals.check_planner(self._fusion, self._options)
         if schedule is not None:
             schedule.check_use(self._fusion, self._options)
         self.compression_schedule = schedule
@@ -125,8 +120,8 @@ class PipelineStrategy(ABC):
 
         Collective, blocks.
         """
-        say_what_is_gathered(self._gather, self._options)
-        warn_of_lag(self._options)
+        refusals.say_what_is_gathered(self._gather, self._options)
+        refusals.warn_of_lag(self._options)
         pipeline = Pipeline(
             module,
             optimizers,
@@ -143,7 +138,7 @@ class PipelineStrategy(ABC):
             part.shows_gradients = self._gradients_in_hooks
         if pipeline.remark is not None:
             rank_zero_info(pipeline.remark)
-        say_what_hosts_cost(pipeline)
+        refusals.say_what_hosts_cost(pipeline)
         return pipeline
 
     # --- for users: parameters --------------------------------------------------------------------

@@ -35,16 +35,10 @@ from lightning_dear.checkpoint.files import stamp
 from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import FusionPlanner
-from lightning_dear.strategy import refusals
+from lightning_dear.strategy import connections, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
-from lightning_dear.strategy.connections import (
-    StopRequest,
-    append_callbacks,
-    connect_precision,
-    disconnect_precision,
-    unwrapped,
-)
+from lightning_dear.strategy.connections import StopRequest, unwrapped
 from lightning_dear.strategy.failures import FailureBoard, FailureWatch, is_consequence
 from lightning_dear.strategy.launchers import JobLauncher, configure_launcher
 
@@ -180,7 +174,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         module = self.lightning_module
         if module is not None and module._trainer is not None:
             # Before checkpoints are loaded: one may bring the plan that was found.
-            append_callbacks(module.trainer, self._fusion, self.compression_schedule)
+            connections.append_callbacks(module.trainer, self._fusion, self.compression_schedule)
             if self.world_size > 1:
                 self._stop = StopRequest(module.trainer, board, self._stop)
                 self._failures.on_asked = self._stop.tell
@@ -231,7 +225,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         for wrapper in self._connected:
             # Its class has torch's own, which would pass the pipeline by.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
-        connect_precision(self.precision_plugin, self._pipeline)
+        connections.connect_precision(self.precision_plugin, self._pipeline)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         assert self.lightning_module is not None
         readers = gradient_readers((*callbacks, self.lightning_module))
@@ -252,7 +246,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline.use_optimizers([unwrapped(one) for one in self.optimizers])
         if self._pipeline.remark is not None:
             rank_zero_info(self._pipeline.remark)
-        disconnect_precision(self.precision_plugin)
+        connections.disconnect_precision(self.precision_plugin)
         self._connect(module.trainer)
 
     def _insert_guard(self, trainer: pl.Trainer) -> None:
@@ -468,7 +462,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             if self._pipeline is not None:
                 self._pipeline.detach()
         finally:
-            disconnect_precision(self.precision_plugin)
+            connections.disconnect_precision(self.precision_plugin)
             if self._stop is not None:
                 self._stop.disconnect()
             self._failures.close()

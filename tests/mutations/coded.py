@@ -315,7 +315,7 @@ CODED = [
     Mutation(
         "warning of weights that stay behind",
         "PipelineStrategy._new_pipeline",
-        "        warn_of_lag(self._options)\n",
+        "        refusals.warn_of_lag(self._options)\n",
         "",
         (
             f"{LAG_WARNING}::test_rank_0_says_it_once_a_fit",

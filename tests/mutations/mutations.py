@@ -71,7 +71,7 @@ STRATEGY = [
     Mutation(
         "clipping and unscaling on shards",
         "DearStrategy._connect",
-        "        connect_precision(self.precision_plugin, self._pipeline)\n",
+        "        connections.connect_precision(self.precision_plugin, self._pipeline)\n",
         "",
         row("clipping by norm", "clipping by value"),
     ),
