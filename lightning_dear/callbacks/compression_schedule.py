@@ -172,6 +172,3 @@ def schedule_of(
         return CompressionSchedule() if warms_up else None
     schedule.check(codec)
     return schedule
-
-
-__all__ = ["CompressionSchedule", "schedule_of"]

@@ -414,6 +414,3 @@ def _plain(module: Module) -> Module:
 def _sync(module: Module, world_size: int) -> None:
     if world_size > 1:
         _sync_module_states(module)
-
-
-__all__ = ["DearFabricStrategy"]

@@ -54,10 +54,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     `strategy="ddp"`.
 
     Args:
-        accelerator: As in `DDPStrategy`, and so are the other host options.
-        parallel_devices: Devices of this node's ranks.
-        cluster_environment: Who starts the processes.
-        checkpoint_io: Reads and writes checkpoints.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io: As in `DDPStrategy`.
         precision_plugin: Of `Trainer(precision=)`: 32, 16 or bf16 (mixed or true), or 64 bits.
             16-bit parameters are stepped as fp32 masters, which DDP does not do.
         compressor: "none", None, or what encodes gradients: a name ("bf16", "int8", "topk", ...)
@@ -135,7 +132,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         # Of the present run; before the first one, of a run without other ranks.
         self._failures = FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
         self._stop: StopRequest | None = None
-        self._is_sync_blocked = self._is_last_backward = False
+        self._is_sync_blocked = False
+        # Within `last_backward` its optimizers; none: all.
         self._last_of: list[Optimizer] | None = None
         self._take_options(locals())
         self._gradients_in_hooks = gradients_in_hooks
@@ -232,12 +230,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline.refuse_early(refusals.why_not_early(trainer, self.optimizers, readers))
 
     def _follow_optimizers(self) -> None:
-        """Trains on with the optimizers that the trainer was given since. Collective then, blocks.
-
-        Raises:
-            RuntimeError: See `Pipeline.use_optimizers`.
-            ValueError: For optimizers that would have been refused at first.
-        """
+        """Trains on with optimizers that the trainer was given since, or refuses. Collective then."""
         module, wrappers = self.lightning_module, self._lightning_optimizers
         # Whoever assigns optimizers gets new wrappers.
         if self._pipeline is None or module is None or wrappers is self._connected:
@@ -293,10 +286,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         assert self.lightning_module is not None
         # Under manual optimisation any number of backwards may come before a step.
         is_automatic = self.lightning_module.automatic_optimization
-        synchronize = not self._is_sync_blocked and (is_automatic or self._is_last_backward or None)
+        is_last = is_automatic or self._last_of is not None or None
+        synchronize = not self._is_sync_blocked and is_last
         with self._pipeline.backward(
             synchronize=synchronize,
-            optimizers=self._last_of,
+            optimizers=self._last_of or None,
             averages_others=not self._is_sync_blocked,
         ):
             loss = super().backward(*args, **kwargs)
@@ -384,8 +378,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """
         stamp(checkpoint)
         if not self._saves_folders:
-            if folder.is_folder(filepath) and self.is_global_zero:
-                folder.remove(filepath)
+            if folder.is_folder(filepath):
+                self.remove_checkpoint(filepath)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
@@ -433,8 +427,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def report_failure(self, exception: BaseException) -> None:
         """Reports `exception` to the other ranks, or says whose it was. Blocks a few seconds.
 
-        Acts once a run. To be called before any other callback sees the exception:
-        `CompletionGuard`, which stands first, does so.
+        Acts once a run; `CompletionGuard` calls it before any other callback sees the exception.
         """
         refusals.explain(exception)
         if isinstance(self.launcher, JobLauncher):
@@ -447,12 +440,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         """As ever; but after a failure it does not wait for ranks that never come."""
-        board = self._failures.board
-        if not board.has_failed:
-            super().barrier(name)
-            return
+        if not self._failures.board.has_failed:
+            return super().barrier(name)
         try:
-            board.agree(f"meet at {name or 'a barrier'}")
+            self._failures.board.agree(f"meet at {name or 'a barrier'}")
         except RuntimeError as error:
             log.warning("Not all ranks are there after the failure. %s", error)
 
@@ -500,13 +491,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Args:
             *optimizers: Those that are to step; none: all.
         """
-        before = self._is_last_backward, self._last_of
-        self._is_last_backward = True
-        self._last_of = [unwrapped(one) for one in optimizers] or None
+        before, self._last_of = self._last_of, [unwrapped(one) for one in optimizers]
         try:
             yield
         finally:
-            self._is_last_backward, self._last_of = before
-
-
-__all__ = ["DearStrategy"]
+            self._last_of = before

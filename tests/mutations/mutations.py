@@ -50,8 +50,8 @@ STRATEGY = [
     Mutation(
         "not sending while accumulating",
         "DearStrategy.backward",
-        "        synchronize = not self._is_sync_blocked and (",
-        "        synchronize = True and (",
+        "        synchronize = not self._is_sync_blocked and is_last",
+        "        synchronize = is_last",
         (f"{STATE}::test_accumulated_gradients_are_those_of_ddp", *row("accumulation")),
     ),
     Mutation(
