@@ -230,7 +230,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline.refuse_early(refusals.why_not_early(trainer, self.optimizers, readers))
 
     def _follow_optimizers(self) -> None:
-        """Trains on with optimizers that the trainer was given since, or refuses. Collective then."""
+        """Trains on with optimizers given since, or refuses them. Collective then, blocks."""
         module, wrappers = self.lightning_module, self._lightning_optimizers
         # Whoever assigns optimizers gets new wrappers.
         if self._pipeline is None or module is None or wrappers is self._connected:
