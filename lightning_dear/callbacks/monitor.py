@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 _NUM_WARM_UP_STEPS = 3
+_FIGURES = ("exposed_s", "exposed_reduce_scatter_s", "exposed_all_gather_s", "wire_bytes")
 
 
 class DearMonitor(Callback):
@@ -82,13 +83,8 @@ class DearMonitor(Callback):
         plan = getattr(trainer.strategy, "plan", None)
         if statistics is None or plan is None:
             return
-        figures = {
-            "exposed_s": statistics.exposed_s,
-            "exposed_reduce_scatter_s": statistics.exposed_reduce_scatter_s,
-            "exposed_all_gather_s": statistics.exposed_all_gather_s,
-            "wire_bytes": float(statistics.wire_bytes),
-            "bucket_fill": plan.fill,
-        }
+        figures = {name: float(getattr(statistics, name)) for name in _FIGURES}
+        figures["bucket_fill"] = plan.fill
         self._note(figures)
         logged = {**figures, **self._encoding}
         pl_module.log_dict({f"dear/{name}": value for name, value in logged.items()})
