@@ -94,7 +94,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         )
         self._take_options(locals())
         self._setups: list[weakref.ref[DearModule]] = []
-        self._num_optimizers, self._checks_digests, self._is_saving = 0, check_digests, False
+        self._num_optimizers, self._is_saving = 0, False
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -404,7 +404,8 @@ class _CheckingIO(_WrappingCheckpointIO):
     @override
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         read = partial(super().load_checkpoint, path, *args, **kwargs)
-        return checked(read, path, check_digests=self.checks_digests)
+        weights = kwargs.get("weights_only")
+        return checked(read, path, check_digests=self.checks_digests, weights_only=weights)
 
 
 def _plain(module: Module) -> Module:

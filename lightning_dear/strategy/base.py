@@ -47,8 +47,6 @@ class PipelineStrategy(ABC):
         compression_schedule: The given one, or one for a compressor's own warm-up; or None.
     """
 
-    _gradients_in_hooks = True
-
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
@@ -69,6 +67,8 @@ class PipelineStrategy(ABC):
         groups = () if schedule is None else schedule.groups
         self._gather: str | None = given["gather"]
         self._broadcast_buffers, self._audit = given["broadcast_buffers"], given["audit"]
+        self._gradients_in_hooks = given.get("gradients_in_hooks", True)
+        self._checks_digests = given["check_digests"]
         self._hops: int | None = given["hops"]
         if self._hops not in (None, 1, 2):
             raise ValueError(f"hops must be 1, 2 or None, got {self._hops!r}.")

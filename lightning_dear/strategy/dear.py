@@ -136,8 +136,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         # Within `last_backward` its optimizers; none: all.
         self._last_of: list[Optimizer] | None = None
         self._take_options(locals())
-        self._gradients_in_hooks = gradients_in_hooks
-        self._saves_folders, self._checks_digests = save_distributed_checkpoint, check_digests
+        self._saves_folders = save_distributed_checkpoint
         self._pipeline: Pipeline | None = None
         self._connected: Sequence[LightningOptimizer] = ()
         host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
