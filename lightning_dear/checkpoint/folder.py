@@ -44,7 +44,7 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
         CheckpointException: On all ranks, if writing failed on any; it says why, and names `path`.
             Nothing of it is left then.
     """
-    # Here, because torch.distributed.checkpoint takes long to import and few files.write folders.
+    # Here, because torch.distributed.checkpoint takes long to import and few write folders.
     from lightning_dear.checkpoint.storage import take_apart, write_tensors
 
     target = _local(path)

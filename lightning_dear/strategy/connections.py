@@ -29,8 +29,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear.callbacks.compression_schedule import CompressionSchedule
-from lightning_dear.callbacks.fusion_tuner import FusionTuner
+from lightning_dear.callbacks import CompressionSchedule, FusionTuner
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
