@@ -55,16 +55,13 @@ def check_format(checkpoint: Mapping[str, Any]) -> None:
     Raises:
         ValueError: Naming the format number and what to do.
     """
-    if KEY not in checkpoint:
-        return
-    own = checkpoint[KEY]
+    own = checkpoint.get(KEY, {"format": FORMAT})
     number = own.get("format") if isinstance(own, Mapping) else None
     if number == FORMAT and not isinstance(number, bool):
         return
+    advice = "Load it with the version of lightning-dear that wrote it"
     if isinstance(number, int) and number > FORMAT:
         advice = "A newer lightning-dear wrote it: upgrade this one (pip install -U lightning-dear)"
-    else:
-        advice = "Load it with the version of lightning-dear that wrote it"
     raise ValueError(
         f"The checkpoint has lightning_dear format {number!r}; this version reads {FORMAT}."
         f" {advice}, or drop checkpoint['{KEY}'] to load it as DDP's own."
@@ -168,9 +165,9 @@ def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> d
         content = load()
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__}")
+    except (CheckpointError, FileNotFoundError, PermissionError, MemoryError):
+        raise
     except Exception as error:
-        if isinstance(error, CheckpointError | FileNotFoundError | PermissionError | MemoryError):
-            raise
         if isinstance(error, UnpicklingError) and zipfile.is_zipfile(path):
             raise UnpicklingError(f"{path}: {error}") from error
         # Without torch's advice to load with weights_only=False, which is for other cases.

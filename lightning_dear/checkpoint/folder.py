@@ -146,11 +146,11 @@ def _publish(folder: Path, target: Path) -> None:
 
 def _existing(path: str | Path) -> Path:
     folder = _local(path)
+    if not is_folder(folder):
+        raise FileNotFoundError(f"{folder} is not a folder; nothing to load.")
     if folder.is_dir():
         return folder
     replaced = files.beside(folder, "replaced")
-    if folder.exists() or not replaced.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; nothing to load.")
     warnings.warn(
         f"{folder} was being replaced when its process was killed; loading the one before it, which"
         f" is still there as {replaced.name}.",

@@ -326,8 +326,7 @@ def _is_wakeup_taken() -> bool:
 
 def print_first_failure() -> None:
     """Print which rank failed first and of what, if this rank knows."""
-    failure = failures.first_failure()
-    if failure is not None:
+    if (failure := failures.first_failure()) is not None:
         print(failure, file=sys.stderr, flush=True)
 
 
