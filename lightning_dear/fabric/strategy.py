@@ -362,6 +362,11 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def _present(self) -> Pipeline:
         return self.pipeline_of()
 
+    @override
+    def encoding_figures(self, optimizer: Optimizer | None = None) -> dict[str, Tensor | float]:
+        """As a Trainer's, but it must be clear of which optimizer; see `pipeline_of`."""
+        return self._part(optimizer).encoding_figures()
+
     @property
     @override
     def _pipelines(self) -> Sequence[Pipeline]:

@@ -195,16 +195,11 @@ class PipelineStrategy(ABC):
             raise RuntimeError("There is a plan from the first step of a fit on.")
         save_plan(path, self._present.parts[0].plan, self._present.parts[0].tensors)
 
-    def encoding_figures(self, optimizer: Optimizer | None = None) -> dict[str, Tensor | float]:
-        """What the compressor saves and leaves over; empty without one. Local, no wait.
+    def encoding_figures(self) -> dict[str, Tensor | float]:
+        """What the compressor saves and leaves over, for the first optimizer; empty without one.
 
-        See `OptimizerPipeline.encoding_figures`.
-
-        Args:
-            optimizer: Of which parameters; None: of the first one's.
+        Local, no wait. See `OptimizerPipeline.encoding_figures`.
         """
-        if optimizer is not None:
-            return self._part(optimizer).encoding_figures()
         return {} if self._present is None else self._present.parts[0].encoding_figures()
 
     @property
