@@ -10,16 +10,12 @@ The way in for readers is `engine/pipeline.py`.
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_dear.mirror import install_mirror
-from lightning_dear.moved import find_what_moved
 from lightning_dear.registration import register_now_or_later
 from lightning_dear.versions import warn_outside_tested_range
 
 if TYPE_CHECKING:
     from lightning_dear.strategy.dear import DearStrategy
 
-install_mirror()
-find_what_moved()
 register_now_or_later()
 
 

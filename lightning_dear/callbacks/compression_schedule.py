@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -75,7 +75,6 @@ class CompressionSchedule(Callback):
                     f"{dense_steps} come first, and that from step {later} on replaces it. Leave it"
                     " out."
                 )
-        self._get_pipeline: Callable[[], Pipeline | None] | None = None
 
     def check(self, codec: Compressor | None) -> None:
         """Refuses a codec that the schedule cannot change.
@@ -128,10 +127,6 @@ class CompressionSchedule(Callback):
             except ValueError as error:
                 raise ValueError(f"densities={{{step}: {density}}}: {error}") from error
 
-    def connect(self, get_pipeline: Callable[[], Pipeline | None] | None) -> None:
-        """Says where the pipeline of the fit is, None outside one; without a function, nowhere."""
-        self._get_pipeline = get_pipeline
-
     def codec_at(self, codec: Compressor, step: int) -> Compressor:
         """What encodes optimizer step `step`, counted from 0.
 
@@ -150,20 +145,18 @@ class CompressionSchedule(Callback):
         Raises:
             ValueError: Saying where to pass it.
         """
-        if stage == "fit" and self._get_pipeline is None:
+        if stage == "fit" and getattr(trainer.strategy, "compression_schedule", None) is not self:
             raise ValueError(
                 "A CompressionSchedule in Trainer(callbacks=...) changes nothing by itself: pass it"
                 " as DearStrategy(compression_schedule=...)."
             )
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        pipeline = None if self._get_pipeline is None else self._get_pipeline()
-        codec = None if pipeline is None else pipeline.codec
-        if pipeline is not None and codec is not None:
-            pipeline.use_codec(self.codec_at(codec, trainer.global_step))
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        pipeline: Pipeline = strategy.pipeline_of()
+        if pipeline.codec is not None:
+            pipeline.use_codec(self.codec_at(pipeline.codec, trainer.global_step))
 
 
 def schedule_of(
@@ -179,6 +172,3 @@ def schedule_of(
         return CompressionSchedule() if warms_up else None
     schedule.check(codec)
     return schedule
-
-
-__all__ = ["CompressionSchedule", "schedule_of"]

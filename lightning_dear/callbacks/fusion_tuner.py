@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -28,15 +27,11 @@ class FusionTuner(Callback):
 
     Args:
         planner: Whose search it is.
-        get_pipeline: Returns the pipeline of the fit; None outside a fit.
     """
 
-    def __init__(
-        self, planner: SearchingPlanner, get_pipeline: Callable[[], Pipeline | None]
-    ) -> None:
+    def __init__(self, planner: SearchingPlanner) -> None:
         self._planner = planner
         self._option = option_of(planner)
-        self._get_pipeline = get_pipeline
         self._tuning: Tuning | None = None
         self._found: dict[str, Any] | None = None
         self._found_by = description_of(planner)
@@ -61,9 +56,8 @@ class FusionTuner(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._tuning = None
         self._num_steps = trainer.global_step
-        pipeline = self._get_pipeline()
-        if pipeline is None:
-            return
+        strategy: Any = trainer.strategy
+        pipeline: Pipeline = strategy.pipeline_of()
         if len(pipeline.parts) > 1:
             raise ValueError(
                 f"{self._option} plans for one optimizer, and there are {len(pipeline.parts)};"
@@ -87,9 +81,7 @@ class FusionTuner(Callback):
         self._tuning = Tuning(pipeline, self._planner, rank_zero_info, self._found)
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if self._tuning is None or trainer.global_step == self._num_steps:
             return
         self._num_steps = trainer.global_step
@@ -97,7 +89,7 @@ class FusionTuner(Callback):
         self._found = self._tuning.found
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         if self.is_searching:
             rank_zero_warn(
                 f"{self._option} was still measuring plans when training ended after"

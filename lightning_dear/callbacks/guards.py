@@ -17,6 +17,9 @@ from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.callbacks.monitor import DearMonitor
 from lightning_dear.callbacks.timeline import TimelineCallback
 
+_AFTER_BACKWARD = ("on_after_backward",)
+_BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
+
 _NON_READERS: set[type[Callback]] = {
     CompressionSchedule,
     DearMonitor,
@@ -37,8 +40,19 @@ not at all. Waiting before every callback would undo the overlap: progress bars 
 def _completing(hook: str) -> Callable[..., None]:
     """That hook of a `CompletionGuard`, where it waits whoever is behind it."""
 
-    def complete(guard: CompletionGuard, *args: Any) -> None:
+    def complete(guard: CompletionGuard, *_: Any) -> None:
         guard.complete(hook)
+
+    return complete
+
+
+def _completing_for_readers(hook: str) -> Callable[..., None]:
+    """That hook of a `CompletionGuard`, where it waits if anybody behind it may read weights."""
+
+    def complete(guard: CompletionGuard, trainer: Any, module: LightningModule, *_: Any) -> None:
+        reader = guard.reader_of(hook, trainer.callbacks, module)
+        if reader is not None:
+            guard.complete(f"{reader}.{hook}")
 
     return complete
 
@@ -49,53 +63,45 @@ class CompletionGuard(Callback):
     Before batch hooks it waits only if a callback outside the known ones, or the module itself,
     overrides them; before everything that happens outside the training loop it always waits.
 
+    Between backward and step each rank has only its shard of the mean gradient, where
+    DistributedDataParallel leaves all of it in `.grad`. Where a hook is overridden there, it is
+    gathered in front, and taken back later, with what the hook did to it.
+
     Args:
         complete: Completes the parameters; takes the reason, for the timeline.
         on_failure: Told of an exception before other callbacks are, some of which save and so wait
             for other ranks.
+        gradient_hooks: Overridden hooks that may look at `.grad`; see `gradient_readers`.
+        expose: Fills `.grad` of an optimizer's parameters; None: of all. Collective, blocks.
     """
 
     def __init__(
         self,
         complete: Callable[[str], None],
         on_failure: Callable[[BaseException], None] | None = None,
+        gradient_hooks: Iterable[str] = (),
+        expose: Callable[[Optimizer | None], None] = lambda _: None,
     ) -> None:
-        self.complete = complete
-        self._on_failure = on_failure
-        self._reader_of: dict[tuple[str, tuple[int, ...]], str | None] = {}
+        self.complete, self._on_failure = complete, on_failure
+        self._gradient_hooks, self._expose = frozenset(gradient_hooks), expose
+        self._readers: dict[tuple[str, tuple[int, ...]], str | None] = {}
 
-    def _before(self, hook: str, trainer: Trainer, module: LightningModule) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # Looked for once only, but anew where a callback has been added in the midst of a fit.
-        key = hook, tuple(id(callback) for callback in callbacks)
-        if key not in self._reader_of:
-            self._reader_of[key] = self._find_reader(hook, callbacks, module)
-        reader = self._reader_of[key]
-        if reader is not None:
-            self.complete(f"{reader}.{hook}")
-
-    def _find_reader(
+    def reader_of(
         self, hook: str, callbacks: list[Callback], module: LightningModule
     ) -> str | None:
-        for one in (*callbacks, module):
+        """The class of the first of `callbacks` and `module` that may read weights in `hook`."""
+        # Looked for once only, but anew where a callback has been added in the midst of a fit.
+        key = hook, tuple(id(callback) for callback in callbacks)
+        if key not in self._readers:
             # By exact class: what a subclass of a known one reads is not known.
-            is_known = one is self or type(one) in _NON_READERS
-            if not is_known and is_overridden(hook, one):
-                return type(one).__name__
-        return None
+            known = {CompletionGuard, *_NON_READERS}
+            unknown = (one for one in (*callbacks, module) if type(one) not in known)
+            readers = (type(one).__name__ for one in unknown if is_overridden(hook, one))
+            self._readers[key] = next(readers, None)
+        return self._readers[key]
 
-    @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._before("on_train_batch_start", trainer, pl_module)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._before("on_train_batch_end", trainer, pl_module)
-
+    on_train_batch_start = _completing_for_readers("on_train_batch_start")
+    on_train_batch_end = _completing_for_readers("on_train_batch_end")
     on_train_epoch_start = _completing("on_train_epoch_start")
     on_train_epoch_end = _completing("on_train_epoch_end")
     on_train_end = _completing("on_train_end")
@@ -103,15 +109,19 @@ class CompletionGuard(Callback):
     on_save_checkpoint = _completing("on_save_checkpoint")
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, _: Any, exception: BaseException) -> None:
         if self._on_failure is not None:
             self._on_failure(exception)
 
+    @override
+    def on_after_backward(self, *_: Any) -> None:
+        if self._gradient_hooks.intersection(_AFTER_BACKWARD):
+            self._expose(None)
 
-_AFTER_BACKWARD = ("on_after_backward",)
-_BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
+        if self._gradient_hooks.intersection(_BEFORE_STEP):
+            self._expose(optimizer)
 
 
 def gradient_readers(owners: Iterable[Callback | LightningModule]) -> dict[str, list[str]]:
@@ -119,35 +129,7 @@ def gradient_readers(owners: Iterable[Callback | LightningModule]) -> dict[str, 
     readers: dict[str, list[str]] = {}
     for owner in owners:
         # Ours stands in front of those that read.
-        for hook in () if isinstance(owner, GradientGuard) else (*_AFTER_BACKWARD, *_BEFORE_STEP):
+        for hook in () if isinstance(owner, CompletionGuard) else (*_AFTER_BACKWARD, *_BEFORE_STEP):
             if hasattr(owner, hook) and is_overridden(hook, owner):
                 readers.setdefault(hook, []).append(type(owner).__name__)
     return readers
-
-
-class GradientGuard(Callback):
-    """Stands before the user's callbacks, where a hook between backward and step is overridden.
-
-    Each rank has only its shard of the mean gradient; DistributedDataParallel leaves all of it in
-    `.grad`. So it is gathered for such a hook, and taken back, with what the hook did to it.
-
-    Args:
-        hooks: Those that are overridden; see `gradient_readers`.
-        expose: Fills `.grad` of an optimizer's parameters; None: of all. Collective, blocks.
-    """
-
-    def __init__(self, hooks: Iterable[str], expose: Callable[[Optimizer | None], None]) -> None:
-        self._hooks = frozenset(hooks)
-        self._expose = expose
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._hooks.intersection(_AFTER_BACKWARD):
-            self._expose(None)
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        if self._hooks.intersection(_BEFORE_STEP):
-            self._expose(optimizer)

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 _NUM_WARM_UP_STEPS = 3
+_FIGURES = ("exposed_s", "exposed_reduce_scatter_s", "exposed_all_gather_s", "wire_bytes")
 
 
 class DearMonitor(Callback):
@@ -43,9 +44,7 @@ class DearMonitor(Callback):
         self._began_at = -1
 
     @override
-    def on_before_zero_grad(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
-    ) -> None:
+    def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
         # After forward, which has waited for what it read, and before the next gradients.
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_logged = interval > 0 and (trainer.global_step + 1) % interval == 0
@@ -53,11 +52,11 @@ class DearMonitor(Callback):
         self._encoding = figures() if is_logged and figures is not None else {}
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, *_: Any) -> None:
         self._reset()
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         # With a GPU waits are timed once somebody asks.
         self._latest = getattr(trainer.strategy, "statistics", None)
 
@@ -68,9 +67,7 @@ class DearMonitor(Callback):
     on_validation_start = on_train_epoch_start
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         now_s = time.perf_counter()
         if self._began_s is None or trainer.global_step > self._began_at:
             if self._began_s is not None:
@@ -78,9 +75,7 @@ class DearMonitor(Callback):
             self._began_s, self._began_at = now_s, trainer.global_step
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step == self._began_at:
             # Gradients accumulate.
             return
@@ -88,13 +83,8 @@ class DearMonitor(Callback):
         plan = getattr(trainer.strategy, "plan", None)
         if statistics is None or plan is None:
             return
-        figures = {
-            "exposed_s": statistics.exposed_s,
-            "exposed_reduce_scatter_s": statistics.exposed_reduce_scatter_s,
-            "exposed_all_gather_s": statistics.exposed_all_gather_s,
-            "wire_bytes": float(statistics.wire_bytes),
-            "bucket_fill": plan.fill,
-        }
+        figures = {name: float(getattr(statistics, name)) for name in _FIGURES}
+        figures["bucket_fill"] = plan.fill
         self._note(figures)
         logged = {**figures, **self._encoding}
         pl_module.log_dict({f"dear/{name}": value for name, value in logged.items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -39,15 +39,13 @@ class TimelineCallback(Callback):
         self._num_seen = 0
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, *_: Any) -> None:
         self._num_seen = 0
         if not hasattr(trainer.strategy, "timeline"):
             rank_zero_warn("TimelineCallback records nothing: it needs Trainer(strategy='dear').")
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if not hasattr(trainer.strategy, "timeline"):
             return
         if self._num_seen == self.step:
@@ -57,7 +55,7 @@ class TimelineCallback(Callback):
         self._num_seen += 1
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         if self._timeline is not None:
             self._write(trainer)
         elif hasattr(trainer.strategy, "timeline") and self._num_seen <= self.step:

@@ -1,5 +1,7 @@
 """Files of checkpoints: written whole or not at all, and read only as they were written.
 
+A format number marks a checkpoint as ours, so that a later one can be refused.
+
 torch.save writes a zip archive, which states the CRC-32 of each of its records: those are the
 digests. torch.load does not compare them.
 """
@@ -11,7 +13,7 @@ import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,12 +22,63 @@ from typing import IO, Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from lightning_dear.optimizers.masters import MASTER_KEY
+
+KEY = "lightning_dear"
+"""Under which a checkpoint holds what only this package reads."""
+
+FORMAT = 1
+"""Of what is written now. Grows when what older versions would read wrongly is written."""
+
+METADATA_FILE = ".metadata"
+"""torch.distributed.checkpoint's own; a folder without it is not a complete checkpoint."""
+
 
 class CheckpointError(ValueError):
     """What is wrong with a checkpoint, in words for people, on one line whatever a file says."""
 
     def __init__(self, said: str) -> None:
         super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in said))
+
+
+# --- what marks a checkpoint ----------------------------------------------------------------------
+
+
+def stamp(checkpoint: dict[str, Any]) -> None:
+    """Writes the format number into `checkpoint`, beside what else stands under `KEY`."""
+    checkpoint[KEY] = {**checkpoint.get(KEY, {}), "format": FORMAT}
+
+
+def check_format(checkpoint: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint that this version cannot read; one without `KEY` is DDP's, and fine.
+
+    Raises:
+        ValueError: Naming the format number and what to do.
+    """
+    own = checkpoint.get(KEY, {"format": FORMAT})
+    number = own.get("format") if isinstance(own, Mapping) else None
+    if number == FORMAT and not isinstance(number, bool):
+        return
+    advice = "Load it with the version of lightning-dear that wrote it"
+    if isinstance(number, int) and number > FORMAT:
+        advice = "A newer lightning-dear wrote it: upgrade this one (pip install -U lightning-dear)"
+    raise ValueError(
+        f"The checkpoint has lightning_dear format {number!r}; this version reads {FORMAT}."
+        f" {advice}, or drop checkpoint['{KEY}'] to load it as DDP's own."
+    )
+
+
+def forget_masters(checkpoint: Mapping[str, Any]) -> None:
+    """Drops masters from the optimizers' states in `checkpoint`, which another strategy wrote.
+
+    It has stepped the weights, and kept the masters as it keeps all state that it does not know.
+    """
+    for value in checkpoint.values():
+        for state in value if isinstance(value, list) else [value]:
+            if isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys():
+                for own in state["state"].values():
+                    if isinstance(own, dict):
+                        own.pop(MASTER_KEY, None)
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -101,7 +154,8 @@ def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> d
         check_digests: See `check_records`, of a file on this machine. Costs one more reading.
 
     Raises:
-        ValueError: If it is empty, cut off, damaged or no checkpoint.
+        ValueError: If it is empty, cut off, damaged, no checkpoint, or of a later version of this
+            package.
         UnpicklingError: If it is whole, but `load` refuses to run what it names.
     """
     try:
@@ -111,9 +165,9 @@ def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> d
         content = load()
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__}")
+    except (CheckpointError, FileNotFoundError, PermissionError, MemoryError):
+        raise
     except Exception as error:
-        if isinstance(error, CheckpointError | FileNotFoundError | PermissionError | MemoryError):
-            raise
         if isinstance(error, UnpicklingError) and zipfile.is_zipfile(path):
             raise UnpicklingError(f"{path}: {error}") from error
         # Without torch's advice to load with weights_only=False, which is for other cases.
@@ -122,6 +176,7 @@ def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> d
             f"{path} cannot be loaded ({said}). Unless that says more, it is empty,"
             " cut off, damaged or no checkpoint: copy it again, or use another."
         ) from error
+    check_format(content)
     return content
 
 

@@ -21,9 +21,7 @@ from typing import Any
 
 import torch
 
-from lightning_dear.checkpoint.files import CheckpointError, beside, delete, read, write
-from lightning_dear.checkpoint.format import METADATA_FILE, check, stamp
-from lightning_dear.checkpoint.tree import Stored, put_together, take_apart
+from lightning_dear.checkpoint import files
 
 SKELETON_FILE = "checkpoint.pt"
 """What is no large tensor; written by rank 0."""
@@ -47,14 +45,17 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
             Nothing of it is left then.
     """
     # Here, because torch.distributed.checkpoint takes long to import and few write folders.
-    from lightning_dear.checkpoint.storage import write_tensors
+    from lightning_dear.checkpoint.storage import take_apart, write_tensors
 
     target = _local(path)
     skeleton, tensors = take_apart(checkpoint)
-    folder = beside(target, "saving")
+    folder = files.beside(target, "saving")
 
     def finish(tag: str) -> None:
-        _write_skeleton(folder, skeleton, tensors, tag)
+        stand_ins = {name: stored.stand_in for name, stored in tensors.items()}
+        file: dict[str, Any] = {"checkpoint": skeleton, "tensors": stand_ins, "tag": tag}
+        files.stamp(file)
+        files.write(file, folder / SKELETON_FILE)
         _publish(folder, target)
 
     write_tensors(folder, tensors, finish, target)
@@ -78,31 +79,31 @@ def load(
         ValueError: If it is incomplete, damaged, or of an unknown format; it names the file.
         UnpicklingError: If `weights_only` refuses what is in it.
     """
-    from lightning_dear.checkpoint.storage import read_tensors
+    from lightning_dear.checkpoint.storage import put_together, read_tensors
 
     folder = _existing(path)
-    for name in (METADATA_FILE, SKELETON_FILE):
+    for name in (files.METADATA_FILE, SKELETON_FILE):
         if not (folder / name).is_file():
-            raise CheckpointError(
+            raise files.CheckpointError(
                 f"{folder} is not a complete checkpoint folder ({name} is missing): saving or"
                 " removing it was interrupted, or something else wrote it. Use an earlier one."
             )
     path = folder / SKELETON_FILE
     skeleton = partial(torch.load, path, map_location="cpu", weights_only=weights_only)
-    file = read(path, skeleton, check_digests=check_digests)
-    check(file)
+    file = files.read(path, skeleton, check_digests=check_digests)
 
     def whole() -> Any:
         # Earlier versions have written no tag.
         tensors = read_tensors(folder, file["tensors"], file.get("tag", ""), check_digests)
         return put_together(file["checkpoint"], tensors)
 
-    return read(folder, whole, check_digests=False)
+    return files.read(folder, whole, check_digests=False)
 
 
 def is_folder(path: str | Path) -> bool:
     """Whether `load` is what reads `path`: it is a folder, or was just being replaced."""
-    return Path(path).is_dir() or (not Path(path).exists() and beside(path, "replaced").is_dir())
+    path = Path(path)
+    return path.is_dir() or (not path.exists() and files.beside(path, "replaced").is_dir())
 
 
 def remove(path: str | Path) -> None:
@@ -110,9 +111,9 @@ def remove(path: str | Path) -> None:
     folder = Path(path)
     # Of a link only the link goes: what it points to is another checkpoint.
     if not folder.is_symlink():
-        (folder / METADATA_FILE).unlink(missing_ok=True)
-    delete(folder)
-    delete(beside(folder, "replaced"))
+        (folder / files.METADATA_FILE).unlink(missing_ok=True)
+    files.delete(folder)
+    files.delete(files.beside(folder, "replaced"))
 
 
 def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None = None) -> None:
@@ -129,34 +130,27 @@ def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None =
     target = _local(file)
     if target.exists():
         raise FileExistsError(f"{target} exists; remove it or name another file.")
-    write(load(folder, weights_only=weights_only), target)
-
-
-def _write_skeleton(folder: Path, skeleton: Any, tensors: Mapping[str, Stored], tag: str) -> None:
-    stand_ins = {name: stored.stand_in for name, stored in tensors.items()}
-    file: dict[str, Any] = {"checkpoint": skeleton, "tensors": stand_ins, "tag": tag}
-    stamp(file)
-    write(file, folder / SKELETON_FILE)
+    files.write(load(folder, weights_only=weights_only), target)
 
 
 def _publish(folder: Path, target: Path) -> None:
-    replaced = beside(target, "replaced")
+    replaced = files.beside(target, "replaced")
     # Moved aside, not removed: a kill at any moment leaves the old one or the new one whole.
     if os.path.lexists(target):
         # If `target` is not there, a save was killed between the two renames and this is the last.
-        delete(replaced)
+        files.delete(replaced)
         target.rename(replaced)
     folder.rename(target)
-    delete(replaced)
+    files.delete(replaced)
 
 
 def _existing(path: str | Path) -> Path:
     folder = _local(path)
+    if not is_folder(folder):
+        raise FileNotFoundError(f"{folder} is not a folder; nothing to load.")
     if folder.is_dir():
         return folder
-    replaced = beside(folder, "replaced")
-    if folder.exists() or not replaced.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; nothing to load.")
+    replaced = files.beside(folder, "replaced")
     warnings.warn(
         f"{folder} was being replaced when its process was killed; loading the one before it, which"
         f" is still there as {replaced.name}.",

@@ -28,13 +28,6 @@ _WHOLE = -1
 
 
 @dataclass(frozen=True)
-class PerElement:
-    """Stands for a tensor with one number for each element, of which each rank has its pieces."""
-
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class Scalar:
     """A tensor that all ranks have alike (`step`), on the CPU, and whether it came from there."""
 
@@ -278,18 +271,19 @@ def _is_stand_in(value: Any) -> bool:
 
 
 def _described(value: Any, piece: Piece) -> Any:
+    """For other ranks: of a tensor with a number for each element the dtype, else all of it."""
     if not isinstance(value, Tensor):
         return value
     if value.shape == (piece.numel,):
-        return PerElement(value.dtype)
+        return value.dtype
     # It is pickled for other ranks, which may not have the device that it is on.
     return Scalar(value.cpu(), value.device.type == "cpu")
 
 
 def _restored(value: Any, like: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Any:
     """What was described, where it came from; a stand-in for what has a number for each element."""
-    if isinstance(value, PerElement):
-        return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+    if isinstance(value, torch.dtype):
+        return torch.empty_strided(shape, strides, dtype=value, device="meta")
     if isinstance(value, Scalar):
         return value.value.to("cpu" if value.is_on_cpu else like.device, copy=True)
     return value

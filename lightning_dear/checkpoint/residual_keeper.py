@@ -16,15 +16,7 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import Chunk
 from lightning_dear.checkpoint import residuals
 from lightning_dear.checkpoint.optimizer_state import CLASS, ShardedState, check_class
-from lightning_dear.checkpoint.residuals import (
-    FACTORS,
-    KEY,
-    STEERING,
-    Kind,
-    Part,
-    Residuals,
-    Rows,
-)
+from lightning_dear.checkpoint.residuals import FACTORS, KEY, STEERING, Residuals, Rows
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
 from lightning_dear.exchange import CompressedBucket
 from lightning_dear.planning.plan import Slice
@@ -145,7 +137,7 @@ class ResidualKeeper:
             for name in one.owner.names:
                 one.owner.load(name, self._collected(one, ("owner", name), own)[one.own])
 
-    def _collected(self, one: CompressedBucket, kind: Kind, own: Residuals) -> Tensor:
+    def _collected(self, one: CompressedBucket, kind: residuals.Kind, own: Residuals) -> Tensor:
         """Flat, as the bucket is, at its rate; 0 where there is nothing of that kind."""
         device = self._parameters[0].device
         flat = torch.zeros(one.spec.padded_numel, dtype=torch.float32, device=device)
@@ -192,7 +184,7 @@ class ResidualKeeper:
         taken = self._common()
         taken.kept[FACTORS] = {one: own.clone() for one, own in taken.kept[FACTORS].items()}
         for one in self._coded:
-            whole: dict[Kind, Tensor] = {}
+            whole: dict[residuals.Kind, Tensor] = {}
             for name, kept in one.worker.kept.items():
                 whole["worker", name] = flat = one.whole_of(kept)
                 if len(one.encoded) > 1 and is_alike:
@@ -254,7 +246,7 @@ class ResidualKeeper:
         """The parameter that a bucket is known by."""
         return self._parameters[one.spec.slices[0].tensor]
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[residuals.Part]:
         """What lies in the buckets; every rank names the same, whatever it has of it."""
         for one in self._coded:
             for part in one.spec.slices:

@@ -106,8 +106,7 @@ class DearModule(Module):
 
     def trains(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` is one of this module's."""
-        parts = self.pipeline.parts if self.pipeline is not None else ()
-        return any(part.optimizer is optimizer for part in parts)
+        return self.pipeline is not None and optimizer in self.pipeline.optimizers
 
     def end(self) -> None:
         """Ends the training before this object's life ends. Blocks for the last parameters."""
@@ -208,17 +207,15 @@ def check_have_optimizer(module: Module, trained: Sequence[DearModule]) -> None:
     Raises:
         RuntimeError: Naming a parameter and what to do.
     """
+    own = {id(parameter) for one in trained for parameter in one.module.parameters()}
     for name, parameter in module.named_parameters():
-        if parameter.grad is None:
-            continue
-        if any(parameter is own for one in trained for own in one.module.parameters()):
-            continue
-        raise RuntimeError(
-            f"'{name}' of a {type(module).__name__} that was set up without an optimizer has a"
-            " gradient, which strategy='dear' would not average over ranks. To train it, set up"
-            " both together: model, optimizer = fabric.setup(model, optimizer). Otherwise call it"
-            " under torch.no_grad() or freeze it: module.requires_grad_(False)."
-        )
+        if parameter.grad is not None and id(parameter) not in own:
+            raise RuntimeError(
+                f"'{name}' of a {type(module).__name__} that was set up without an optimizer has a"
+                " gradient, which strategy='dear' would not average over ranks. To train it, set up"
+                " both together: model, optimizer = fabric.setup(model, optimizer). Otherwise call"
+                " it under torch.no_grad() or freeze it: module.requires_grad_(False)."
+            )
 
 
 # --- optimizers -----------------------------------------------------------------------------------

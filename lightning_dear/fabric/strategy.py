@@ -26,25 +26,17 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.checkpoint.format import KEY, stamp
+from lightning_dear.checkpoint.files import KEY, stamp
 from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.fabric.module import (
-    DearModule,
-    check_apart,
-    check_have_optimizer,
-    check_without_trainer,
-    finish_at_exit,
-    finishing,
-    part_of,
-)
-from lightning_dear.planning import BucketPlan, FusionPlanner, resolve_fusion
+from lightning_dear.fabric import module as modules
+from lightning_dear.fabric.module import DearModule
+from lightning_dear.planning import FusionPlanner, resolve_fusion
 from lightning_dear.strategy import refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, PipelineStrategy
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
-from lightning_dear.strategy.connections import tell_loss_scale, unwrapped
-from lightning_dear.telemetry.statistics import StepStatistics
+from lightning_dear.strategy.connections import connect_scaler, unwrapped
 
 # Since Lightning 2.6 schedulers are set up as well.
 _SETS_UP_SCHEDULERS = (
@@ -97,10 +89,12 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     ) -> None:
         refusals.check_options(DearFabricStrategy.__init__, locals())
         # First: what others say of a planner or a schedule is for Trainers.
-        check_without_trainer(resolve_fusion(fusion, bucket_cap_mb), resolve_compressor(compressor))
+        modules.check_without_trainer(
+            resolve_fusion(fusion, bucket_cap_mb), resolve_compressor(compressor)
+        )
         self._take_options(locals())
         self._setups: list[weakref.ref[DearModule]] = []
-        self._num_optimizers, self._checks_digests, self._is_saving = 0, check_digests, False
+        self._num_optimizers, self._is_saving = 0, False
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -129,7 +123,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         # Registered after what ends the default process group, and so called before.
-        atexit.register(finish_at_exit)
+        atexit.register(modules.finish_at_exit)
 
     @override
     def _setup_distributed(self) -> None:
@@ -172,7 +166,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         self._options.check(collectives, len(optimizers) + len(taken))
         number = self._next_number(len(optimizers), taken)
         before = self._end_training_of(module)
-        check_apart(module, self._trained)
+        modules.check_apart(module, self._trained)
         place = collectives, number, bool(taken)
         pipeline = self._new_pipeline(module, optimizers, *place)
         for one in [*others, pipeline] if taken else []:
@@ -182,7 +176,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         wrapped = self._remember(DearModule(module, pipeline))
         for part in pipeline.parts:
             part.inherit(before)
-        self._connect_scaler(pipeline)
+        connect_scaler(self.precision, pipeline, modules.part_of)
         return (wrapped, optimizers, scheduler) if _SETS_UP_SCHEDULERS else (wrapped, optimizers)
 
     def _next_number(self, count: int, taken: Set[int]) -> int:
@@ -219,13 +213,6 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         self._setups.append(weakref.ref(module))
         return module
 
-    def _connect_scaler(self, pipeline: Pipeline) -> None:
-        scaler = getattr(self.precision, "scaler", None)
-        if scaler is not None:
-            if "unscale_" not in scaler.__dict__:
-                scaler.unscale_ = partial(_unscale, scaler.unscale_)
-            tell_loss_scale(scaler, pipeline, self.root_device)
-
     # --- training ---------------------------------------------------------------------------
 
     @override
@@ -241,7 +228,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             super().backward(tensor, module, *args, **kwargs)
         for one in self._all:
             if one.pipeline is None:
-                check_have_optimizer(one.module, trained)
+                modules.check_have_optimizer(one.module, trained)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -306,7 +293,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
         For `save_checkpoint` on rank 0 alone.
         """
-        part = part_of(unwrapped(optimizer))
+        part = modules.part_of(unwrapped(optimizer))
         if part is None:
             return super().get_optimizer_state(optimizer)
         return part.optimizer_state_dict(on_rank_0=self._is_saving)
@@ -370,25 +357,15 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         pipeline: Pipeline = trained[0].pipeline
         return pipeline
 
+    @property
+    @override
+    def _present(self) -> Pipeline:
+        return self.pipeline_of()
+
+    @override
     def encoding_figures(self, optimizer: Optimizer | None = None) -> dict[str, Tensor | float]:
-        """What the compressor saves and leaves over; empty without one. Local, no wait.
-
-        See `OptimizerPipeline.encoding_figures`.
-
-        Args:
-            optimizer: Of which parameters; not needed where there is one.
-        """
+        """As a Trainer's, but it must be clear of which optimizer; see `pipeline_of`."""
         return self._part(optimizer).encoding_figures()
-
-    @property
-    def plan(self) -> BucketPlan | None:
-        """The buckets of the only model's first optimizer; None before its first step."""
-        return self.pipeline_of().parts[0].plan
-
-    @property
-    def statistics(self) -> StepStatistics | None:
-        """What the last optimizer step of the only model cost; see `Pipeline.statistics`."""
-        return self.pipeline_of().statistics
 
     @property
     @override
@@ -421,7 +398,7 @@ class _FinishingLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().launch(partial(finishing, function), *args, **kwargs)
+        return super().launch(partial(modules.finishing, function), *args, **kwargs)
 
 
 class _CheckingIO(_WrappingCheckpointIO):
@@ -432,7 +409,8 @@ class _CheckingIO(_WrappingCheckpointIO):
     @override
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         read = partial(super().load_checkpoint, path, *args, **kwargs)
-        return checked(read, path, check_digests=self.checks_digests)
+        weights = kwargs.get("weights_only")
+        return checked(read, path, check_digests=self.checks_digests, weights_only=weights)
 
 
 def _plain(module: Module) -> Module:
@@ -442,14 +420,3 @@ def _plain(module: Module) -> Module:
 def _sync(module: Module, world_size: int) -> None:
     if world_size > 1:
         _sync_module_states(module)
-
-
-def _unscale(unscale: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
-    part = part_of(optimizer)
-    if part is None:
-        unscale(optimizer)
-    else:
-        part.unscale(unscale)
-
-
-__all__ = ["DearFabricStrategy"]

@@ -6,7 +6,7 @@
     Trainer(strategy=DearStrategy(bucket_cap_mb=50))
 
 `strategy="dear"` needs only `import lightning_dear`. This folder has no files for its modules
-(`strategy`, `callbacks`, ...): `lightning_dear/mirror.py` makes them from the originals.
+(`strategy`, `callbacks`, ...): `lightning_dear/registration.py` makes them from the originals.
 """
 
 from typing import TYPE_CHECKING

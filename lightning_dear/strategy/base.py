@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -25,15 +26,12 @@ from lightning_dear.compression import resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
-from lightning_dear.planning import resolve_fusion
+from lightning_dear.planning import BucketPlan, resolve_fusion, save_plan
 from lightning_dear.registration import register
+from lightning_dear.strategy import refusals
 from lightning_dear.strategy.connections import unwrapped
-from lightning_dear.strategy.refusals import (
-    check_planner,
-    say_what_hosts_cost,
-    say_what_is_gathered,
-    warn_of_lag,
-)
+from lightning_dear.telemetry.statistics import StepStatistics
+from lightning_dear.telemetry.timeline import Timeline
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
@@ -43,9 +41,11 @@ NO_TIMEOUT = timedelta(minutes=30)
 
 
 class PipelineStrategy(ABC):
-    """Trains modules through pipelines of the engine. Stands in front of Lightning's own base."""
+    """Trains modules through pipelines of the engine. Stands in front of Lightning's own base.
 
-    _gradients_in_hooks = True
+    Attributes:
+        compression_schedule: The given one, or one for a compressor's own warm-up; or None.
+    """
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -63,10 +63,12 @@ class PipelineStrategy(ABC):
             TypeError: For objects of another kind.
         """
         codec = resolve_compressor(given["compressor"])
-        self._schedule = schedule_of(codec, given.get("compression_schedule"))
-        groups = () if self._schedule is None else self._schedule.groups
+        schedule = schedule_of(codec, given.get("compression_schedule"))
+        groups = () if schedule is None else schedule.groups
         self._gather: str | None = given["gather"]
         self._broadcast_buffers, self._audit = given["broadcast_buffers"], given["audit"]
+        self._gradients_in_hooks = given.get("gradients_in_hooks", True)
+        self._checks_digests = given["check_digests"]
         self._hops: int | None = given["hops"]
         if self._hops not in (None, 1, 2):
             raise ValueError(f"hops must be 1, 2 or None, got {self._hops!r}.")
@@ -77,9 +79,10 @@ class PipelineStrategy(ABC):
             with suppress(ValueError):
                 self._or_else = replace(self._options, gather="gradients")
         self._fusion = resolve_fusion(given["fusion"], given["bucket_cap_mb"])
-        check_planner(self._fusion, self._options)
-        if self._schedule is not None:
-            self._schedule.check_use(self._fusion, self._options)
+        refusals.check_planner(self._fusion, self._options)
+        if schedule is not None:
+            schedule.check_use(self._fusion, self._options)
+        self.compression_schedule = schedule
 
     def _begin_attempt(self) -> None:
         """Under torchrun, makes the default process group on keys that no restart has used.
@@ -117,8 +120,8 @@ class PipelineStrategy(ABC):
 
         Collective, blocks.
         """
-        say_what_is_gathered(self._gather, self._options)
-        warn_of_lag(self._options)
+        refusals.say_what_is_gathered(self._gather, self._options)
+        refusals.warn_of_lag(self._options)
         pipeline = Pipeline(
             module,
             optimizers,
@@ -135,7 +138,7 @@ class PipelineStrategy(ABC):
             part.shows_gradients = self._gradients_in_hooks
         if pipeline.remark is not None:
             rank_zero_info(pipeline.remark)
-        say_what_hosts_cost(pipeline)
+        refusals.say_what_hosts_cost(pipeline)
         return pipeline
 
     # --- for users: parameters --------------------------------------------------------------------
@@ -167,6 +170,53 @@ class PipelineStrategy(ABC):
         for pipeline in self._pipelines:
             for part in pipeline.parts:
                 part.sync_replicas()
+
+    # --- for users: the plan, what a step cost ----------------------------------------------------
+
+    @property
+    def _present(self) -> Pipeline | None:
+        """The only pipeline; None where nothing is being trained."""
+        return next(iter(self._pipelines), None)
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The first optimizer's buckets; None before its first step of a fit."""
+        return None if self._present is None else self._present.parts[0].plan
+
+    def save_plan(self, path: str | Path) -> None:
+        """Writes the first optimizer's plan to a JSON file, for `planning.FixedPlan(path)`.
+
+        All ranks have the same plan; call on one of each host, as every caller writes the file.
+
+        Raises:
+            RuntimeError: If there is no plan yet.
+        """
+        if self._present is None or self._present.parts[0].plan is None:
+            raise RuntimeError("There is a plan from the first step of a fit on.")
+        save_plan(path, self._present.parts[0].plan, self._present.parts[0].tensors)
+
+    def encoding_figures(self) -> dict[str, Tensor | float]:
+        """What the compressor saves and leaves over, for the first optimizer; empty without one.
+
+        Local, no wait. See `OptimizerPipeline.encoding_figures`.
+        """
+        return {} if self._present is None else self._present.parts[0].encoding_figures()
+
+    @property
+    def statistics(self) -> StepStatistics | None:
+        """What the last optimizer step cost; None outside a fit, and see `Pipeline.statistics`."""
+        return None if self._present is None else self._present.statistics
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where spans are recorded at present. Assign a `Timeline` to record, None to stop."""
+        return None if self._present is None else self._present.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        if self._present is None:
+            raise RuntimeError("A timeline can be recorded only during fit.")
+        self._present.timeline = timeline
 
     # --- for users: each rank has its shard of the mean gradient ----------------------------------
 

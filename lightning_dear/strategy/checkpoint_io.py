@@ -11,8 +11,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from typing_extensions import override
 
-from lightning_dear.checkpoint.files import CheckpointError, read, write
-from lightning_dear.checkpoint.format import KEY, check, forget_masters
+from lightning_dear.checkpoint import folder
+from lightning_dear.checkpoint.files import KEY, CheckpointError, forget_masters, read, write
 from lightning_dear.collectives.store import from_all_ranks
 
 
@@ -44,45 +44,39 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def checked(
-    load: Callable[[], dict[str, Any]], path: str | Path, *, check_digests: bool
+    load: Callable[[], dict[str, Any]],
+    path: str | Path,
+    *,
+    check_digests: bool,
+    weights_only: bool | None = None,
+    is_trainers: bool = False,
 ) -> dict[str, Any]:
-    """What `load` reads from the file `path`, without masters if another strategy wrote it.
+    """The checkpoint in the file or folder `path`, without masters if another strategy wrote it.
 
-    Every rank reads: see `on_all_ranks`. Collective, blocks.
+    Every rank reads: where it fails on any rank, it fails on all. Hosts may have copies of their
+    own: without that others would wait for the one that failed. Collective, blocks.
 
     Args:
-        load: Called once.
+        load: Reads the file; called once.
         path: To be named, and compared with its digests where it is local.
         check_digests: Whether to compare.
+        weights_only: Of a folder: see `folder.load`.
+        is_trainers: Whether a Trainer must have written it.
 
     Raises:
         ValueError: If it is damaged or no checkpoint, or a later version of this package wrote it.
-    """
-    local = str(path).removeprefix("file://")
-
-    def own() -> dict[str, Any]:
-        checkpoint = read(local, load, check_digests=check_digests)
-        check(checkpoint)
-        return checkpoint
-
-    checkpoint = on_all_ranks(own)
-    if KEY not in checkpoint:
-        forget_masters(checkpoint)
-    return checkpoint
-
-
-def on_all_ranks(load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `load` returns; where it fails on any rank, it fails on all. Collective, blocks.
-
-    Hosts may have copies of their own: without that others would wait for the one that failed.
-
-    Raises:
-        Exception: What `load` has raised here.
-        ValueError: If it has raised on other ranks alone, with the first one's words.
+            If it was so on other ranks alone, with the first one's words.
+        Exception: What else `load` has raised here.
     """
     wrong: Exception | None = None
     try:
-        content = load()
+        if folder.is_folder(path):
+            checkpoint = folder.load(path, weights_only=weights_only, check_digests=check_digests)
+        else:
+            local = str(path).removeprefix("file://")
+            checkpoint = read(local, load, check_digests=check_digests)
+        if is_trainers and "state_dict" not in checkpoint:
+            raise CheckpointError(f"{path} is no Trainer's checkpoint: no 'state_dict'.")
     except Exception as error:
         wrong = error
     said = from_all_ranks(None if wrong is None else str(wrong) or repr(wrong))
@@ -90,4 +84,6 @@ def on_all_ranks(load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         raise wrong
     for others in filter(None, said):
         raise CheckpointError(others)
-    return content
+    if KEY not in checkpoint:
+        forget_masters(checkpoint)
+    return checkpoint

@@ -14,10 +14,13 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.fabric.wrappers import _FabricOptimizer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -26,12 +29,28 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dear.callbacks import CompressionSchedule, FusionTuner
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.strategy.failures import FailureBoard
 
 log = logging.getLogger(__name__)
+
+
+def append_callbacks(
+    trainer: pl.Trainer, planner: FusionPlanner, schedule: CompressionSchedule | None
+) -> None:
+    """Those that work between two steps of a fit; once for a trainer."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    has_tuner = any(isinstance(one, FusionTuner) for one in callbacks)
+    if isinstance(planner, SearchingPlanner) and not has_tuner:
+        callbacks.append(FusionTuner(planner))
+    if schedule is not None and schedule not in callbacks:
+        callbacks.append(schedule)
 
 
 def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
@@ -48,17 +67,34 @@ def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
         clip_grad_by_norm=lambda optimizer, by: part_of(optimizer).clip_by_norm(float(by)),
         clip_grad_by_value=lambda optimizer, by: part_of(optimizer).clip_by_value(float(by)),
     )
+    connect_scaler(precision, pipeline, part_of)
+
+
+def connect_scaler(
+    precision: FabricPrecision,
+    pipeline: Pipeline,
+    part_of: Callable[[Optimizer], OptimizerPipeline | None],
+) -> None:
+    """Lets a GradScaler unscale shards, and `pipeline` ask for what it multiplies losses by.
+
+    Args:
+        precision: May have none: then nothing is done.
+        pipeline: To be told.
+        part_of: What steps an optimizer's shards; None: nothing of ours.
+    """
     scaler = getattr(precision, "scaler", None)
-    if scaler is not None:
-        unscale = scaler.unscale_
-        scaler.unscale_ = lambda optimizer: part_of(optimizer).unscale(unscale)
-        tell_loss_scale(scaler, pipeline, pipeline.parts[0].parameters[0].device)
+    if scaler is None:
+        return
+    vars(scaler).pop("unscale_", None)
+    unscale = scaler.unscale_
 
+    def on_shards(optimizer: Optimizer) -> None:
+        part = part_of(optimizer)
+        unscale(optimizer) if part is None else part.unscale(unscale)
 
-def tell_loss_scale(scaler: Any, pipeline: Pipeline, device: torch.device) -> None:
-    """Lets the pipeline, on `device`, ask for what `scaler` multiplies losses by."""
+    scaler.unscale_ = on_shards
     for part in pipeline.parts:
-        part.plans.loss_scale = partial(loss_scale, scaler, device)
+        part.plans.loss_scale = partial(loss_scale, scaler, part.parameters[0].device)
 
 
 def loss_scale(scaler: Any, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
@@ -29,27 +29,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
-from lightning_dear.callbacks.fusion_tuner import FusionTuner
-from lightning_dear.callbacks.guards import CompletionGuard, GradientGuard, gradient_readers
-from lightning_dear.checkpoint.files import CheckpointError
-from lightning_dear.checkpoint.folder import is_folder, load, remove, save
-from lightning_dear.checkpoint.format import stamp
+from lightning_dear.callbacks.guards import CompletionGuard, gradient_readers
+from lightning_dear.checkpoint import folder
+from lightning_dear.checkpoint.files import stamp
 from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.planning import BucketPlan, FusionPlanner, SearchingPlanner, save_plan
-from lightning_dear.strategy import refusals
+from lightning_dear.planning import FusionPlanner
+from lightning_dear.strategy import connections, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy
-from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked, on_all_ranks
-from lightning_dear.strategy.connections import (
-    StopRequest,
-    connect_precision,
-    disconnect_precision,
-    unwrapped,
-)
+from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
+from lightning_dear.strategy.connections import StopRequest, unwrapped
 from lightning_dear.strategy.failures import FailureBoard, FailureWatch, is_consequence
 from lightning_dear.strategy.launchers import JobLauncher, configure_launcher
-from lightning_dear.telemetry.statistics import StepStatistics
-from lightning_dear.telemetry.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +54,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     `strategy="ddp"`.
 
     Args:
-        accelerator: As in `DDPStrategy`, and so are the other host options.
-        parallel_devices: Devices of this node's ranks.
-        cluster_environment: Who starts the processes.
-        checkpoint_io: Reads and writes checkpoints.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io: As in `DDPStrategy`.
         precision_plugin: Of `Trainer(precision=)`: 32, 16 or bf16 (mixed or true), or 64 bits.
             16-bit parameters are stepped as fp32 masters, which DDP does not do.
         compressor: "none", None, or what encodes gradients: a name ("bf16", "int8", "topk", ...)
@@ -144,11 +132,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         # Of the present run; before the first one, of a run without other ranks.
         self._failures = FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
         self._stop: StopRequest | None = None
-        self._is_sync_blocked = self._is_last_backward = False
+        self._is_sync_blocked = False
+        # Within `last_backward` its optimizers; none: all.
         self._last_of: list[Optimizer] | None = None
         self._take_options(locals())
-        self._gradients_in_hooks = gradients_in_hooks
-        self._saves_folders, self._checks_digests = save_distributed_checkpoint, check_digests
+        self._saves_folders = save_distributed_checkpoint
         self._pipeline: Pipeline | None = None
         self._connected: Sequence[LightningOptimizer] = ()
         host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
@@ -183,7 +171,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         module = self.lightning_module
         if module is not None and module._trainer is not None:
             # Before checkpoints are loaded: one may bring the plan that was found.
-            self._append_callbacks(module.trainer)
+            connections.append_callbacks(module.trainer, self._fusion, self.compression_schedule)
             if self.world_size > 1:
                 self._stop = StopRequest(module.trainer, board, self._stop)
                 self._failures.on_asked = self._stop.tell
@@ -193,11 +181,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             refusals.check_precision(self.precision_plugin)
-            if self._saves_folders and not isinstance(self.checkpoint_io, TorchCheckpointIO):
-                raise ValueError(
-                    "save_distributed_checkpoint=True writes folders itself and would not use"
-                    f" {type(self.checkpoint_io).__name__}; leave out one of them."
-                )
+            if self._saves_folders:
+                refusals.check_writer_of_folders(self.checkpoint_io)
         super().setup(trainer)
         if is_fitting:
             self._start_pipeline(trainer)
@@ -225,7 +210,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             "follow a change of the optimizers, which all ranks must make before the same step",
             timeout_s=(self._timeout or NO_TIMEOUT).total_seconds() / 2,
         )
-        self._insert_guards(trainer)
+        self._insert_guard(trainer)
         self._connect(trainer)
         if self._stop is not None:
             self._stop.ask_through(collectives)
@@ -237,19 +222,14 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         for wrapper in self._connected:
             # Its class has torch's own, which would pass the pipeline by.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
-        connect_precision(self.precision_plugin, self._pipeline)
+        connections.connect_precision(self.precision_plugin, self._pipeline)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         assert self.lightning_module is not None
         readers = gradient_readers((*callbacks, self.lightning_module))
         self._pipeline.refuse_early(refusals.why_not_early(trainer, self.optimizers, readers))
 
     def _follow_optimizers(self) -> None:
-        """Trains on with the optimizers that the trainer was given since. Collective then, blocks.
-
-        Raises:
-            RuntimeError: See `Pipeline.use_optimizers`.
-            ValueError: For optimizers that would have been refused at first.
-        """
+        """Trains on with optimizers given since, or refuses them. Collective then, blocks."""
         module, wrappers = self.lightning_module, self._lightning_optimizers
         # Whoever assigns optimizers gets new wrappers.
         if self._pipeline is None or module is None or wrappers is self._connected:
@@ -258,32 +238,19 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline.use_optimizers([unwrapped(one) for one in self.optimizers])
         if self._pipeline.remark is not None:
             rank_zero_info(self._pipeline.remark)
-        disconnect_precision(self.precision_plugin)
+        connections.disconnect_precision(self.precision_plugin)
         self._connect(module.trainer)
 
-    def _append_callbacks(self, trainer: pl.Trainer) -> None:
-        """Those that work between two steps; once for a trainer."""
+    def _insert_guard(self, trainer: pl.Trainer) -> None:
+        """In front of all other callbacks, for as long as there is a pipeline."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        has_tuner = any(isinstance(one, FusionTuner) for one in callbacks)
-        if isinstance(self._fusion, SearchingPlanner) and not has_tuner:
-            callbacks.append(FusionTuner(self._fusion, lambda: self._pipeline))
-        if self._schedule is not None:
-            self._schedule.connect(lambda: self._pipeline)
-            if self._schedule not in callbacks:
-                callbacks.append(self._schedule)
-
-    def _insert_guards(self, trainer: pl.Trainer) -> None:
-        """Those in front of all others, for as long as there is a pipeline."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        guards = (CompletionGuard, GradientGuard)
-        callbacks[:] = [one for one in callbacks if not isinstance(one, guards)]
+        callbacks[:] = [one for one in callbacks if not isinstance(one, CompletionGuard)]
         readers = gradient_readers((*callbacks, trainer.lightning_module))
-        if readers and self._shows_gradients:
+        readers = readers if self._shows_gradients else {}
+        if readers:
             refusals.warn_about_readers(readers)
-            callbacks.insert(0, GradientGuard(readers, self._expose_gradients))
-        callbacks.insert(0, CompletionGuard(self.complete_parameters, self.report_failure))
+        tell = self.complete_parameters, self.report_failure
+        callbacks.insert(0, CompletionGuard(*tell, readers, self._expose_gradients))
 
     @property
     def _shows_gradients(self) -> bool:
@@ -318,10 +285,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         assert self.lightning_module is not None
         # Under manual optimisation any number of backwards may come before a step.
         is_automatic = self.lightning_module.automatic_optimization
-        synchronize = not self._is_sync_blocked and (is_automatic or self._is_last_backward or None)
+        is_last = is_automatic or self._last_of is not None or None
+        synchronize = not self._is_sync_blocked and is_last
         with self._pipeline.backward(
             synchronize=synchronize,
-            optimizers=self._last_of,
+            optimizers=self._last_of or None,
             averages_others=not self._is_sync_blocked,
         ):
             loss = super().backward(*args, **kwargs)
@@ -409,7 +377,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """
         stamp(checkpoint)
         if not self._saves_folders:
-            self._remove_folder(filepath)
+            if folder.is_folder(filepath):
+                self.remove_checkpoint(filepath)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
@@ -418,7 +387,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
                 " storage_options; leave out one of them."
             )
         # Names may hold a time of day, which ranks read at different moments.
-        save(self.broadcast(filepath), checkpoint)
+        folder.save(self.broadcast(filepath), checkpoint)
 
     @override
     def load_checkpoint(
@@ -431,34 +400,19 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Raises:
             ValueError: If it is damaged, of an unknown format, or not of a Trainer.
         """
-        if is_folder(checkpoint_path):
-            # Lightning 2.5 does not pass it.
-            weights = kwargs.get("weights_only", *args[:1])
-            checks = self._checks_digests
-            whole = partial(load, checkpoint_path, weights_only=weights, check_digests=checks)
-            return on_all_ranks(whole)
         read = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
-
-        def own() -> dict[str, Any]:
-            checkpoint = read()
-            if "state_dict" not in checkpoint:
-                why = f"{checkpoint_path} is no Trainer's checkpoint: no 'state_dict'."
-                raise CheckpointError(why)
-            return checkpoint
-
-        return checked(own, checkpoint_path, check_digests=self._checks_digests)
+        # Lightning 2.5 does not pass it.
+        weights = kwargs.get("weights_only", *args[:1])
+        checks = {"check_digests": self._checks_digests, "is_trainers": True}
+        return checked(read, checkpoint_path, weights_only=weights, **checks)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a file or a folder; rank 0 does."""
-        if not self._remove_folder(filepath):
+        if not folder.is_folder(filepath):
             super().remove_checkpoint(filepath)
-
-    def _remove_folder(self, path: str | Path) -> bool:
-        was_folder = is_folder(path)
-        if was_folder and self.is_global_zero:
-            remove(path)
-        return was_folder
+        elif self.is_global_zero:
+            folder.remove(filepath)
 
     # --- failures and the end -------------------------------------------------------------------
 
@@ -472,8 +426,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def report_failure(self, exception: BaseException) -> None:
         """Reports `exception` to the other ranks, or says whose it was. Blocks a few seconds.
 
-        Acts once a run. To be called before any other callback sees the exception:
-        `CompletionGuard`, which stands first, does so.
+        Acts once a run; `CompletionGuard` calls it before any other callback sees the exception.
         """
         refusals.explain(exception)
         if isinstance(self.launcher, JobLauncher):
@@ -486,12 +439,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         """As ever; but after a failure it does not wait for ranks that never come."""
-        board = self._failures.board
-        if not board.has_failed:
-            super().barrier(name)
-            return
+        if not self._failures.board.has_failed:
+            return super().barrier(name)
         try:
-            board.agree(f"meet at {name or 'a barrier'}")
+            self._failures.board.agree(f"meet at {name or 'a barrier'}")
         except RuntimeError as error:
             log.warning("Not all ranks are there after the failure. %s", error)
 
@@ -501,10 +452,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             if self._pipeline is not None:
                 self._pipeline.detach()
         finally:
-            disconnect_precision(self.precision_plugin)
-            if self._schedule is not None:
-                # Another strategy's fit is to notice that nobody drives it.
-                self._schedule.connect(None)
+            connections.disconnect_precision(self.precision_plugin)
             if self._stop is not None:
                 self._stop.disconnect()
             self._failures.close()
@@ -519,7 +467,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """For launchers that pickle the strategy: process groups and works stay behind."""
         return {**self.__dict__, "_pipeline": None, "_stop": None}
 
-    # --- for users, beside what `PipelineStrategy` has: the plan, what a step cost ----------------
+    # --- for users, beside what `PipelineStrategy` has ------------------------------------------
 
     @property
     @override
@@ -532,46 +480,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             raise RuntimeError("There are gradients only during fit.")
         return self._pipeline
 
-    @property
-    def plan(self) -> BucketPlan | None:
-        """The first optimizer's buckets; None before its first step of a fit."""
-        return None if self._pipeline is None else self._pipeline.parts[0].plan
-
-    def save_plan(self, path: str | Path) -> None:
-        """Writes the first optimizer's plan to a JSON file, for `planning.FixedPlan(path)`.
-
-        All ranks have the same plan; call on one of each host, as every caller writes the file.
-
-        Raises:
-            RuntimeError: If there is no plan yet.
-        """
-        if self._pipeline is None or self._pipeline.parts[0].plan is None:
-            raise RuntimeError("There is a plan from the first step of a fit on.")
-        save_plan(path, self._pipeline.parts[0].plan, self._pipeline.parts[0].tensors)
-
-    def encoding_figures(self) -> dict[str, Tensor | float]:
-        """What the compressor saves and leaves over, for the first optimizer; empty without one.
-
-        See `OptimizerPipeline.encoding_figures`.
-        """
-        return {} if self._pipeline is None else self._pipeline.parts[0].encoding_figures()
-
-    @property
-    def statistics(self) -> StepStatistics | None:
-        """What the last optimizer step cost; None outside a fit, and see `Pipeline.statistics`."""
-        return None if self._pipeline is None else self._pipeline.statistics
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """Where spans are recorded at present. Assign a `Timeline` to record, None to stop."""
-        return None if self._pipeline is None else self._pipeline.timeline
-
-    @timeline.setter
-    def timeline(self, timeline: Timeline | None) -> None:
-        if self._pipeline is None:
-            raise RuntimeError("A timeline can be recorded only during fit.")
-        self._pipeline.timeline = timeline
-
     @contextmanager
     def last_backward(self, *optimizers: Optimizer) -> Generator[None, None, None]:
         """Manual optimisation: the backward run within is the last one before `step()`.
@@ -582,13 +490,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Args:
             *optimizers: Those that are to step; none: all.
         """
-        before = self._is_last_backward, self._last_of
-        self._is_last_backward = True
-        self._last_of = [unwrapped(one) for one in optimizers] or None
+        before, self._last_of = self._last_of, [unwrapped(one) for one in optimizers]
         try:
             yield
         finally:
-            self._is_last_backward, self._last_of = before
-
-
-__all__ = ["DearStrategy"]
+            self._last_of = before

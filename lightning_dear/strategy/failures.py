@@ -433,8 +433,6 @@ class FailureWatch:
     def _run(self) -> None:
         # A client has one lock, which the main thread may hold for as long as it waits for a key.
         client = new_store_client()
-        if client is None:
-            return
         abort = threading.Timer(ABORT_S, lambda: self._is_over.is_set() or self.on_failed())
         abort.daemon = True
         # A thread of its own: the store of a process that is stopped may take for ever to answer.

@@ -36,12 +36,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitE
 from typing_extensions import override
 
 from lightning_dear.collectives.factory import leave_process_groups
-from lightning_dear.strategy.failures import (
-    REPORT_WAIT_S,
-    dump_stacks,
-    first_failure,
-    is_consequence,
-)
+from lightning_dear.strategy import failures
 
 if TYPE_CHECKING:
     from hydra.conf import HydraConf
@@ -248,7 +243,7 @@ class JobLauncher(_SubprocessScriptLauncher):
         # cannot, since its loop never communicates, must not keep the job alive.
         if self._is_failing.wait(GRACE_S):
             return
-        dump_stacks()
+        failures.dump_stacks()
         self._end_at_once(f"Local rank {first_ending(codes)}, which rank 0 has not noticed")
 
     def part(self) -> None:
@@ -331,8 +326,7 @@ def _is_wakeup_taken() -> bool:
 
 def print_first_failure() -> None:
     """Print which rank failed first and of what, if this rank knows."""
-    failure = first_failure()
-    if failure is not None:
+    if (failure := failures.first_failure()) is not None:
         print(failure, file=sys.stderr, flush=True)
 
 
@@ -353,7 +347,7 @@ def _end_after(parent: int) -> None:
         time.sleep(POLL_S)
     # Rank 0 waits for its children when it ends in good order, so it was killed.
     time.sleep(GRACE_S)
-    dump_stacks()
+    failures.dump_stacks()
     log.error("Rank 0 was killed, and this rank, which has not noticed, is ended.")
     os._exit(1)
 
@@ -482,7 +476,7 @@ def _reporting(
         return SystemExit(end.code)
     except BaseException as exception:
         report(exception)
-        if is_consequence(exception):
+        if failures.is_consequence(exception):
             # torch shows the user the error of the rank that ends first, and ends the others.
-            time.sleep(REPORT_WAIT_S)
+            time.sleep(failures.REPORT_WAIT_S)
         raise

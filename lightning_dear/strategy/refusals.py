@@ -12,6 +12,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.plugins import precision as fabric_precision
 from lightning.pytorch.plugins import precision as trainer_precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -226,6 +227,19 @@ def check_precision(precision: fabric_precision.Precision) -> None:
             " strategy='dear': it keeps layers or parameters of its own, which cannot be sharded."
             " Use '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or"
             " strategy='ddp'."
+        )
+
+
+def check_writer_of_folders(checkpoint_io: CheckpointIO) -> None:
+    """Refuses plug-ins that write otherwise than torch, where the strategy writes folders itself.
+
+    Raises:
+        ValueError: Naming the plug-in.
+    """
+    if not isinstance(checkpoint_io, TorchCheckpointIO):
+        raise ValueError(
+            "save_distributed_checkpoint=True writes folders itself and would not use"
+            f" {type(checkpoint_io).__name__}; leave out one of them."
         )
 
 

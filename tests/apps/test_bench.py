@@ -483,7 +483,7 @@ def _tuned(*callbacks: object, plan: object = PLAN) -> SimpleNamespace:
 
 
 def test_the_plan_of_a_search_that_has_not_ended_is_no_result() -> None:
-    tuner = FusionTuner(AutoFusion(), lambda: None)
+    tuner = FusionTuner(AutoFusion())
     assert found_plan("one", _tuned(tuner)) == (PLAN, "plan: by hand")
     tuner._tuning = SimpleNamespace(is_searching=False, reason="the best of two")
     assert found_plan("one", _tuned(tuner)) == (PLAN, "plan: the best of two")

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_dear import DearStrategy
 from lightning_dear.callbacks import CompressionSchedule, DearMonitor
 from lightning_dear.compression import DGC, Compressor, SignSGD, Signum, TopK
+from lightning_dear.strategy.connections import append_callbacks
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import dear, fit
 from tests.lightning.nets import Net
@@ -79,7 +80,8 @@ def test_a_density_that_no_step_would_have_is_refused() -> None:
 
 
 def test_a_schedule_that_no_strategy_knows_is_refused() -> None:
-    schedule, trainer = CompressionSchedule(dense_steps=1), Any
+    schedule = CompressionSchedule(dense_steps=1)
+    trainer: Any = SimpleNamespace(strategy=DearStrategy(compressor="int8"))
     schedule.setup(trainer, LightningModule(), "validate")
     with pytest.raises(ValueError, match=r"DearStrategy\(compression_schedule=\.\.\.\)"):
         schedule.setup(trainer, LightningModule(), "fit")
@@ -89,9 +91,9 @@ def test_a_schedule_that_is_a_callback_as_well_is_connected_once() -> None:
     schedule = CompressionSchedule(dense_steps=1)
     strategy: Any = DearStrategy(compressor="int8", compression_schedule=schedule)
     trainer: Any = SimpleNamespace(
-        callbacks=[schedule], state=SimpleNamespace(fn=TrainerFn.FITTING)
+        callbacks=[schedule], state=SimpleNamespace(fn=TrainerFn.FITTING), strategy=strategy
     )
-    strategy._append_callbacks(trainer)
+    append_callbacks(trainer, strategy._fusion, schedule)
     assert trainer.callbacks == [schedule]
     schedule.setup(trainer, LightningModule(), "fit")
 

@@ -77,7 +77,7 @@ def _tuned(
     planner: Any, net: Net, *callbacks: Any, compressor: Any = "none", **options: Any
 ) -> tuple[FusionTuner, Any]:
     strategy = dear(fusion=planner, compressor=compressor)
-    tuner = FusionTuner(planner, lambda: strategy._pipeline)
+    tuner = FusionTuner(planner)
     options = {"num_samples": 4 * NUM_STEPS, "max_steps": NUM_STEPS, **options}
     fit(strategy, net, tuner, *callbacks, **options)
     return tuner, strategy

@@ -116,5 +116,5 @@ def test_the_guard_waits_in_every_hook(hook: str) -> None:
 def test_callbacks_of_ours_make_nobody_wait(hook: str) -> None:
     reasons: list[str] = []
     guard = CompletionGuard(reasons.append)
-    ours = [DearMonitor(), TimelineCallback(), FusionTuner(AutoFusion(), lambda: None)]
-    assert guard._find_reader(hook, [guard, *ours], LightningModule()) is None
+    ours = [DearMonitor(), TimelineCallback(), FusionTuner(AutoFusion())]
+    assert guard.reader_of(hook, [guard, *ours], LightningModule()) is None

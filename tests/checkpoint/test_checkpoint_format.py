@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from lightning_dear.checkpoint.format import FORMAT, KEY, check, stamp
+from lightning_dear.checkpoint.files import FORMAT, KEY, check_format, stamp
 
 
 def test_a_stamped_checkpoint_is_read() -> None:
     checkpoint: dict[str, Any] = {"state_dict": {}}
     stamp(checkpoint)
     assert checkpoint == {"state_dict": {}, KEY: {"format": FORMAT}}
-    check(checkpoint)
+    check_format(checkpoint)
 
 
 def test_stamping_keeps_what_stands_beside_the_number() -> None:
@@ -23,7 +23,7 @@ def test_stamping_keeps_what_stands_beside_the_number() -> None:
 
 
 def test_a_checkpoint_of_ddp_is_fine() -> None:
-    check({"state_dict": {}})
+    check_format({"state_dict": {}})
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_a_checkpoint_of_ddp_is_fine() -> None:
 )
 def test_an_unknown_number_is_refused_by_name(own: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check({KEY: own})
+        check_format({KEY: own})

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_dear.checkpoint.files import METADATA_FILE
 from lightning_dear.checkpoint.folder import SKELETON_FILE, load, save
-from lightning_dear.checkpoint.format import METADATA_FILE
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from tests.checkpoint.test_distributed_checkpoint import assert_equal
 

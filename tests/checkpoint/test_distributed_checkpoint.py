@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from lightning_dear.checkpoint import files as checkpoint_files
 from lightning_dear.checkpoint import folder as distributed_checkpoint
 from lightning_dear.checkpoint import storage as checkpoint_storage
+from lightning_dear.checkpoint.files import KEY, METADATA_FILE
 from lightning_dear.checkpoint.folder import convert, is_folder, load, remove, save
-from lightning_dear.checkpoint.format import KEY
 from lightning_dear.checkpoint.optimizer_state import sharded_state
-from lightning_dear.checkpoint.tree import put_together, take_apart
+from lightning_dear.checkpoint.storage import put_together, take_apart
 from lightning_dear.engine.pipeline import Pipeline
 from tests.distributed.harness import RanksFailed, distributed, observe_ranks, run_ranks
 from tests.training.models import build, optimizer_for, two_groups, weights
@@ -404,7 +404,7 @@ def _interrupt(
 INTERRUPTIONS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "writing": (torch, "save", lambda *_: True),
     "metadata": (pickle, "dump", lambda *_: True),
-    "finishing": (distributed_checkpoint, "_write_skeleton", lambda *_: True),
+    "finishing": (checkpoint_files, "write", lambda *_: True),
     "publishing": (distributed_checkpoint, "_publish", lambda *_: True),
     "first rename": (Path, "rename", lambda path, to: "replaced" in str(to)),
     "second rename": (Path, "rename", lambda path, to: to.name == "saved"),
@@ -585,16 +585,14 @@ class _Evil:
         return os.mkdir, ("was run",)
 
 
-@pytest.mark.parametrize(
-    "name", [checkpoint_storage.METADATA_FILE, distributed_checkpoint.SKELETON_FILE]
-)
+@pytest.mark.parametrize("name", [METADATA_FILE, distributed_checkpoint.SKELETON_FILE])
 def test_loading_runs_no_code_from_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     _save_again(tmp_path / "saved", 1.0)
     with (tmp_path / "saved" / name).open("wb") as file:
-        if name == checkpoint_storage.METADATA_FILE:
+        if name == METADATA_FILE:
             pickle.dump(_Evil(), file)
         else:
             torch.save(_Evil(), file)

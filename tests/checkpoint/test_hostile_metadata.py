@@ -15,8 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
+from lightning_dear.checkpoint.files import METADATA_FILE
 from lightning_dear.checkpoint.folder import SKELETON_FILE, load, save
-from lightning_dear.checkpoint.format import METADATA_FILE
 
 MODULE = metadata.__name__
 RECORDS = (

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dear.checkpoint.format import FORMAT, KEY, MASTER_KEY
+from lightning_dear.checkpoint import folder
+from lightning_dear.checkpoint.files import FORMAT, KEY, MASTER_KEY
 from lightning_dear.engine.step import OptimizerPipeline
 from tests.distributed.harness import distributed, run_ranks
 from tests.fabric.running import STRATEGIES, dear, new_fabric
@@ -119,6 +120,16 @@ def _save_and_look(file: Path) -> list[bool]:
 def test_a_file_is_whole_on_rank_0_and_what_one_asks_for_is_so_on_all(tmp_path: Path) -> None:
     seen = run_ranks(_save_and_look, 2, tmp_path / "file")
     assert seen == [[False, False], [True, False]]
+
+
+@distributed(world_sizes=(2,))
+def test_a_folder_is_read_too(tmp_path: Path) -> None:
+    """As `Trainer(strategy=DearStrategy(save_distributed_checkpoint=True))` writes them."""
+    weight = torch.arange(3000.0)
+    folder.save(tmp_path / "saved", {"weight": weight, "step": 3})
+    content = new_fabric(dear()).load(tmp_path / "saved")
+    assert content["step"] == 3
+    torch.testing.assert_close(content["weight"], weight)
 
 
 def test_masters_survive(tmp_path: Path) -> None:

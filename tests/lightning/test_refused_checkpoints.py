@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
+from lightning_dear.checkpoint.files import KEY
 from lightning_dear.checkpoint.folder import SKELETON_FILE
-from lightning_dear.checkpoint.format import KEY
 from lightning_dear.checkpoint.optimizer_state import CLASS
 from tests.checkpoint.test_damage import flip, place_of
 from tests.distributed.harness import distributed

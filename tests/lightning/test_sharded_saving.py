@@ -14,8 +14,8 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.tuner import Tuner
 
 from lightning_dear import DearStrategy
+from lightning_dear.checkpoint.files import FORMAT, KEY
 from lightning_dear.checkpoint.folder import convert, is_folder, load
-from lightning_dear.checkpoint.format import FORMAT, KEY
 from tests.checkpoint.test_distributed_checkpoint import assert_equal
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import WeightRecorder, assert_same, ddp, dear, fit, new_trainer

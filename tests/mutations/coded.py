@@ -306,16 +306,16 @@ CODED = [
         (f"{OTHER_RANKS}::test_masters_move_where_other_ranks_go_on",),
     ),
     Mutation(
-        "forgetting the pipeline of the fit before",
-        "DearStrategy.teardown",
-        "                self._schedule.connect(None)\n",
-        "                pass\n",
+        "refusing a schedule that nobody drives",
+        "CompressionSchedule.setup",
+        'getattr(trainer.strategy, "compression_schedule", None) is not self:\n',
+        "False:\n",
         (f"{SCHEDULE}::test_a_schedule_is_driven_for_one_fit",),
     ),
     Mutation(
         "warning of weights that stay behind",
         "PipelineStrategy._new_pipeline",
-        "        warn_of_lag(self._options)\n",
+        "        refusals.warn_of_lag(self._options)\n",
         "",
         (
             f"{LAG_WARNING}::test_rank_0_says_it_once_a_fit",

@@ -50,8 +50,8 @@ STRATEGY = [
     Mutation(
         "not sending while accumulating",
         "DearStrategy.backward",
-        "        synchronize = not self._is_sync_blocked and (",
-        "        synchronize = True and (",
+        "        synchronize = not self._is_sync_blocked and is_last",
+        "        synchronize = is_last",
         (f"{STATE}::test_accumulated_gradients_are_those_of_ddp", *row("accumulation")),
     ),
     Mutation(
@@ -71,20 +71,20 @@ STRATEGY = [
     Mutation(
         "clipping and unscaling on shards",
         "DearStrategy._connect",
-        "        connect_precision(self.precision_plugin, self._pipeline)\n",
+        "        connections.connect_precision(self.precision_plugin, self._pipeline)\n",
         "",
         row("clipping by norm", "clipping by value"),
     ),
     Mutation(
         "gradients for hooks after backward",
-        "GradientGuard.on_after_backward",
+        "CompletionGuard.on_after_backward",
         "            self._expose(None)\n",
         "            pass\n",
         ("tests/callbacks/test_gradient_access.py",),
     ),
     Mutation(
         "gradients for hooks before the step",
-        "GradientGuard.on_before_optimizer_step",
+        "CompletionGuard.on_before_optimizer_step",
         "            self._expose(optimizer)\n",
         "            pass\n",
         ("tests/callbacks/test_gradient_access.py",),
@@ -93,12 +93,12 @@ STRATEGY = [
 
 
 def _guard_hook(hook: str, is_conditional: bool, *rows: str) -> Mutation:
-    call = f'        self._before("{hook}", trainer, pl_module)\n'
+    waits = "_completing_for_readers" if is_conditional else "_completing"
     return Mutation(
         f"completing before callbacks' {hook}",
         f"CompletionGuard.{hook}",
-        call if is_conditional else f'    {hook} = _completing("{hook}")\n',
-        "        pass\n" if is_conditional else "    pass\n",
+        f'    {hook} = {waits}("{hook}")\n',
+        "    pass\n",
         (*row(*rows), "tests/callbacks/test_guard.py::test_the_guard_waits_in_every_hook"),
     )
 

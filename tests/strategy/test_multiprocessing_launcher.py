@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_dear import DearStrategy
-from lightning_dear.strategy import launchers
+from lightning_dear.strategy import failures
 from lightning_dear.strategy.launchers import ReportingLauncher, _reporting, configure_launcher
 
 WAIT_S = 0.3
@@ -39,7 +39,7 @@ def fail(error: BaseException, *, also: int) -> None:
 def test_an_error_is_reported_and_only_a_consequence_waits(
     error: Exception, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launchers, "REPORT_WAIT_S", WAIT_S)
+    monkeypatch.setattr(failures, "REPORT_WAIT_S", WAIT_S)
     strategy: Any = _Handling()
     begin_s = time.monotonic()
     with pytest.raises(type(error)):
