@@ -8,26 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Placement
 from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
-from lightning_dear.collectives.work import Collectives, uncounted
+from lightning_dear.collectives.work import uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
-from lightning_dear.engine.active_plan import ActivePlan, EarlySteps, audit
+from lightning_dear.engine.active_plan import ActivePlan, audit
 from lightning_dear.engine.hooks import StepHooks, not_shown, warn_of_leftovers, warn_of_shown
-from lightning_dear.engine.plan_lifecycle import PlanLifecycle
+from lightning_dear.engine.plan_lifecycle import PlanLifecycle, Training
 from lightning_dear.engine.step_state import Backward, SendTime, StepState
 from lightning_dear.engine.step_timer import StepTimer
 from lightning_dear.engine.trained_parameters import changed_with_gradients, check_momentum
-from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, warn_of_zeros
-from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
-from lightning_dear.telemetry.statistics import Instruments
+from lightning_dear.planning import BucketPlan, TensorSpec
 
 _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
@@ -43,15 +41,11 @@ class OptimizerPipeline:
     the optimizer's own hooks.
 
     Args:
-        module: Mutated from the first step on: parameters become views of flat buffers.
+        training: What the optimizer is a part of.
         optimizer: Mutated: hooks, and `zero_grad`.
         number: Of the optimizer among all whose pipelines share process groups.
-        collectives: What moves the bytes.
-        fusion: Makes the plan from the recorded first step.
-        instruments: Told of every wait.
         on_reduce: Called when a step's last reduce-scatters are launched, before they are there.
         on_step: Called when a step has ended.
-        options: What travels, and how.
 
     Attributes:
         optimizer: The user's.
@@ -67,17 +61,15 @@ class OptimizerPipeline:
 
     def __init__(
         self,
-        module: Module,
+        training: Training,
         optimizer: Optimizer,
         number: int,
-        collectives: Collectives,
-        fusion: FusionPlanner,
-        instruments: Instruments,
         on_reduce: Callable[[], None],
         on_step: Callable[[], None],
-        options: ExchangeOptions,
     ) -> None:
         self.optimizer = optimizer
+        self._collectives, self._options = training.collectives, training.options
+        self._instruments = training.instruments
         self.state = StepState.EMPTY
         # Where REOPENED and STEPPING may have to go back to.
         self._interrupted = StepState.EMPTY
@@ -85,36 +77,25 @@ class OptimizerPipeline:
         # Whether DDP would have averaged since the last step, and whether a rank has hooks of it.
         self._is_due = self._has_hooks = False
         self._shown: Sequence[Tensor | None] = ()
-        self.timer = StepTimer(module, instruments.clock)
+        self.timer = StepTimer(training.module, self._instruments.clock)
         self.num_steps = 0
         self.sending = SendTime.IN_BACKWARD
-        self._collectives = collectives
-        self._options = options
-        self._uses_buckets = options.uses_buckets(collectives)
-        self._instruments = instruments
-        self._on_reduce = on_reduce
-        self._on_step = on_step
+        self._uses_buckets = self._options.uses_buckets(self._collectives)
+        self._on_reduce, self._on_step = on_reduce, on_step
         self._backward = Backward.NONE
-        self._early_steps: EarlySteps | None = None
+        # Numbers of early buckets that the backward under way has not stepped yet.
+        self._early: list[int] = []
         self._hooks = self._hook_into(optimizer)
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
         self.stepper: ShardedOptimizer | ReplicatedOptimizer = (
-            ReplicatedOptimizer(optimizer, decouple=not options.all_reduces)
-            if options.is_of_gradients
+            ReplicatedOptimizer(optimizer, decouple=not self._options.all_reduces)
+            if self._options.is_of_gradients
             else ShardedOptimizer(optimizer)
         )
-        self.plans = PlanLifecycle(
-            module,
-            self.stepper,
-            number,
-            collectives,
-            fusion,
-            options,
-            instruments,
-            self._on_gradient,
-            self._on_arrival if options.is_of_gradients else None,
-        )
+        on_arrival = self._on_arrival if self._options.is_of_gradients else None
+        called = self._on_gradient, on_arrival
+        self.plans = PlanLifecycle(training, self.stepper, number, *called)
 
     def _hook_into(self, optimizer: Optimizer) -> list[Any]:
         calls = self._before_hooks, self._on_user_step, self._on_inner_step
@@ -201,13 +182,13 @@ class OptimizerPipeline:
         if synchronize and active is not None:
             active.reducer.expect()
             if is_early and not self.timer.is_on and active.plan.early:
-                self._early_steps = self._begin_early_steps(active)
+                self._begin_early_steps(active)
         before, self._backward = self._backward, Backward.LAST if synchronize else Backward.LOCAL
         try:
             with self.timer.backward() if synchronize else nullcontext():
                 yield
         finally:
-            self._backward, self._early_steps = before, None
+            self._backward, self._early = before, []
         if synchronize and self.plans.active is None and self._uses_buckets:
             # As from the next step on: what `.grad` holds would not be the mean.
             self.reduce()
@@ -241,15 +222,39 @@ class OptimizerPipeline:
         else:
             # Called for every gradient: even a context that does nothing would be noticed.
             active.reducer.on_gradient(index, launches=self.sending is not _BEFORE_STEP)
-        if self._early_steps is not None:
-            self._early_steps.poll()
+        if self._early:
+            self._step_early()
 
-    def _begin_early_steps(self, active: ActivePlan) -> EarlySteps:
-        assert isinstance(self.stepper, ShardedOptimizer)
+    def _begin_early_steps(self, active: ActivePlan) -> None:
+        """Lets buckets be stepped in the backward under way, once their gradients have arrived.
+
+        Past the paper: DeAR leaves the link idle when backward takes longer than its
+        reduce-scatters. A bucket of the last layers is reduced early; stepped at once, into a
+        second buffer, its all-gather fills that idle time. The new values become the parameters'
+        only after the step, since backward still needs the old ones.
+
+        When that is differs from rank to rank, and so may whether it is in backward at all: results
+        do not depend on it.
+        """
         active.reducer.steps_early = True
         active.gatherer.expect(early=True)
-        adopt, launch = self.plans.adopt_state, self._launch_gathers
-        return EarlySteps(active, self.stepper, adopt, self._instruments, launch)
+        if not any(place.was_replaced() for place in active.flat.placements):
+            self._early = list(active.plan.early)
+
+    @torch.no_grad()
+    def _step_early(self) -> None:
+        """Steps what has arrived of the early buckets, and launches its gathers. Never blocks."""
+        active, stepper = self._active, self.stepper
+        assert isinstance(stepper, ShardedOptimizer)
+        while self._early and active.reducer.has_arrived(self._early[0]):
+            number = self._early.pop(0)
+            if not stepper.stepped_early:
+                self.plans.adopt_state()
+            active.flat.buckets[number].adopt_writes()
+            active.reducer.finish_bucket(number)
+            self._instruments.begin_step()
+            stepper.step_early(number)
+            self._launch_gathers([number])
 
     # --- the mean gradient, between backward and step -------------------------------------------
 
@@ -571,7 +576,7 @@ class OptimizerPipeline:
     @property
     def parameters(self) -> Sequence[Parameter]:
         """What is trained, in the order of the plan's tensor numbers."""
-        return self.plans.parameters
+        return self.plans.trained.parameters
 
     @torch.inference_mode(False)
     def replan(self, plan: BucketPlan) -> None:
@@ -609,7 +614,7 @@ class OptimizerPipeline:
     @property
     def uses_configured_codec(self) -> bool:
         """Whether steps are encoded as was configured; not while a schedule says otherwise."""
-        return self.plans.uses_configured_codec
+        return self.plans.codec in (None, self._options.codec)
 
     def encoding_figures(self) -> dict[str, Tensor | float]:
         """What encoding saves and what it leaves over; see `ActivePlan.encoding_figures`."""

@@ -39,88 +39,72 @@ def is_trusted(optimizer: Optimizer) -> bool:
     return is_plain and type(optimizer) in ELEMENTWISE
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that would give another result on parts of tensors.
-
-    Raises:
-        ValueError: Naming the optimizer and what to use.
-    """
+def why_not_elementwise(optimizer: Optimizer) -> str | None:
+    """Why it would give another result on parts of tensors, and what to use; None: it would not."""
     name, why = type(optimizer).__name__, None
     if name.lower() in _WHOLE_TENSOR:
         why = "it works on whole tensors, not element by element"
     elif not is_trusted(optimizer):
         why = find_difference(optimizer, on_parts=True)
-    if why is not None:
-        raise ValueError(
-            f"strategy='dear' cannot shard {name}: {why}. Use gather='gradients', which steps whole"
-            f" tensors on every rank; an element-wise optimizer ({_names(ELEMENTWISE)}, or one that"
-            " passes the same test); or strategy='ddp'."
-        )
+    return why and (
+        f"strategy='dear' cannot shard {name}: {why}. Use gather='gradients', which steps whole"
+        f" tensors on every rank; an element-wise optimizer ({_names(ELEMENTWISE)}, or one that"
+        " passes the same test); or strategy='ddp'."
+    )
 
 
-def check_tensorwise(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that would give another result if tensors are stepped one by one.
-
-    Raises:
-        ValueError: Naming the optimizer and what to use.
-    """
-    if type(optimizer) in _KNOWN:
-        return
-    why = find_difference(optimizer, on_parts=False)
-    if why is not None:
-        raise ValueError(
-            "strategy='dear' with gather='gradients' steps each tensor when its gradient has"
-            f" arrived, and {type(optimizer).__name__} does not allow that: {why}. Use an optimizer"
-            f" that treats every tensor on its own ({_names(_KNOWN)}, or one that passes the same"
-            " test), or strategy='ddp'."
-        )
+def why_not_tensorwise(optimizer: Optimizer) -> str | None:
+    """Why it would give another result if tensors are stepped one by one; None: it would not."""
+    why = None if type(optimizer) in _KNOWN else find_difference(optimizer, on_parts=False)
+    return why and (
+        "strategy='dear' with gather='gradients' steps each tensor when its gradient has"
+        f" arrived, and {type(optimizer).__name__} does not allow that: {why}. Use an optimizer"
+        f" that treats every tensor on its own ({_names(_KNOWN)}, or one that passes the same"
+        " test), or strategy='ddp'."
+    )
 
 
 def _names(kinds: frozenset[type[Optimizer]]) -> str:
     return ", ".join(sorted(kind.__name__ for kind in kinds))
 
 
-def check_steppable(optimizer: Optimizer, options: ExchangeOptions) -> None:
-    """Refuses an optimizer that cannot be stepped as `options` steps it.
-
-    Raises:
-        ValueError: Naming the optimizer and what to use.
-    """
+def why_not_steppable(optimizer: Optimizer, options: ExchangeOptions) -> str | None:
+    """Why it cannot be stepped as `options` steps it, and what to use; None: it can."""
     name = type(optimizer).__name__
     wrapped = [type(one).__name__ for one in vars(optimizer).values() if isinstance(one, Optimizer)]
     if wrapped:
-        raise ValueError(
+        return (
             f"strategy='dear' does not support {name}, which wraps another optimizer: what"
             f" {wrapped[0]} steps, and its state, would be out of sight. Use {wrapped[0]} by"
             " itself, or strategy='ddp'."
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(
+        return (
             f"{name}(differentiable=True) lets autograd record its steps, and strategy='dear' makes"
             " them outside of it. Leave it out."
         )
     if options.is_of_gradients:
-        _check_whole(optimizer, _with_masters(options))
-        return
-    try:
-        check_elementwise(optimizer)
-    except ValueError as error:
-        try:
-            _check_whole(optimizer, "")
-        except ValueError as other:
-            why = str(error).partition(" Use ")[0]
-            raise ValueError(f"{why} And gather='gradients' is no way out: {other}") from error
-        raise
+        return _why_not_whole(optimizer, _with_masters(options))
+    why = why_not_elementwise(optimizer)
+    if why is not None and (other := _why_not_whole(optimizer, "")) is not None:
+        return f"{_without_remedy(why)} And gather='gradients' is no way out: {other}"
+    return why
 
 
-def _check_whole(optimizer: Optimizer, or_masters: str) -> None:
-    check_tensorwise(optimizer)
+def _without_remedy(why: str) -> str:
+    return why.partition(" Use ")[0]
+
+
+def _why_not_whole(optimizer: Optimizer, or_masters: str) -> str | None:
+    why = why_not_tensorwise(optimizer)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if narrow := {str(p.dtype) for p in parameters if p.dtype in LOW_PRECISION}:
-        raise ValueError(
+    narrow = {str(p.dtype) for p in parameters if p.dtype in LOW_PRECISION}
+    if why is None and narrow:
+        return (
             f"gather='gradients' steps parameters as they are, and an update is often below the"
             f" resolution of {', '.join(sorted(narrow))}; use {or_masters}a mixed precision."
         )
+    return why
 
 
 def _with_masters(options: ExchangeOptions) -> str:
@@ -148,7 +132,7 @@ def choose_options(
     problem, remark = _problem(optimizers, options), None
     names = dict.fromkeys(type(one).__name__ for one in optimizers if not is_trusted(one))
     if problem is not None and or_else is not None and _problem(optimizers, or_else) is None:
-        why = problem.partition(" Use ")[0]
+        why = _without_remedy(problem)
         options, problem = or_else, None
         remark = (
             f"{why} So every rank gets whole gradients instead of parameters, and has the whole"
@@ -165,9 +149,4 @@ def choose_options(
 
 
 def _problem(optimizers: Sequence[Optimizer], options: ExchangeOptions) -> str | None:
-    try:
-        for optimizer in optimizers:
-            check_steppable(optimizer, options)
-    except ValueError as error:
-        return str(error)
-    return None
+    return next(filter(None, (why_not_steppable(one, options) for one in optimizers)), None)

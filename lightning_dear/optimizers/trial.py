@@ -114,7 +114,7 @@ class _Trial:
         buffers = allocate(plan, self.tensors, rank, lambda _: 0, num_shards, **rest)
         whole = partial(ReplicatedOptimizer, decouple=self._is_late)
         self._stepper: Any = (ShardedOptimizer if self._is_sharded else whole)(self.twin)
-        self._stepper.attach(buffers, self.tensors, rank, num_shards)
+        self._stepper.attach(buffers, self.tensors)
         self._stepper.adopt_state()
         # No rank has another's loss.
         self._loss = torch.tensor(1.0 + rank + self._is_late)

@@ -82,9 +82,9 @@ DEVICES = [
     ),
     Mutation(
         "flags of a rank alone on the host",
-        "RoundFlags.__init__",
-        '        device = torch.device("cpu") if self._is_alone else device\n',
-        "",
+        "GradientReducer._flags",
+        'torch.device("cpu") if is_alone else self._buckets',
+        "self._buckets",
         (ACCELERATOR,),
     ),
     Mutation(

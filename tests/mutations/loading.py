@@ -55,7 +55,7 @@ LOADING = [
     Mutation(
         "masters that follow what is written to frozen weights",
         "PlanLifecycle.take_over",
-        "            self.left_weights.follow(self.parameters)\n",
+        "            self.left_weights.follow(self.trained.parameters)\n",
         "            pass\n",
         (f"{FROZEN}::test_what_is_written_to_a_frozen_weight_after_a_load_stays",),
     ),
