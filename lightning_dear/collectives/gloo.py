@@ -13,13 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.collectives.process_groups import GroupCollectives, Waits
-from lightning_dear.collectives.work import (
-    Parts,
-    Work,
-    ranks_on_each_host,
-    shard_of,
-    sum_in_source_order,
-)
+from lightning_dear.collectives.work import Parts, Work, shard_of, sum_in_source_order
 
 # Above those of all buckets.
 _FLAGS_TAG = 1 << 29
@@ -73,7 +67,6 @@ class PairwiseCollectives(GroupCollectives):
         # Objects: all else in the gather group is matched by tags.
         groups = reduce_group, gather_group, gather_group
         super().__init__(*groups, rank, world_size, calls, hosts=hosts)
-        self._size = ranks_on_each_host(hosts)
         self._expected: dict[tuple[str, int], tuple[int, Waits]] = {}
 
     def _peers(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -21,6 +22,8 @@ from lightning_dear.collectives.work import (
     WireLedger,
     Work,
     WorkObserver,
+    ranks_on_each_host,
+    shard_of,
 )
 
 # Weak, since nobody is to be kept by this once its training is over.
@@ -37,10 +40,11 @@ Behind the work stands what must be held until then."""
 _AT_ONCE = timedelta(milliseconds=1)
 
 
+@dataclass(eq=False)
 class GroupCollectives(Collectives):
     """Rank, size, ledger and the blocking object exchange, shared by both backends.
 
-    Args:
+    Attributes:
         reduce_group: Process group of the reduce-scatters.
         gather_group: Process group of the all-gathers.
         object_group: Process group of `all_gather_object`, on gloo. Nothing else in it may be
@@ -49,34 +53,31 @@ class GroupCollectives(Collectives):
         world_size: Number of ranks in all.
         calls: What is called to send and receive: torch.distributed, or what stands in for it,
             where messages are late on purpose or a device is simulated.
-        streams: Those of the parameters' device; None: it has none.
+        streams: Those of the parameters' device.
         hosts: See `Collectives`.
     """
 
-    def __init__(
-        self,
-        reduce_group: Any,
-        gather_group: Any,
-        object_group: Any,
-        rank: int,
-        world_size: int,
-        calls: Any = dist,
-        streams: Streams | None = None,
-        hosts: Sequence[int] = (),
-    ) -> None:
-        self.calls = calls
-        self.reduce_group = reduce_group
-        self.gather_group = gather_group
-        self.object_group = object_group
-        self.rank = rank
-        self.world_size = world_size
-        self.ledger = WireLedger()
+    reduce_group: Any
+    gather_group: Any
+    object_group: Any
+    rank: int
+    world_size: int
+    calls: Any = dist
+    streams: Streams = field(default_factory=Streams)
+    hosts: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.ledger, self.signal = WireLedger(), Signal()
         self.observer: WorkObserver | None = None
-        self.signal = Signal()
-        self.hosts = hosts
-        self.streams = streams or Streams()
         self.was_discarded = self.was_aborted = self.has_given_up = False
+        self._size = ranks_on_each_host(self.hosts)
         alive.add(self)
+
+    def _column(self, buffer: Tensor, rank: int | None = None) -> list[Tensor]:
+        """The shards of all ranks with the place of `rank` on their hosts, by host; None: ours."""
+        first = (self.rank if rank is None else rank) % self._size
+        places = range(first, self.world_size, self._size)
+        return [shard_of(buffer, place, self.world_size) for place in places]
 
     @property
     def device_groups(self) -> list[Any]:

@@ -16,6 +16,9 @@ T = TypeVar("T")
 Parts = tuple[Tensor, list[int]]
 """A flat tensor, and how many of its elements are for, or from, each rank, by rank."""
 
+Encode = Callable[[Tensor], Tensor]
+"""Makes of a host's sums, [hosts, elements] fp32, what is sent to each host, a row for each."""
+
 NUMBERS_OF_ONE = 1 << 12
 """Of the buckets of one optimizer; what it exchanges besides begins at multiples of it."""
 
@@ -222,6 +225,9 @@ def _nothing() -> None:
     return None
 
 
+Begun = tuple[Work, Callable[[], object]]
+"""A work, and what blocks until its second part has begun."""
+
 WorkObserver = Callable[[str, str, Callable[[], None]], Callable[[], None]]
 """(lane, name, arrive) -> arrive: lets a timeline see when a collective's data arrived."""
 
@@ -338,13 +344,8 @@ class Collectives(Protocol):
         """
 
     def launch_sums_of_host(
-        self,
-        buffer: Tensor,
-        received: Tensor,
-        encode: Callable[[Tensor], Tensor],
-        incoming: Tensor,
-        bucket: int,
-    ) -> tuple[Work, Callable[[], object]]:
+        self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, bucket: int
+    ) -> Begun:
         """Sums `buffer` within each host, and sends what `encode` makes of that between hosts.
 
         Of N hosts; where `hops` is 2. After the work's `wait`, row h of `incoming` is what host h

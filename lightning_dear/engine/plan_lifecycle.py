@@ -70,7 +70,8 @@ class PlanLifecycle:
         stepper: Gets each plan's pieces, and the state between two plans.
         number: Of the optimizer among all whose pipelines share process groups.
         on_gradient: Called whenever a parameter's `.grad` has been accumulated.
-        on_arrival: Called with a bucket's number when its gather has arrived; None: nobody is.
+        on_arrival: Called with a bucket's number when its mean gradient has arrived, if these are
+            gathered.
 
     Attributes:
         plan: None until the first step has been recorded; stays readable after `release`.
@@ -94,16 +95,14 @@ class PlanLifecycle:
         stepper: ShardedOptimizer | ReplicatedOptimizer,
         number: int,
         on_gradient: OnGradient,
-        on_arrival: Callable[[int], None] | None,
+        on_arrival: Callable[[int], None],
     ) -> None:
         self.plan: BucketPlan | None = None
         self.active: ActivePlan | None = None
         self.recording: Recording | None = None
+        collectives, options = training.collectives, training.options
         self._training, self._module = training, training.module
-        self._collectives, self._options = collectives, options = (
-            training.collectives,
-            training.options,
-        )
+        self._collectives, self._options = collectives, options
         name = None if options.codec is None else options.codec.name
         together = options.ranks_together(collectives)
         self.residuals = ResidualKeeper(stepper.optimizer, collectives, name, together)
@@ -186,7 +185,7 @@ class PlanLifecycle:
             recording.ungated,
             partial(waiting, "all_gather"),
             collectives.streams,
-            self._on_arrival,
+            self._on_arrival if options.is_of_gradients else None,
             is_gated=self._uses_buckets,
         )
         reducer = GradientReducer(

@@ -70,9 +70,8 @@ class OptimizerPipeline:
         self.optimizer = optimizer
         self._collectives, self._options = training.collectives, training.options
         self._instruments = training.instruments
-        self.state = StepState.EMPTY
-        # Where REOPENED and STEPPING may have to go back to.
-        self._interrupted = StepState.EMPTY
+        # The latter is where REOPENED and STEPPING may have to go back to.
+        self.state = self._interrupted = StepState.EMPTY
         self._has_leftovers = self.shows_gradients = False
         # Whether DDP would have averaged since the last step, and whether a rank has hooks of it.
         self._is_due = self._has_hooks = False
@@ -93,8 +92,7 @@ class OptimizerPipeline:
             if self._options.is_of_gradients
             else ShardedOptimizer(optimizer)
         )
-        on_arrival = self._on_arrival if self._options.is_of_gradients else None
-        called = self._on_gradient, on_arrival
+        called = self._on_gradient, self._on_arrival
         self.plans = PlanLifecycle(training, self.stepper, number, *called)
 
     def _hook_into(self, optimizer: Optimizer) -> list[Any]:
@@ -231,10 +229,8 @@ class OptimizerPipeline:
         Past the paper: DeAR leaves the link idle when backward takes longer than its
         reduce-scatters. A bucket of the last layers is reduced early; stepped at once, into a
         second buffer, its all-gather fills that idle time. The new values become the parameters'
-        only after the step, since backward still needs the old ones.
-
-        When that is differs from rank to rank, and so may whether it is in backward at all: results
-        do not depend on it.
+        only after the step, since backward still needs the old ones. When that is, and whether it
+        is in backward at all, differs from rank to rank: results do not depend on it.
         """
         active.reducer.steps_early = True
         active.gatherer.expect(early=True)
@@ -306,8 +302,7 @@ class OptimizerPipeline:
         has_own = self._step_hooks.are_behind or self._step_hooks.are_in_front
         active.reducer.wishes = self.shows_gradients and has_own
         self.stepper.set_gradients(active.reducer.reduce(self._on_reduce))
-        was_changed = self._means in _WERE_CHANGED
-        self._enter(StepState.CHANGED if was_changed else StepState.REDUCED)
+        self._enter(StepState.CHANGED if self._means in _WERE_CHANGED else StepState.REDUCED)
         had_hooks, self._has_hooks = self._has_hooks, active.reducer.granted
         if active.reducer.wishes and not self._has_hooks:
             raise not_shown(self.optimizer)
