@@ -26,11 +26,11 @@ from typing_extensions import override
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.gloo import PairwiseCollectives, Rows, by_source, nbytes_of
 from lightning_dear.collectives.nccl import ALL_GATHER, REDUCE_SCATTER, NativeCollectives
-from lightning_dear.collectives.process_groups import Waits
 from lightning_dear.collectives.work import (
     NUMBERS_OF_ONE,
     Begun,
     Encode,
+    Waits,
     Work,
     shard_of,
     sum_in_source_order,

@@ -18,7 +18,8 @@ from torch.nn import Module
 
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
-from lightning_dear.collectives.work import Streams, Work
+from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.work import Work
 from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
 from lightning_dear.exchange import Exchange
 

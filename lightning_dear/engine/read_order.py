@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules import module as all_modules
 from torch.overrides import TorchFunctionMode
 
-from lightning_dear.collectives.work import Streams
+from lightning_dear.collectives.streams import Streams
 from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
 
 _READ_NOTHING = """

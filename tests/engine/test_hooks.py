@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dear.bucket import allocate
-from lightning_dear.collectives.work import Signal, Streams, Work
+from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.work import Signal, Work
 from lightning_dear.compression import Int8
 from lightning_dear.engine.gradient_reducer import GradientReducer
 from lightning_dear.engine.hooks import StepHooks

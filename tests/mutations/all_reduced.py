@@ -85,9 +85,9 @@ ALL_REDUCED = [
     ),
     Mutation(
         "objects exchanged apart from all-reduces",
-        "PairwiseCollectives.__init__",
-        "groups = reduce_group, gather_group, gather_group\n",
-        "groups = reduce_group, gather_group, reduce_group\n",
+        "new_collectives",
+        "    object_group = others[0] if others else gather_group\n",
+        "    object_group = others[0] if others else reduce_group\n",
         (f"{LIFE}::test_state_is_saved_after_a_backward_that_ranks_broke_off_at_different_layers",),
     ),
     Mutation(

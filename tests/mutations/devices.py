@@ -54,7 +54,7 @@ DEVICES = [
     ),
     Mutation(
         "holding what a collective was given",
-        "GroupCollectives.start",
+        "Collectives.start",
         "        return [(None, work, arguments)]\n",
         "        return [(None, work)]\n",
         (NATIVE, f"{STREAMS}::test_what_is_sent_once_lives_until_it_has_been_sent"),
@@ -140,7 +140,7 @@ DEVICES = [
     ),
     Mutation(
         "refusing what has arrived since an abort",
-        "GroupCollectives.check",
+        "Collectives.check",
         "        if self.was_aborted:\n",
         "        if False:\n",
         (NATIVE,),
