@@ -177,11 +177,6 @@ class Placement:
         """Whether `parameter.data` no longer is the flat buffer's view."""
         return self.parameter.data_ptr() != self.data_ptr
 
-    def adopt_replacement(self) -> None:
-        """Copies data that was put in place of the view into the buffer, and points back to it."""
-        self.view.copy_(self.parameter.data)
-        self.parameter.data = self.view
-
 
 def storage_strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides that keep the tensor's memory format (channels_last too) without gaps."""
@@ -227,7 +222,8 @@ class FlatBuffers:
         """
         replaced = [placement for placement in self.placements if placement.was_replaced()]
         for placement in replaced:
-            placement.adopt_replacement()
+            placement.view.copy_(placement.parameter.data)
+            placement.parameter.data = placement.view
         for bucket in self.buckets:
             if bucket.number not in but:
                 bucket.adopt_writes()

@@ -135,8 +135,7 @@ class Work:
     def __init__(
         self, arrive: Callable[[], None], finish: Callable[[], object] | None = None
     ) -> None:
-        self.arrive = arrive
-        self._finish = finish
+        self.arrive, self._finish = arrive, finish
         self.is_done = False
 
     @classmethod

@@ -104,17 +104,12 @@ class GradientReducer:
         waiting: Callable[[str], AbstractContextManager[None]],
         shared: SharedOptions,
     ) -> None:
-        self._placements = buffers.placements
-        self._buckets = buffers.buckets
-        self._names = names
-        self._expected = expected
+        self._placements, self._buckets = buffers.placements, buffers.buckets
+        self._names, self._expected = names, expected
         self._order = plan.reduce_order
         self._num_tensors = [len(bucket.spec.slices) for bucket in buffers.buckets]
-        self._exchange = exchange
-        self._collectives = exchange.collectives
-        self._pending = pending
-        self._waiting = waiting
-        self._shared = shared
+        self._exchange, self._collectives = exchange, exchange.collectives
+        self._pending, self._waiting, self._shared = pending, waiting, shared
         # Scaled before the sum, as DistributedDataParallel does: at two ranks the bits are its own.
         self._scale = 1.0 / exchange.collectives.world_size
         self._early = frozenset(plan.early)

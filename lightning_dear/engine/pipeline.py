@@ -444,8 +444,7 @@ class BufferBroadcast:
 
     def __init__(self, module: Module, collectives: Collectives) -> None:
         self.are_due = True
-        self._module = module
-        self._collectives = collectives
+        self._module, self._collectives = module, collectives
         self.launched: list[tuple[Work, Tensor, list[Tensor]]] = []
 
     @torch.no_grad()
