@@ -6,7 +6,6 @@ tensors into buckets does not cost accuracy.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +14,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression import error_feedback as feedback
-from lightning_dear.compression.blocks import BlockCodec
+from lightning_dear.compression.blocks import BlockCodec, largest_of_blocks
 from lightning_dear.compression.codec import Kind, Lag
 from lightning_dear.torch_modes import saves_calls
 
@@ -64,14 +63,7 @@ class _BlockIntegers(ScaledIntegers):
         # Rounded to nearest, LARGEST / L times L may be more than LARGEST.
         largest = _FP32.max / self._levels * (1 - _FP32.eps)
         for tile, values, scales, integers in self._tiles(rows, wire, num_scratch=1):
-            # max|x| / L of each block.
-            if saves_calls(tile.device):
-                torch.linalg.vector_norm(tile, math.inf, -1, keepdim=True, out=scales)
-            else:
-                # Slow there, and |x| itself would be a temporary.
-                torch.amax(tile, -1, keepdim=True, out=scales)
-                torch.maximum(scales, torch.amin(tile, -1, keepdim=True).neg_(), out=scales)
-            scales.div_(self._levels).clamp_(_FP32.tiny, largest)
+            largest_of_blocks(tile, scales).div_(self._levels).clamp_(_FP32.tiny, largest)
             # No clamp: |x| / s is at most L but for an error of fp32, which rounding has removed.
             self._pack(torch.div(tile, scales, out=integers).round_(), values)
 

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.bits import pack_pairs, unpack_pairs
-from lightning_dear.compression.blocks import tiles
+from lightning_dear.compression.blocks import largest_of_blocks, tiles
 from lightning_dear.compression.codec import Codec, Kind, Randomness, padded_bytes
 from lightning_dear.compression.integers import ScaledIntegers
 
@@ -80,7 +80,7 @@ class QSGD(_BlockLevels):
 
     @override
     def _scale(self, tile: Tensor, steps: Tensor, levels: Tensor) -> None:
-        largest = _largest(tile)
+        largest = largest_of_blocks(tile).clamp_(min=_FP32.tiny)
         # Squares of the numbers themselves could overflow.
         torch.div(tile, largest, out=levels)
         norm = torch.linalg.vector_norm(levels, dim=2, keepdim=True)
@@ -110,7 +110,7 @@ class TernGrad(_BlockLevels):
 
     @override
     def _scale(self, tile: Tensor, steps: Tensor, levels: Tensor) -> None:
-        steps.copy_(_largest(tile))
+        largest_of_blocks(tile, steps).clamp_(min=_FP32.tiny)
         torch.div(tile, steps, out=levels)
 
     @override
@@ -199,9 +199,3 @@ def _given(generator: Generator | None, name: str) -> Generator:
     if generator is None:
         raise ValueError(f"{name} rounds at random: encode needs a generator.")
     return generator
-
-
-def _largest(tile: Tensor) -> Tensor:
-    """max|x| of each block, at least 2^-126; [r, b, 1] of [r, b, elements]."""
-    above, below = torch.amax(tile, 2, keepdim=True), torch.amin(tile, 2, keepdim=True)
-    return torch.maximum(above, below.neg_()).clamp_(min=_FP32.tiny)
