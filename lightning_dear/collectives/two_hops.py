@@ -243,7 +243,7 @@ class NativeTwoHopCollectives(NativeCollectives):
     Args:
         within: Process group of the ranks of this host, in order.
         across: Process group of those with this rank's place on their hosts, in order.
-        groups: See `GroupCollectives`, with `hosts`; as are `options`.
+        groups: See `Collectives`, with `hosts`; as are `options`.
     """
 
     hops = 2

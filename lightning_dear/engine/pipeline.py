@@ -12,7 +12,7 @@
    (`parameter_gatherer.py`, `gate.py`).
 
 A plan may name two kinds of exceptions: *early* buckets are stepped and gathered while backward
-still runs (`active_plan.py`); *all-reduced* ones are summed whole in backward, stepped whole by
+still runs (`step.py`); *all-reduced* ones are summed whole in backward, stepped whole by
 every rank, and not gathered.
 
 A bucket's exchange says what its messages hold (`exchange/`): numbers as they are, or what a
