@@ -315,13 +315,6 @@ class PlanLifecycle:
             )
         return adopted.brings_masters
 
-    def sync_replicas(self) -> None:
-        """See `OptimizerPipeline.sync_replicas`; what was written has been taken over."""
-        self.left_weights.sync()
-        if self.active is not None:
-            for bucket in self.active.flat.buckets:
-                self.active.exchange.sync(bucket).wait()
-
     # --- from one plan to the next --------------------------------------------------------------
 
     def replan(self, plan: BucketPlan) -> None:

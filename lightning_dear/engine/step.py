@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Placement
@@ -226,11 +226,10 @@ class OptimizerPipeline:
     def _begin_early_steps(self, active: ActivePlan) -> None:
         """Lets buckets be stepped in the backward under way, once their gradients have arrived.
 
-        Past the paper: DeAR leaves the link idle when backward takes longer than its
-        reduce-scatters. A bucket of the last layers is reduced early; stepped at once, into a
-        second buffer, its all-gather fills that idle time. The new values become the parameters'
-        only after the step, since backward still needs the old ones. When that is, and whether it
-        is in backward at all, differs from rank to rank: results do not depend on it.
+        Past the paper: DeAR leaves the link idle when backward takes longer than reduce-scatters. A
+        bucket of the last layers, stepped at once into a second buffer, fills that time with its
+        all-gather. Its new values count after the step: backward still needs the old ones. When it
+        is stepped, and whether in backward at all, differs by rank; results do not.
         """
         active.reducer.steps_early = True
         active.gatherer.expect(early=True)
@@ -275,9 +274,8 @@ class OptimizerPipeline:
     def _bring_means(self, *, votes: bool = False) -> None:
         """As `reduce`, but leaves them exposed where they are, or where a rank has pre-hooks.
 
-        Args:
-            votes: Whether to ask all ranks, if gradients were reduced before, for new ones that
-                came outside `backward`, and perhaps on some ranks only.
+        If `votes`, and gradients were reduced before, asks all ranks for new ones from outside
+        `backward`, perhaps of some ranks only.
         """
         self._check_is_on()
         if self.state not in (*_MEANS_ARE_THERE, StepState.REOPENED):
@@ -341,8 +339,7 @@ class OptimizerPipeline:
     def expose_gradients(self) -> None:
         """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
 
-        Costs an all-gather of the gradients. What is done to `.grad` counts: it is taken back
-        before the step.
+        Costs an all-gather. What is done to `.grad` counts: it is taken back before the step.
         """
         if self._means is StepState.EXPOSED:
             return
@@ -399,7 +396,9 @@ class OptimizerPipeline:
         """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
         clipping.warn_of_votes(self._options, self._collectives.rank)
         with self._on_shards(mutates=True) as pieces:
-            clipping.clip_to_value(pieces, clip_value)
+            # torch's own raises if there is none, as where this rank has no shard of what was used.
+            if any(piece.grad is not None for piece in pieces):
+                clip_grad_value_(pieces, clip_value)
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
@@ -598,8 +597,7 @@ class OptimizerPipeline:
         sending has begun, go on as they have begun.
 
         Raises:
-            ValueError: Without a compressor, and for one that keeps something else between steps,
-                or that would have been refused instead of the configured one.
+            ValueError: See `PlanLifecycle.use_codec`.
         """
         active = self.plans.active
         is_idle = self.state in (StepState.EMPTY, StepState.ACCUMULATING)
@@ -650,7 +648,10 @@ class OptimizerPipeline:
     def sync_replicas(self) -> None:
         """See `DearStrategy.sync_replicas`. Collective, blocks; raises as `prepare_state`."""
         self.prepare_state("sync_replicas")
-        self.plans.sync_replicas()
+        self.plans.left_weights.sync()
+        if (active := self.plans.active) is not None:
+            for bucket in active.flat.buckets:
+                active.exchange.sync(bucket).wait()
 
     @torch.inference_mode(False)
     def prepare_state(self, reason: str = "optimizer state") -> None:

@@ -75,8 +75,8 @@ LOADING = [
     ),
     Mutation(
         "replicas of frozen weights",
-        "PlanLifecycle.sync_replicas",
-        "        self.left_weights.sync()\n",
+        "OptimizerPipeline.sync_replicas",
+        "        self.plans.left_weights.sync()\n",
         "",
         (f"{FROZEN}::test_replicas_of_frozen_weights_are_made_equal_to_their_masters",),
     ),
