@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Piece
@@ -52,6 +53,13 @@ def global_norm(
     collectives.launch_all_gather(parts, _NORM_TAG).wait()
     total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
     return total.to(like.dtype)
+
+
+def clip_to_value(pieces: Sequence[Tensor], clip_value: float) -> None:
+    """Clips every element of their gradients to [-clip_value, clip_value]. Local."""
+    # torch's own raises if there is none, as on a rank that has no shard of what was used.
+    if any(one.grad is not None for one in pieces):
+        clip_grad_value_(pieces, clip_value)
 
 
 def unscale_shards(

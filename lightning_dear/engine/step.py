@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Placement
@@ -396,9 +396,7 @@ class OptimizerPipeline:
         """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
         clipping.warn_of_votes(self._options, self._collectives.rank)
         with self._on_shards(mutates=True) as pieces:
-            # torch's own raises if there is none, as where this rank has no shard of what was used.
-            if any(piece.grad is not None for piece in pieces):
-                clip_grad_value_(pieces, clip_value)
+            clipping.clip_to_value(pieces, clip_value)
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
