@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice
+from lightning_dear.planning.plan import BucketPlan, BucketSpec
 from lightning_dear.torch_modes import plain_mode
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -177,11 +177,6 @@ class Placement:
         """Whether `parameter.data` no longer is the flat buffer's view."""
         return self.parameter.data_ptr() != self.data_ptr
 
-    def adopt_replacement(self) -> None:
-        """Copies data that was put in place of the view into the buffer, and points back to it."""
-        self.view.copy_(self.parameter.data)
-        self.parameter.data = self.view
-
 
 def storage_strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides that keep the tensor's memory format (channels_last too) without gaps."""
@@ -227,7 +222,8 @@ class FlatBuffers:
         """
         replaced = [placement for placement in self.placements if placement.was_replaced()]
         for placement in replaced:
-            placement.adopt_replacement()
+            placement.view.copy_(placement.parameter.data)
+            placement.parameter.data = placement.view
         for bucket in self.buckets:
             if bucket.number not in but:
                 bucket.adopt_writes()
@@ -410,33 +406,30 @@ class Piece:
         return self.stop - self.start
 
 
-def shard_pieces(bucket: Bucket, rank: int, world_size: int) -> list[Piece]:
-    """The pieces of this rank's shard of `bucket`, in the order in which they lie in it."""
-    own = shard_slice(bucket.spec.padded_numel, rank, world_size)
-    if bucket.is_all_reduced:
-        own = slice(0, bucket.spec.padded_numel)
-    pieces = []
+def shard_pieces(bucket: Bucket) -> list[Piece]:
+    """The pieces of what this rank steps of `bucket`, in the order in which they lie in it."""
+    own, pieces = bucket.own, []
     for part in bucket.spec.slices:
         lower, upper = max(part.offset, own.start), min(part.offset + part.numel, own.stop)
-        if lower < upper:
-            pieces.append(_piece(bucket, part, lower, upper, own.start))
+        if lower >= upper:
+            continue
+        start, inside = (
+            part.start + lower - part.offset,
+            slice(lower - own.start, upper - own.start),
+        )
+        piece = Piece(
+            tensor_index=part.tensor,
+            start=start,
+            stop=start + upper - lower,
+            bucket=bucket.number,
+            offset=lower,
+            parameter=bucket.shard[inside],
+            gradient=bucket.mean[inside] if bucket.mean.numel() else None,
+            has_master=bucket.has_master,
+            is_all_reduced=bucket.is_all_reduced,
+        )
+        pieces.append(piece)
     return pieces
-
-
-def _piece(bucket: Bucket, part: Slice, lower: int, upper: int, begin: int) -> Piece:
-    start = part.start + lower - part.offset
-    inside = slice(lower - begin, upper - begin)
-    return Piece(
-        tensor_index=part.tensor,
-        start=start,
-        stop=start + upper - lower,
-        bucket=bucket.number,
-        offset=lower,
-        parameter=bucket.shard[inside],
-        gradient=bucket.mean[inside] if bucket.mean.numel() else None,
-        has_master=bucket.has_master,
-        is_all_reduced=bucket.is_all_reduced,
-    )
 
 
 def cut_state(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:

@@ -30,7 +30,7 @@ class DelayedSends:
 
     Args:
         delay_s: Seconds, positive.
-        calls: What sends and receives; see `GroupCollectives`, for which this stands in for it.
+        calls: What sends and receives; see `Collectives`, for which this stands in for it.
 
     Raises:
         ValueError: `delay_s` is not a positive, finite number.

@@ -24,10 +24,11 @@ import torch.distributed as dist
 
 from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, DelayedSends, message_delay_s
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.nccl import CudaStreams, NativeCollectives
-from lightning_dear.collectives.process_groups import GroupCollectives, alive, reusable_groups
+from lightning_dear.collectives.hosts import ranks_on_each_host
+from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.streams import CudaStreams, Streams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives, TwoHopCollectives
-from lightning_dear.collectives.work import Collectives, Streams, WireLedger, ranks_on_each_host
+from lightning_dear.collectives.work import Collectives, WireLedger, alive, reusable_groups
 
 _NUM_GROUPS = 3
 """With NCCL, before those that two hops need."""
@@ -63,9 +64,7 @@ def new_collectives(
     """
     streams = CudaStreams(device) if device.type == "cuda" else Streams()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        alone = PairwiseCollectives(None, None, 0, 1)
-        alone.streams = streams
-        return alone
+        return PairwiseCollectives(None, None, None, 0, 1, streams=streams)
     backend = _backend_of(device)
     if backend == "gloo" and device.type != "cpu":
         raise ValueError(
@@ -74,22 +73,22 @@ def new_collectives(
         )
     groups, everyones = _process_groups(timeout, backend, (sends_rows, _host(), hops))
     reduce_group, gather_group, *others = groups
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    collectives: GroupCollectives
+    # gloo matches all but objects by tags.
+    object_group = others[0] if others else gather_group
+    ours = reduce_group, gather_group, object_group, dist.get_rank(), dist.get_world_size()
     hosts = [host for _, host, _ in everyones]
     where = tuple(map(hosts.index, hosts))
-    num_hops = _agreed_hops([one[2] for one in everyones], backend, where)
+    has_two_hops = _agreed_hops([one[2] for one in everyones], backend, where) == 2
+    how: dict[str, Any] = {"streams": streams, "hosts": where}
+    collectives: Collectives
     if backend == "gloo":
-        kind = TwoHopCollectives if num_hops == 2 else PairwiseCollectives
-        collectives = kind(reduce_group, gather_group, rank, world_size, _calls(), where)
+        kind = TwoHopCollectives if has_two_hops else PairwiseCollectives
+        collectives = kind(*ours, _calls(), **how)
+    elif has_two_hops:
+        pair = _groups_of_two_hops(timeout, backend, where)
+        collectives = NativeTwoHopCollectives(*pair, *ours, **how)
     else:
-        ours = reduce_group, gather_group, others[0], rank, world_size
-        native: dict[str, Any] = {"streams": streams, "hosts": where}
-        if num_hops == 2:
-            pair = _groups_of_two_hops(timeout, backend, where)
-            collectives = NativeTwoHopCollectives(*pair, *ours, **native)
-        else:
-            collectives = NativeCollectives(*ours, **native)
+        collectives = NativeCollectives(*ours, **how)
     _connect(collectives, device, sends_rows=any(sends for sends, *_ in everyones))
     return collectives
 

@@ -8,15 +8,14 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.process_groups import GroupCollectives, Waits
 from lightning_dear.collectives.work import (
+    Collectives,
     Parts,
+    Waits,
     Work,
-    ranks_on_each_host,
     shard_of,
     sum_in_source_order,
 )
@@ -39,7 +38,7 @@ def by_source(rows: Rows) -> list[Tensor]:
     return [row for _, row in sorted(rows, key=itemgetter(0))]
 
 
-class PairwiseCollectives(GroupCollectives):
+class PairwiseCollectives(Collectives):
     """Point-to-point exchange for gloo, which has no reduce-scatter of its own.
 
     gloo's `reduce_scatter` runs a whole all-reduce; sending every shard straight to its owner moves
@@ -50,30 +49,15 @@ class PairwiseCollectives(GroupCollectives):
     alone (`tests/benchmarks/exchanges.py`), and was slower in training with four ranks on 1 Gb/s: a
     rank that comes late then holds up all others' messages.
 
-    Args:
-        reduce_group: Process group of the reduce-scatters.
-        gather_group: Process group of the all-gathers, and of objects.
-        rank: This rank in both groups.
-        world_size: Number of ranks in both.
-        calls: See `GroupCollectives`.
-        hosts: See `Collectives`. A host's gradients are summed first, then the hosts' sums.
+    Its objects travel in the group of the all-gathers, where all else is matched by tags. Of
+    several hosts each one's gradients are summed first, then the hosts' sums.
     """
 
     reads_flags_freely = True
 
-    def __init__(
-        self,
-        reduce_group: Any,
-        gather_group: Any,
-        rank: int,
-        world_size: int,
-        calls: Any = dist,
-        hosts: Sequence[int] = (),
-    ) -> None:
-        # Objects: all else in the gather group is matched by tags.
-        groups = reduce_group, gather_group, gather_group
-        super().__init__(*groups, rank, world_size, calls, hosts=hosts)
-        self._size = ranks_on_each_host(hosts)
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._expected: dict[tuple[str, int], tuple[int, Waits]] = {}
 
     def _peers(self) -> list[int]:

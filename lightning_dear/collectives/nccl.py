@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
-from functools import cached_property, partial
-from typing import Any
+from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.process_groups import GroupCollectives
-from lightning_dear.collectives.work import Parts, Streams, Work, shard_of
+from lightning_dear.collectives.work import Collectives, Parts, Work, shard_of
 
 # torch 2.13 renamed both; the old names warn there and are the only ones before it.
 _IS_RENAMED = hasattr(dist, "reduce_scatter_single")
@@ -21,78 +18,7 @@ REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_ten
 ALL_GATHER = "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor"
 
 
-class CudaStreams(Streams):
-    """Those of a CUDA device.
-
-    Args:
-        device: Which one.
-        cuda: What is called: torch.cuda, or what stands in for it where a device is simulated.
-    """
-
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        super().__init__()
-        self._device, self._cuda = device, cuda
-        self._beside: list[Any] = []
-
-    @property
-    @override
-    def model(self) -> str:
-        return str(self._cuda.get_device_name(self._device))
-
-    @override
-    def current(self) -> Any:
-        return self._cuda.current_stream(self._device)
-
-    @override
-    def follow(self, others: Iterable[Any]) -> None:
-        current = self.current()
-        for other in others:
-            if other != current:
-                current.wait_stream(other)
-
-    @override
-    def read_later(self, numbers: Tensor) -> Callable[[], list[int]]:
-        # Pinned, so that the host does not wait for the copy.
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
-        host.copy_(numbers, non_blocking=True)
-        event = self._cuda.Event()
-        event.record(self.current())
-
-        def read() -> list[int]:
-            event.synchronize()
-            known: list[int] = host.tolist()
-            return known
-
-        return read
-
-    @override
-    def synchronize(self) -> None:
-        self._cuda.synchronize(self._device)
-
-    @override
-    def lead_readers(self) -> None:
-        current = self.current()
-        for reader in (*self.readers, *self._beside):
-            if reader != current:
-                reader.wait_stream(current)
-
-    @cached_property
-    def _relay(self) -> Any:
-        # Before kernels that compute: who waits for what it makes is another host.
-        relay = self._cuda.Stream(self._device, priority=-1)
-        self._beside.append(relay)
-        return relay
-
-    @override
-    def beside(self) -> AbstractContextManager[Any]:
-        return self._cuda.stream(self._relay)  # type: ignore[no-any-return]
-
-    @override
-    def follow_beside(self) -> None:
-        self.follow(self._beside)
-
-
-class NativeCollectives(GroupCollectives):
+class NativeCollectives(Collectives):
     """The backend's own reduce-scatter and all-gather (NCCL): stream-ordered, no host block.
 
     NCCL orders a collective behind the stream that launches it, and `wait` orders the current

@@ -26,30 +26,18 @@ from typing_extensions import override
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.gloo import PairwiseCollectives, Rows, by_source, nbytes_of
 from lightning_dear.collectives.nccl import ALL_GATHER, REDUCE_SCATTER, NativeCollectives
-from lightning_dear.collectives.process_groups import Waits
 from lightning_dear.collectives.work import (
     NUMBERS_OF_ONE,
+    Begun,
+    Encode,
+    Waits,
     Work,
-    ranks_on_each_host,
     shard_of,
     sum_in_source_order,
 )
 
 _SECOND_HOP = 1 << 28
 """Added to the tag of a bucket: above the numbers of all buckets, below flags and buffers."""
-
-
-def shards_of_place(buffer: Tensor, rank: int, size: int, world_size: int) -> list[Tensor]:
-    """The shards of all ranks that have the same place on their hosts as `rank`, by host.
-
-    Args:
-        buffer: Flat, of `world_size` shards.
-        rank: See above.
-        size: Ranks of a host.
-        world_size: Of all hosts.
-    """
-    places = range(rank % size, world_size, size)
-    return [shard_of(buffer, place, world_size) for place in places]
 
 
 class TwoHopCollectives(PairwiseCollectives):
@@ -84,9 +72,6 @@ class TwoHopCollectives(PairwiseCollectives):
         hops = range(self._size, self.world_size, self._size)
         return [(self.rank + way * hop) % self.world_size for hop in hops]
 
-    def _column(self, buffer: Tensor, rank: int) -> list[Tensor]:
-        return shards_of_place(buffer, rank, self._size, self.world_size)
-
     def _columns(self, buffer: Tensor, ranks: Iterable[int]) -> Rows:
         return [(rank, shard) for rank in ranks for shard in self._column(buffer, rank)]
 
@@ -94,7 +79,7 @@ class TwoHopCollectives(PairwiseCollectives):
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
-        own, (_, across) = self._column(buffer, self.rank), self._received(received)
+        own, (_, across) = self._column(buffer), self._received(received)
         receives = self._receives("reduce_scatter", received, across, bucket + _SECOND_HOP)
         self.ledger.reduce_scatter_bytes += own[0].nbytes * len(self._across(1))
         work, _ = self._reduce(buffer, received, own, lambda: own, receives, bucket)
@@ -103,13 +88,8 @@ class TwoHopCollectives(PairwiseCollectives):
 
     @override
     def launch_sums_of_host(
-        self,
-        buffer: Tensor,
-        received: Tensor,
-        encode: Callable[[Tensor], Tensor],
-        incoming: Tensor,
-        bucket: int,
-    ) -> tuple[Work, Callable[[], object]]:
+        self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, bucket: int
+    ) -> Begun:
         own, across = self.rank // self._size, self._incoming(incoming)
         sums = buffer.view(self.world_size, -1)[: len(incoming)]
         if sums.dtype != torch.float32:
@@ -132,7 +112,7 @@ class TwoHopCollectives(PairwiseCollectives):
         encode: Callable[[], Sequence[Tensor] | Tensor],
         receives: Waits,
         bucket: int,
-    ) -> tuple[Work, Callable[[], object]]:
+    ) -> Begun:
         """Sums within the host into `sums`, then sends each host its row of what `encode` returns.
 
         Returns:
@@ -141,7 +121,7 @@ class TwoHopCollectives(PairwiseCollectives):
         lane, within = "reduce_scatter", self._received(received)[0]
         outgoing = self._columns(buffer, self._within(1))
         first = self._exchange(lane, received, within, outgoing, bucket)
-        own = self._column(buffer, self.rank)
+        own = self._column(buffer)
 
         def pass_on() -> Rows:
             for host, shard in enumerate(own):
@@ -158,9 +138,7 @@ class TwoHopCollectives(PairwiseCollectives):
         lane, across, within = "all_gather", *self._gathered(buffer)
         own = shard_of(buffer, self.rank, self.world_size)
         outgoing = [(peer, own) for peer in self._across(1)]
-        passed_on = [
-            (peer, row) for peer in self._within(1) for row in self._column(buffer, self.rank)
-        ]
+        passed_on = [(peer, row) for peer in self._within(1) for row in self._column(buffer)]
         first = self._exchange(lane, buffer, across, outgoing, bucket)
         self.ledger.all_gather_bytes += nbytes_of(outgoing) + nbytes_of(passed_on)
         receives = self._receives(lane, buffer, within, bucket + _SECOND_HOP)
@@ -168,7 +146,7 @@ class TwoHopCollectives(PairwiseCollectives):
 
     @override
     def launch_gather_of_host(self, buffer: Tensor, bucket: int) -> Work:
-        lane, own = "all_gather", self._column(buffer, self.rank)
+        lane, own = "all_gather", self._column(buffer)
         outgoing = [(peer, row) for peer in self._within(1) for row in own]
         rows = self._columns(buffer, self._within(-1))
         self.ledger.all_gather_bytes += nbytes_of(outgoing)
@@ -212,13 +190,8 @@ class TwoHopCollectives(PairwiseCollectives):
         return across, self._columns(buffer, self._within(-1))
 
     def _two_hops(
-        self,
-        lane: str,
-        bucket: int,
-        first: Waits,
-        pass_on: Callable[[], Rows],
-        receives: Waits,
-    ) -> tuple[Work, Callable[[], object]]:
+        self, lane: str, bucket: int, first: Waits, pass_on: Callable[[], Rows], receives: Waits
+    ) -> Begun:
         """A work that ends with the second hop, and what blocks until that has begun.
 
         Args:
@@ -270,14 +243,13 @@ class NativeTwoHopCollectives(NativeCollectives):
     Args:
         within: Process group of the ranks of this host, in order.
         across: Process group of those with this rank's place on their hosts, in order.
-        groups: See `GroupCollectives`, with `hosts`; as are `options`.
+        groups: See `Collectives`, with `hosts`; as are `options`.
     """
 
     hops = 2
 
     def __init__(self, within: Any, across: Any, *groups: Any, **options: Any) -> None:
         super().__init__(*groups, **options)
-        self._size = ranks_on_each_host(self.hosts)
         self._within, self._across = within, across
 
     @property
@@ -289,9 +261,6 @@ class NativeTwoHopCollectives(NativeCollectives):
     def forget_groups(self) -> None:
         super().forget_groups()
         self._within = self._across = None
-
-    def _column(self, buffer: Tensor) -> list[Tensor]:
-        return shards_of_place(buffer, self.rank, self._size, self.world_size)
 
     def _but_own(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """The rows of all hosts, of which this one's has nothing in it: it need not travel."""
@@ -353,13 +322,8 @@ class NativeTwoHopCollectives(NativeCollectives):
 
     @override
     def launch_sums_of_host(
-        self,
-        buffer: Tensor,
-        received: Tensor,
-        encode: Callable[[Tensor], Tensor],
-        incoming: Tensor,
-        bucket: int,
-    ) -> tuple[Work, Callable[[], object]]:
+        self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, bucket: int
+    ) -> Begun:
         lane, own = "reduce_scatter", self._column(buffer)
         sums = received.view(len(own), -1)
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from lightning_dear.collectives.hosts import ranks_on_a_host, ranks_on_each_host
+from lightning_dear.collectives.streams import Streams
 
 T = TypeVar("T")
 
 Parts = tuple[Tensor, list[int]]
 """A flat tensor, and how many of its elements are for, or from, each rank, by rank."""
+
+Encode = Callable[[Tensor], Tensor]
+"""Makes of a host's sums, [hosts, elements] fp32, what is sent to each host, a row for each."""
 
 NUMBERS_OF_ONE = 1 << 12
 """Of the buckets of one optimizer; what it exchanges besides begins at multiples of it."""
@@ -77,82 +88,11 @@ def as_metadata(collectives: Collectives) -> Iterator[None]:
         ledger.metadata_bytes += collectives.ledger.total_bytes
 
 
-def ranks_on_each_host(hosts: Sequence[int]) -> int:
-    """How many ranks each of several hosts has, if all have as many, one after the other; else 1.
-
-    Args:
-        hosts: See `Collectives`.
-    """
-    size = len(hosts) // max(1, len(set(hosts)))
-    is_grid = list(hosts) == [rank - rank % size for rank in range(len(hosts))] if size else False
-    return size if is_grid and size < len(hosts) else 1
-
-
-def ranks_on_a_host(hosts: Sequence[int]) -> int:
-    """How many ranks there are on the host that has the fewest; 1 if there is only one host.
-
-    Args:
-        hosts: See `Collectives`.
-    """
-    counts = Counter(hosts).values()
-    return min(counts) if len(counts) > 1 else 1
-
-
 def is_uneven(collectives: Collectives) -> bool:
     """Whether gloo has several hosts of several ranks each, and two hops are not possible."""
     hosts = collectives.hosts
     has_several = ranks_on_a_host(hosts) > 1 and collectives.reads_flags_freely
     return has_several and ranks_on_each_host(hosts) == 1
-
-
-class Streams:
-    """The queues in which a device does its work. A CPU has none: all is done at once.
-
-    Attributes:
-        readers: Those on which parameters are stepped, or were read in a recorded forward.
-    """
-
-    def __init__(self) -> None:
-        self.readers: set[Any] = set()
-
-    @property
-    def model(self) -> str:
-        """Which model the device is; others may draw other numbers from the same seed."""
-        return ""
-
-    def current(self) -> Any:
-        """The one on which the calling thread puts work; None where there are none."""
-        return None
-
-    def follow(self, others: Iterable[Any]) -> None:
-        """Work put on the current one from now on waits for what is on `others`. Host: no wait."""
-
-    def read_later(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """Takes what [n] `numbers` are now; what it returns blocks until that is known.
-
-        The host does not wait before.
-        """
-        known: list[int] = numbers.tolist()
-        return lambda: known
-
-    def synchronize(self) -> None:
-        """Blocks the host until all work is done."""
-
-    def lead_readers(self) -> None:
-        """Work put on `readers` from now on waits for what is on the current one. Host: no wait.
-
-        So does what is put `beside`.
-        """
-
-    def beside(self) -> AbstractContextManager[Any]:
-        """Work put on the current one in it goes to another, which waits for what it is told to.
-
-        What is made in it is to be read elsewhere between `follow_beside` and `lead_readers` alone.
-        """
-        return nullcontext()
-
-    def follow_beside(self) -> None:
-        """Work put on the current one from now on waits for what was put `beside`."""
 
 
 class Signal:
@@ -195,8 +135,7 @@ class Work:
     def __init__(
         self, arrive: Callable[[], None], finish: Callable[[], object] | None = None
     ) -> None:
-        self.arrive = arrive
-        self._finish = finish
+        self.arrive, self._finish = arrive, finish
         self.is_done = False
 
     @classmethod
@@ -222,31 +161,74 @@ def _nothing() -> None:
     return None
 
 
+Begun = tuple[Work, Callable[[], object]]
+"""A work, and what blocks until its second part has begun."""
+
 WorkObserver = Callable[[str, str, Callable[[], None]], Callable[[], None]]
 """(lane, name, arrive) -> arrive: lets a timeline see when a collective's data arrived."""
 
 
-class Collectives(Protocol):
-    """What the engine needs from a backend; `rank` and `world_size` are those of the groups."""
+alive: WeakSet[Collectives] = WeakSet()
+"""All that may hold groups. Weak: nobody is to be kept by this once its training is over."""
 
+reusable_groups: dict[timedelta | None, tuple[Any, list[Any]]] = {}
+"""Timeout -> the default group and ours made under it; else every fit would open new sockets."""
+
+Waits = Sequence[tuple[Any, ...]]
+"""Torch's own works, each behind its peer, or None where only the backend knows whom it waits for.
+Behind the work stands what must be held until then."""
+
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+@dataclass(eq=False)
+class Collectives(ABC):
+    """What the engine needs from a backend, over process groups of our own.
+
+    Attributes:
+        reduce_group: Process group of the reduce-scatters.
+        gather_group: Process group of the all-gathers.
+        object_group: Process group of `all_gather_object`, on gloo. Nothing else in it may be
+            matched by its order: a rank that broke off its backward has launched less than others.
+        rank: This rank in all groups.
+        world_size: Number of ranks in all.
+        calls: What is called to send and receive: torch.distributed, or what stands in for it,
+            where messages are late on purpose or a device is simulated.
+        streams: Those of the parameters' device.
+        hosts: Number of each rank's host, which is that of its first rank; of nobody: not known.
+        hops: 2: both halves go within hosts, and between them; 1: they do not tell hosts apart.
+        reads_flags_freely: Whether the host waits for nothing more where it reads flags.
+        was_discarded: Whether `discard` has been called.
+        has_given_up: Whether a wait has failed, here or elsewhere: from then on nobody waits for
+            what is late.
+    """
+
+    hops: ClassVar[int] = 1
+    reads_flags_freely: ClassVar[bool]
+
+    reduce_group: Any
+    gather_group: Any
+    object_group: Any
     rank: int
     world_size: int
-    ledger: WireLedger
-    observer: WorkObserver | None
-    signal: Signal
-    streams: Streams
-    """Those of the parameters' device."""
-    hosts: Sequence[int]
-    """Number of each rank's host, which is that of its first rank; of nobody: not known."""
-    was_discarded: bool
-    """Whether `discard` has been called."""
-    has_given_up: bool
-    """Whether a wait has failed, here or elsewhere: from then on nobody waits for what is late."""
-    hops: int = 1
-    """2: both halves go within hosts, and between them; 1: they do not tell hosts apart."""
-    reads_flags_freely: bool
-    """Whether reading flags on the host costs no wait beyond those there are in any case."""
+    calls: Any = dist
+    streams: Streams = field(default_factory=Streams)
+    hosts: Sequence[int] = ()
 
+    def __post_init__(self) -> None:
+        self.ledger, self.signal = WireLedger(), Signal()
+        self.observer: WorkObserver | None = None
+        self.was_discarded = self.was_aborted = self.has_given_up = False
+        self._size = ranks_on_each_host(self.hosts)
+        alive.add(self)
+
+    def _column(self, buffer: Tensor, rank: int | None = None) -> list[Tensor]:
+        """The shards of all ranks with the place of `rank` on their hosts, by host; None: ours."""
+        first = (self.rank if rank is None else rank) % self._size
+        places = range(first, self.world_size, self._size)
+        return [shard_of(buffer, place, self.world_size) for place in places]
+
+    @abstractmethod
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
@@ -261,9 +243,11 @@ class Collectives(Protocol):
             bucket: Number of the bucket, equal on all ranks.
         """
 
+    @abstractmethod
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard."""
 
+    @abstractmethod
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
         """Sends row r to rank r; after `wait`, row s of `incoming` is what rank s has sent here.
 
@@ -275,6 +259,7 @@ class Collectives(Protocol):
             bucket: Number of the bucket, equal on all ranks.
         """
 
+    @abstractmethod
     def launch_parts(self, outgoing: Parts, incoming: Parts, number: int) -> Work:
         """Sends each rank its part; after `wait`, `incoming` holds what they have sent here.
 
@@ -332,19 +317,17 @@ class Collectives(Protocol):
         return
 
     def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
-        """Sums the flat `buffer` over ranks, in place and on every rank, as the backend does it.
-
-        In the same order on every rank, on the reduce-scatter group.
-        """
+        """Sums the flat `buffer`, in place on all ranks alike, in the reduce-scatter group."""
+        if self.world_size == 1:
+            return Work.done()
+        waits = self.start("all_reduce", self.reduce_group, buffer)
+        self.ledger.all_reduce_bytes += 2 * self.ring_bytes(buffer)
+        # In this lane since it takes the reduce-scatters' place in backward.
+        return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
 
     def launch_sums_of_host(
-        self,
-        buffer: Tensor,
-        received: Tensor,
-        encode: Callable[[Tensor], Tensor],
-        incoming: Tensor,
-        bucket: int,
-    ) -> tuple[Work, Callable[[], object]]:
+        self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, bucket: int
+    ) -> Begun:
         """Sums `buffer` within each host, and sends what `encode` makes of that between hosts.
 
         Of N hosts; where `hops` is 2. After the work's `wait`, row h of `incoming` is what host h
@@ -373,14 +356,15 @@ class Collectives(Protocol):
     def launch_gather_of_host(self, buffer: Tensor, bucket: int) -> Work:
         """Fills `buffer`, as long as `launch_sums_of_host`'s, with what ranks of this host sum.
 
-        Each has, in place, the shards of all ranks that have its place on their hosts. Where `hops`
-        is 1, nothing is done.
+        Each has, in place, the shards of its place's ranks. Where `hops` is 1, nothing is done.
         """
         return Work.done()
 
+    @abstractmethod
     def launch_any(self, flags: Tensor) -> Work:
         """Combines uint8 `flags` over ranks by maximum, in place, on the reduce-scatter group."""
 
+    @abstractmethod
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
         """Overwrites `buffer` with rank 0's, in place, on the all-gather group."""
 
@@ -390,6 +374,11 @@ class Collectives(Protocol):
 
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order. Blocks."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        self.calls.all_gather_object(values, value, group=self.object_group)
+        return values
 
     def abort(self) -> None:
         """After a failure elsewhere, by any thread: ends what a device waits for in vain.
@@ -401,10 +390,76 @@ class Collectives(Protocol):
 
     def check(self) -> None:
         """Raises `RuntimeError` after `abort`: what has arrived since is of no use."""
-        return
+        if self.was_aborted:
+            raise RuntimeError("another rank has failed, and the communicator was aborted")
 
     def discard(self) -> None:
         """After a failure: something may still be in flight, so nobody may use the groups again."""
+        self.was_discarded = True
+        reusable_groups.clear()
+
+    @property
+    def device_groups(self) -> list[Any]:
+        """Process groups for what a device sends."""
+        return [self.reduce_group, self.gather_group]
+
+    def forget_groups(self) -> None:
+        """Lets go of them: nothing can be sent any more."""
+        self.reduce_group = self.gather_group = self.object_group = None
+
+    def start(self, call: str, group: Any, *arguments: Any) -> Waits:
+        """Launches the backend's own collective `call`, which does not say whom it waits for."""
+        self.check()
+        work = getattr(self.calls, call)(*arguments, group=group, async_op=True)
+        return [(None, work, arguments)]
+
+    def ring_bytes(self, buffer: Tensor) -> int:
+        """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""
+        return buffer.nbytes // self.world_size * (self.world_size - 1)
+
+    def new_work(
+        self, lane: str, name: str, waits: Waits, finish: Callable[[], object] | None = None
+    ) -> Work:
+        """A work that waits for all of `waits`, and is seen by the observer; see `Work`."""
+        arrive = self.arriving(lane, name, waits)
+        work = Work(self.observed(lane, name, arrive) if waits else arrive, finish)
+        work.is_done = not waits and finish is None
+        return work
+
+    def observed(self, lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], None]:
+        """`arrive`, seen by the observer if there is one."""
+        # Read once: a thread that gathers may be here when a recording ends.
+        observe = self.observer
+        return observe(lane, name, arrive) if observe else arrive
+
+    def arriving(self, lane: str, name: str, waits: Waits) -> Callable[[], None]:
+        """What waits for all of `waits`, seen by nobody.
+
+        What fails in it names the peer. Afterwards nobody waits for anything else: who was silent
+        for a whole timeout would be waited for again.
+        """
+
+        def arrive() -> None:
+            for peer, work, *_ in waits:
+                begin_s = time.monotonic()
+                try:
+                    self.check()
+                    work.wait(*([_AT_ONCE] if self.has_given_up else []))
+                except RuntimeError as error:
+                    self.has_given_up = True
+                    how = _blame(peer, time.monotonic() - begin_s, str(error))
+                    raise RuntimeError(f"{name}, {lane.replace('_', '-')}: {how}") from error
+
+        return arrive
+
+
+def _blame(peer: int | None, late_s: float, said: str) -> str:
+    """Who was silent, or has closed the connection, in words that `FailureBoard` reads as well."""
+    who = f"rank {peer}" if peer is not None else "a rank that the backend does not name"
+    if re.search("[Tt]imed out|[Tt]imeout", said):
+        return f"nothing from {who} for {late_s:.0f} s: link or rank. ({said})"
+    is_closed = re.search("closed|reset|[Bb]roken pipe", said)
+    return (f"connection closed by {who}" if is_closed else f"with {who}") + f". ({said})"
 
 
 def shard_of(buffer: Tensor, number: int, num_shards: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.codec import Codec, padded_bytes
+from lightning_dear.torch_modes import saves_calls
 
 TILE_ELEMENTS = 1 << 19
 """What a codec works on at once on a CPU: 2 MiB of fp32, so that the next pass finds it cached."""
@@ -58,6 +60,16 @@ def tiles(*tensors: Tensor, num_scratch: int = 0) -> Tiles:
         if num_scratch and (not scratch or scratch[0].shape != piece[0].shape):
             scratch = piece[0].new_empty((num_scratch, *piece[0].shape)).unbind()
         yield *piece, *scratch
+
+
+def largest_of_blocks(tile: Tensor, out: Tensor | None = None) -> Tensor:
+    """max|x| of each block: [r, b, 1] of [r, b, elements], written into `out` where it is given."""
+    if saves_calls(tile.device):
+        norm: Tensor = torch.linalg.vector_norm(tile, math.inf, -1, keepdim=True, out=out)
+        return norm
+    # Slow there, and |x| itself would be a temporary.
+    above, below = torch.amax(tile, -1, True, out=out), torch.amin(tile, -1, True)
+    return torch.maximum(above, below.neg_(), out=out)
 
 
 def block_tiles(

@@ -102,6 +102,7 @@ class Compressor(ABC):
     name: ClassVar[str]
     all_reduces: ClassVar[bool] = False
     is_identity: ClassVar[bool] = False
+    is_scattered: ClassVar[bool] = False
     has_density: ClassVar[bool] = False
     overflows: ClassVar[str] = ""
 
@@ -166,11 +167,6 @@ class Compressor(ABC):
         """See the class."""
         # Velocity adds up to 1 / (1 - momentum) times a gradient; decay outside it does not.
         return not self.brings_momentum
-
-    @property
-    def is_scattered(self) -> bool:
-        """See the class."""
-        return False
 
     @property
     def encodes_once(self) -> bool:

@@ -56,20 +56,26 @@ class Memory:
     Args:
         numel: Elements of the bucket, or of the shard.
         device: Where they are.
+        rate: "residual" is what is still to be sent, times this; in (0, 1].
+        momentum: What remains in a step of what is kept of gradients, where that is anything; in
+            [0, 1).
 
     Attributes:
         names: Of what is kept.
-        rate: "residual" is what is still to be sent, times this.
+        rate: See above.
+        momentum: See above.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, numel: int, device: torch.device) -> None:
+    def __init__(
+        self, numel: int, device: torch.device, rate: float = 1.0, momentum: float = 0.0
+    ) -> None:
         # Two of each, so that a step that is not made leaves what was kept before untouched.
         self._kept = {name: self._zeros(numel, device) for name in self.names}
         self._pending = {name: self._zeros(numel, device) for name in self.names}
         self._has_pending = False
-        self.rate = 1.0
+        self.rate, self.momentum = rate, momentum
 
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
         """Turns gradients into what is to be encoded, in place.
@@ -172,16 +178,9 @@ class Residual(Memory):
     So sum C(x) + e = sum g (Karimireddy et al. 2019, algorithm 1). With a rate b below 1 it is a
     moving average, e' = (1 - b) e + b (x - C(x)), and sum C(x) + e / b = sum g (Xie et al. 2024,
     "LoCo").
-
-    Args:
-        rate: b, in (0, 1].
     """
 
     names: ClassVar[tuple[str, ...]] = ("residual",)
-
-    def __init__(self, numel: int, device: torch.device, rate: float = 1.0) -> None:
-        super().__init__(numel, device)
-        self.rate = rate
 
     @override
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:

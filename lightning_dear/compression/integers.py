@@ -6,7 +6,6 @@ tensors into buckets does not cost accuracy.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,14 +14,32 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression import error_feedback as feedback
-from lightning_dear.compression.blocks import BlockCodec
+from lightning_dear.compression.blocks import BlockCodec, largest_of_blocks
 from lightning_dear.compression.codec import Kind, Lag
 from lightning_dear.torch_modes import saves_calls
 
 _FP32 = torch.finfo(torch.float32)
 
 
-class _BlockIntegers(BlockCodec):
+class ScaledIntegers(BlockCodec):
+    """Integers, times a scale for each block; what both are is up to subclasses."""
+
+    @override
+    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
+        for tile, values, scales in self._tiles(rows, wire):
+            torch.mul(self._unpack(values, tile), scales, out=tile)
+
+    def _pack(self, integers: Tensor, values: Tensor) -> None:
+        """Write integers, given as fp32 [rows, blocks, elements], as bytes; may change them."""
+        values.view(torch.int8).copy_(integers)
+
+    def _unpack(self, values: Tensor, integers: Tensor) -> Tensor:
+        """The inverse of `_pack`: `integers`, or what else has them, in any type."""
+        own = values.view(torch.int8)
+        return own if saves_calls(values.device) else integers.copy_(own)
+
+
+class _BlockIntegers(ScaledIntegers):
     """q = round(x / s) in [-L, L], and s = max|x| / L of the block in fp32; decodes to q s.
 
     The error of an element is at most s / 2 (and some 2^-16 s of rounding in fp32), and never more
@@ -46,29 +63,9 @@ class _BlockIntegers(BlockCodec):
         # Rounded to nearest, LARGEST / L times L may be more than LARGEST.
         largest = _FP32.max / self._levels * (1 - _FP32.eps)
         for tile, values, scales, integers in self._tiles(rows, wire, num_scratch=1):
-            # max|x| / L of each block.
-            if saves_calls(tile.device):
-                torch.linalg.vector_norm(tile, math.inf, -1, keepdim=True, out=scales)
-            else:
-                # Slow there, and |x| itself would be a temporary.
-                torch.amax(tile, -1, keepdim=True, out=scales)
-                torch.maximum(scales, torch.amin(tile, -1, keepdim=True).neg_(), out=scales)
-            scales.div_(self._levels).clamp_(_FP32.tiny, largest)
-            self._pack(torch.div(tile, scales, out=integers).round_(), values.view(torch.int8))
-
-    @override
-    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        for tile, values, scales in self._tiles(rows, wire):
-            torch.mul(self._unpack(values.view(torch.int8), tile), scales, out=tile)
-
-    def _pack(self, integers: Tensor, values: Tensor) -> None:
-        """Write integers, given as fp32 [rows, blocks, elements], as bytes; may change them."""
-        # No clamp: |x| / s is at most L but for an error of fp32, which rounding has removed.
-        values.copy_(integers)
-
-    def _unpack(self, values: Tensor, integers: Tensor) -> Tensor:
-        """The inverse of `_pack`: `integers`, or what else has them, in any type."""
-        return values if saves_calls(values.device) else integers.copy_(values)
+            largest_of_blocks(tile, scales).div_(self._levels).clamp_(_FP32.tiny, largest)
+            # No clamp: |x| / s is at most L but for an error of fp32, which rounding has removed.
+            self._pack(torch.div(tile, scales, out=integers).round_(), values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +112,13 @@ class Int4(_BlockIntegers):
         low, high = integers[..., :half], integers[..., half:]
         low[..., : high.shape[2]].add_(high, alpha=16)
         # At most 7 + 16 * 7 = 119 of either sign, which an int8 holds.
-        values.copy_(low)
+        values.view(torch.int8).copy_(low)
 
     @override
     def _unpack(self, values: Tensor, integers: Tensor) -> Tensor:
         half = values.shape[2]
         low, high = integers[..., :half], integers[..., half:]
-        low.copy_(values)
+        low.copy_(values.view(torch.int8))
         both = low[..., : high.shape[2]]
         # |q_i| <= 7 is less than half of 16: rounding finds the other number.
         torch.mul(both, 1 / 16, out=high).round_()

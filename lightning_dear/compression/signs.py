@@ -189,30 +189,22 @@ class Signum(SignSGD):
 
     @override
     def worker_memory(self, numel: int, device: torch.device) -> Memory:
-        return RunningMean(numel, device, self.momentum)
+        return RunningMean(numel, device, momentum=self.momentum)
 
 
 class RunningMean(Memory):
-    """Signum's: m' = momentum m + (1 - momentum) g is encoded (Bernstein et al. 2018).
-
-    Args:
-        momentum: In [0, 1).
-    """
+    """Signum's: m' = momentum m + (1 - momentum) g is encoded (Bernstein et al. 2018)."""
 
     names: ClassVar[tuple[str, ...]] = ("running_mean",)
-
-    def __init__(self, numel: int, device: torch.device, momentum: float) -> None:
-        super().__init__(numel, device)
-        self._momentum = momentum
 
     @override
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
         # Gradients that come in several rounds of one step add up.
-        decay = 1.0 if self._has_pending else self._momentum
+        decay = 1.0 if self._has_pending else self.momentum
         before, mean = self._latest("running_mean", rows), self._next("running_mean", rows)
         torch.mul(before, decay, out=mean)
         gradients = rows if scale is None else rows.div_(scale)
-        rows.copy_(mean.add_(gradients, alpha=1 - self._momentum))
+        rows.copy_(mean.add_(gradients, alpha=1 - self.momentum))
         if scale is not None:
             rows.mul_(scale)
         self._has_pending = True

@@ -168,7 +168,7 @@ class DGC(TopK):
 
     @override
     def worker_memory(self, numel: int, device: torch.device) -> Memory:
-        return Velocity(numel, device, self.momentum)
+        return Velocity(numel, device, momentum=self.momentum)
 
     @override
     def warmed_up(self, step: int) -> Self:
@@ -187,16 +187,9 @@ class Velocity(Memory):
     """DGC's: u = momentum u + g, v = v + u is encoded, and both become 0 where v was sent.
 
     Momentum correction and momentum factor masking (Lin et al. 2018, 3.2 and 3.3).
-
-    Args:
-        momentum: In [0, 1).
     """
 
     names: ClassVar[tuple[str, ...]] = ("momentum", "residual")
-
-    def __init__(self, numel: int, device: torch.device, momentum: float) -> None:
-        super().__init__(numel, device)
-        self._momentum = momentum
 
     @override
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
@@ -204,7 +197,7 @@ class Velocity(Memory):
         waiting = self._next("residual", rows)
         gradients = rows if scale is None else rows.div_(scale)
         if is_first:
-            torch.mul(self._latest("momentum", rows), self._momentum, out=momentum)
+            torch.mul(self._latest("momentum", rows), self.momentum, out=momentum)
             torch.add(self._latest("residual", rows), momentum, out=waiting)
         # Gradients that come in several rounds of one step add up.
         momentum.add_(gradients)

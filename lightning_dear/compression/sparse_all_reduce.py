@@ -56,11 +56,6 @@ class SparseAllReduce(FewOfMany):
     those of equal regions keep all."""
 
     @property
-    @override
-    def is_scattered(self) -> bool:
-        return not self.all_reduces
-
-    @property
     def is_static(self) -> bool:
         """Whether always as many numbers travel."""
         return False
@@ -233,6 +228,7 @@ class TopkDSA(ByThreshold):
     """
 
     name: ClassVar[str] = "topkdsa"
+    is_scattered: ClassVar[bool] = True
 
     @override
     def most_words(self, numel: int, world_size: int) -> float:
@@ -337,6 +333,7 @@ class OkTopk(ByThreshold):
     """
 
     name: ClassVar[str] = "oktopk"
+    is_scattered: ClassVar[bool] = True
     is_regional: ClassVar[bool] = True
 
     mode: str = "exact"

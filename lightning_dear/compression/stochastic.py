@@ -15,14 +15,15 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.bits import pack_pairs, unpack_pairs
-from lightning_dear.compression.blocks import BlockCodec, tiles
+from lightning_dear.compression.blocks import largest_of_blocks, tiles
 from lightning_dear.compression.codec import Codec, Kind, Randomness, padded_bytes
+from lightning_dear.compression.integers import ScaledIntegers
 
 _FP32 = torch.finfo(torch.float32)
 _MANTISSA_BITS = 23
 
 
-class _BlockLevels(BlockCodec):
+class _BlockLevels(ScaledIntegers):
     """q = x / step, rounded at random to one of the two integers beside it; decodes to q step.
 
     E[q] = x / step: q is floor(x / step), plus one with the probability of what floor takes away.
@@ -46,23 +47,9 @@ class _BlockLevels(BlockCodec):
             torch.lt(draw, levels.sub_(floor), out=draw)
             self._pack(floor.add_(draw), values)
 
-    @override
-    def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        for tile, values, steps in self._tiles(rows, wire):
-            self._unpack(values, tile)
-            tile.mul_(steps)
-
     @abstractmethod
     def _scale(self, tile: Tensor, steps: Tensor, levels: Tensor) -> None:
         """Write the steps [r, b, 1] of [r, b, elements], and x / step."""
-
-    def _pack(self, levels: Tensor, values: Tensor) -> None:
-        """Write integers, given as fp32 [r, b, elements], as bytes."""
-        values.view(torch.int8).copy_(levels)
-
-    def _unpack(self, values: Tensor, levels: Tensor) -> None:
-        """The inverse of `_pack`."""
-        levels.copy_(values.view(torch.int8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +80,7 @@ class QSGD(_BlockLevels):
 
     @override
     def _scale(self, tile: Tensor, steps: Tensor, levels: Tensor) -> None:
-        largest = _largest(tile)
+        largest = largest_of_blocks(tile).clamp_(min=_FP32.tiny)
         # Squares of the numbers themselves could overflow.
         torch.div(tile, largest, out=levels)
         norm = torch.linalg.vector_norm(levels, dim=2, keepdim=True)
@@ -123,18 +110,18 @@ class TernGrad(_BlockLevels):
 
     @override
     def _scale(self, tile: Tensor, steps: Tensor, levels: Tensor) -> None:
-        steps.copy_(_largest(tile))
+        largest_of_blocks(tile, steps).clamp_(min=_FP32.tiny)
         torch.div(tile, steps, out=levels)
 
     @override
-    def _pack(self, levels: Tensor, values: Tensor) -> None:
+    def _pack(self, integers: Tensor, values: Tensor) -> None:
         # -1 is 3: the two lowest bits of an integer are an integer of two bits.
-        pack_pairs(levels.to(torch.int8).bitwise_and_(3).view(torch.uint8), values)
+        pack_pairs(integers.to(torch.int8).bitwise_and_(3).view(torch.uint8), values)
 
     @override
-    def _unpack(self, values: Tensor, levels: Tensor) -> None:
-        codes = unpack_pairs(values, levels.shape[2]).view(torch.int8)
-        levels.copy_(codes.bitwise_xor_(2).sub_(2))
+    def _unpack(self, values: Tensor, integers: Tensor) -> Tensor:
+        codes = unpack_pairs(values, integers.shape[2]).view(torch.int8)
+        return integers.copy_(codes.bitwise_xor_(2).sub_(2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +199,3 @@ def _given(generator: Generator | None, name: str) -> Generator:
     if generator is None:
         raise ValueError(f"{name} rounds at random: encode needs a generator.")
     return generator
-
-
-def _largest(tile: Tensor) -> Tensor:
-    """max|x| of each block, at least 2^-126; [r, b, 1] of [r, b, elements]."""
-    above, below = torch.amax(tile, 2, keepdim=True), torch.amin(tile, 2, keepdim=True)
-    return torch.maximum(above, below.neg_()).clamp_(min=_FP32.tiny)

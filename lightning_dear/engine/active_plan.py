@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,8 @@ from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import Exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.figures import figures_of
-from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
-from lightning_dear.telemetry.statistics import Instruments
 
 
 @dataclass(frozen=True)
@@ -77,55 +75,6 @@ class ActivePlan:
         self.gatherer.detach()
         self.reducer.release()
         return [one.parameter for one in self.flat.placements if not one.was_replaced()]
-
-
-class EarlySteps:
-    """Steps the plan's early buckets in one backward, each as soon as its gradient has arrived.
-
-    Past the paper: DeAR leaves the link idle when backward takes longer than its reduce-scatters. A
-    bucket of the last layers is reduced early; stepped at once, into a second buffer, its
-    all-gather fills that idle time. The new values become the parameters' only after the step,
-    since backward still needs the old ones.
-
-    When that is differs from rank to rank, and so may whether it is in backward at all: results do
-    not depend on it.
-
-    Args:
-        active: The plan at work.
-        sharded: Steps the buckets.
-        adopt_state: Takes over state that was given since the last step.
-        instruments: Told when a bucket begins to be stepped.
-        launch_gathers: Called with the number of each bucket, once it is stepped.
-    """
-
-    def __init__(
-        self,
-        active: ActivePlan,
-        sharded: ShardedOptimizer,
-        adopt_state: Callable[[], object],
-        instruments: Instruments,
-        launch_gathers: Callable[[Sequence[int]], None],
-    ) -> None:
-        self._active = active
-        self._sharded = sharded
-        self._adopt_state = adopt_state
-        self._launch_gathers = launch_gathers
-        self._instruments = instruments
-        self._todo = list(active.plan.early)
-        self._may_step = not any(place.was_replaced() for place in active.flat.placements)
-
-    @torch.no_grad()
-    def poll(self) -> None:
-        """Steps what has arrived, and launches its gathers. Does not block."""
-        while self._may_step and self._todo and self._active.reducer.has_arrived(self._todo[0]):
-            number = self._todo.pop(0)
-            if not self._sharded.stepped_early:
-                self._adopt_state()
-            self._active.flat.buckets[number].adopt_writes()
-            self._active.reducer.finish_bucket(number)
-            self._instruments.begin_step()
-            self._sharded.step_early(number)
-            self._launch_gathers([number])
 
 
 @dataclass(frozen=True)

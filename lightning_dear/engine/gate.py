@@ -13,6 +13,11 @@ from typing import Any
 
 from torch.nn import Module, Parameter
 
+_READ_OR_WRITE = """
+__getitem__ __setitem__ __delitem__ __eq__ __or__ __ior__
+get items values copy pop popitem setdefault update clear
+"""
+
 
 def _opening(name: str) -> Any:
     """The dict's method of this name, called on the plain dict once the gate is open."""
@@ -46,22 +51,6 @@ class ParameterGate(dict[str, Any]):
             open_gate()
         return self.plain
 
-    __getitem__ = _opening("__getitem__")
-    __setitem__ = _opening("__setitem__")
-    __delitem__ = _opening("__delitem__")
-    __eq__ = _opening("__eq__")
-    __or__ = _opening("__or__")
-    __ior__ = _opening("__ior__")
-    get = _opening("get")
-    items = _opening("items")
-    values = _opening("values")
-    copy = _opening("copy")
-    pop = _opening("pop")
-    popitem = _opening("popitem")
-    setdefault = _opening("setdefault")
-    update = _opening("update")
-    clear = _opening("clear")
-
     def __iter__(self) -> Iterator[str]:
         # Overridden so that dict(gate) and {**gate} come through __getitem__.
         return iter(self.plain)
@@ -70,7 +59,9 @@ class ParameterGate(dict[str, Any]):
         # Copies and pickles are of a module whose parameters are complete: an ordinary dict.
         return dict, (dict(self._opened()),)
 
-    __hash__ = None
+
+for _name in _READ_OR_WRITE.split():
+    setattr(ParameterGate, _name, _opening(_name))
 
 
 def plain_parameters(module: Module) -> dict[str, Any]:

@@ -30,6 +30,10 @@ def _references_of_a_local() -> int:
 _OF_A_LOCAL = _references_of_a_local()
 """Differs between versions of Python."""
 
+UNUSED, USED, LATE = 0, 1, 2
+"""What a rank says of a parameter, in a byte: it got no gradient, a gradient, or another one after
+its bucket had been launched."""
+
 
 def _most_held(bucket: Bucket) -> int:
     """Most elements of a gradient that is held until its bucket is full."""
@@ -100,17 +104,12 @@ class GradientReducer:
         waiting: Callable[[str], AbstractContextManager[None]],
         shared: SharedOptions,
     ) -> None:
-        self._placements = buffers.placements
-        self._buckets = buffers.buckets
-        self._names = names
-        self._expected = expected
+        self._placements, self._buckets = buffers.placements, buffers.buckets
+        self._names, self._expected = names, expected
         self._order = plan.reduce_order
         self._num_tensors = [len(bucket.spec.slices) for bucket in buffers.buckets]
-        self._exchange = exchange
-        self._collectives = exchange.collectives
-        self._pending = pending
-        self._waiting = waiting
-        self._shared = shared
+        self._exchange, self._collectives = exchange, exchange.collectives
+        self._pending, self._waiting, self._shared = pending, waiting, shared
         # Scaled before the sum, as DistributedDataParallel does: at two ranks the bits are its own.
         self._scale = 1.0 / exchange.collectives.world_size
         self._early = frozenset(plan.early)
@@ -340,17 +339,72 @@ class GradientReducer:
         """Blocks for the round's buckets; returns the most that any rank says per parameter."""
         voting, placements = self._exchange.voting, enumerate(self._placements)
         voted = [n for n, one in placements if voting and not voting.isdisjoint(one.buckets)]
-        device = self._buckets[0].parameters.device
         with self._waiting("gradients"):
+            flags = self._flags(says, voted)
             # Waits where a host's sums are still to be encoded.
-            flags = RoundFlags(says, voted, self.wishes, self._exchange, device, self._shared)
-            for one in (*self._round.works.values(), flags.work):
+            found = self._exchange.take_found_inf()
+            if self._collectives.world_size > 1:
+                flags[-2], found = found, flags[-2]
+            for one in (*self._round.works.values(), self._collectives.launch_any(flags)):
                 one.wait()
-        said, split = flags.hear()
-        self.granted = flags.granted
+        return self._hear(says, voted, flags, torch.as_tensor(found))
+
+    def _flags(self, says: list[int], voted: Sequence[int]) -> Tensor:
+        """What this rank tells the others, [n] uint8.
+
+        What it says per parameter; of those that are voted on, so that all ranks hear of it,
+        whether it has no gradient; a digest of the optimizer's options; whether hooks look for
+        whole mean gradients; whether it has found inf or nan, which is still to be filled in; its
+        signal.
+        """
+        # Who is alone has nobody to hear from: the host reads what it has said itself, and waits
+        # for no device.
+        is_alone, shared = self._collectives.world_size == 1, self._shared
+        device = torch.device("cpu") if is_alone else self._buckets[0].parameters.device
+        num_told = len(says) + len(voted)
+        flags = torch.ones(num_told + shared.num_bytes + 3, dtype=torch.uint8, device=device)
+        if voted or says.count(USED) < len(says):
+            lacks = [says[number] == UNUSED for number in voted]
+            flags[:num_told] = torch.tensor([*says, *lacks], dtype=torch.uint8)
+        if shared.num_bytes:
+            flags[num_told:-3] = shared.digest(device)
+        if self.wishes:
+            # The 1 of who wishes nothing is less where all read flags, and where only some do more:
+            # these hear whether others read them, too.
+            flags[-3] = 2 if self._collectives.reads_flags_freely else 0
+        flags[-1] = self._collectives.signal.ask()
+        return flags
+
+    def _hear(
+        self, says: list[int], voted: Sequence[int], flags: Tensor, found: Tensor
+    ) -> list[int]:
+        """Takes what all ranks have told. Where flags are on a device and are read, it blocks.
+
+        Raises:
+            ValueError: See `SharedOptions.hear`.
+        """
+        all_read, num_told = self._collectives.reads_flags_freely, len(says) + len(voted)
+        # Where the host would have to wait, all hear of these one step later.
+        behind = flags[num_told:]
+        *digest, _, _, heard = behind.tolist() if all_read else self._shared.said_before(behind)
+        self._shared.hear(digest, is_late=not all_read)
+        self._collectives.signal.hear(heard)
+        self._exchange.hear_found_inf(found)
+        self.granted = False
+        # Where reading flags blocks the host, late gradients were refused, and a rank that used
+        # everything learns nothing new from them.
+        if not (all_read or self.wishes) and not voted and says.count(USED) == len(says):
+            return says
+        *told, wished, _, _ = flags.tolist()
+        self.granted = wished == (2 if all_read else 0)
+        split = [
+            number
+            for number, lacked in zip(voted, told[len(says) : num_told], strict=True)
+            if lacked and told[number] != UNUSED
+        ]
         if split:
             self._exchange.refuse_votes([self._names[number] for number in split])
-        return said
+        return told[: len(says)]
 
     def release(self) -> None:
         """Ends the thread, if there is one. Nothing may be under way."""
@@ -407,90 +461,3 @@ class GradientReducer:
         self._exchange.look_again()
         self._exchange.note_used(self._used, keeps=False)
         return list(self._used)
-
-
-UNUSED, USED, LATE = 0, 1, 2
-"""What a rank says of a parameter, in a byte: it got no gradient, a gradient, or another one after
-its bucket had been launched."""
-
-
-class RoundFlags:
-    """Starts telling the other ranks what this one says.
-
-    Args:
-        says: Per parameter one of the three.
-        voting: Which of them are voted on: of these all ranks hear whether one has no gradient.
-        wishes: Whether its hooks look for whole mean gradients.
-        exchange: Has found nan or inf on this rank, or not, and is told whether any has. Its
-            collectives move the bytes, every rank's signal among them.
-        device: Where the bytes are.
-        shared: Gives the bytes that stand for the optimizer's options, and hears of others'.
-
-    Attributes:
-        granted: Whether all ranks have heard of a wish, once `hear` has been called.
-    """
-
-    def __init__(
-        self,
-        says: list[int],
-        voting: Sequence[int],
-        wishes: bool,
-        exchange: Exchange,
-        device: torch.device,
-        shared: SharedOptions,
-    ) -> None:
-        self._says, self._voting, self._wishes = says, voting, wishes
-        self.granted = False
-        self._exchange, self._collectives = exchange, exchange.collectives
-        self._uses_all = all(one == USED for one in says)
-        self._is_alone = self._collectives.world_size == 1
-        self._shared, num_told = shared, len(says) + len(voting)
-        self._digests = slice(num_told, num_told + shared.num_bytes)
-        # Behind them: the wish, inf or nan, the signal. Who is alone has nobody to hear from: the
-        # host reads what it has said itself, and waits for no device.
-        device = torch.device("cpu") if self._is_alone else device
-        self._flags = torch.ones(self._digests.stop + 3, dtype=torch.uint8, device=device)
-        if not self._uses_all or voting:
-            lacks = [says[number] == UNUSED for number in voting]
-            self._flags[:num_told] = torch.tensor([*says, *lacks], dtype=torch.uint8)
-        if shared.num_bytes:
-            self._flags[self._digests] = shared.digest(device)
-        if wishes:
-            # The 1 of who wishes nothing is less where all read flags, and where only some do more:
-            # these hear whether others read them, too.
-            self._flags[-3] = 2 if self._collectives.reads_flags_freely else 0
-        self._found: Tensor | bool = exchange.take_found_inf()
-        if not self._is_alone:
-            self._flags[-2], self._found = self._found, self._flags[-2]
-        self._flags[-1] = self._collectives.signal.ask()
-        self.work = self._collectives.launch_any(self._flags)
-
-    def hear(self) -> tuple[list[int], list[int]]:
-        """To be called when `work` has ended. Where flags are on a device and are read, it blocks.
-
-        Returns:
-            The most that any rank says per parameter, and the numbers of those that are voted on
-            and that some ranks have a gradient for, but not all.
-
-        Raises:
-            ValueError: See `SharedOptions.hear`.
-        """
-        all_read, behind = self._collectives.reads_flags_freely, self._flags[self._digests.start :]
-        # Where the host would have to wait, all hear of these one step later.
-        *digest, _, _, heard = behind.tolist() if all_read else self._shared.said_before(behind)
-        self._shared.hear(digest, is_late=not all_read)
-        self._collectives.signal.hear(heard)
-        self._exchange.hear_found_inf(torch.as_tensor(self._found))
-        # Where reading flags blocks the host, late gradients were refused, and a rank that used
-        # everything learns nothing new from them.
-        if self._uses_all and not (all_read or self._wishes) and not self._voting:
-            return self._says, []
-        *told, wished, _, _ = self._flags.tolist()
-        self.granted = wished == (2 if all_read else 0)
-        said, lacks = told[: len(self._says)], told[len(self._says) : self._digests.start]
-        split = [
-            number
-            for number, lacked in zip(self._voting, lacks, strict=True)
-            if lacked and said[number] != UNUSED
-        ]
-        return said, split

@@ -18,7 +18,8 @@ from torch.nn import Module
 
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
-from lightning_dear.collectives.work import Streams, Work
+from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.work import Work
 from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
 from lightning_dear.exchange import Exchange
 
@@ -71,10 +72,8 @@ class ParameterGatherer:
         *,
         is_gated: bool = True,
     ) -> None:
-        self._buffers = buffers
-        self._exchange = exchange
-        self._waiting, self._streams = waiting, streams
-        self._on_arrival = on_arrival
+        self._buffers, self._exchange = buffers, exchange
+        self._waiting, self._streams, self._on_arrival = waiting, streams, on_arrival
         self.arriving = threading.RLock()
         self._step_ended = threading.Condition(self.arriving)
         self._stepping_thread: threading.Thread | None = None
@@ -282,8 +281,7 @@ class LimitedGathers:
     """
 
     def __init__(self, exchange: Exchange, depth: int) -> None:
-        self._exchange = exchange
-        self._depth = depth
+        self._exchange, self._depth = exchange, depth
         self._lock = threading.Lock()
         self._queued: deque[_Ticket] = deque()
         self._num_in_flight = 0

@@ -12,7 +12,7 @@
    (`parameter_gatherer.py`, `gate.py`).
 
 A plan may name two kinds of exceptions: *early* buckets are stepped and gathered while backward
-still runs (`active_plan.py`); *all-reduced* ones are summed whole in backward, stepped whole by
+still runs (`step.py`); *all-reduced* ones are summed whole in backward, stepped whole by
 every rank, and not gathered.
 
 A bucket's exchange says what its messages hold (`exchange/`): numbers as they are, or what a
@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor
 from lightning_dear.engine.hooks import before_every_step
+from lightning_dear.engine.plan_lifecycle import Training
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import SendTime, StepState
@@ -53,7 +54,7 @@ REFUSALS = "_lightning_dear_refusals"
 """Attribute of an optimizer that was one of ours: its own hooks, which say that it has ended."""
 
 
-class Pipeline:
+class Pipeline(Training):
     """Runs the three phases above for one module and its optimizers.
 
     Use `forward()` around the training forward and `backward()` around `loss.backward()`; then call
@@ -77,12 +78,7 @@ class Pipeline:
         or_else: What may travel where the optimizers cannot be stepped with `options`.
 
     Attributes:
-        collectives: What moves the bytes.
-        options: What travels, and how.
         remark: What people are to be told of how optimizers are stepped; None: nothing.
-        early_refusal: Why no bucket is gathered before backward has ended, whatever the plan says;
-            None if it is.
-        all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says; None if it is.
         parts: What each optimizer has of its own, in the order of the optimizers.
         others: Averages what no optimizer holds.
         is_stepping: Whether somebody is in `stepping_early`.
@@ -109,16 +105,12 @@ class Pipeline:
         clock: Clock | None = None,
         or_else: ExchangeOptions | None = None,
     ) -> None:
-        self.collectives = collectives
-        self.options = options or ExchangeOptions()
+        instruments = Instruments(clock or clock_of(next(module.parameters()).device), collectives)
+        super().__init__(module, collectives, fusion, options or ExchangeOptions(), instruments)
         self.remark: str | None = None
         self.before_change: Callable[[], object] = int
-        self._module = module
-        self._fusion = fusion
         self._first_number, self._shares_groups = first_number, shares_groups
         self._check(optimizers, optimizers, or_else)
-        clock = clock or clock_of(next(module.parameters()).device)
-        self._instruments = Instruments(clock, collectives)
         self._buffers = BufferBroadcast(module, collectives) if broadcast_buffers else None
         self._has_compiled_region = has_compiled_region(module)
         if self._has_compiled_region and collectives.world_size > 1 and collectives.rank == 0:
@@ -142,30 +134,18 @@ class Pipeline:
     ) -> None:
         self.options.check(self.collectives, len(optimizers))
         how = self.collectives, self.options, or_else
-        self.options, self.remark = check_layout(self._module, optimizers, unknown, *how)
+        self.options, self.remark = check_layout(self.module, optimizers, unknown, *how)
 
     def _start(self, optimizers: Sequence[Optimizer]) -> None:
         """Makes the parts of `optimizers`, which have been checked."""
         self.parts[:] = [
-            OptimizerPipeline(
-                self._module,
-                optimizer,
-                number,
-                self.collectives,
-                self._fusion,
-                self._instruments,
-                on_reduce=self._on_reduce,
-                on_step=self._on_step,
-                options=self.options,
-            )
+            OptimizerPipeline(self, optimizer, number, self._on_reduce, self._on_step)
             for number, optimizer in enumerate(optimizers, start=self._first_number)
         ]
-        self.others = OtherGradients(self._module, optimizers, self.collectives)
-        self._refuse_early(self._first_refusal())
+        self.others = OtherGradients(self.module, optimizers, self.collectives)
+        self.early_refusal = self._first_refusal()
         is_one = len(optimizers) == 1 and not self._shares_groups
         self.all_reduce_refusal = why_not_all_reduce(self.options, is_one_optimizer=is_one)
-        for part in self.parts:
-            part.plans.all_reduce_refusal = self.all_reduce_refusal
         if len(optimizers) > 1:
             self.hold_back()
 
@@ -218,7 +198,7 @@ class Pipeline:
         self._check(self.optimizers, [part.optimizer for part in changed])
         for part in changed:
             part.follow()
-        self.others = OtherGradients(self._module, self.optimizers, self.collectives)
+        self.others = OtherGradients(self.module, self.optimizers, self.collectives)
 
     def _refuse_stranger(self, optimizer: Optimizer) -> None:
         """In front of every optimizer's step: refuses those that step what ours train."""
@@ -298,7 +278,7 @@ class Pipeline:
             for part in self.parts:
                 part.complete_entry(completes_all=self._has_compiled_region)
                 stack.enter_context(part.watching(audits=self._audit))
-            if (timeline := self._instruments.timeline) is not None:
+            if (timeline := self.instruments.timeline) is not None:
                 stack.enter_context(timeline.span("forward", "forward"))
             self._is_in_forward = True
             if self._buffers is not None:
@@ -331,7 +311,7 @@ class Pipeline:
                 is_meant = optimizers is None or part.optimizer in optimizers
                 is_last = synchronize and (is_meant or None)
                 stack.enter_context(part.backward(synchronize=is_last))
-            if (timeline := self._instruments.timeline) is not None:
+            if (timeline := self.instruments.timeline) is not None:
                 stack.enter_context(timeline.span("backward", "backward"))
             yield
         if averages_others and self.others.are_trained:
@@ -339,18 +319,13 @@ class Pipeline:
                 # Some ranks have launched all buckets, and one order must be kept.
                 if part.state is StepState.SENDING and not self.collectives.reads_flags_freely:
                     part.reduce()
-            with Waiting(self._instruments, "reduce_scatter", "gradients of no optimizer"):
+            with Waiting(self.instruments, "reduce_scatter", "gradients of no optimizer"):
                 self.others.average()
 
     def refuse_early(self, reason: str | None) -> None:
         """Lets plans gather nothing early if a rank gives a reason, for people. Collective."""
         reasons = self.collectives.all_gather_object(self.early_refusal or reason)
-        self._refuse_early(next((one for one in reasons if one is not None), None))
-
-    def _refuse_early(self, reason: str | None) -> None:
-        self.early_refusal = reason
-        for part in self.parts:
-            part.plans.early_refusal = reason
+        self.early_refusal = next((one for one in reasons if one is not None), None)
 
     @contextmanager
     def stepping_early(self) -> Iterator[None]:
@@ -383,7 +358,7 @@ class Pipeline:
 
     def _on_step(self) -> None:
         self._finish_buffers()
-        self._instruments.finish_step()
+        self.instruments.finish_step()
         if self._is_in_forward:
             # Manual optimisation: what no module waits for is read again in the same forward.
             for part in self.parts:
@@ -391,7 +366,7 @@ class Pipeline:
 
     def _finish_buffers(self) -> None:
         if self._buffers is not None and self._buffers.launched:
-            with Waiting(self._instruments, "all_gather", "module buffers"):
+            with Waiting(self.instruments, "all_gather", "module buffers"):
                 self._buffers.wait()
 
     # --- for whoever looks in from outside ------------------------------------------------------
@@ -439,16 +414,16 @@ class Pipeline:
     @property
     def statistics(self) -> StepStatistics | None:
         """Of the last finished step of any optimizer; on a GPU None until somebody has asked."""
-        return self._instruments.statistics
+        return self.instruments.statistics
 
     @property
     def timeline(self) -> Timeline | None:
         """Where spans are recorded at present; None for nowhere."""
-        return self._instruments.timeline
+        return self.instruments.timeline
 
     @timeline.setter
     def timeline(self, timeline: Timeline | None) -> None:
-        self._instruments.record_in(timeline)
+        self.instruments.record_in(timeline)
 
 
 class BufferBroadcast:
@@ -469,8 +444,7 @@ class BufferBroadcast:
 
     def __init__(self, module: Module, collectives: Collectives) -> None:
         self.are_due = True
-        self._module = module
-        self._collectives = collectives
+        self._module, self._collectives = module, collectives
         self.launched: list[tuple[Work, Tensor, list[Tensor]]] = []
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -38,19 +38,40 @@ from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
 from lightning_dear.telemetry.statistics import Instruments, Waiting
 
 
+@dataclass(eq=False)
+class Training:
+    """What all optimizers of one training have in common.
+
+    Attributes:
+        module: Mutated with each plan: parameters become views of its flat buffers.
+        collectives: What moves the bytes.
+        fusion: Makes each optimizer's plan from its recorded first step.
+        options: What travels, and how.
+        instruments: Told of every wait.
+        early_refusal: Why no bucket is gathered before backward has ended, whatever the plan says;
+            None if it is.
+        all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says; None if it is.
+    """
+
+    module: Module
+    collectives: Collectives
+    fusion: FusionPlanner
+    options: ExchangeOptions
+    instruments: Instruments
+    early_refusal: str | None = None
+    all_reduce_refusal: str | None = None
+
+
 class PlanLifecycle:
     """Makes one optimizer's plans and puts them to work.
 
     Args:
-        module: Mutated with each plan: parameters become views of its flat buffers.
+        training: What the optimizer is a part of.
         stepper: Gets each plan's pieces, and the state between two plans.
         number: Of the optimizer among all whose pipelines share process groups.
-        collectives: Over which ranks agree.
-        fusion: Makes the plan from the recorded first step.
-        options: What travels, and how.
-        instruments: Told of every wait.
         on_gradient: Called whenever a parameter's `.grad` has been accumulated.
-        on_arrival: Called with a bucket's number when its gather has arrived; None: nobody is.
+        on_arrival: Called with a bucket's number when its mean gradient has arrived, if these are
+            gathered.
 
     Attributes:
         plan: None until the first step has been recorded; stays readable after `release`.
@@ -59,13 +80,10 @@ class PlanLifecycle:
         trained: What the optimizer trains.
         looks_again: Whether the next forward is recorded beside the plan at work.
         number: Of the optimizer among all whose pipelines share process groups.
-        fusion: Makes the first plan.
         codec: What encodes in place of the configured codec; None for that one.
         residuals: What encoding has left to be sent.
         left_weights: Weights that are in no plan, and whose masters wait.
         shared: Whether all ranks step with the same options.
-        early_refusal: See `Pipeline`; to be assigned to.
-        all_reduce_refusal: See `Pipeline`; to be assigned to.
         loss_scale: See `Traffic`; to be assigned to by whoever scales losses.
         find_plan: Asked for the plan of what was recorded, before the planner is, which makes one
             if it returns None; to be assigned to by whoever knows plans, the same on all ranks.
@@ -73,47 +91,32 @@ class PlanLifecycle:
 
     def __init__(
         self,
-        module: Module,
+        training: Training,
         stepper: ShardedOptimizer | ReplicatedOptimizer,
         number: int,
-        collectives: Collectives,
-        fusion: FusionPlanner,
-        options: ExchangeOptions,
-        instruments: Instruments,
         on_gradient: OnGradient,
-        on_arrival: Callable[[int], None] | None,
+        on_arrival: Callable[[int], None],
     ) -> None:
         self.plan: BucketPlan | None = None
         self.active: ActivePlan | None = None
         self.recording: Recording | None = None
+        collectives, options = training.collectives, training.options
+        self._training, self._module = training, training.module
+        self._collectives, self._options = collectives, options
         name = None if options.codec is None else options.codec.name
         together = options.ranks_together(collectives)
         self.residuals = ResidualKeeper(stepper.optimizer, collectives, name, together)
         self.left_weights = LeftWeights(stepper.optimizer)
         self.shared = SharedOptions(stepper.optimizer, number, collectives)
-        self.early_refusal: str | None = None
-        self.all_reduce_refusal: str | None = None
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
-        self._module = module
-        self._stepper = stepper
-        self.number = number
-        self._collectives = collectives
-        self.fusion = fusion
-        self._options = options
+        self.number, self._stepper = number, stepper
         self._uses_buckets = options.uses_buckets(collectives)
-        self._instruments = instruments
-        self._on_gradient = on_gradient
-        self._on_arrival = on_arrival
+        self._on_gradient, self._on_arrival = on_gradient, on_arrival
         self.codec: Compressor | None = None
         self.is_moving = False
         self._lagging_at_end: dict[Parameter, int] = {}
         self._start_recording()
-
-    @property
-    def parameters(self) -> Sequence[Parameter]:
-        """What is trained, in the order of the plan's tensor numbers."""
-        return self.trained.parameters
 
     # --- from a recording to a plan -------------------------------------------------------------
 
@@ -130,7 +133,7 @@ class PlanLifecycle:
         self.recording = agree_on_recording(self.trained, self._collectives, self._options)
         tensors, world_size = self.recording.tensors, self._collectives.world_size
         found = None if self.find_plan is None else self.find_plan(tensors)
-        plan = self.fusion.plan(tensors, world_size) if found is None else found
+        plan = self._training.fusion.plan(tensors, world_size) if found is None else found
         agree_on_plan(plan, self.recording, self._collectives)
         return self._activate(plan)
 
@@ -143,28 +146,27 @@ class PlanLifecycle:
         self.active = self._build(plan, self.recording)
         if self.codec is not None:
             self.active.exchange.use(self.codec)
-        rank, num_shards = self._options.shards(self._collectives)
         left = self._stepper.left
-        self._stepper.attach(self.active.flat, self.parameters, rank, num_shards)
+        self._stepper.attach(self.active.flat, self.trained.parameters)
         # What was written to 16-bit weights while there was no plan: there the bits tell.
         if left is not None and self._hand_on(left):
             self.active.flat.adopt_writes()
         coded, seed = self.active.exchange.coded, self.recording.seed
-        self.residuals.attach(coded, self.parameters, seed)
+        self.residuals.attach(coded, self.trained.parameters, seed)
         return self.active
 
     @torch.no_grad()
     def _build(self, plan: BucketPlan, recording: Recording) -> ActivePlan:
         """Makes all that `plan` needs; the parameters move, and keep their values. Local."""
         options, collectives, depth = self._options, self._collectives, self._options.depth
-        waiting = partial(Waiting, self._instruments)
+        waiting = partial(Waiting, self._training.instruments)
         number, num_shards = options.shards(collectives)
         sends_bytes = options.encodes("reduce") and options.ranks_together(collectives) == 1
         # Any stream may still read where parameters have been.
         collectives.streams.synchronize()
         flat = allocate(
             plan,
-            self.parameters,
+            self.trained.parameters,
             number,
             # Where bytes travel instead of gradients, no scratch is needed for these.
             (lambda _: 0) if sends_bytes else collectives.scratch_numel,
@@ -183,7 +185,7 @@ class PlanLifecycle:
             recording.ungated,
             partial(waiting, "all_gather"),
             collectives.streams,
-            self._on_arrival,
+            self._on_arrival if options.is_of_gradients else None,
             is_gated=self._uses_buckets,
         )
         reducer = GradientReducer(
@@ -231,15 +233,15 @@ class PlanLifecycle:
         Of n bytes R of P ranks send R (P - R) / P n to other hosts in each half, a ring's
         all-reduce 2 (P - 1) / P n in all.
         """
-        if not is_uneven(self._collectives) or self.all_reduce_refusal is not None:
+        if not is_uneven(self._collectives) or self._training.all_reduce_refusal is not None:
             return plan
         return replace(plan, early=(), all_reduced=tuple(range(len(plan.buckets))))
 
     def _without_refused(self, plan: BucketPlan) -> BucketPlan:
         """`plan` without what is not done here, of which people are told."""
         for what, does, refusal in (
-            ("early", "gathers {} buckets during backward", self.early_refusal),
-            ("all_reduced", "all-reduces {} buckets", self.all_reduce_refusal),
+            ("early", "gathers {} buckets during backward", self._training.early_refusal),
+            ("all_reduced", "all-reduces {} buckets", self._training.all_reduce_refusal),
         ):
             named = getattr(plan, what)
             if not named or refusal is None:
@@ -272,11 +274,6 @@ class PlanLifecycle:
             with self.active.gatherer.arriving:
                 self.active.exchange.use(codec, is_idle=is_idle)
 
-    @property
-    def uses_configured_codec(self) -> bool:
-        """Whether steps are encoded as was configured; not while a schedule says otherwise."""
-        return self.codec in (None, self._options.codec)
-
     def take_over(self, but: Collection[int] = ()) -> None:
         """What was written to parameters, and given as state, since the last step; writes win.
 
@@ -287,7 +284,7 @@ class PlanLifecycle:
             but: Numbers of buckets whose parameters are left alone.
         """
         if self.left_weights.noted:
-            self.left_weights.follow(self.parameters)
+            self.left_weights.follow(self.trained.parameters)
         if self.active is None:
             return
         if self.active.flat.adopt_writes(but) and self._uses_buckets:
@@ -317,13 +314,6 @@ class PlanLifecycle:
                 stacklevel=2,
             )
         return adopted.brings_masters
-
-    def sync_replicas(self) -> None:
-        """See `OptimizerPipeline.sync_replicas`; what was written has been taken over."""
-        self.left_weights.sync()
-        if self.active is not None:
-            for bucket in self.active.flat.buckets:
-                self.active.exchange.sync(bucket).wait()
 
     # --- from one plan to the next --------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules import module as all_modules
 from torch.overrides import TorchFunctionMode
 
-from lightning_dear.collectives.work import Streams
+from lightning_dear.collectives.streams import Streams
 from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
 
 _READ_NOTHING = """
@@ -63,7 +64,7 @@ class ForwardRecorder:
             if not has_gate(module):
                 self.ungated.update(dict.fromkeys(own.values()))
             else:
-                close_gate(module, self, self._opener(module))
+                close_gate(module, self, partial(self._open, module))
                 stack.callback(remove_gate, module, self)
         stack.callback(all_modules.register_module_forward_pre_hook(self._enter).remove)
         leaving = all_modules.register_module_forward_hook(self._leave, always_call=True)
@@ -75,12 +76,9 @@ class ForwardRecorder:
         """Counts an accumulation into parameter `index`'s gradient."""
         self.gradients[index] = self.gradients.pop(index, 0) + 1
 
-    def _opener(self, module: Module) -> Callable[[], None]:
-        def open_gate() -> None:
-            remove_gate(module, self)
-            self._gated.update(id(parameter) for parameter in module._parameters.values())
-
-        return open_gate
+    def _open(self, module: Module) -> None:
+        remove_gate(module, self)
+        self._gated.update(id(parameter) for parameter in module._parameters.values())
 
     def _enter(self, module: Module, args: Any) -> None:
         self._running.append(module)

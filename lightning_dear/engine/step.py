@@ -8,26 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Placement
 from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
-from lightning_dear.collectives.work import Collectives, uncounted
+from lightning_dear.collectives.work import uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
-from lightning_dear.engine.active_plan import ActivePlan, EarlySteps, audit
+from lightning_dear.engine.active_plan import ActivePlan, audit
 from lightning_dear.engine.hooks import StepHooks, not_shown, warn_of_leftovers, warn_of_shown
-from lightning_dear.engine.plan_lifecycle import PlanLifecycle
+from lightning_dear.engine.plan_lifecycle import PlanLifecycle, Training
 from lightning_dear.engine.step_state import Backward, SendTime, StepState
 from lightning_dear.engine.step_timer import StepTimer
 from lightning_dear.engine.trained_parameters import changed_with_gradients, check_momentum
-from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, warn_of_zeros
-from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
-from lightning_dear.telemetry.statistics import Instruments
+from lightning_dear.planning import BucketPlan, TensorSpec
 
 _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
@@ -43,15 +41,11 @@ class OptimizerPipeline:
     the optimizer's own hooks.
 
     Args:
-        module: Mutated from the first step on: parameters become views of flat buffers.
+        training: What the optimizer is a part of.
         optimizer: Mutated: hooks, and `zero_grad`.
         number: Of the optimizer among all whose pipelines share process groups.
-        collectives: What moves the bytes.
-        fusion: Makes the plan from the recorded first step.
-        instruments: Told of every wait.
         on_reduce: Called when a step's last reduce-scatters are launched, before they are there.
         on_step: Called when a step has ended.
-        options: What travels, and how.
 
     Attributes:
         optimizer: The user's.
@@ -67,54 +61,39 @@ class OptimizerPipeline:
 
     def __init__(
         self,
-        module: Module,
+        training: Training,
         optimizer: Optimizer,
         number: int,
-        collectives: Collectives,
-        fusion: FusionPlanner,
-        instruments: Instruments,
         on_reduce: Callable[[], None],
         on_step: Callable[[], None],
-        options: ExchangeOptions,
     ) -> None:
         self.optimizer = optimizer
-        self.state = StepState.EMPTY
-        # Where REOPENED and STEPPING may have to go back to.
-        self._interrupted = StepState.EMPTY
+        self._collectives, self._options = training.collectives, training.options
+        self._instruments = training.instruments
+        # The latter is where REOPENED and STEPPING may have to go back to.
+        self.state = self._interrupted = StepState.EMPTY
         self._has_leftovers = self.shows_gradients = False
         # Whether DDP would have averaged since the last step, and whether a rank has hooks of it.
         self._is_due = self._has_hooks = False
         self._shown: Sequence[Tensor | None] = ()
-        self.timer = StepTimer(module, instruments.clock)
+        self.timer = StepTimer(training.module, self._instruments.clock)
         self.num_steps = 0
         self.sending = SendTime.IN_BACKWARD
-        self._collectives = collectives
-        self._options = options
-        self._uses_buckets = options.uses_buckets(collectives)
-        self._instruments = instruments
-        self._on_reduce = on_reduce
-        self._on_step = on_step
+        self._uses_buckets = self._options.uses_buckets(self._collectives)
+        self._on_reduce, self._on_step = on_reduce, on_step
         self._backward = Backward.NONE
-        self._early_steps: EarlySteps | None = None
+        # Numbers of early buckets that the backward under way has not stepped yet.
+        self._early: list[int] = []
         self._hooks = self._hook_into(optimizer)
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
         self.stepper: ShardedOptimizer | ReplicatedOptimizer = (
-            ReplicatedOptimizer(optimizer, decouple=not options.all_reduces)
-            if options.is_of_gradients
+            ReplicatedOptimizer(optimizer, decouple=not self._options.all_reduces)
+            if self._options.is_of_gradients
             else ShardedOptimizer(optimizer)
         )
-        self.plans = PlanLifecycle(
-            module,
-            self.stepper,
-            number,
-            collectives,
-            fusion,
-            options,
-            instruments,
-            self._on_gradient,
-            self._on_arrival if options.is_of_gradients else None,
-        )
+        called = self._on_gradient, self._on_arrival
+        self.plans = PlanLifecycle(training, self.stepper, number, *called)
 
     def _hook_into(self, optimizer: Optimizer) -> list[Any]:
         calls = self._before_hooks, self._on_user_step, self._on_inner_step
@@ -201,13 +180,13 @@ class OptimizerPipeline:
         if synchronize and active is not None:
             active.reducer.expect()
             if is_early and not self.timer.is_on and active.plan.early:
-                self._early_steps = self._begin_early_steps(active)
+                self._begin_early_steps(active)
         before, self._backward = self._backward, Backward.LAST if synchronize else Backward.LOCAL
         try:
             with self.timer.backward() if synchronize else nullcontext():
                 yield
         finally:
-            self._backward, self._early_steps = before, None
+            self._backward, self._early = before, []
         if synchronize and self.plans.active is None and self._uses_buckets:
             # As from the next step on: what `.grad` holds would not be the mean.
             self.reduce()
@@ -241,15 +220,36 @@ class OptimizerPipeline:
         else:
             # Called for every gradient: even a context that does nothing would be noticed.
             active.reducer.on_gradient(index, launches=self.sending is not _BEFORE_STEP)
-        if self._early_steps is not None:
-            self._early_steps.poll()
+        if self._early:
+            self._step_early()
 
-    def _begin_early_steps(self, active: ActivePlan) -> EarlySteps:
-        assert isinstance(self.stepper, ShardedOptimizer)
+    def _begin_early_steps(self, active: ActivePlan) -> None:
+        """Lets buckets be stepped in the backward under way, once their gradients have arrived.
+
+        Past the paper: DeAR leaves the link idle when backward takes longer than reduce-scatters. A
+        bucket of the last layers, stepped at once into a second buffer, fills that time with its
+        all-gather. Its new values count after the step: backward still needs the old ones. When it
+        is stepped, and whether in backward at all, differs by rank; results do not.
+        """
         active.reducer.steps_early = True
         active.gatherer.expect(early=True)
-        adopt, launch = self.plans.adopt_state, self._launch_gathers
-        return EarlySteps(active, self.stepper, adopt, self._instruments, launch)
+        if not any(place.was_replaced() for place in active.flat.placements):
+            self._early = list(active.plan.early)
+
+    @torch.no_grad()
+    def _step_early(self) -> None:
+        """Steps what has arrived of the early buckets, and launches its gathers. Never blocks."""
+        active, stepper = self._active, self.stepper
+        assert isinstance(stepper, ShardedOptimizer)
+        while self._early and active.reducer.has_arrived(self._early[0]):
+            number = self._early.pop(0)
+            if not stepper.stepped_early:
+                self.plans.adopt_state()
+            active.flat.buckets[number].adopt_writes()
+            active.reducer.finish_bucket(number)
+            self._instruments.begin_step()
+            stepper.step_early(number)
+            self._launch_gathers([number])
 
     # --- the mean gradient, between backward and step -------------------------------------------
 
@@ -274,9 +274,8 @@ class OptimizerPipeline:
     def _bring_means(self, *, votes: bool = False) -> None:
         """As `reduce`, but leaves them exposed where they are, or where a rank has pre-hooks.
 
-        Args:
-            votes: Whether to ask all ranks, if gradients were reduced before, for new ones that
-                came outside `backward`, and perhaps on some ranks only.
+        If `votes`, and gradients were reduced before, asks all ranks for new ones from outside
+        `backward`, perhaps of some ranks only.
         """
         self._check_is_on()
         if self.state not in (*_MEANS_ARE_THERE, StepState.REOPENED):
@@ -301,8 +300,7 @@ class OptimizerPipeline:
         has_own = self._step_hooks.are_behind or self._step_hooks.are_in_front
         active.reducer.wishes = self.shows_gradients and has_own
         self.stepper.set_gradients(active.reducer.reduce(self._on_reduce))
-        was_changed = self._means in _WERE_CHANGED
-        self._enter(StepState.CHANGED if was_changed else StepState.REDUCED)
+        self._enter(StepState.CHANGED if self._means in _WERE_CHANGED else StepState.REDUCED)
         had_hooks, self._has_hooks = self._has_hooks, active.reducer.granted
         if active.reducer.wishes and not self._has_hooks:
             raise not_shown(self.optimizer)
@@ -341,8 +339,7 @@ class OptimizerPipeline:
     def expose_gradients(self) -> None:
         """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
 
-        Costs an all-gather of the gradients. What is done to `.grad` counts: it is taken back
-        before the step.
+        Costs an all-gather. What is done to `.grad` counts: it is taken back before the step.
         """
         if self._means is StepState.EXPOSED:
             return
@@ -571,7 +568,7 @@ class OptimizerPipeline:
     @property
     def parameters(self) -> Sequence[Parameter]:
         """What is trained, in the order of the plan's tensor numbers."""
-        return self.plans.parameters
+        return self.plans.trained.parameters
 
     @torch.inference_mode(False)
     def replan(self, plan: BucketPlan) -> None:
@@ -598,8 +595,7 @@ class OptimizerPipeline:
         sending has begun, go on as they have begun.
 
         Raises:
-            ValueError: Without a compressor, and for one that keeps something else between steps,
-                or that would have been refused instead of the configured one.
+            ValueError: See `PlanLifecycle.use_codec`.
         """
         active = self.plans.active
         is_idle = self.state in (StepState.EMPTY, StepState.ACCUMULATING)
@@ -609,7 +605,7 @@ class OptimizerPipeline:
     @property
     def uses_configured_codec(self) -> bool:
         """Whether steps are encoded as was configured; not while a schedule says otherwise."""
-        return self.plans.uses_configured_codec
+        return self.plans.codec in (None, self._options.codec)
 
     def encoding_figures(self) -> dict[str, Tensor | float]:
         """What encoding saves and what it leaves over; see `ActivePlan.encoding_figures`."""
@@ -650,7 +646,10 @@ class OptimizerPipeline:
     def sync_replicas(self) -> None:
         """See `DearStrategy.sync_replicas`. Collective, blocks; raises as `prepare_state`."""
         self.prepare_state("sync_replicas")
-        self.plans.sync_replicas()
+        self.plans.left_weights.sync()
+        if (active := self.plans.active) is not None:
+            for bucket in active.flat.buckets:
+                active.exchange.sync(bucket).wait()
 
     @torch.inference_mode(False)
     def prepare_state(self, reason: str = "optimizer state") -> None:

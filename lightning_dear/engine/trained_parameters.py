@@ -13,7 +13,8 @@ from torch.nn import Module, Parameter
 from torch.optim import AdamW, Optimizer
 
 from lightning_dear.bucket import storage_strides
-from lightning_dear.collectives.work import OTHER_NUMBERS, Collectives, Streams, shard_of
+from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.work import OTHER_NUMBERS, Collectives, shard_of
 from lightning_dear.compression.groups import unused_group
 from lightning_dear.engine.gate import owners, plain_parameters
 from lightning_dear.engine.hooks import GradientHooks, OnGradient

@@ -291,12 +291,19 @@ class CompressedExchange(Exchange):
 
     @override
     def look_again(self) -> None:
+        self._look_at_means()
+
+    def _look_at_means(self, says: Tensor | None = None) -> Tensor:
+        """Whether any rank has found inf in a mean, and whether any `says` so: [2] uint8."""
         for coded in self.coded:
             self._look_for_inf(coded.bucket.mean)
-        flag = torch.zeros(1, dtype=torch.uint8, device=self.coded[0].bucket.mean.device)
-        flag[0] = self.take_found_inf()
-        self.collectives.launch_any(flag).wait()
-        self.hear_found_inf(flag)
+        flags = torch.zeros(2, dtype=torch.uint8, device=self.coded[0].bucket.mean.device)
+        flags[0] = self.take_found_inf()
+        if says is not None:
+            flags[1] = says
+        self.collectives.launch_any(flags).wait()
+        self.hear_found_inf(flags[0])
+        return flags
 
     @override
     def check(self) -> None:

@@ -24,11 +24,7 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.work import Work
 from lightning_dear.compression import Codec
-from lightning_dear.exchange.base import (
-    CompressedExchange,
-    Sending,
-    Traffic,
-)
+from lightning_dear.exchange.base import CompressedExchange, Sending, Traffic
 from lightning_dear.exchange.coded_bucket import CodedBucket, HostsReduction, Reduction
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.telemetry.device_work import as_device_work

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, message_delay_s
-from lightning_dear.collectives.work import Collectives, ranks_on_each_host
+from lightning_dear.collectives.hosts import ranks_on_each_host
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec, Compressor, SparseAllReduce
 from lightning_dear.compression.codec import Setting
 from lightning_dear.compression.groups import Groups, check_groups, codec_for

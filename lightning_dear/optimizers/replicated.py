@@ -146,7 +146,7 @@ class DeferredStep:
     attributes and the same `state`, and with copies of the groups. So the step sees no option that
     was changed since, and what it counts in the groups or in itself is forgotten with the twin: the
     optimizer's own, empty step has counted it once. What it counts in a container of its own is
-    shared, and counted by every part: `check_tensorwise` refuses it if steps depend on that.
+    shared, and counted by every part: `why_not_tensorwise` refuses it if steps depend on that.
 
     Args:
         optimizer: The user's; its `state` is mutated by `run`.

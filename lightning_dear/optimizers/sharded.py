@@ -179,14 +179,10 @@ class OptimizerShards:
         self._last_run: Sequence[int] = ()
         self._hooks: Sequence[RemovableHandle] = ()
 
-    def attach(
-        self, buffers: FlatBuffers, parameters: Sequence[Parameter], rank: int, world_size: int
-    ) -> None:
+    def attach(self, buffers: FlatBuffers, parameters: Sequence[Parameter]) -> None:
         """Takes over this rank's pieces of the optimizer's parameters."""
         self.left = None
-        in_bucket = {
-            bucket.number: shard_pieces(bucket, rank, world_size) for bucket in buffers.buckets
-        }
+        in_bucket = {bucket.number: shard_pieces(bucket) for bucket in buffers.buckets}
         self.pieces = list(chain(*in_bucket.values()))
         groups = enumerate(self.optimizer.param_groups)
         numbers = {id(one): number for number, group in groups for one in group["params"]}

@@ -23,8 +23,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_dear.callbacks.fusion_tuner import option_of
+from lightning_dear.collectives.hosts import ranks_on_a_host, ranks_on_each_host
 from lightning_dear.collectives.store import from_all_ranks
-from lightning_dear.collectives.work import is_uneven, ranks_on_a_host, ranks_on_each_host
+from lightning_dear.collectives.work import is_uneven
 from lightning_dear.compression import class_with
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.trained_parameters import ignored_names

@@ -1,10 +1,13 @@
-"""Two clocks: the host's, and a CUDA stream's, which runs behind the host."""
+"""Two clocks: the host's, and a CUDA stream's, which runs behind the host.
+
+They mark moments of a device without making the host wait for them.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,51 +17,34 @@ Record = Callable[[Any, Any], None]
 """Takes the marks between which something happened."""
 
 
-class Clock(Protocol):
-    """Marks moments of a device without making the host wait for them.
-
-    Attributes:
-        is_free: Whether marks cost no more than a look at the host's clock.
-    """
-
-    is_free: bool
-
-    def mark(self) -> Any:
-        """The moment at which the device reaches this point of the program."""
-
-    def seconds(self, mark: Any) -> float:
-        """A mark on the scale of `time.perf_counter`; may block until the device is there."""
-
-    def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
-        """Lets `record` know when `arrive` (which waits for a collective) would have returned.
-
-        Returns:
-            What to wait with instead of `arrive`.
-        """
-
-    def finish(self) -> None:
-        """Blocks until everything observed has been recorded."""
-
-
 class HostClock:
     """For the CPU, where the program and the work it does are at the same point.
 
     A thread for each lane waits for its collectives in the order of their launch, so that one which
     overtakes another is recorded as ending with it.
+
+    Attributes:
+        is_free: Whether marks cost no more than a look at the host's clock.
     """
 
     def __init__(self) -> None:
         self._threads: dict[str, Background] = {}
 
     mark = staticmethod(time.perf_counter)
+    """The moment at which the device reaches this point of the program."""
     is_free = True
 
-    def seconds(self, mark: float) -> float:
-        """See `Clock`; never blocks."""
-        return mark
+    def seconds(self, mark: Any) -> float:
+        """A mark on the scale of `time.perf_counter`; may block until the device is there."""
+        known_s: float = mark
+        return known_s
 
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
-        """See `Clock`: what `arrive` raises in the thread is raised again by whoever waits."""
+        """Lets `record` know when `arrive` (which waits for a collective) would have returned.
+
+        Returns:
+            What to wait with instead of `arrive`. It raises what `arrive` raises in the thread.
+        """
         start = self.mark()
 
         def arrive_and_record() -> None:
@@ -71,7 +57,7 @@ class HostClock:
         return thread.submit(arrive_and_record).result
 
     def finish(self) -> None:
-        """See `Clock`; ends the threads."""
+        """Blocks until everything observed has been recorded; ends the threads."""
         # Another thread may begin a lane meanwhile; that one ends by itself.
         threads, self._threads = self._threads, {}
         for thread in threads.values():
@@ -99,14 +85,14 @@ class StreamClock:
         cuda.synchronize(device)
         self._origin_s = time.perf_counter()
 
-    def mark(self) -> torch.cuda.Event:
-        """See `Clock`."""
+    def mark(self) -> Any:
+        """See `HostClock`."""
         event: torch.cuda.Event = self._cuda.Event(enable_timing=True)
         event.record(self._cuda.current_stream(self._device))
         return event
 
-    def seconds(self, mark: torch.cuda.Event) -> float:
-        """See `Clock`; blocks until the stream has passed the mark."""
+    def seconds(self, mark: Any) -> float:
+        """See `HostClock`; blocks until the stream has passed the mark."""
         mark.synchronize()
         # Devices count milliseconds in fp32, after hours only whole ones: so from the mark that was
         # asked for last, which lies near this one.
@@ -115,7 +101,7 @@ class StreamClock:
         return self._origin_s
 
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
-        """See `Clock`: a stream of its own waits, so that the compute stream does not."""
+        """See `HostClock`: a stream of its own waits, so that the compute stream does not."""
         start = self.mark()
         if lane not in self._beside:
             self._beside[lane] = self._cuda.Stream(self._device)
@@ -125,8 +111,11 @@ class StreamClock:
         return arrive
 
     def finish(self) -> None:
-        """See `Clock`."""
+        """See `HostClock`."""
         self._cuda.synchronize(self._device)
+
+
+Clock = HostClock | StreamClock
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -47,7 +47,7 @@ class Timeline:
             self.record(lane, name, start, self.clock.mark())
 
     def observe(self, lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], None]:
-        """Records when a collective's data has arrived; see `Clock.observe`."""
+        """Records when a collective's data has arrived; see `HostClock.observe`."""
         return self.clock.observe(lane, arrive, partial(self.record, lane, name))
 
     def finish(self) -> None:

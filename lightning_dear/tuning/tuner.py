@@ -50,11 +50,8 @@ class Tuning:
     ) -> None:
         self.plan: BucketPlan | None = None
         self.reason = ""
-        self._pipeline = pipeline
-        self._collectives = pipeline.collectives
-        self._planner = planner
-        self._say = say
-        self.found = found
+        self._pipeline, self._collectives = pipeline, pipeline.collectives
+        self._planner, self._say, self.found = planner, say, found
         self._search: PlanSearch | None = None
         self._has_ended = False
         self._num_steps = 0

@@ -49,8 +49,8 @@ def test_messages_arrive_late_side_by_side_and_launching_does_not_wait() -> None
 def test_reductions_and_flags_are_late_too_and_right() -> None:
     plain = new_collectives(torch.device("cpu"))
     assert isinstance(plain, PairwiseCollectives)
-    place = plain.reduce_group, plain.gather_group, plain.rank, plain.world_size
-    collectives = PairwiseCollectives(*place, DelayedSends(DELAY_S))
+    groups = plain.reduce_group, plain.gather_group, plain.object_group
+    collectives = PairwiseCollectives(*groups, plain.rank, plain.world_size, DelayedSends(DELAY_S))
     collectives.all_gather_object(None)
     start_s = time.monotonic()
     buffer, out = torch.arange(4.0) + collectives.rank, torch.empty(2)

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from lightning_dear.bucket import FlatBuffers
-from lightning_dear.collectives.work import Streams, Work
+from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.work import Work
 from lightning_dear.engine.parameter_gatherer import _NUM_EXPECTED_AHEAD, ParameterGatherer
 
 

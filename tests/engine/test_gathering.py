@@ -67,7 +67,8 @@ class _Counting(PairwiseCollectives):
     """Counts the all-gathers in flight, and notes which threads launch them, and while what."""
 
     def __init__(self, own: PairwiseCollectives) -> None:
-        super().__init__(own.reduce_group, own.gather_group, own.rank, own.world_size)
+        groups = own.reduce_group, own.gather_group, own.object_group
+        super().__init__(*groups, own.rank, own.world_size)
         self.lock = threading.Lock()
         self.num_in_flight = self.most_in_flight = 0
         self.during_forward: set[str] = set()

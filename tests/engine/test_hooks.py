@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,14 +15,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_dear.collectives.work import Signal, Streams
+from lightning_dear.bucket import allocate
+from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.work import Signal, Work
 from lightning_dear.compression import Int8
-from lightning_dear.engine.gradient_reducer import USED, RoundFlags
+from lightning_dear.engine.gradient_reducer import GradientReducer
 from lightning_dear.engine.hooks import StepHooks
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.shared_options import SharedOptions
-from lightning_dear.exchange import Exchange
+from lightning_dear.exchange import DenseExchange
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.planning import NoFusion, TensorSpec
 from tests.distributed.harness import distributed
 from tests.training import three_ways
 from tests.training.delays import Delays
@@ -196,31 +200,38 @@ def test_hooks_on_all_ranks_are_shown_gradients_where_flags_are_not_read_freely(
     ],
 )
 def test_a_wish_is_granted_where_all_ranks_hear_of_it(
-    reads_freely: bool, own: bool, heard: int, granted: bool
+    reads_freely: bool, own: bool, heard: int, granted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kept: list[int] = []
+
+    def launch_any(flags: Tensor) -> Work:
+        kept.append(int(flags[-3]))
+        flags[-3] = heard
+        return Work.done()
+
     collectives: Any = SimpleNamespace(
         reads_flags_freely=reads_freely,
         rank=0,
         world_size=2,
         signal=Signal(),
         streams=Streams(),
-        launch_any=lambda flags: kept.append(flags),
+        launch_any=launch_any,
     )
-    kept: list[Tensor] = []
-    exchange = cast(
-        Exchange,
-        SimpleNamespace(
-            collectives=collectives,
-            take_found_inf=lambda: False,
-            hear_found_inf=lambda found: None,
-        ),
-    )
-    shared = SharedOptions(torch.optim.SGD([torch.ones(1)]), 0, collectives)
-    flags = RoundFlags([USED], [], own, exchange, torch.device("cpu"), shared)
-    assert kept[0][-3] == (1 if not own else 2 if reads_freely else 0)
-    kept[0][-3] = heard
-    assert flags.hear() == ([USED], [])
-    assert flags.granted == granted
+    model = nn.Linear(1, 1, bias=False)
+    tensor = TensorSpec(0, "weight", 1, 4, "float32", 0, 0)
+    plan = NoFusion().plan([tensor], 2)
+    some = [model.weight]
+    buffers = allocate(plan, some, 0, lambda _: 0, 2, keeps_gradients=True, lags=False)
+    exchange = DenseExchange(collectives)
+    monkeypatch.setattr(exchange, "launch_reduce", lambda bucket: Work.done())
+    shared = SharedOptions(optimizer_for("sgd", model), 0, collectives)
+    waiting = cast(Any, lambda reason: nullcontext())
+    reducer = GradientReducer(buffers, ["weight"], [1], plan, exchange, (), waiting, shared)
+    model.weight.grad = torch.ones_like(model.weight)
+    reducer.wishes = own
+    assert reducer.reduce() == [True]
+    assert kept == [1 if not own else 2 if reads_freely else 0]
+    assert reducer.granted == granted
 
 
 @distributed(world_sizes=(2,))

@@ -37,7 +37,7 @@ class Steps(RuleBasedStateMachine):
         self.pipeline = Pipeline(
             self.model,
             [self.optimizer],
-            PairwiseCollectives(None, None, RANK, WORLD_SIZE),
+            PairwiseCollectives(None, None, None, RANK, WORLD_SIZE),
             NoFusion(),
             options=self.options,
         )

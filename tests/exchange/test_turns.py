@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dear.collectives.work import Streams
+from lightning_dear.collectives.streams import Streams
 from lightning_dear.compression import RandomK
 from lightning_dear.compression.codec import Randomness
 from lightning_dear.planning import SingleFusion

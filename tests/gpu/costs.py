@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dear.collectives.nccl import CudaStreams, NativeCollectives
-from lightning_dear.collectives.work import Streams, Work
+from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.streams import CudaStreams, Streams
+from lightning_dear.collectives.work import Work
 from lightning_dear.compression import CODECS, Compressor, OkTopk, error_feedback
 from lightning_dear.compression import resolve_compressor as resolve
 from lightning_dear.engine.pipeline import Pipeline

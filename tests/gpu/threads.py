@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dear.collectives.nccl import CudaStreams, NativeCollectives
+from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.streams import CudaStreams
 from lightning_dear.compression import OkTopk, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather

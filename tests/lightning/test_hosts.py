@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_dear.collectives import factory
-from lightning_dear.collectives.work import ranks_on_a_host, ranks_on_each_host
+from lightning_dear.collectives.hosts import ranks_on_a_host, ranks_on_each_host
 from lightning_dear.strategy import refusals
 from tests.distributed.harness import distributed
 from tests.distributed.rank import on_hosts

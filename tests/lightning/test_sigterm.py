@@ -17,8 +17,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
-from lightning_dear.collectives.process_groups import GroupCollectives
-from lightning_dear.collectives.work import Streams
+from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.strategy import base
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import dear, fit, new_trainer
@@ -149,15 +149,15 @@ class _Hears(Callback):
 @asks
 @distributed(world_sizes=(2,))
 def test_only_the_first_batch_asks() -> None:
-    tell, told = GroupCollectives.all_gather_object, []
+    tell, told = Collectives.all_gather_object, []
 
-    def noting(collectives: GroupCollectives, value: Any) -> list[Any]:
+    def noting(collectives: Collectives, value: Any) -> list[Any]:
         told.append(value)
         return tell(collectives, value)
 
     with (
         mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast,
-        mock.patch.object(GroupCollectives, "all_gather_object", noting),
+        mock.patch.object(Collectives, "all_gather_object", noting),
     ):
         trainer = fit(dear(), Net("mlp"))
     assert trainer.global_step > 3

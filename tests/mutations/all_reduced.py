@@ -42,14 +42,14 @@ ALL_REDUCED = [
     Mutation(
         "stepping the whole of an all-reduced bucket",
         "shard_pieces",
-        "    if bucket.is_all_reduced:\n        own = slice(0, bucket.spec.padded_numel)\n",
-        "",
+        "own, pieces = bucket.own, []",
+        "own, pieces = shard_slice(bucket.spec.padded_numel, 0, 2), []",
         (f"{ENGINE}::test_two_ranks_have_the_bits_of_ddp",),
     ),
     Mutation(
         "leaving out all-reduces that are refused",
         "PlanLifecycle._without_refused",
-        'buckets", self.all_reduce_refusal),',
+        'buckets", self._training.all_reduce_refusal),',
         'buckets", None),',
         (f"{LIFE}::test_where_they_are_refused_people_are_told",),
     ),
@@ -85,9 +85,9 @@ ALL_REDUCED = [
     ),
     Mutation(
         "objects exchanged apart from all-reduces",
-        "PairwiseCollectives.__init__",
-        "groups = reduce_group, gather_group, gather_group\n",
-        "groups = reduce_group, gather_group, reduce_group\n",
+        "new_collectives",
+        "    object_group = others[0] if others else gather_group\n",
+        "    object_group = others[0] if others else reduce_group\n",
         (f"{LIFE}::test_state_is_saved_after_a_backward_that_ranks_broke_off_at_different_layers",),
     ),
     Mutation(

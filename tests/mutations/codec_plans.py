@@ -165,8 +165,8 @@ CODEC_PLANS = [
     ),
     Mutation(
         "leaving scheduled steps out of what no cost shows",
-        "PlanLifecycle.uses_configured_codec",
-        "        return self.codec in (None, self._options.codec)\n",
+        "OptimizerPipeline.uses_configured_codec",
+        "        return self.plans.codec in (None, self._options.codec)\n",
         "        return True\n",
         (f"{PROBE}::test_who_plans_knows_whether_a_schedule_is_at_work",),
     ),

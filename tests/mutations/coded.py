@@ -96,16 +96,16 @@ CODED = [
     ),
     Mutation(
         "refusing votes of some ranks only",
-        "RoundFlags.hear",
-        "            if lacked and said[number] != UNUSED\n",
+        "GradientReducer._hear",
+        "            if lacked and told[number] != UNUSED\n",
         "            if False\n",
         (f"{VOTES}::test_a_gradient_that_one_rank_lacks_is_refused_on_all",),
     ),
     Mutation(
         "hearing of them where all were used here",
-        "RoundFlags.hear",
-        " and not self._voting:\n",
-        ":\n",
+        "GradientReducer._hear",
+        " and not voted and ",
+        " and ",
         (f"{VOTES}::test_a_gradient_that_one_rank_lacks_is_refused_on_all",),
     ),
     Mutation(
@@ -159,9 +159,9 @@ CODED = [
     ),
     Mutation(
         "telling all ranks of inf",
-        "RoundFlags.__init__",
-        "            self._flags[-2], self._found = self._found, self._flags[-2]\n",
-        "            self._flags[-2] = False\n",
+        "GradientReducer._wait",
+        "                flags[-2], found = found, flags[-2]\n",
+        "                flags[-2] = False\n",
         (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),
     ),
     Mutation(

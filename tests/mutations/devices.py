@@ -54,7 +54,7 @@ DEVICES = [
     ),
     Mutation(
         "holding what a collective was given",
-        "GroupCollectives.start",
+        "Collectives.start",
         "        return [(None, work, arguments)]\n",
         "        return [(None, work)]\n",
         (NATIVE, f"{STREAMS}::test_what_is_sent_once_lives_until_it_has_been_sent"),
@@ -82,9 +82,9 @@ DEVICES = [
     ),
     Mutation(
         "flags of a rank alone on the host",
-        "RoundFlags.__init__",
-        '        device = torch.device("cpu") if self._is_alone else device\n',
-        "",
+        "GradientReducer._flags",
+        'torch.device("cpu") if is_alone else self._buckets',
+        "self._buckets",
         (ACCELERATOR,),
     ),
     Mutation(
@@ -140,7 +140,7 @@ DEVICES = [
     ),
     Mutation(
         "refusing what has arrived since an abort",
-        "GroupCollectives.check",
+        "Collectives.check",
         "        if self.was_aborted:\n",
         "        if False:\n",
         (NATIVE,),

@@ -167,9 +167,9 @@ GATHERING = [
     ),
     Mutation(
         "trying whether tensors can be stepped one by one",
-        "check_tensorwise",
-        "    if why is not None:\n",
-        "    if False:\n",
+        "why_not_tensorwise",
+        "    return why and (\n",
+        "    return None and (\n",
         (f"{TENSORWISE}::test_what_couples_tensors_is_refused",),
     ),
 ]

@@ -45,8 +45,8 @@ HOOKS = [
     ),
     Mutation(
         "hearing of other ranks' hooks",
-        "GradientReducer._wait",
-        "        self.granted = flags.granted\n",
+        "GradientReducer._hear",
+        "        self.granted = wished == (2 if all_read else 0)\n",
         "        self.granted = self.wishes\n",
         (f"{TESTS}::test_hooks_on_one_rank_only_find_the_mean_until_they_are_removed",),
     ),

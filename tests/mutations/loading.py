@@ -55,7 +55,7 @@ LOADING = [
     Mutation(
         "masters that follow what is written to frozen weights",
         "PlanLifecycle.take_over",
-        "            self.left_weights.follow(self.parameters)\n",
+        "            self.left_weights.follow(self.trained.parameters)\n",
         "            pass\n",
         (f"{FROZEN}::test_what_is_written_to_a_frozen_weight_after_a_load_stays",),
     ),
@@ -75,8 +75,8 @@ LOADING = [
     ),
     Mutation(
         "replicas of frozen weights",
-        "PlanLifecycle.sync_replicas",
-        "        self.left_weights.sync()\n",
+        "OptimizerPipeline.sync_replicas",
+        "        self.plans.left_weights.sync()\n",
         "",
         (f"{FROZEN}::test_replicas_of_frozen_weights_are_made_equal_to_their_masters",),
     ),

@@ -50,8 +50,8 @@ SPEED = [
     ),
     Mutation(
         "taking over what was written before an early step",
-        "EarlySteps.poll",
-        "            self._active.flat.buckets[number].adopt_writes()\n",
+        "OptimizerPipeline._step_early",
+        "            active.flat.buckets[number].adopt_writes()\n",
         "",
         (f"{EARLY}::test_writes_between_steps_reach_early_buckets",),
     ),

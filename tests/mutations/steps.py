@@ -295,8 +295,8 @@ FLUSHES = [
     Mutation(
         "taking over data put in place of a parameter's",
         "FlatBuffers.adopt_writes",
-        "            placement.adopt_replacement()\n",
-        "            pass\n",
+        "            placement.view.copy_(placement.parameter.data)\n",
+        "",
         (f"{READING}::test_writes_between_steps_are_kept",),
     ),
     Mutation(

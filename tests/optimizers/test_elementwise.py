@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.optimizers.tensorwise import ELEMENTWISE, check_elementwise
+from lightning_dear.optimizers.tensorwise import ELEMENTWISE, why_not_elementwise
 from tests.checkpoint.test_default_dtype import default_dtype
 
 
@@ -65,15 +67,15 @@ def _parameters() -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
 def test_torch_optimizers_are_known_and_pass_the_probe(kind: type[Optimizer]) -> None:
-    check_elementwise(kind(_parameters()))
+    assert why_not_elementwise(kind(_parameters())) is None
     subclass = type(f"My{kind.__name__}", (kind,), {})
-    check_elementwise(subclass(_parameters()))
+    assert why_not_elementwise(subclass(_parameters())) is None
 
 
 def test_an_elementwise_stranger_passes_and_is_left_as_it_was() -> None:
     optimizer = _Lion(_parameters())
     groups, state = optimizer.param_groups, optimizer.state
-    check_elementwise(optimizer)
+    assert why_not_elementwise(optimizer) is None
     assert optimizer.param_groups is groups
     assert optimizer.state is state
     assert not state
@@ -81,8 +83,7 @@ def test_an_elementwise_stranger_passes_and_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize("kind", [_Normalised, _GroupCounter, _RowWise])
 def test_a_stranger_that_needs_whole_tensors_is_refused(kind: type[Optimizer]) -> None:
-    with pytest.raises(ValueError, match=f"cannot shard {kind.__name__}"):
-        check_elementwise(kind(_parameters()))
+    assert re.search(f"cannot shard {kind.__name__}", str(why_not_elementwise(kind(_parameters()))))
 
 
 class _Adaptive(_Lion):
@@ -98,10 +99,15 @@ class _Adaptive(_Lion):
 @pytest.mark.parametrize("empty", [False, True])
 def test_every_group_is_tried_with_its_own_options(empty: bool) -> None:
     first, second = ([] if empty else _parameters()), _parameters()
-    check_elementwise(_Adaptive([{"params": one, "adapt": False} for one in (first, second)]))
+    assert (
+        why_not_elementwise(_Adaptive([{"params": one, "adapt": False} for one in (first, second)]))
+        is None
+    )
     groups = [{"params": first, "adapt": False}, {"params": second, "adapt": True}]
-    with pytest.raises(ValueError, match="cannot shard _Adaptive: a matrix stepped in two parts"):
-        check_elementwise(_Adaptive(groups))
+    assert re.search(
+        "cannot shard _Adaptive: a matrix stepped in two parts",
+        str(why_not_elementwise(_Adaptive(groups))),
+    )
 
 
 def test_a_learning_rate_that_warms_up_from_zero_says_nothing() -> None:
@@ -110,17 +116,18 @@ def test_a_learning_rate_that_warms_up_from_zero_says_nothing() -> None:
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
         assert optimizer.param_groups[0]["lr"] == 0
         if kind is _Lion:
-            check_elementwise(optimizer)
+            assert why_not_elementwise(optimizer) is None
         else:
-            with pytest.raises(ValueError, match="cannot shard _GroupCounter: a matrix stepped"):
-                check_elementwise(optimizer)
-    check_elementwise(_Lion(_parameters(), lr=0.0))
+            assert re.search(
+                "cannot shard _GroupCounter: a matrix stepped", str(why_not_elementwise(optimizer))
+            )
+    assert why_not_elementwise(_Lion(_parameters(), lr=0.0)) is None
 
 
 def test_a_stranger_with_a_small_rate_passes_within_a_short_default_dtype() -> None:
     """Its updates would be rounded away."""
     with default_dtype(torch.bfloat16):
-        check_elementwise(_Lion([nn.Parameter(torch.zeros(3))], lr=1e-6))
+        assert why_not_elementwise(_Lion([nn.Parameter(torch.zeros(3))], lr=1e-6)) is None
 
 
 def test_refused_by_name() -> None:
@@ -129,5 +136,6 @@ def test_refused_by_name() -> None:
     if hasattr(torch.optim, "Muon"):
         optimizers.append(torch.optim.Muon([nn.Linear(3, 3).weight]))
     for optimizer in optimizers:
-        with pytest.raises(ValueError, match=f"cannot shard {type(optimizer).__name__}.*whole"):
-            check_elementwise(optimizer)
+        assert re.search(
+            f"cannot shard {type(optimizer).__name__}.*whole", str(why_not_elementwise(optimizer))
+        )

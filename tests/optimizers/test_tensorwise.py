@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,12 +15,12 @@ from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.compression import DGC, Int8, PowerSGD, TopK
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.tensorwise import check_steppable, check_tensorwise
+from lightning_dear.optimizers.tensorwise import why_not_steppable, why_not_tensorwise
 from lightning_dear.planning import NoFusion
 from tests.checkpoint.test_default_dtype import default_dtype
 from tests.training.whole_tensor import LARS
 
-ALONE = PairwiseCollectives(None, None, 0, 1)
+ALONE = PairwiseCollectives(None, None, None, 0, 1)
 
 
 class _Base(Optimizer):
@@ -76,7 +77,7 @@ def test_each_tensor_on_its_own_is_accepted_and_left_as_it_was(kind: Any) -> Non
     subclass = type("Mine", (kind,), {})(nn.Linear(3, 3).parameters())
     for one in (optimizer, subclass):
         groups = [dict(group) for group in one.param_groups]
-        check_tensorwise(one)
+        assert why_not_tensorwise(one) is None
         assert [dict(group) for group in one.param_groups] == groups
         assert not one.state
 
@@ -85,7 +86,7 @@ def test_a_stranger_with_a_small_rate_passes_within_a_short_default_dtype() -> N
     """Its updates would be rounded away."""
     stranger = type("Mine", (torch.optim.SGD,), {})
     with default_dtype(torch.bfloat16):
-        check_tensorwise(stranger(nn.Linear(3, 3).parameters(), lr=1e-6))
+        assert why_not_tensorwise(stranger(nn.Linear(3, 3).parameters(), lr=1e-6)) is None
 
 
 @pytest.mark.parametrize(
@@ -98,8 +99,7 @@ def test_a_stranger_with_a_small_rate_passes_within_a_short_default_dtype() -> N
     ],
 )
 def test_what_couples_tensors_is_refused(kind: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        check_tensorwise(kind(nn.Linear(3, 3).parameters()))
+    assert re.search(why, str(why_not_tensorwise(kind(nn.Linear(3, 3).parameters()))))
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,10 @@ def test_16_bit_parameters_are_refused(dtype: torch.dtype) -> None:
 )
 def test_the_way_out_of_16_bits_is_one(options: Any, way: str) -> None:
     optimizer = torch.optim.SGD(nn.Linear(3, 3).bfloat16().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=way):
-        check_steppable(optimizer, ExchangeOptions("gradients", **options))
-    check_steppable(optimizer, ExchangeOptions(codec=TopK(halves="reduce")))
+    assert re.search(
+        way, str(why_not_steppable(optimizer, ExchangeOptions("gradients", **options)))
+    )
+    assert why_not_steppable(optimizer, ExchangeOptions(codec=TopK(halves="reduce"))) is None
 
 
 def test_the_other_mode_is_named_where_an_optimizer_is_not_elementwise() -> None:

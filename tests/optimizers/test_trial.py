@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 from unittest import mock
@@ -12,11 +13,11 @@ from torch import nn
 
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.tensorwise import (
-    check_elementwise,
-    check_steppable,
-    check_tensorwise,
     choose_options,
     is_trusted,
+    why_not_elementwise,
+    why_not_steppable,
+    why_not_tensorwise,
 )
 from tests.optimizers import strangers
 from tests.optimizers.strangers import NEITHER, NOT_ELEMENTWISE, Lookahead, OnSphere, Plain
@@ -39,8 +40,10 @@ def _name(kind: Any) -> str:
 @pytest.mark.parametrize("kind", NOT_ELEMENTWISE, ids=_name)
 def test_what_looks_at_whole_tensors_is_stepped_on_whole_tensors(kind: Any) -> None:
     optimizer = _new(kind)
-    with pytest.raises(ValueError, match=f"cannot shard {kind.__name__}: .*Use gather='gradients'"):
-        check_steppable(optimizer, PARTS)
+    assert re.search(
+        f"cannot shard {kind.__name__}: .*Use gather='gradients'",
+        str(why_not_steppable(optimizer, PARTS)),
+    )
     options, problem, remark = choose_options([optimizer], PARTS, WHOLE)
     assert (options, problem) == (WHOLE, None)
     assert remark is not None
@@ -50,13 +53,16 @@ def test_what_looks_at_whole_tensors_is_stepped_on_whole_tensors(kind: Any) -> N
 
 @pytest.mark.parametrize("kind", [strangers.CountsCalls, strangers.CountsInItself], ids=_name)
 def test_what_would_be_counted_too_often_is_not_sharded(kind: Any) -> None:
-    with pytest.raises(ValueError, match="what it notes in its groups or attributes differs"):
-        check_elementwise(_new(kind))
+    assert re.search(
+        "what it notes in its groups or attributes differs", str(why_not_elementwise(_new(kind)))
+    )
 
 
 def test_what_depends_on_a_place_in_the_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot shard ByPlace.*gather='gradients' is no way out"):
-        check_steppable(_new(strangers.ByPlace), PARTS)
+    assert re.search(
+        "cannot shard ByPlace.*gather='gradients' is no way out",
+        str(why_not_steppable(_new(strangers.ByPlace), PARTS)),
+    )
 
 
 @pytest.mark.parametrize("kind", NEITHER, ids=_name)
@@ -73,12 +79,11 @@ def test_what_can_be_stepped_in_neither_way_is_refused(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [strangers.Riemannian, strangers.ByAttribute], ids=_name)
 def test_the_class_and_attributes_of_parameters_are_those_that_there_are(kind: Any) -> None:
-    check_elementwise(_new(kind))
+    assert why_not_elementwise(_new(kind)) is None
     on_sphere = [OnSphere.of(torch.randn(9, 30), radius=2.0)]
     optimizer = kind([*_model().parameters(), *on_sphere], lr=0.1)
-    with pytest.raises(ValueError, match=f"cannot shard {kind.__name__}: a matrix"):
-        check_elementwise(optimizer)
-    check_tensorwise(optimizer)
+    assert re.search(f"cannot shard {kind.__name__}: a matrix", str(why_not_elementwise(optimizer)))
+    assert why_not_tensorwise(optimizer) is None
     assert vars(on_sphere[0]) == {"radius": 2.0}
 
 
@@ -88,7 +93,7 @@ def test_torchs_own_are_trusted_by_their_class_and_that_of_their_parameters() ->
     assert not is_trusted(Plain(parameters, lr=0.1))
     on_sphere = torch.optim.SGD([*parameters, OnSphere.of(torch.randn(9, 30))], lr=0.1)
     assert not is_trusted(on_sphere)
-    check_steppable(on_sphere, PARTS)
+    assert why_not_steppable(on_sphere, PARTS) is None
 
 
 def test_who_passes_is_named() -> None:
@@ -115,19 +120,23 @@ def test_whoever_said_how_to_gather_is_not_overruled() -> None:
 
 def test_a_wrapped_optimizer_is_refused_in_any_way() -> None:
     for options in (PARTS, WHOLE):
-        with pytest.raises(ValueError, match="does not support Lookahead, which wraps another"):
-            check_steppable(Lookahead(_new(torch.optim.SGD)), options)
+        assert re.search(
+            "does not support Lookahead, which wraps another",
+            str(why_not_steppable(Lookahead(_new(torch.optim.SGD)), options)),
+        )
 
 
 def test_steps_that_are_to_be_differentiated_are_refused() -> None:
     for options in (PARTS, WHOLE):
-        with pytest.raises(ValueError, match=r"SGD\(differentiable=True\)"):
-            check_steppable(_new(torch.optim.SGD, differentiable=True), options)
+        assert re.search(
+            r"SGD\(differentiable=True\)",
+            str(why_not_steppable(_new(torch.optim.SGD, differentiable=True), options)),
+        )
 
 
 def test_16_bits_are_stepped_as_masters_and_cannot_be_whole() -> None:
     model = _model().bfloat16()
-    check_steppable(Plain(model.parameters(), lr=0.1), PARTS)
+    assert why_not_steppable(Plain(model.parameters(), lr=0.1), PARTS) is None
     problem = choose_options([strangers.ClipsNorm(model.parameters(), lr=0.1)], PARTS, WHOLE)[1]
     assert problem is not None
     assert "is no way out: gather='gradients' steps parameters as they are" in problem

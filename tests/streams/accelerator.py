@@ -34,8 +34,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 import lightning_dear
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
-from lightning_dear.collectives.work import Collectives, Streams
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import CODECS, Compressor, OkTopk, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
@@ -214,7 +215,7 @@ class Case:
     def collectives(self) -> Collectives:
         """What sends."""
         if self.is_alone:
-            return PairwiseCollectives(None, None, 0, 1)
+            return PairwiseCollectives(None, None, None, 0, 1)
         common = Calls(), LaterStreams()
         within, across = (dist.new_group(ranks) for ranks in ([0, 1], [0, 2]))
         if not self.has_hosts:

@@ -36,7 +36,7 @@ Place = tuple[tuple[CodeType, int], ...]
 _FOLDERS = (str(Path(lightning_dear.__file__).parent), str(Path(__file__).parents[1]))
 # How collectives are launched and timed is the same for all.
 _SKIPPED = (
-    "collectives/process_groups.py",
+    "collectives/work.py",
     "telemetry/clock.py",
     "streams/device.py",
     "streams/communicators.py",

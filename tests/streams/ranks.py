@@ -13,7 +13,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lightning_dear import torch_modes
-from lightning_dear.collectives.nccl import CudaStreams, NativeCollectives
+from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.streams import CudaStreams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
 from tests.streams.checker import Checker, host_reads_seen
 from tests.streams.communicators import Calls, Communicator, Hang, Network

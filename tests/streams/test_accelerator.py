@@ -26,7 +26,7 @@ main()
 
 WAITS = dict.fromkeys(
     ("unused", "signsgd", "signum"),
-    ["engine/gradient_reducer.py:__init__", "engine/gradient_reducer.py:hear"],
+    ["engine/gradient_reducer.py:_flags", "engine/gradient_reducer.py:_hear"],
 )
 """Where the host waits in every step: for what other ranks say of gradients and votes, and right
 before that, for a copy of what it says itself."""

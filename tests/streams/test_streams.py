@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.nccl import CudaStreams
+from lightning_dear.collectives.streams import CudaStreams
 from lightning_dear.compression import Bf16, Codec, Int8, RandomK
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
@@ -212,7 +212,7 @@ def test_the_host_of_one_rank_waits_for_nothing(options: ExchangeOptions) -> Non
     """Without a compressor the flags are what nothing but `test_accelerator.py` sees."""
 
     def body(rank: Rank) -> list[Tensor]:
-        collectives = PairwiseCollectives(None, None, 0, 1)
+        collectives = PairwiseCollectives(None, None, None, 0, 1)
         collectives.streams = CudaStreams(DEVICE, CUDA)
         return train(Training(optimizer="plain", options=options), rank, collectives)
 

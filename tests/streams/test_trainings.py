@@ -42,7 +42,7 @@ ROUNDED = {"clipping": 1e-6}
 
 CODED = (*CODECS, "powersgd", "oktopk")
 
-FLAGS = "engine/gradient_reducer.py:hear"
+FLAGS = "engine/gradient_reducer.py:_hear"
 
 WAITS = {
     # What other ranks say of a parameter that has no gradient here, and of votes.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.process_groups import Waits
+from lightning_dear.collectives.work import Waits
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class DelayedCollectives(PairwiseCollectives):
     """Starts each exchange only after a while, in a thread, and notices its end only later."""
 
     def __init__(self, own: PairwiseCollectives, delays: Delays) -> None:
-        super().__init__(own.reduce_group, own.gather_group, own.rank, own.world_size)
+        groups = own.reduce_group, own.gather_group, own.object_group
+        super().__init__(*groups, own.rank, own.world_size)
         self._delays = delays
         self._random = random.Random(own.rank)
 

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
-from lightning_dear.collectives.work import Streams
+from lightning_dear.collectives.streams import Streams
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.telemetry import device_work
 from lightning_dear.workloads.replay import ReplayData, ReplayModel, load_profile

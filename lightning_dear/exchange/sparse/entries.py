@@ -142,16 +142,9 @@ class UnsentVelocity(Unsent):
     """The same of momentum: u = m u + g, acc = u + residual, and u becomes 0 where it has arrived.
 
     Momentum correction and momentum factor masking, as in DGC (Lin et al. 2018, 3.2 and 3.3).
-
-    Args:
-        momentum: m, in [0, 1).
     """
 
     names: ClassVar[tuple[str, ...]] = ("momentum", "residual")
-
-    def __init__(self, numel: int, device: torch.device, momentum: float) -> None:
-        super().__init__(numel, device)
-        self._momentum = momentum
 
     @override
     def accumulate(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
@@ -161,7 +154,7 @@ class UnsentVelocity(Unsent):
             # Gradients that come in several rounds of one step add up.
             momentum.add_(unscaled)
             return super().accumulate(unscaled, None)
-        torch.add(unscaled, self._latest("momentum", unscaled), alpha=self._momentum, out=momentum)
+        torch.add(unscaled, self._latest("momentum", unscaled), alpha=self.momentum, out=momentum)
         return super().accumulate(momentum, None)
 
     @override
@@ -203,5 +196,5 @@ def new_unsent(codec: SparseAllReduce, numel: int, device: torch.device) -> Unse
     if not codec.has_feedback:
         return Forgotten(numel, device)
     if isinstance(codec, OkTopk) and codec.momentum:
-        return UnsentVelocity(numel, device, codec.momentum)
+        return UnsentVelocity(numel, device, momentum=codec.momentum)
     return Unsent(numel, device)

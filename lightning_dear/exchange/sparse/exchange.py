@@ -35,13 +35,14 @@ from lightning_dear.compression.sparse_all_reduce import FEWEST_PER_RANK
 from lightning_dear.exchange.base import CompressedExchange, Sending, Traffic
 from lightning_dear.exchange.sparse.bucket import Launch, SparseBucket
 from lightning_dear.exchange.sparse.entries import Entries, added, unpacked
-from lightning_dear.exchange.sparse.region_bucket import RegionBucket
+from lightning_dear.exchange.sparse.owned_bucket import (
+    OwnedBucket,
+    RegionBucket,
+    StaticBucket,
+    add_up_summaries,
+)
 from lightning_dear.exchange.sparse.regions import are_filled, largest_of_all
-from lightning_dear.exchange.sparse.static_bucket import StaticBucket, add_up_summaries
 from lightning_dear.telemetry.device_work import device_work
-
-OwnedBucket = RegionBucket | StaticBucket
-"""A bucket of which each rank owns a region; the latter works with every backend."""
 
 
 def check_buckets(
@@ -333,12 +334,7 @@ class SparseExchange(WholeSparseExchange):
         is_denser = [one.take_back() for one in self.coded if one.is_sparse]
         for one in self.coded:
             one.clear_others()
-            self._look_for_inf(one.bucket.mean)
-        flags = torch.zeros(2, dtype=torch.uint8, device=self.coded[0].bucket.mean.device)
-        flags[0] = self.take_found_inf()
-        flags[1] = torch.stack(is_denser).any() if is_denser else False
-        self.collectives.launch_any(flags).wait()
-        self.hear_found_inf(flags[0])
+        flags = self._look_at_means(torch.stack(is_denser).any() if is_denser else None)
         # A hook that clips by a norm of nan changes all.
         if flags[1] and not flags[0]:
             self._refusal = RuntimeError(
