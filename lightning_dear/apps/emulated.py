@@ -2,11 +2,8 @@
 
 import logging
 import os
-import signal
-import subprocess
 import sys
 from inspect import signature
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +19,7 @@ from lightning_dear.emulation import (
 )
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.strategy.launchers import job_arguments
+from lightning_dear.studies.interrupts import INTERRUPTS
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +29,6 @@ OPTIONS = tuple(signature(EmulatedCluster).parameters)
 _OR_LOCAL = ". Without emulated hosts: cluster=local"
 
 _OF_SUDO = ("SUDO_UID", "SUDO_GID")
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 
 def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None = None) -> bool:
@@ -54,8 +49,8 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
         emulated, or this is one of its ranks.
 
     Raises:
-        SystemExit: With what ``run_on_cluster`` returns, if that is not 0; with ``INTERRUPTED``
-            after Ctrl-C.
+        SystemExit: With what ``run_on_cluster`` returns, if that is not 0; with 130
+            after Ctrl-C, 143 after SIGTERM.
         EmulationUnavailable: This machine cannot emulate hosts; the message says why.
         ValueError: An option of the cluster is out of range.
     """
@@ -76,7 +71,7 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
     argv = [sys.executable, "-m", module, *_arguments(cfg)]
     job.give_to_user()
     try:
-        with hosts as cluster:
+        with INTERRUPTS.raised(), hosts as cluster:
             code = run_on_cluster(
                 cluster,
                 argv,
@@ -86,8 +81,8 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
                 timeout_s=timeout_s,
                 user=job.user_of_sudo(),
             )
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        (code,) = interrupt.args
     except EmulationUnavailable as error:
         raise EmulationUnavailable(f"{error}{_OR_LOCAL}") from None
     if code:
@@ -107,16 +102,9 @@ def _done_as_own_root(module: str) -> bool:
     command = [*AS_OWN_ROOT, "setpriv", "--pdeathsig", "TERM", *argv]
     # Who called sudo, to run this as another user, is nobody in there.
     environment = {key: value for key, value in os.environ.items() if key not in _OF_SUDO}
-    options: Any = {"cwd": config.runtime.cwd, "env": environment, "start_new_session": True}
-    with subprocess.Popen(command, **options) as process:
-        while process.poll() is None:
-            try:
-                process.wait()
-            except KeyboardInterrupt:
-                # It ends its ranks, and says how far it came.
-                process.send_signal(signal.SIGINT)
-    if process.returncode:
-        raise SystemExit(process.returncode)
+    # Interrupted, it ends its ranks, and says how far it came.
+    if code := job.run_child(command, cwd=config.runtime.cwd, env=environment):
+        raise SystemExit(code)
     return True
 
 

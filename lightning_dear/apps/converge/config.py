@@ -16,9 +16,8 @@ from lightning_dear.apps.bench.build import build_strategy
 from lightning_dear.apps.bench.config import as_override, composed, overrides_of
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.studies.convergence.broken import check_broken
-from lightning_dear.studies.convergence.records import Metric
-from lightning_dear.studies.convergence.summary import Asked
+from lightning_dear.studies.convergence import Asked, Metric
+from lightning_dear.studies.training import check_broken
 
 _OWN_KEYS = ("name", "reference", "below", "control", "broken", "lr_factors", "dense_shares")
 _IN_A_KEY = ("model", "data", "trainer", "strategy")

@@ -1,35 +1,87 @@
 """Training after training on ranks that have been started: what ``dear-converge`` does on each."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import nan
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lightning_dear.apps.bench.build import build_model, build_strategy, build_trainer
+from lightning_dear.apps import emulated, job
+from lightning_dear.apps.bench.build import (
+    build_model,
+    build_strategy,
+    build_trainer,
+    run_on_ranks,
+)
 from lightning_dear.apps.converge.config import (
     Entry,
     Options,
     buckets_of,
+    check,
     config_of,
+    entries_of,
     key_of,
     metric_of,
     tries_of,
 )
+from lightning_dear.apps.program import Program
+from lightning_dear.emulation import emulated_rig
 from lightning_dear.studies.block import interface_of
-from lightning_dear.studies.convergence.broken import broken
-from lightning_dear.studies.convergence.records import Curve, Trial, best_of, curve_of
-from lightning_dear.studies.convergence.store import Store
-from lightning_dear.studies.convergence.summary import Row, summarize
-from lightning_dear.studies.convergence.training import digest_of, run_training
+from lightning_dear.studies.convergence import (
+    Row,
+    Store,
+    Trial,
+    best_of,
+    curve_lines,
+    curve_of,
+    draw,
+    summarize,
+    summary_line,
+    text_of,
+)
+from lightning_dear.studies.files import write_lines
 from lightning_dear.studies.machine import sent_bytes
 from lightning_dear.studies.progress import Progress
+from lightning_dear.studies.report import Report
+from lightning_dear.studies.training import broken, digest_of, run_training
+
+MODULE = "lightning_dear.apps.converge"
+
+
+def converge(cfg: DictConfig, program: Program, *, trains: bool = True) -> None:
+    """Train the entries of ``cfg`` on its seeds; print and write how they end.
+
+    Starts the ranks once, and blocks until they have ended. Every training is written when it
+    ends; what the job's folder holds already is not trained again.
+
+    Args:
+        cfg: The job.
+        program: This one.
+        trains: Otherwise only what the folder holds is printed and written.
+
+    Raises:
+        SystemExit: After an error, which is printed.
+    """
+    with job.one_message(program.name), job.isolated_job():
+        program.folder = folder = Path(HydraConfig.get().runtime.output_dir)
+        check(cfg)
+        study = Study(cfg, entries_of(cfg), folder)
+        if not trains:
+            study.take_known()
+            study.report.finish()
+        elif not emulated.restart_on_cluster(cfg, MODULE):
+            run_on_ranks(cfg, study.run, study.report, program)
+
+
+class NotTrained(Exception):
+    """The folder lacks a training."""
 
 
 class Study:
@@ -38,61 +90,64 @@ class Study:
     Args:
         cfg: The job.
         entries: What is trained; every entry stands behind its reference.
-        strategy: That the ranks were started with; talks to all of them.
         folder: Has what was trained before, and gets what is; rank 0 reads and writes it.
 
     Attributes:
         trials: What has been measured so far, and what was found in the folder instead.
+        report: Of these.
     """
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        entries: Sequence[Entry],
-        strategy: ParallelStrategy,
-        folder: Path,
-    ) -> None:
+    def __init__(self, cfg: DictConfig, entries: Sequence[Entry], folder: Path) -> None:
         self._cfg = cfg
-        self._strategy = strategy
+        self._strategy: Any = None
         self._store = Store(folder)
         self._entries = entries
         self._buckets = buckets_of(cfg)
         self._metric = metric_of(cfg)
-        self._datamodule = instantiate(cfg.data, _convert_="all")
-        known = self._store.read() if strategy.is_global_zero else {}
-        self._known: dict[str, Trial] = strategy.broadcast(known)
+        self._datamodule: Any = None
+        self._known: dict[str, Trial] = {}
         self._chosen: dict[tuple[str, str], tuple[Options, float]] = {}
         self._starts: dict[int, Trial] = {}
-        self._progress: Progress | None = None
         self.trials: list[Trial] = []
+        self.report = Report(folder, self.rows, summary_line, _text_of, self._draw)
 
-    def run(self) -> None:
+    def run(self, starter: Trainer) -> None:
         """Choose options for each entry, then train it on all seeds. Collective, blocks.
 
         Raises:
             RuntimeError: If two entries did not begin with the same weights, or were not given
                 the same batches.
         """
-        if self._strategy.is_global_zero:
-            self._progress = Progress(self._num_steps)
-        try:
-            for entry in self._entries:
-                for buckets in self._buckets:
-                    options, lr = self._choose(entry, self._cfg.tuning_buckets or buckets)
-                    for seed in self._cfg.seeds:
-                        self._trial(entry, buckets, options, lr, seed, "final")
-        finally:
-            if self._progress is not None:
-                self._progress.close()
+        self._strategy = starter.strategy
+        self._datamodule = instantiate(self._cfg.data, _convert_="all")
+        known = self._store.read() if starter.is_global_zero else {}
+        self._known = self._strategy.broadcast(known)
+        if starter.is_global_zero:
+            self.report.progress = Progress(self._num_steps)
+        self._go_through()
+
+    def take_known(self) -> None:
+        """Take the trainings that the folder holds, up to the first that is missing."""
+        self._known = self._store.read()
+        with suppress(NotTrained):
+            self._go_through()
+
+    def _go_through(self) -> None:
+        for entry in self._entries:
+            for buckets in self._buckets:
+                options, lr = self._choose(entry, self._cfg.tuning_buckets or buckets)
+                for seed in self._cfg.seeds:
+                    self._trial(entry, buckets, options, lr, seed, "final")
 
     def rows(self) -> list[Row]:
         """Return the rows of all that has been measured so far."""
         asked = [entry.asked for entry in self._entries]
         return summarize(asked, self.trials, self._metric, len(self._cfg.seeds))
 
-    def curves(self) -> dict[str, Curve]:
-        """Return a training's key -> its curve, of all that the folder holds; on rank 0."""
-        return self._store.curves()
+    def _draw(self, path: Path, rows: Sequence[Row]) -> None:
+        lines = curve_lines(rows, self._store.curves())
+        write_lines(path.with_name("loss_over_time.csv"), lines)
+        draw(path, rows)
 
     @property
     def _num_steps(self) -> int:
@@ -110,16 +165,13 @@ class Study:
             reference = entry.asked.reference
             base = entry.lr if reference is None else self._chosen[(reference, buckets)][1]
             tries = [(one, base * one.lr_factor) for one in tries_of(entry)]
-            best = self._best(entry, buckets, tries) if len(tries) > 1 else 0
-            self._chosen[place] = tries[best]
+            seeds = self._cfg.tuning_seeds if len(tries) > 1 else []
+            tried = [
+                [self._trial(entry, buckets, *one, seed, "tuning") for seed in seeds]
+                for one in tries
+            ]
+            self._chosen[place] = tries[best_of(tried, self._metric) if seeds else 0]
         return self._chosen[place]
-
-    def _best(self, entry: Entry, buckets: str, tries: Sequence[tuple[Options, float]]) -> int:
-        seeds = self._cfg.tuning_seeds
-        tried = [
-            [self._trial(entry, buckets, *one, seed, "tuning") for seed in seeds] for one in tries
-        ]
-        return best_of(tried, self._metric)
 
     def _trial(
         self, entry: Entry, buckets: str, options: Options, lr: float, seed: int, phase: str
@@ -130,18 +182,25 @@ class Study:
             **{"key": key, "entry": entry.name, "buckets": buckets, "phase": phase, "seed": seed},
             **{"lr": lr, "lr_factor": options.lr_factor, "dense_share": options.dense_share},
         }
-        if key not in self._known:
-            self._begin(f"{entry.name}, {buckets}, {phase}, seed {seed}, lr {lr:.3g}")
+        progress, is_known = self.report.progress, key in self._known
+        if is_known and progress is not None:
+            progress.leave_out(entry.max_steps)
+        elif progress is not None:
+            progress.begin(f"{entry.name}, {buckets}, {phase}, seed {seed}, lr {lr:.3g}")
+        if not is_known:
             with broken(entry.broken):
                 self._known[key] = self._train(cfg, labels)
-        elif self._progress is not None:
-            self._progress.leave_out(entry.max_steps)
         trial = replace(self._known[key], **labels)
         self._check_start(trial)
-        self.trials.append(trial)
+        with self.report.lock:
+            self.trials.append(trial)
+        if self._strategy is not None and self._strategy.is_global_zero and not is_known:
+            self.report.write()
         return trial
 
     def _train(self, cfg: DictConfig, labels: Mapping[str, Any]) -> Trial:
+        if self._strategy is None:
+            raise NotTrained
         seed_everything(labels["seed"], workers=True, verbose=False)
         model = build_model(cfg)
         weights = digest_of(model)
@@ -164,8 +223,11 @@ class Study:
             train_s=ending.train_s,
         )
         if self._strategy.is_global_zero:
-            self._store.add(trial, curve_of(steps.tolist(), self._cfg.curve_steps))
-        return self._strategy.broadcast(trial)
+            curve = curve_of(trial.key, steps.tolist(), self._cfg.curve_steps)
+            with self.report.lock:
+                self._store.add(trial, curve)
+        same_everywhere: Trial = self._strategy.broadcast(trial)
+        return same_everywhere
 
     def _sent_by_a_rank(self) -> float | None:
         """Return its share of what its host's interface has sent, in bytes."""
@@ -185,10 +247,10 @@ class Study:
                 " folder (hydra.run.dir=...)."
             )
 
-    def _begin(self, what: str) -> None:
-        if self._progress is not None:
-            self._progress.begin(what)
-
     def _on_step(self) -> None:
-        if self._progress is not None:
-            self._progress.step()
+        if self.report.progress is not None:
+            self.report.progress.step()
+
+
+def _text_of(rows: Sequence[Row]) -> str:
+    return "\n".join(filter(None, (emulated_rig(), text_of(rows))))
