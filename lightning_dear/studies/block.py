@@ -25,7 +25,6 @@ from typing_extensions import override
 from lightning_dear.studies import machine
 from lightning_dear.studies.competitors import forget_mesh
 from lightning_dear.studies.records import RankBlock, Step
-from lightning_dear.telemetry.device_work import device_work_cpu_s
 
 STEP = "run_training_batch"
 """What Lightning calls one batch's forward, backward and optimizer step."""
@@ -130,9 +129,9 @@ class StepProbe(Profiler):
         super().__init__()
         self._length = length
         self._interface = interface
-        self._on_step: Callable[[], None] | None = on_step
+        self._on_step = on_step
         self._phase_began_s = 0.0
-        self._counts: list[_Counts] = []
+        self._counts: list[machine.Counters] = []
         self._num_buckets: int | None = None
         self.strategy: Strategy | None = None
         self.batches_per_step = 1
@@ -166,10 +165,10 @@ class StepProbe(Profiler):
 
     def _begin_step(self, step: int) -> None:
         first, last = self._length.num_warm_up_steps, self._length.max_steps - 1
-        if step and self._on_step is not None:
+        if step:
             self._on_step()
         if step in (first, last):
-            self._counts.append(_Counts.now(self._interface))
+            self._counts.append(machine.counters(self._interface))
         # Always, as with a GPU waits are timed once somebody asks.
         figures = getattr(self.strategy, "statistics", None)
         if first < step <= last:
@@ -194,43 +193,25 @@ class StepProbe(Profiler):
     def measured(self, rig: Rig, peak_memory_bytes: int | None) -> RankBlock:
         """Return the block of this rank, once it has ended."""
         before, after = self._counts
-        wall_s = after.cpu.wall_s - before.cpu.wall_s
-        codec_s = after.codec_s - before.codec_s
-        use = machine.machine_use(before.cpu, after.cpu)
+        num_steps = self._length.num_steps
+        wall_s, codec_s = after.wall_s - before.wall_s, after.codec_s - before.codec_s
+        use = machine.machine_use(before, after)
         # All its ranks are taken to be alike.
         codec_use = codec_s * rig.ranks_on_machine / (wall_s * (os.cpu_count() or 1))
         sent = None
-        if before.sent is not None and after.sent is not None:
-            sent = (after.sent - before.sent) / self._length.num_steps
+        if before.sent_bytes is not None and after.sent_bytes is not None:
+            sent = (after.sent_bytes - before.sent_bytes) / num_steps
         return RankBlock(
             rank=rig.rank,
             steps=tuple(self.steps()),
             host_bytes=sent,
             peak_memory_bytes=peak_memory_bytes,
-            cpu_per_rank=(after.cpu.process_s - before.cpu.process_s) / wall_s,
+            cpu_per_rank=(after.process_s - before.process_s) / wall_s,
             machine_use=use,
             others_use=None if use is None else use - codec_use,
-            codec_s=codec_s / self._length.num_steps,
+            codec_s=codec_s / num_steps,
             num_buckets=self._num_buckets,
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what may hold anything."""
-        return {**self.__dict__, "_on_step": None, "strategy": None}
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """What has been counted up to one moment."""
-
-    cpu: machine.CpuTimes
-    codec_s: float
-    sent: int | None
-
-    @classmethod
-    def now(cls, interface: str) -> _Counts:
-        sent = machine.sent_bytes(interface)
-        return cls(machine.cpu_times(), device_work_cpu_s(), sent)
 
 
 def run_block(

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from lightning_dear.studies.files import read_lines, write_lines
 from lightning_dear.studies.plot import BLUE, GREY, ORANGE, RED, picture
 from lightning_dear.studies.records import COMPUTE_ALONE, Block, Point, Row
 from lightning_dear.studies.report import Report
@@ -34,6 +35,19 @@ _PARTS = (
     ("waits for gradients", "exposed_reduce_scatter_s", ORANGE),
     ("waits for parameters", "exposed_all_gather_s", RED),
 )
+
+
+def join_parts(folder: Path) -> bool:
+    """Write what the parts of a job have measured, one after the other, into its folder.
+
+    Returns:
+        Whether it has such parts: folders of its own for points that need other ranks or links.
+    """
+    parts = sorted(folder.glob("[0-9]*/blocks.csv"), key=lambda path: int(path.parent.name))
+    for name in ("raw.csv", "blocks.csv") if parts else ():
+        lines = [line for part in parts for line in read_lines(part.with_name(name))]
+        write_lines(folder / name, lines)
+    return bool(parts)
 
 
 def report_of(folder: Path) -> Report[Row]:

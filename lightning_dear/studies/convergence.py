@@ -381,13 +381,12 @@ def text_of(rows: Sequence[Row]) -> str:
     table = format_table(titles, [_cells(row) for row in rows], WIDTH)
     seeds = ", ".join(str(trial.seed) for trial in rows[0].trials)
     return (
-        f"{table}\nSeeds {seeds}; on each, all entries have the same initial weights and data"
-        " order. x dense: learning\nrate over the reference's (a reference's: over the config's); it and"
-        " the steps that go dense first\nwere chosen on other seeds. worse by: mean paired"
-        " difference to the reference with its two-sided\n90 % interval,"
-        " mean +- t(0.95, n - 1) sd / sqrt(n).\n"
+        f"{table}\nSeeds {seeds}; on each, all entries have the same weights and data order.\n"
+        "x dense: learning rate over the reference's (a reference's: over the config's); it and\n"
+        "steps that go dense first were chosen on other seeds. worse by: mean paired difference to"
+        " the\nreference with its two-sided 90 % interval, mean +- t(0.95, n - 1) sd / sqrt(n).\n"
         f"non-inferior: the upper end is at most {metric.margin:g} {metric.unit}. What is broken on"
-        " purpose fails: the upper\nend is above that, or that of the training loss above"
+        " purpose fails: the\nupper end is above that, or that of the training loss above"
         f" {metric.loss_margin:g}, and the lower end above 0."
     )
 

@@ -93,10 +93,3 @@ def _value(form: str, text: str) -> Any:
 def rigs_of(lines: Iterable[Line]) -> str:
     """Return the emulated hosts and links that lines of a summary.csv name, for people."""
     return "; ".join(filter(None, dict.fromkeys(line.get("rig") for line in lines)))
-
-
-def join_lines(path: Path, parts: Sequence[Path]) -> None:
-    """Write the lines of files with the same titles one after the other; nothing for no parts."""
-    texts = [part.read_text().splitlines() for part in parts]
-    if texts:
-        write_text(path, "\n".join([texts[0][0], *(line for text in texts for line in text[1:])]))

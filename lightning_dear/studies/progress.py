@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 _LINE_EVERY_S = 15.0
@@ -33,18 +33,21 @@ class Progress:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = Console(file=stream or sys.stderr, highlight=False, markup=False)
-        text = TextColumn("now {task.description}{task.fields[left]}", markup=False)
+        columns = (
+            *(TaskProgressColumn(), BarColumn(24), TimeRemainingColumn()),
+            TextColumn("left, now {task.description}", markup=False),
+        )
         self._bar = Bar(
-            *(TaskProgressColumn(), BarColumn(24), text),
+            *columns,
             console=self._console,
             auto_refresh=False,
             transient=True,
+            get_time=now_s,
+            # What is left takes as long as what was done, on the average of all of it.
+            speed_estimate_period=float("inf"),
         )
-        self._task = self._bar.add_task("", total=num_steps, left="")
-        self._num_steps = num_steps
-        self._done = 0
+        self._task = self._bar.add_task("", total=num_steps)
         self._now_s = now_s
-        self._began_s = now_s()
         self._shown_s = float("-inf")
 
     def begin(self, what: str) -> None:
@@ -54,7 +57,7 @@ class Progress:
 
     def step(self) -> None:
         """Count a step."""
-        self._done += 1
+        self._bar.advance(self._task)
         self._show()
 
     def say(self, line: str) -> None:
@@ -63,7 +66,8 @@ class Progress:
 
     def leave_out(self, num_steps: int) -> None:
         """Count steps that need not be taken, as something that was never to be done."""
-        self._num_steps -= num_steps
+        (task,) = self._bar.tasks
+        self._bar.update(self._task, total=(task.total or 0) - num_steps)
 
     def close(self) -> None:
         """Leave the terminal's line empty."""
@@ -71,22 +75,12 @@ class Progress:
 
     def _show(self) -> None:
         is_terminal = self._console.is_terminal
-        now_s = self._now_s()
-        if now_s - self._shown_s < (_REDRAWN_EVERY_S if is_terminal else _LINE_EVERY_S):
+        every_s = _REDRAWN_EVERY_S if is_terminal else _LINE_EVERY_S
+        if self._now_s() - self._shown_s < every_s:
             return
-        self._shown_s = now_s
-        self._bar.update(
-            self._task, total=self._num_steps, completed=self._done, left=self._left(now_s)
-        )
+        self._shown_s = self._now_s()
         if is_terminal:
             self._bar.start()
             self._bar.refresh()
         else:
             self._console.print(self._bar.get_renderable())
-
-    def _left(self, now_s: float) -> str:
-        if not self._done:
-            return ""
-        left_s = (now_s - self._began_s) * max(self._num_steps / self._done - 1, 0)
-        minutes, seconds = divmod(round(left_s), 60)
-        return f", {minutes} min {seconds:02d} s left" if minutes else f", {seconds} s left"

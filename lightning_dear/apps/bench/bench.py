@@ -13,10 +13,9 @@ def _job(cfg: Any) -> None:
 
 
 def _report(folder: Path) -> None:
-    from lightning_dear.apps.bench.points import join
-    from lightning_dear.studies.comparison import report_of
+    from lightning_dear.studies.comparison import join_parts, report_of
 
-    join(folder)
+    join_parts(folder)
     report_of(folder).finish()
 
 

@@ -14,37 +14,15 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from omegaconf import DictConfig
 from torch import device
 
-from lightning_dear.apps.bench.build import (
-    build_model,
-    build_strategy,
-    build_trainer,
-    point_of,
-    replay_overrides,
-    scale_caps,
-)
-from lightning_dear.apps.bench.config import (
-    Entry,
-    Setting,
-    composed,
-    entries_of,
-    label_of,
-    merged,
-    overrides_of,
-)
+from lightning_dear.apps.bench import build, config
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.planning import BucketPlan
+from lightning_dear.studies import rounds
 from lightning_dear.studies.block import BlockLength, Rig, run_block
 from lightning_dear.studies.comparison import said_of
 from lightning_dear.studies.files import append_lines
 from lightning_dear.studies.records import COMPUTE_ALONE, Block, RankBlock, Row
 from lightning_dear.studies.report import Report
-from lightning_dear.studies.rounds import (
-    Candidate,
-    Measured,
-    find_best,
-    rounds_to_go,
-    run_rounds,
-)
 from lightning_dear.studies.summary import block_line, raw_lines, summarize
 
 
@@ -63,7 +41,7 @@ class Comparison:
         point: What is compared.
     """
 
-    setting: Setting
+    setting: config.Setting
     rig: Rig
     root_device: device
     report: Report[Row]
@@ -71,11 +49,13 @@ class Comparison:
 
     def __post_init__(self) -> None:
         """Compose the point's config and find out what it stands for."""
-        self.cfg = composed(overrides_of(self.setting))
-        self.entries = entries_of(self.cfg)
-        self._replay = replay_overrides(self.cfg, self.rig.world_size)
-        model = build_model(self._composed(()))
-        self.point = point_of(self.cfg, label_of(self.setting), model, self.rig.world_size)
+        self.cfg = config.at_point(self.setting)
+        self.entries = config.entries_of(self.cfg)
+        self._replay = build.replay_overrides(self.cfg, self.rig.world_size)
+        model = build.build_model(self._composed(()))
+        self.point = build.point_of(
+            self.cfg, config.label_of(self.setting), model, self.rig.world_size
+        )
         datamodule = instantiate(self.cfg.data, _convert_="all")
         datamodule.prepare_data()
         datamodule.setup("fit")
@@ -99,16 +79,16 @@ class Comparison:
         """Measure what is missing, noting block after block. Collective, blocks."""
         taking_part = {entry.name: entry.rounds for entry in self.entries}
         wanted = self.cfg.rounds
-        rounds = rounds_to_go({**taking_part, COMPUTE_ALONE: None}, self.blocks, wanted)
+        to_go = rounds.rounds_to_go({**taking_part, COMPUTE_ALONE: None}, self.blocks, wanted)
         if self.report.progress is not None:
-            self.report.progress.leave_out(self.num_steps * (wanted - len(rounds)) // wanted)
-        if not rounds:
+            self.report.progress.leave_out(self.num_steps * (wanted - len(to_go)) // wanted)
+        if not to_go:
             return
         candidates = [self._ready(number, entry) for number, entry in enumerate(self.entries)]
         # The baseline is the first entry, so what is no competitor stands last.
-        candidates.append(Candidate(COMPUTE_ALONE, self._run_alone))
+        candidates.append(rounds.Candidate(COMPUTE_ALONE, self._run_alone))
         length = BlockLength(self.cfg.warm_up_steps, self.cfg.steps)
-        for measured in run_rounds(candidates, length, rounds, self._begin):
+        for measured in rounds.run_rounds(candidates, length, to_go, self._begin):
             self._note(measured)
 
     def rows(self) -> list[Row]:
@@ -119,7 +99,7 @@ class Comparison:
 
     # --- entries ------------------------------------------------------------------------------
 
-    def _ready(self, number: int, entry: Entry) -> Candidate:
+    def _ready(self, number: int, entry: config.Entry) -> rounds.Candidate:
         overrides, note, plan = entry.overrides, "", None
         if entry.grid:
             chosen = self._best_of_grid(entry)
@@ -127,17 +107,20 @@ class Comparison:
         if entry.tuning_steps:
             plan, note = self._tuned(entry, overrides)
         run = self._runner(overrides, plan)
-        return Candidate(entry.name, run, entry.rounds, entry.warm_up_steps, number, note)
+        return rounds.Candidate(entry.name, run, entry.rounds, entry.warm_up_steps, number, note)
 
-    def _best_of_grid(self, entry: Entry) -> tuple[str, ...]:
+    def _best_of_grid(self, entry: config.Entry) -> tuple[str, ...]:
         """Measure all values of the grid, unless an earlier run has chosen one."""
         noted = {block.note for block in self.blocks if block.entry == entry.name}
         for more in entry.grid:
             if _note_of(entry, more) in noted:
                 return more
         tries = {f"{entry.name} ({', '.join(more)})": more for more in entry.grid}
-        best = find_best(
-            [Candidate(name, self._runner((*entry.overrides, *tries[name]))) for name in tries],
+        best = rounds.find_best(
+            [
+                rounds.Candidate(name, self._runner((*entry.overrides, *more)))
+                for name, more in tries.items()
+            ],
             BlockLength(self.cfg.warm_up_steps, self.cfg.grid_steps),
             self.cfg.grid_rounds,
             self._begin,
@@ -145,18 +128,18 @@ class Comparison:
         )
         return tries[best.name]
 
-    def _tuned(self, entry: Entry, overrides: Sequence[str]) -> tuple[BucketPlan, str]:
+    def _tuned(self, entry: config.Entry, overrides: Sequence[str]) -> tuple[BucketPlan, str]:
         """Let the strategy find its plan in one long fit; it is kept in all blocks."""
         search = self._composed(entry.plan_of or overrides)
         found: list[Strategy] = []
 
         def run(length: BlockLength) -> RankBlock:
-            measured, strategy = self._fit(search, build_strategy(search), length)
+            measured, strategy = self._fit(search, build.build_strategy(search), length)
             found.append(strategy)
             return measured
 
         length = BlockLength(self.cfg.warm_up_steps, entry.tuning_steps)
-        find_best([Candidate(entry.name, run)], length, 1, self._begin, self._note)
+        rounds.find_best([rounds.Candidate(entry.name, run)], length, 1, self._begin, self._note)
         plan, note = found_plan(entry.name, found[0])
         if self.rig.rank == 0:
             self._keep(plan, entry.name)
@@ -166,7 +149,7 @@ class Comparison:
         self, overrides: Sequence[str], plan: BucketPlan | None = None
     ) -> Callable[[BlockLength], RankBlock]:
         cfg = self._composed(overrides)
-        return lambda length: self._fit(cfg, build_strategy(cfg, plan), length)[0]
+        return lambda length: self._fit(cfg, build.build_strategy(cfg, plan), length)[0]
 
     def _keep(self, plan: BucketPlan, entry: str) -> None:
         """Write which tensors travel together, for whoever looks at the rows later."""
@@ -177,8 +160,8 @@ class Comparison:
         (folder / f"{label}_{entry}.json").write_text(f"{json.dumps(content)}\n")
 
     def _composed(self, overrides: Sequence[str]) -> DictConfig:
-        cfg = composed(merged(overrides_of(self.setting), [*overrides, *self._replay]))
-        scale_caps(cfg, self.rig.world_size)
+        cfg = config.at_point(self.setting, [*overrides, *self._replay])
+        build.scale_caps(cfg, self.rig.world_size)
         return cfg
 
     def _run_alone(self, length: BlockLength) -> RankBlock:
@@ -189,9 +172,9 @@ class Comparison:
         self, cfg: DictConfig, strategy: Any, length: BlockLength
     ) -> tuple[RankBlock, Strategy]:
         seed_everything(cfg.seed, workers=True, verbose=False)
-        new_trainer = partial(build_trainer, cfg, strategy)
+        new_trainer = partial(build.build_trainer, cfg, strategy)
         return run_block(
-            self.rig, new_trainer, build_model(cfg), self._batches, length, self._on_step
+            self.rig, new_trainer, build.build_model(cfg), self._batches, length, self._on_step
         )
 
     # --- noting -------------------------------------------------------------------------------
@@ -204,7 +187,7 @@ class Comparison:
         if self.report.progress is not None:
             self.report.progress.step()
 
-    def _note(self, measured: Measured) -> None:
+    def _note(self, measured: rounds.Measured) -> None:
         block, ranks = measured
         with self.report.lock:
             self.blocks.append(block)
@@ -218,7 +201,7 @@ class Comparison:
             self.report.progress.say(said_of(block, self.rows()))
 
 
-def _note_of(entry: Entry, chosen: Sequence[str]) -> str:
+def _note_of(entry: config.Entry, chosen: Sequence[str]) -> str:
     return f"best of {len(entry.grid)}: {', '.join(chosen)}"
 
 

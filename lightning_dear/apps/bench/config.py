@@ -182,6 +182,11 @@ def cluster_settings(point: Setting) -> dict[str, Any]:
     }
 
 
+def at_point(point: Setting, overrides: Sequence[str] = ()) -> DictConfig:
+    """Compose the running job again, with a point's settings and further overrides."""
+    return composed(merged(overrides_of(point), overrides))
+
+
 def label_of(point: Setting) -> str:
     """Return a point's settings for people."""
     return ", ".join(f"{key}={_text(value)}" for key, value in point.items())

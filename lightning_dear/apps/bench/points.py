@@ -9,13 +9,9 @@ from hydra.core.hydra_config import HydraConfig
 from lightning_dear.apps import job
 from lightning_dear.apps.bench.config import Setting, as_override, label_of, merged, overrides_of
 from lightning_dear.strategy.launchers import job_arguments
-from lightning_dear.studies.comparison import report_of
-from lightning_dear.studies.files import join_lines
+from lightning_dear.studies.comparison import join_parts, report_of
 
 MODULE = "lightning_dear.apps.bench"
-
-FILES = ("raw.csv", "blocks.csv")
-"""What each group leaves in its folder, and what is joined in the job's."""
 
 
 def run_groups(groups: Sequence[tuple[Setting, Sequence[Setting]]]) -> None:
@@ -42,7 +38,7 @@ def run_groups(groups: Sequence[tuple[Setting, Sequence[Setting]]]) -> None:
             print(f"Part {number + 1} of {len(groups)}: {labels}", flush=True)
             argv = [sys.executable, "-m", MODULE, *merged(job_arguments(config, 0), own)]
             code = job.run_child(argv, cwd=config.runtime.cwd)
-            if join(folder):
+            if join_parts(folder):
                 report.write()
             if code:
                 raise SystemExit(code)
@@ -50,16 +46,3 @@ def run_groups(groups: Sequence[tuple[Setting, Sequence[Setting]]]) -> None:
         if (folder / "blocks.csv").exists():
             print("\nAll parts:\n")
             report.finish()
-
-
-def join(folder: Path) -> bool:
-    """Write what the parts of a job have measured, one after the other, into its folder.
-
-    Returns:
-        Whether it has such parts.
-    """
-    parts = sorted(folder.glob("[0-9]*/blocks.csv"), key=lambda path: int(path.parent.name))
-    for name in FILES:
-        found = [path.with_name(name) for path in parts]
-        join_lines(folder / name, [path for path in found if path.is_file()])
-    return bool(parts)

@@ -10,23 +10,14 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps import emulated, job
-from lightning_dear.apps.bench.build import build_strategy, run_on_ranks
+from lightning_dear.apps.bench import build, config
 from lightning_dear.apps.bench.comparison import Comparison
-from lightning_dear.apps.bench.config import (
-    Setting,
-    by_cluster,
-    composed,
-    entries_of,
-    merged,
-    overrides_of,
-    points_of,
-)
 from lightning_dear.apps.bench.points import MODULE, run_groups
 from lightning_dear.apps.program import Program
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.emulation.launch import HOST_VARIABLE
+from lightning_dear.studies import comparison
 from lightning_dear.studies.block import Rig, interface_of
-from lightning_dear.studies.comparison import draw, text_of
 from lightning_dear.studies.files import OTHER_FOLDER
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.records import Row
@@ -47,10 +38,10 @@ def bench(cfg: DictConfig, program: Program) -> None:
         program.folder = folder = Path(HydraConfig.get().runtime.output_dir)
         # All ranks come by here before any of them has measured something.
         check_goes_on(folder, cfg)
-        points = points_of(cfg)
+        points = config.points_of(cfg)
         if os.environ.keys().isdisjoint({"RANK", "LOCAL_RANK"}):
             check_points(points)
-        groups = by_cluster(points)
+        groups = config.by_cluster(points)
         if len(groups) > 1:
             job.folder_with(cfg)
             run_groups(groups)
@@ -58,13 +49,13 @@ def bench(cfg: DictConfig, program: Program) -> None:
             _run(cfg, points, folder, program)
 
 
-def _run(cfg: DictConfig, points: Sequence[Setting], folder: Path, program: Program) -> None:
+def _run(cfg: DictConfig, points: Sequence[config.Setting], folder: Path, program: Program) -> None:
     done: list[Comparison] = []
 
     def rows() -> list[Row]:
-        return [row for comparison in done for row in comparison.rows()]
+        return [row for one in done for row in one.rows()]
 
-    report = Report(folder, rows, summary_line, text_of, draw)
+    report = Report(folder, rows, summary_line, comparison.text_of, comparison.draw)
 
     def compare(starter: Trainer) -> None:
         strategy: Any = starter.strategy
@@ -77,15 +68,15 @@ def _run(cfg: DictConfig, points: Sequence[Setting], folder: Path, program: Prog
         known = read_blocks(folder) if rig.rank == 0 and (folder / "blocks.csv").exists() else {}
         known = from_all_ranks(known)[0]
         for point in points:
-            comparison = Comparison(point, rig, strategy.root_device, report)
-            blocks = [own for one, own in known.items() if one.label == comparison.point.label]
-            comparison.blocks += [block for own in blocks for block in own]
+            own = Comparison(point, rig, strategy.root_device, report)
+            for known_point, blocks in known.items():
+                own.blocks += blocks if known_point.label == own.point.label else []
             if rig.rank == 0:
-                report.progress = report.progress or Progress(comparison.num_steps * len(points))
-            done.append(comparison)
-            comparison.run()
+                report.progress = report.progress or Progress(own.num_steps * len(points))
+            done.append(own)
+            own.run()
 
-    run_on_ranks(cfg, compare, report, program)
+    build.run_on_ranks(cfg, compare, report, program)
 
 
 def check_goes_on(folder: Path, cfg: DictConfig) -> None:
@@ -119,14 +110,14 @@ def _deciding(config: Any) -> dict[str, Any]:
     return dict(config)
 
 
-def check_points(points: Sequence[Setting]) -> None:
+def check_points(points: Sequence[config.Setting]) -> None:
     """Compose every entry of every point and build its strategy, before ranks are started.
 
     Raises:
         ValueError: What is wrong with one.
     """
     for point in points:
-        for entry in entries_of(composed(overrides_of(point))):
+        for entry in config.entries_of(config.at_point(point)):
             tries = [(*entry.overrides, *more) for more in entry.grid or ((),)]
             for one in (*tries, *([entry.plan_of] if entry.plan_of else [])):
-                build_strategy(composed(merged(overrides_of(point), one)))
+                build.build_strategy(config.at_point(point, one))

@@ -14,43 +14,16 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lightning_dear.apps import emulated, job
-from lightning_dear.apps.bench.build import (
-    build_model,
-    build_strategy,
-    build_trainer,
-    run_on_ranks,
-)
-from lightning_dear.apps.converge.config import (
-    Entry,
-    Options,
-    buckets_of,
-    check,
-    config_of,
-    entries_of,
-    key_of,
-    metric_of,
-    tries_of,
-)
+from lightning_dear.apps.bench import build
+from lightning_dear.apps.converge import config
 from lightning_dear.apps.program import Program
 from lightning_dear.emulation import emulated_rig
+from lightning_dear.studies import convergence, training
 from lightning_dear.studies.block import interface_of
-from lightning_dear.studies.convergence import (
-    Row,
-    Store,
-    Trial,
-    best_of,
-    curve_lines,
-    curve_of,
-    draw,
-    summarize,
-    summary_line,
-    text_of,
-)
 from lightning_dear.studies.files import write_lines
 from lightning_dear.studies.machine import sent_bytes
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.report import Report
-from lightning_dear.studies.training import broken, digest_of, run_training
 
 MODULE = "lightning_dear.apps.converge"
 
@@ -71,13 +44,13 @@ def converge(cfg: DictConfig, program: Program, *, trains: bool = True) -> None:
     """
     with job.one_message(program.name), job.isolated_job():
         program.folder = folder = Path(HydraConfig.get().runtime.output_dir)
-        check(cfg)
-        study = Study(cfg, entries_of(cfg), folder)
+        config.check(cfg)
+        study = Study(cfg, config.entries_of(cfg), folder)
         if not trains:
             study.take_known()
             study.report.finish()
         elif not emulated.restart_on_cluster(cfg, MODULE):
-            run_on_ranks(cfg, study.run, study.report, program)
+            build.run_on_ranks(cfg, study.run, study.report, program)
 
 
 class NotTrained(Exception):
@@ -97,19 +70,19 @@ class Study:
         report: Of these.
     """
 
-    def __init__(self, cfg: DictConfig, entries: Sequence[Entry], folder: Path) -> None:
+    def __init__(self, cfg: DictConfig, entries: Sequence[config.Entry], folder: Path) -> None:
         self._cfg = cfg
         self._strategy: Any = None
-        self._store = Store(folder)
+        self._store = convergence.Store(folder)
         self._entries = entries
-        self._buckets = buckets_of(cfg)
-        self._metric = metric_of(cfg)
+        self._buckets = config.buckets_of(cfg)
+        self._metric = config.metric_of(cfg)
         self._datamodule: Any = None
-        self._known: dict[str, Trial] = {}
-        self._chosen: dict[tuple[str, str], tuple[Options, float]] = {}
-        self._starts: dict[int, Trial] = {}
-        self.trials: list[Trial] = []
-        self.report = Report(folder, self.rows, summary_line, _text_of, self._draw)
+        self._known: dict[str, convergence.Trial] = {}
+        self._chosen: dict[tuple[str, str], tuple[config.Options, float]] = {}
+        self._starts: dict[int, convergence.Trial] = {}
+        self.trials: list[convergence.Trial] = []
+        self.report = Report(folder, self.rows, convergence.summary_line, _text_of, self._draw)
 
     def run(self, starter: Trainer) -> None:
         """Choose options for each entry, then train it on all seeds. Collective, blocks.
@@ -135,19 +108,19 @@ class Study:
     def _go_through(self) -> None:
         for entry in self._entries:
             for buckets in self._buckets:
-                options, lr = self._choose(entry, self._cfg.tuning_buckets or buckets)
+                chosen = self._choose(entry, self._cfg.tuning_buckets or buckets)
                 for seed in self._cfg.seeds:
-                    self._trial(entry, buckets, options, lr, seed, "final")
+                    self._trial(entry, buckets, chosen, seed)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[convergence.Row]:
         """Return the rows of all that has been measured so far."""
         asked = [entry.asked for entry in self._entries]
-        return summarize(asked, self.trials, self._metric, len(self._cfg.seeds))
+        return convergence.summarize(asked, self.trials, self._metric, len(self._cfg.seeds))
 
-    def _draw(self, path: Path, rows: Sequence[Row]) -> None:
-        lines = curve_lines(rows, self._store.curves())
+    def _draw(self, path: Path, rows: Sequence[convergence.Row]) -> None:
+        lines = convergence.curve_lines(rows, self._store.curves())
         write_lines(path.with_name("loss_over_time.csv"), lines)
-        draw(path, rows)
+        convergence.draw(path, rows)
 
     @property
     def _num_steps(self) -> int:
@@ -158,26 +131,32 @@ class Study:
         num_trainings = num_tries + len(self._buckets) * len(cfg.seeds)
         return num_trainings * sum(entry.max_steps for entry in self._entries)
 
-    def _choose(self, entry: Entry, buckets: str) -> tuple[Options, float]:
+    def _choose(self, entry: config.Entry, buckets: str) -> tuple[config.Options, float]:
         """Return the best options and their learning rate, trying them all the first time."""
         place = (entry.name, buckets)
         if place not in self._chosen:
             reference = entry.asked.reference
             base = entry.lr if reference is None else self._chosen[(reference, buckets)][1]
-            tries = [(one, base * one.lr_factor) for one in tries_of(entry)]
+            tries = [(one, base * one.lr_factor) for one in config.tries_of(entry)]
             seeds = self._cfg.tuning_seeds if len(tries) > 1 else []
             tried = [
-                [self._trial(entry, buckets, *one, seed, "tuning") for seed in seeds]
+                [self._trial(entry, buckets, one, seed, "tuning") for seed in seeds]
                 for one in tries
             ]
-            self._chosen[place] = tries[best_of(tried, self._metric) if seeds else 0]
+            self._chosen[place] = tries[convergence.best_of(tried, self._metric) if seeds else 0]
         return self._chosen[place]
 
     def _trial(
-        self, entry: Entry, buckets: str, options: Options, lr: float, seed: int, phase: str
-    ) -> Trial:
-        cfg = config_of(entry, self._buckets[buckets], options, lr)
-        key = key_of(cfg, entry.broken, seed, self._metric.name, self._cfg.loss_steps)
+        self,
+        entry: config.Entry,
+        buckets: str,
+        chosen: tuple[config.Options, float],
+        seed: int,
+        phase: str = "final",
+    ) -> convergence.Trial:
+        options, lr = chosen
+        cfg = config.config_of(entry, self._buckets[buckets], options, lr)
+        key = config.key_of(cfg, entry.broken, seed, self._metric.name, self._cfg.loss_steps)
         labels: dict[str, Any] = {
             **{"key": key, "entry": entry.name, "buckets": buckets, "phase": phase, "seed": seed},
             **{"lr": lr, "lr_factor": options.lr_factor, "dense_share": options.dense_share},
@@ -188,7 +167,7 @@ class Study:
         elif progress is not None:
             progress.begin(f"{entry.name}, {buckets}, {phase}, seed {seed}, lr {lr:.3g}")
         if not is_known:
-            with broken(entry.broken):
+            with training.broken(entry.broken):
                 self._known[key] = self._train(cfg, labels)
         trial = replace(self._known[key], **labels)
         self._check_start(trial)
@@ -198,22 +177,22 @@ class Study:
             self.report.write()
         return trial
 
-    def _train(self, cfg: DictConfig, labels: Mapping[str, Any]) -> Trial:
+    def _train(self, cfg: DictConfig, labels: Mapping[str, Any]) -> convergence.Trial:
         if self._strategy is None:
             raise NotTrained
         seed_everything(labels["seed"], workers=True, verbose=False)
-        model = build_model(cfg)
-        weights = digest_of(model)
+        model = build.build_model(cfg)
+        weights = training.digest_of(model)
 
         def new_trainer() -> Trainer:
-            return build_trainer(cfg, build_strategy(cfg))
+            return build.build_trainer(cfg, build.build_strategy(cfg))
 
-        ending = run_training(
+        ending = training.run_training(
             new_trainer, model, self._datamodule, self._on_step, self._sent_by_a_rank
         )
         steps = self._strategy.reduce(ending.steps, reduce_op="mean")
         assert isinstance(steps, Tensor)
-        trial = Trial(
+        trial = convergence.Trial(
             **labels,
             metric=self._metric.value_in(ending.metrics),
             train_loss=float(steps[-self._cfg.loss_steps :, 0].mean()) if ending.metrics else nan,
@@ -223,10 +202,10 @@ class Study:
             train_s=ending.train_s,
         )
         if self._strategy.is_global_zero:
-            curve = curve_of(trial.key, steps.tolist(), self._cfg.curve_steps)
+            curve = convergence.curve_of(trial.key, steps.tolist(), self._cfg.curve_steps)
             with self.report.lock:
                 self._store.add(trial, curve)
-        same_everywhere: Trial = self._strategy.broadcast(trial)
+        same_everywhere: convergence.Trial = self._strategy.broadcast(trial)
         return same_everywhere
 
     def _sent_by_a_rank(self) -> float | None:
@@ -235,7 +214,7 @@ class Study:
         sent = sent_bytes(interface_of(num_hosts))
         return None if sent is None else sent * num_hosts / self._strategy.world_size
 
-    def _check_start(self, trial: Trial) -> None:
+    def _check_start(self, trial: convergence.Trial) -> None:
         first = self._starts.setdefault(trial.seed, trial)
         same_batches = trial.batches == first.batches or trial.num_steps != first.num_steps
         if trial.weights != first.weights or not same_batches:
@@ -252,5 +231,5 @@ class Study:
             self.report.progress.step()
 
 
-def _text_of(rows: Sequence[Row]) -> str:
-    return "\n".join(filter(None, (emulated_rig(), text_of(rows))))
+def _text_of(rows: Sequence[convergence.Row]) -> str:
+    return "\n".join(filter(None, (emulated_rig(), convergence.text_of(rows))))
