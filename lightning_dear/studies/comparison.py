@@ -21,8 +21,8 @@ _TITLES = (
 
 LEGEND = (
     "step: median of the rounds, each the median of its steps. ratio: step over the first entry's,"
-    " median and\nspread of the rounds. RS/AG wait: step time that stood still for reduce-scatters"
-    " and all-gathers.\n"
+    "\nmedian and spread of the rounds.\n"
+    "RS/AG wait: step time that stood still for reduce-scatters and all-gathers.\n"
     "codec: CPU time of encoding and decoding, a rank's in a step.\n"
     "MB/step leaves a host: 10^6 bytes by its interface's counter, headers included.\n"
     "/bound: step over max(forward + backward, bytes / rate). /DeAR: over max(forward, all-gather)"
@@ -129,7 +129,8 @@ def describe(point: Point) -> str:
     lines = [
         f"{point.model}, {kind}, {point.world_size} ranks",
         f"{shown(point.model_bytes, '.1f', 1e-6)} MB of parameters, {link}",
-        f"{alone} ({point.compute_source}); {shorter}",
+        f"{alone} ({point.compute_source})",
+        shorter,
     ]
     return "\n".join([*filter(None, (point.label, point.rig)), *lines])
 

@@ -26,27 +26,30 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._acts: list[tuple[Act, bool]] = []
-        self._is_ending = threading.Event()
+        self._write_end = -1
+        self._is_settled = threading.Event()
 
     @contextmanager
     def call(self, act: Act, *, ends: bool = True) -> Iterator[None]:
         """Within, a signal calls `act` instead of what it would call outside.
 
-        To be entered in the main thread. Once the process is to end, it is never left.
+        To be entered in the main thread. Is left when all signals so far have been acted on, and so
+        never once the process is to end: what the main thread met since is of no interest then, and
+        must not be printed.
 
         Args:
             act: Told the signal.
             ends: The process ends after it, with exit code 128 + the signal's number.
         """
-        self._acts.append((act, ends))
-        try:
-            with self._listening() if len(self._acts) == 1 else nullcontext():
+        with nullcontext() if self._acts else self._listening():
+            self._acts.append((act, ends))
+            try:
                 yield
-        finally:
-            if self._is_ending.is_set():
-                # What the main thread met since is of no interest, and must not be printed.
-                threading.Event().wait()
-            self._acts.pop()
+            finally:
+                self._is_settled.clear()
+                os.write(self._write_end, b"\0")
+                self._is_settled.wait()
+                self._acts.pop()
 
     @contextmanager
     def raised(self) -> Iterator[None]:
@@ -60,37 +63,36 @@ class Interrupts:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        read_end, write_end = os.pipe()
+        read_end, self._write_end = os.pipe()
         # `set_wakeup_fd` refuses a descriptor that blocks.
-        os.set_blocking(write_end, False)
-        before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        os.set_blocking(self._write_end, False)
+        before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         threading.Thread(target=self._hear, args=(read_end,), daemon=True).start()
         try:
             with _handled_by(lambda number, frame: None):
                 yield
         finally:
             signal.set_wakeup_fd(before)
-            os.close(write_end)
+            os.close(self._write_end)
 
     def _hear(self, read_end: int) -> None:
         with os.fdopen(read_end, "rb", buffering=0) as signals:
             while heard := signals.read(1):
                 if heard[0] in SIGNALS:
                     self._act_on(heard[0])
+                elif heard == b"\0":
+                    self._is_settled.set()
 
     def _act_on(self, number: int) -> None:
-        act, ends = self._acts[-1]
-        if not ends:
-            act(number)
-            return
-        self._is_ending.set()
+        act, ends = self._acts[-1] if self._acts else (lambda number: None, True)
         try:
             act(number)
         finally:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            # Neither `sys.exit` nor an exception ends a process from a thread.
-            os._exit(128 + number)
+            if ends:
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                # Neither `sys.exit` nor an exception ends a process from a thread.
+                os._exit(128 + number)
 
 
 @contextmanager

@@ -208,10 +208,11 @@ def read_blocks(folder: Path) -> dict[Point, list[Block]]:
     Raises:
         ValueError: If there is neither, or if they are of another program.
     """
-    lines: Sequence[Line] = read_lines(folder / "blocks.csv")
-    lines = lines or _blocks_of_steps(read_lines(folder / "raw.csv"))
+    blocks, steps = (read_lines(folder / name) for name in ("blocks.csv", "raw.csv"))
+    lines: Sequence[Line] = blocks or steps
     if not lines or not {"point", "round", "entry", "step_s"} <= lines[0].keys():
         raise ValueError(f"{folder} has no blocks.csv or raw.csv that dear-bench has written to.")
+    lines = blocks or _blocks_of_steps(steps)
     if "number" not in lines[0]:
         lines = _completed(lines, read_lines(folder / "summary.csv"))
     points: dict[Point, list[Block]] = {}
