@@ -72,17 +72,14 @@ def text_of(rows: Sequence[Row]) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     cells = [_cells(row) for row in rows]
-    # Names, and columns in which somebody has a figure.
+    # Columns in which somebody has a figure, or words.
     kept = [
         column
         for column in range(len(_TITLES))
-        if column < 2 or any(row[column] not in (MISSING, "0.0", "") for row in cells)
+        if any(row[column] not in (MISSING, "0.0") for row in cells)
     ]
-    titles = [*(_TITLES[column] for column in kept)]
-    shortened = [[row[column] for column in kept] for row in cells]
-    if kept[-1] != len(_TITLES) - 1:
-        titles, shortened = [*titles, ""], [[*row, ""] for row in shortened]
-    return format_table(titles, shortened, WIDTH)
+    titles = [_TITLES[column] for column in kept]
+    return format_table(titles, [[row[column] for column in kept] for row in cells], WIDTH)
 
 
 def _cells(row: Row) -> list[str]:

@@ -152,12 +152,3 @@ def forget_mesh(strategy: Strategy) -> None:
     for group in strategy.device_mesh.get_all_groups():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-
-
-__all__ = [
-    "Bf16DDPStrategy",
-    "Fsdp2Strategy",
-    "ZeroDDPStrategy",
-    "default_ddp_caps",
-    "forget_mesh",
-]

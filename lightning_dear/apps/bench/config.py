@@ -83,13 +83,9 @@ def _entry(one: Any, known: Mapping[Any, Any]) -> Entry:
         grid=_grid(one.get("grid") or {}),
         tuning_steps=int(one.get("tuning_steps") or 0),
         plan_of=overrides_of(one.get("plan_of") or {}),
-        rounds=_number(one.get("rounds")),
-        warm_up_steps=_number(one.get("warm_up_steps")),
+        rounds=one.get("rounds"),
+        warm_up_steps=one.get("warm_up_steps"),
     )
-
-
-def _number(value: Any) -> int | None:
-    return None if value is None else int(value)
 
 
 def _grid(options: Mapping[str, Sequence[Any]]) -> tuple[tuple[str, ...], ...]:

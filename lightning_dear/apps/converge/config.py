@@ -96,10 +96,12 @@ def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
     check_broken(one.get("broken"))
     overrides = overrides_of({key: value for key, value in one.items() if key not in _OWN_KEYS})
     own = composed(overrides)
-    _check_momentum(name, own)
+    codec = instantiate(own.compressor)
+    if getattr(codec, "brings_momentum", False):
+        _check_momentum(name, codec, own)
     reference = _reference_of(name, one.get("reference"), before, own)
     # Nothing goes dense before votes, which try other learning rates instead.
-    has_shares = reference is not None and not _votes(own)
+    has_shares = reference is not None and getattr(codec, "kind", None) != "vote"
     shares = tuple(one.get("dense_shares") or cfg.dense_shares) if has_shares else (0.0,)
     usual = cfg.lr_factors if has_shares else cfg.reference_lr_factors
     factors = one.get("lr_factors") or usual
@@ -122,20 +124,13 @@ def _check_numbers(name: str, one: Any, numbers: Mapping[str, int]) -> None:
             )
 
 
-def _check_momentum(name: str, cfg: DictConfig) -> None:
+def _check_momentum(name: str, codec: Any, cfg: DictConfig) -> None:
     """Raise ValueError for what the strategy would refuse when it is the entry's turn."""
-    codec = instantiate(cfg.compressor)
-    if not getattr(codec, "brings_momentum", False):
-        return
     optimizer = instantiate(cfg.optimizer)([Parameter(torch.zeros(1))])
     try:
         check_momentum(optimizer, ExchangeOptions("gradients", codec=codec))
     except ValueError as error:
         raise ValueError(f"Entry {name}: {error} Add optimizer: sgd_plain to it.") from None
-
-
-def _votes(cfg: DictConfig) -> bool:
-    return getattr(instantiate(cfg.compressor), "kind", None) == "vote"
 
 
 def _check_entry(name: str, one: Any, shares: Sequence[float], *, is_reference: bool) -> None:
