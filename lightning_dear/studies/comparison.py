@@ -117,10 +117,11 @@ def describe(point: Point) -> str:
             f"; scale {point.scale:g}: stands for {whole} MB on {point.stands_for_mbit:.0f} Mb/s"
         )
     shorter = "no bounds without a rate and the seconds of compute"
-    if point.communication_ratio is not None:
+    ratio, bound_s, dear_bound_s = point.bounds
+    if ratio is not None:
         shorter = (
-            f"communication/compute {point.communication_ratio:.2f}; bound {_ms(point.bound_s)} ms,"
-            f" DeAR's own {_ms(point.dear_bound_s)} ms"
+            f"communication/compute {ratio:.2f}; bound {_ms(bound_s)} ms, DeAR's own"
+            f" {_ms(dear_bound_s)} ms"
         )
     alone = f"forward {_ms(point.alone_forward_s)} ms, backward {_ms(point.alone_backward_s)} ms"
     lines = [
@@ -181,13 +182,13 @@ def _draw_point(axis: Any, rows: Sequence[Row]) -> None:
         for label, value, color in parts:
             axis.barh(number, value * 1e3, left=left_ms, color=color, label=label)
             left_ms += value * 1e3
-    point = rows[0].point
+    bounds = rows[0].point.bounds
     for seconds, style, label in (
-        (point.bound_s, "-", "max(forward + backward, bytes / rate)"),
-        (point.dear_bound_s, "--", "DeAR's own bound"),
+        (bounds.bound_s, "-", "max(forward + backward, bytes / rate)"),
+        (bounds.dear_bound_s, "--", "DeAR's own bound"),
     ):
         if seconds is not None:
             axis.axvline(seconds * 1e3, color="black", linestyle=style, label=label)
     axis.set_yticks(range(len(rows)), [row.entry + " (void)" * row.is_void for row in rows])
     axis.set_xlabel("step time, ms")
-    axis.set_title(describe(point))
+    axis.set_title(describe(rows[0].point))

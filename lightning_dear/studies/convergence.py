@@ -153,45 +153,34 @@ def best_of(trials: Sequence[Sequence[Trial]], metric: Metric) -> int:
 # --- the trainings of a folder --------------------------------------------------------------------
 
 
-class Store:
-    """The trainings in a folder.
+def read_curves(folder: Path) -> dict[str, list[CurvePoint]]:
+    """Return a training's key -> its curve, of all in curves.csv.
 
-    Args:
-        folder: Holds raw.csv, a line for each training, and curves.csv, its loss over its steps;
-            both are made with the first training.
+    Raises:
+        ValueError: If it has other columns.
     """
+    found: dict[str, list[CurvePoint]] = {}
+    for point in read_records(folder / "curves.csv", CurvePoint):
+        found.setdefault(point.key, []).append(point)
+    return found
 
-    def __init__(self, folder: Path) -> None:
-        self._raw = folder / "raw.csv"
-        self._curves = folder / "curves.csv"
 
-    def read(self) -> dict[str, Trial]:
-        """Return key -> the training of that key, of all that the folder holds.
+def read_trials(folder: Path) -> dict[str, Trial]:
+    """Return key -> the training of that key, of all in raw.csv.
 
-        Raises:
-            ValueError: If raw.csv or curves.csv has other columns than these trainings.
-        """
-        # What is trained next is written to both.
-        self.curves()
-        return {trial.key: trial for trial in read_records(self._raw, Trial)}
+    Raises:
+        ValueError: If raw.csv or curves.csv has other columns: what is trained is added to both.
+    """
+    read_curves(folder)
+    return {trial.key: trial for trial in read_records(folder / "raw.csv", Trial)}
 
-    def curves(self) -> dict[str, list[CurvePoint]]:
-        """Return key -> the curve of that key, of all that the folder holds.
 
-        Raises:
-            ValueError: If curves.csv has other columns.
-        """
-        found: dict[str, list[CurvePoint]] = {}
-        for point in read_records(self._curves, CurvePoint):
-            found.setdefault(point.key, []).append(point)
-        return found
-
-    def add(self, trial: Trial, curve: Sequence[CurvePoint]) -> None:
-        """Append one training."""
-        # The curve first: what stands in raw.csv is not trained again.
-        if curve:
-            append_lines(self._curves, [asdict(point) for point in curve])
-        append_lines(self._raw, [asdict(trial)])
+def add_trial(folder: Path, trial: Trial, curve: Sequence[CurvePoint]) -> None:
+    """Append one training to raw.csv, and its loss over its steps to curves.csv."""
+    # The curve first: what stands in raw.csv is not trained again.
+    if curve:
+        append_lines(folder / "curves.csv", [asdict(point) for point in curve])
+    append_lines(folder / "raw.csv", [asdict(trial)])
 
 
 # --- rows ---------------------------------------------------------------------------------------

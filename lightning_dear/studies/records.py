@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 COMPUTE_ALONE = "compute alone"
 """Name of the row that every rank trains for itself, with nothing sent."""
@@ -95,6 +96,21 @@ class Block(Step, Load):
     note: str = ""
 
 
+class Bounds(NamedTuple):
+    """How short a step could be; None where a rate or the seconds of compute are unknown.
+
+    Attributes:
+        communication_ratio: Communication over compute: 2(P-1)/P x bytes / rate / (forward +
+            backward), P links.
+        bound_s: `max(forward + backward, bytes / rate)`: nothing that moves these bytes is faster.
+        dear_bound_s: DeAR's own: `max(forward, all-gather) + max(backward, reduce-scatter)`.
+    """
+
+    communication_ratio: float | None = None
+    bound_s: float | None = None
+    dear_bound_s: float | None = None
+
+
 @dataclass(frozen=True)
 class Point:
     """What all entries of one comparison share, and how short a step could be there.
@@ -131,38 +147,22 @@ class Point:
     rig: str = ""
 
     @property
-    def _seconds(self) -> tuple[float, float, float] | None:
-        known = self.alone_forward_s, self.alone_backward_s, self.one_way_s
-        return None if None in known else known  # type: ignore[return-value]
-
-    @property
     def stands_for_mbit(self) -> float | None:
         """Rate of the links on which the whole model would take as long."""
         return None if self.link_rate_mbit is None else self.link_rate_mbit * self.scale
 
     @property
-    def communication_ratio(self) -> float | None:
-        """Communication over compute: 2(P-1)/P x bytes / rate / (forward + backward), P links."""
-        if self._seconds is None:
-            return None
-        forward_s, backward_s, one_way_s = self._seconds
-        return 2 * one_way_s / (forward_s + backward_s)
-
-    @property
-    def bound_s(self) -> float | None:
-        """`max(forward + backward, bytes / rate)`: nothing that moves these bytes is faster."""
-        if self._seconds is None:
-            return None
-        forward_s, backward_s, one_way_s = self._seconds
-        return max(forward_s + backward_s, 2 * one_way_s)
-
-    @property
-    def dear_bound_s(self) -> float | None:
-        """DeAR's own: `max(forward, all-gather) + max(backward, reduce-scatter)`."""
-        if self._seconds is None:
-            return None
-        forward_s, backward_s, one_way_s = self._seconds
-        return max(forward_s, one_way_s) + max(backward_s, one_way_s)
+    def bounds(self) -> Bounds:
+        """How short a step could be."""
+        known = self.alone_forward_s, self.alone_backward_s, self.one_way_s
+        if None in known:
+            return Bounds()
+        forward_s, backward_s, one_way_s = map(float, known)  # type: ignore[arg-type]
+        return Bounds(
+            communication_ratio=2 * one_way_s / (forward_s + backward_s),
+            bound_s=max(forward_s + backward_s, 2 * one_way_s),
+            dear_bound_s=max(forward_s, one_way_s) + max(backward_s, one_way_s),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +199,15 @@ class Row(Load):
 
     @property
     def over_bound(self) -> float | None:
-        """Step time over `Point.bound_s`."""
-        return self.step_s / self.point.bound_s if self.point.bound_s else None
+        """Step time over `Bounds.bound_s`."""
+        bound_s = self.point.bounds.bound_s
+        return self.step_s / bound_s if bound_s else None
 
     @property
     def over_dear_bound(self) -> float | None:
-        """Step time over `Point.dear_bound_s`."""
-        return self.step_s / self.point.dear_bound_s if self.point.dear_bound_s else None
+        """Step time over `Bounds.dear_bound_s`."""
+        bound_s = self.point.bounds.dear_bound_s
+        return self.step_s / bound_s if bound_s else None
 
 
 def one_way_bytes(model_bytes: float, num_links: int) -> float:

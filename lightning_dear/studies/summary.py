@@ -191,10 +191,8 @@ def summary_line(row: Row) -> dict[str, Any]:
         **columns,
         **seconds,
         **figures,
-        "communication_ratio": row.point.communication_ratio,
-        "bound_s": row.point.bound_s,
+        **row.point.bounds._asdict(),
         "over_bound": row.over_bound,
-        "dear_bound_s": row.point.dear_bound_s,
         "over_dear_bound": row.over_dear_bound,
     }
 

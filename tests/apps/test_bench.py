@@ -237,7 +237,7 @@ def test_a_ratio_says_how_long_a_replay_computes() -> None:
         with_ratio = composed(overrides)
     model = instantiate(with_ratio.model, _convert_="all")
     point = point_of(with_ratio, "", model, 4)
-    assert point.communication_ratio == pytest.approx(2, rel=1e-3)
+    assert point.bounds.communication_ratio == pytest.approx(2, rel=1e-3)
     assert point.alone_backward_s == pytest.approx(2 * point.alone_forward_s)
     assert (point.scale, point.link_rate_mbit, point.rate_source) == (1000, 800, "assumed")
     assert point.model_bytes == sum(p.nbytes for p in model.parameters())
@@ -250,7 +250,7 @@ def test_accumulated_batches_share_a_steps_compute() -> None:
         with_ratio = composed(("trainer.accumulate_grad_batches=4", *replay_overrides(cfg, 2)))
     model = instantiate(with_ratio.model, _convert_="all")
     point = point_of(with_ratio, "", model, 2)
-    assert point.communication_ratio == pytest.approx(2, rel=1e-3)
+    assert point.bounds.communication_ratio == pytest.approx(2, rel=1e-3)
     assert point.alone_forward_s == pytest.approx(4 * model.profile.forward_s)
 
 
@@ -278,7 +278,7 @@ def test_a_model_that_computes_has_no_ratio() -> None:
         assert replay_overrides(cfg, 2) == ()
         point = point_of(cfg, "", instantiate(cfg.model, _convert_="all"), 2)
     assert (point.model, point.scale, point.is_replay) == ("ResNet", 1, False)
-    assert point.bound_s is None
+    assert point.bounds.bound_s is None
 
 
 def test_caps_are_those_of_the_whole_model() -> None:

@@ -18,12 +18,14 @@ from lightning_dear.studies.convergence import (
     CurvePoint,
     Metric,
     Row,
-    Store,
     Trial,
+    add_trial,
     best_of,
     curve_lines,
     curve_of,
     draw,
+    read_curves,
+    read_trials,
     summarize,
     summary_line,
     text_of,
@@ -148,33 +150,32 @@ def test_others_must_end_below_a_loss_on_every_seed() -> None:
 
 
 def test_trainings_are_found_again(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    assert store.read() == {}
+    assert read_trials(tmp_path) == {}
     whole, broken_off = trial(), trial("int8", 2)
     curve = [CurvePoint("dense1", 10, 2.0, 0.5, 1.25), CurvePoint("dense1", 20, 1.0, 1.0, NAN)]
-    store.add(whole, curve)
-    store.add(replace(broken_off, train_s=1 / 3), [])
-    assert store.read() == {"dense1": whole, "int82": replace(broken_off, train_s=1 / 3)}
-    assert store.curves().keys() == {"dense1"}
-    assert store.curves()["dense1"][0] == curve[0]
-    assert math.isnan(store.curves()["dense1"][1].sent_mb)
+    add_trial(tmp_path, whole, curve)
+    add_trial(tmp_path, replace(broken_off, train_s=1 / 3), [])
+    assert read_trials(tmp_path) == {"dense1": whole, "int82": replace(broken_off, train_s=1 / 3)}
+    assert read_curves(tmp_path).keys() == {"dense1"}
+    assert read_curves(tmp_path)["dense1"][0] == curve[0]
+    assert math.isnan(read_curves(tmp_path)["dense1"][1].sent_mb)
 
 
 def test_nan_is_found_again(tmp_path: Path) -> None:
-    Store(tmp_path).add(trial(metric=NAN), [])
-    assert math.isnan(Store(tmp_path).read()["dense1"].metric)
+    add_trial(tmp_path, trial(metric=NAN), [])
+    assert math.isnan(read_trials(tmp_path)["dense1"].metric)
 
 
 def test_another_programs_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "raw.csv").write_text("point,step_s\n,0.5\n")
     with pytest.raises(ValueError, match=r"raw\.csv is of another program.*hydra\.run\.dir"):
-        Store(tmp_path).read()
+        read_trials(tmp_path)
 
 
 def test_curves_of_another_version_are_not_added_to(tmp_path: Path) -> None:
     (tmp_path / "curves.csv").write_text("key,step,train_loss\ndense1,10,2.0\n")
     with pytest.raises(ValueError, match=r"curves\.csv is of another program or version"):
-        Store(tmp_path).read()
+        read_trials(tmp_path)
 
 
 def test_a_curve_has_a_point_for_so_many_steps() -> None:

@@ -148,9 +148,9 @@ def test_a_model_that_computes_has_the_bounds_of_what_computes_alone() -> None:
     alone = block(COMPUTE_ALONE, 0, rank_block(0, steps=steps))
     blocks = [block("ddp", 0, rank_block(0, 0.8)), alone]
     first, last = summarize(point, blocks)
-    assert (first.point.bound_s, first.over_bound) == (0.4, 2.0)
+    assert (first.point.bounds.bound_s, first.over_bound) == (0.4, 2.0)
     assert (last.entry, last.point.compute_source) == (COMPUTE_ALONE, "measured")
-    assert summarize(point, blocks[:1])[0].point.bound_s is None
+    assert summarize(point, blocks[:1])[0].point.bounds.bound_s is None
 
 
 # --- going on -----------------------------------------------------------------------------------

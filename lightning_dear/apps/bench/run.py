@@ -1,6 +1,7 @@
 """One job of ``dear-bench``: its checks, its ranks, its points one after another."""
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_dear.apps import emulated, job
 from lightning_dear.apps.bench import build, config
 from lightning_dear.apps.bench.comparison import Comparison
-from lightning_dear.apps.bench.points import MODULE, run_groups
 from lightning_dear.apps.program import Program
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.emulation.launch import HOST_VARIABLE
+from lightning_dear.strategy.launchers import job_arguments
 from lightning_dear.studies import comparison
 from lightning_dear.studies.block import Rig, interface_of
 from lightning_dear.studies.files import OTHER_FOLDER
@@ -23,6 +24,8 @@ from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.records import Row
 from lightning_dear.studies.report import Report
 from lightning_dear.studies.summary import read_blocks, summary_line
+
+MODULE = "lightning_dear.apps.bench"
 
 
 def bench(cfg: DictConfig, program: Program) -> None:
@@ -77,6 +80,40 @@ def _run(cfg: DictConfig, points: Sequence[config.Setting], folder: Path, progra
             own.run()
 
     build.run_on_ranks(cfg, compare, report, program)
+
+
+def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]) -> None:
+    """Run one process for each group; join what they have measured after each. Blocks.
+
+    Args:
+        groups: config.Settings of the cluster, and the points to compare on it.
+
+    Raises:
+        SystemExit: With the exit code of the first group that failed; later ones are not run.
+    """
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    report = comparison.report_of(folder)
+    try:
+        for number, (cluster, points) in enumerate(groups):
+            own = [
+                *config.overrides_of(cluster),
+                config.as_override("points", list(points)),
+                config.as_override("sweep", None),
+                config.as_override("hydra.run.dir", str(folder / str(number))),
+            ]
+            labels = "; ".join(config.label_of(point) or "as configured" for point in points)
+            print(f"Part {number + 1} of {len(groups)}: {labels}", flush=True)
+            argv = [sys.executable, "-m", MODULE, *config.merged(job_arguments(hydra, 0), own)]
+            code = job.run_child(argv, cwd=hydra.runtime.cwd)
+            if comparison.join_parts(folder):
+                report.write()
+            if code:
+                raise SystemExit(code)
+    finally:
+        if (folder / "blocks.csv").exists():
+            print("\nAll parts:\n")
+            report.finish()
 
 
 def check_goes_on(folder: Path, cfg: DictConfig) -> None:

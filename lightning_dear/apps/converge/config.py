@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn import Parameter
 
 from lightning_dear.apps.bench.build import build_strategy
-from lightning_dear.apps.bench.config import as_override, composed, overrides_of
+from lightning_dear.apps.bench.config import as_override, composed, named, overrides_of
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.studies.convergence import Asked, Metric
@@ -76,22 +76,14 @@ def entries_of(cfg: DictConfig) -> list[Entry]:
             them, and for options of a codec that exclude each other.
     """
     entries: list[Entry] = []
-    for one in OmegaConf.to_container(cfg.entries) or []:
+    for one in named(cfg, lambda name: {"compressor": "none" if name == "dense" else name}):
         entries.append(_entry(cfg, one, entries))
         for buckets in buckets_of(cfg).values():
             build_strategy(composed((*entries[-1].overrides, *buckets)))
-    names = [entry.name for entry in entries]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"entries has {', '.join(twice)} more than once; give each its own name.")
     return sorted(entries, key=lambda entry: entry.asked.reference is not None)
 
 
 def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
-    if isinstance(one, str):
-        one = {"name": one, "compressor": "none" if one == "dense" else one}
-    if "name" not in one:
-        raise ValueError(f"The entry {one} has no name; add name: ...")
     name = str(one["name"])
     check_broken(one.get("broken"))
     overrides = overrides_of({key: value for key, value in one.items() if key not in _OWN_KEYS})

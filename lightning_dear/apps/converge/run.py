@@ -73,7 +73,6 @@ class Study:
     def __init__(self, cfg: DictConfig, entries: Sequence[config.Entry], folder: Path) -> None:
         self._cfg = cfg
         self._strategy: Any = None
-        self._store = convergence.Store(folder)
         self._entries = entries
         self._buckets = config.buckets_of(cfg)
         self._metric = config.metric_of(cfg)
@@ -93,7 +92,7 @@ class Study:
         """
         self._strategy = starter.strategy
         self._datamodule = instantiate(self._cfg.data, _convert_="all")
-        known = self._store.read() if starter.is_global_zero else {}
+        known = convergence.read_trials(self.report.folder) if starter.is_global_zero else {}
         self._known = self._strategy.broadcast(known)
         if starter.is_global_zero:
             self.report.progress = Progress(self._num_steps)
@@ -101,7 +100,7 @@ class Study:
 
     def take_known(self) -> None:
         """Take the trainings that the folder holds, up to the first that is missing."""
-        self._known = self._store.read()
+        self._known = convergence.read_trials(self.report.folder)
         with suppress(NotTrained):
             self._go_through()
 
@@ -118,7 +117,7 @@ class Study:
         return convergence.summarize(asked, self.trials, self._metric, len(self._cfg.seeds))
 
     def _draw(self, path: Path, rows: Sequence[convergence.Row]) -> None:
-        lines = convergence.curve_lines(rows, self._store.curves())
+        lines = convergence.curve_lines(rows, convergence.read_curves(self.report.folder))
         write_lines(path.with_name("loss_over_time.csv"), lines)
         convergence.draw(path, rows)
 
@@ -204,7 +203,7 @@ class Study:
         if self._strategy.is_global_zero:
             curve = convergence.curve_of(trial.key, steps.tolist(), self._cfg.curve_steps)
             with self.report.lock:
-                self._store.add(trial, curve)
+                convergence.add_trial(self.report.folder, trial, curve)
         same_everywhere: convergence.Trial = self._strategy.broadcast(trial)
         return same_everywhere
 
