@@ -50,10 +50,10 @@ class Program:
 
     def run(self, job: Callable[[Any], None]) -> None:
         """Have Hydra compose what the command line says, and run jobs of it."""
-        if self._is_first:
-            os.environ[_STARTED_VARIABLE] = self.name
-            print(f"{self.name}: loading torch and Lightning ...", file=sys.stderr, flush=True)
         with INTERRUPTS.call(self._end), self._said_when_interrupted():
+            if self._is_first:
+                os.environ[_STARTED_VARIABLE] = self.name
+                print(f"{self.name}: loading torch and Lightning ...", file=sys.stderr, flush=True)
             import hydra
 
             config_name = self.name.partition("-")[2]

@@ -54,7 +54,8 @@ def run_on_cluster(
     `WORLD_SIZE`, `MASTER_ADDR`, ...), and `GLOO_SOCKET_IFNAME`. Rank 0 writes to this process's
     stdout and stderr. What the others write is kept, and its end is printed if the run fails.
     When a rank fails, the others have 5 s to say so and to end, then they are killed, with
-    everything else that runs on the cluster. Ctrl-C goes to all ranks, with the same 5 s. When the
+    everything else that runs on the cluster. Ctrl-C goes to all ranks, with the same 5 s; a
+    KeyboardInterrupt may name another exit code than 130, and so another signal. When the
     thread that called this is killed, the kernel kills the ranks.
 
     Args:
@@ -87,8 +88,9 @@ def run_on_cluster(
         for rank in range(len(cluster.hosts) * ranks_per_host):
             ranks.append(_start(cluster.hosts, rank, ranks_per_host, command, variables, cwd))
         code = _watch(ranks, timeout_s)
-    except KeyboardInterrupt:
-        _interrupt(ranks)
+    except KeyboardInterrupt as interrupt:
+        # Where Ctrl-C is ignored, as in the background, ranks ignore it, too.
+        _interrupt(ranks, interrupt.args[0] - 128 if interrupt.args else signal.SIGINT)
         raise
     finally:
         cluster.end_processes()
@@ -220,11 +222,11 @@ def _exit_code(rank: _Rank) -> int:
     return int(code if code > 0 else 128 - code)
 
 
-def _interrupt(ranks: Sequence[_Rank]) -> None:
+def _interrupt(ranks: Sequence[_Rank], number: int) -> None:
     # A second Ctrl-C ends the grace.
     with suppress(KeyboardInterrupt):
         for one in ranks:
-            one.process.send_signal(signal.SIGINT)
+            one.process.send_signal(number)
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline and _num_running(ranks):
             time.sleep(_POLL_S)
