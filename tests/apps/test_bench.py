@@ -451,6 +451,20 @@ def test_a_signal_ends_a_run_that_has_not_begun(tmp_path: Path) -> None:
     assert output.endswith(said)
 
 
+@pytest.mark.parametrize("module", ["bench", "converge"])
+def test_nothing_that_takes_long_is_loaded_before_the_first_line(module: str) -> None:
+    code = (
+        f"import sys, lightning_dear.apps.{module}.{module}\n"
+        "print({'torch', 'hydra', 'lightning', 'matplotlib', 'scipy', 'rich'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        **{"env": environment(), "capture_output": True, "text": True, "cwd": ROOT},
+        check=False,
+    )
+    assert done.stdout == "set()\n", done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["report"], ["report", "--help"], ["report", "nowhere"]])
 def test_a_report_wants_a_folder_with_blocks(tmp_path: Path, arguments: list[str]) -> None:
     for module in ("bench", "converge"):
