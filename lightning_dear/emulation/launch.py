@@ -54,9 +54,9 @@ def run_on_cluster(
     `WORLD_SIZE`, `MASTER_ADDR`, ...), and `GLOO_SOCKET_IFNAME`. Rank 0 writes to this process's
     stdout and stderr. What the others write is kept, and its end is printed if the run fails.
     When a rank fails, the others have 5 s to say so and to end, then they are killed, with
-    everything else that runs on the cluster. Ctrl-C goes to all ranks, with the same 5 s; a
-    KeyboardInterrupt may name another exit code than 130, and so another signal. When the
-    thread that called this is killed, the kernel kills the ranks.
+    everything else that runs on the cluster. Ctrl-C goes to all ranks, with the same 5 s (another
+    signal, if a KeyboardInterrupt names its exit code). When the thread that called this is killed,
+    the kernel kills the ranks.
 
     Args:
         cluster: A cluster that is entered.
@@ -89,7 +89,6 @@ def run_on_cluster(
             ranks.append(_start(cluster.hosts, rank, ranks_per_host, command, variables, cwd))
         code = _watch(ranks, timeout_s)
     except KeyboardInterrupt as interrupt:
-        # Where Ctrl-C is ignored, as in the background, ranks ignore it, too.
         _interrupt(ranks, interrupt.args[0] - 128 if interrupt.args else signal.SIGINT)
         raise
     finally:
