@@ -2,11 +2,8 @@
 
 import logging
 import os
-import signal
-import subprocess
 import sys
 from inspect import signature
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +19,7 @@ from lightning_dear.emulation import (
 )
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.strategy.launchers import job_arguments
+from lightning_dear.studies.interrupts import INTERRUPTS
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +27,6 @@ OPTIONS = tuple(signature(EmulatedCluster).parameters)
 """What conf/cluster/emulated.yaml says of the hosts and their links."""
 
 _OF_SUDO = ("SUDO_UID", "SUDO_GID")
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 
 def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None = None) -> bool:
@@ -52,8 +47,8 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
         emulated, or this is one of its ranks.
 
     Raises:
-        SystemExit: With what ``run_on_cluster`` returns, if that is not 0; with ``INTERRUPTED``
-            after Ctrl-C.
+        SystemExit: With what ``run_on_cluster`` returns, if that is not 0; with 130
+            after Ctrl-C, 143 after SIGTERM.
         EmulationUnavailable: This machine cannot emulate hosts; the message says why.
         ValueError: An option of the cluster is out of range.
     """
@@ -69,8 +64,8 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
         if reason := why_unavailable(as_own_root=True):
             raise EmulationUnavailable(reason)
         code = _run(cfg, module, timeout_s) if os.geteuid() == 0 else _run_as_own_root(module)
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        code = next(iter(interrupt.args), 130)
     except EmulationUnavailable as error:
         raise EmulationUnavailable(f"{error}. Without emulated hosts: cluster=local") from None
     if code:
@@ -81,7 +76,8 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
 def _run(cfg: DictConfig, module: str, timeout_s: float | None) -> int:
     node = cfg.cluster
     job.give_to_user()
-    with EmulatedCluster(**{name: node[name] for name in OPTIONS}) as cluster:
+    hosts = EmulatedCluster(**{name: node[name] for name in OPTIONS})
+    with INTERRUPTS.raised(), hosts as cluster:
         return run_on_cluster(
             cluster,
             [sys.executable, "-m", module, *_arguments(cfg)],
@@ -101,15 +97,8 @@ def _run_as_own_root(module: str) -> int:
     command = [*AS_OWN_ROOT, "setpriv", "--pdeathsig", "TERM", *argv]
     # Who called sudo, to run this as another user, is nobody in there.
     environment = {key: value for key, value in os.environ.items() if key not in _OF_SUDO}
-    options: Any = {"cwd": config.runtime.cwd, "env": environment, "start_new_session": True}
-    with subprocess.Popen(command, **options) as process:
-        while process.poll() is None:
-            try:
-                process.wait()
-            except KeyboardInterrupt:
-                # It ends its ranks, and says how far it came.
-                process.send_signal(signal.SIGINT)
-    return process.returncode
+    # Interrupted, it ends its ranks, and says how far it came.
+    return job.run_child(command, cwd=config.runtime.cwd, env=environment)
 
 
 def warn_of_delay(cfg: DictConfig) -> None:

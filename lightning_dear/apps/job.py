@@ -1,17 +1,21 @@
 """Running one job of possibly many in one process: its environment, its errors, its end."""
 
 import os
+import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.strategy.launchers import job_end
+from lightning_dear.studies.files import write_text
+from lightning_dear.studies.interrupts import INTERRUPTS
 
 
 @contextmanager
@@ -56,8 +60,28 @@ def give_to_user() -> None:
 def folder_with(cfg: DictConfig) -> Path:
     """Write the resolved config into the job's folder, and return that folder."""
     folder = Path(HydraConfig.get().runtime.output_dir)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True).rstrip())
     return folder
+
+
+def run_child(command: Sequence[str], **options: Any) -> int:
+    """Run a command, in a session of its own, and return its exit code. Blocks.
+
+    It is handed on SIGINT and SIGTERM, and left the time that it takes to end in good order.
+
+    Args:
+        command: Program and arguments.
+        **options: Of `subprocess.Popen`.
+    """
+    process: subprocess.Popen[bytes] | None = None
+
+    def hand_on(number: int) -> None:
+        if process is not None:
+            process.send_signal(number)
+
+    with INTERRUPTS.call(hand_on, ends=False):
+        process = subprocess.Popen(command, start_new_session=True, **options)
+        return process.wait()
 
 
 @contextmanager

@@ -53,8 +53,9 @@ def run_on_cluster(
     `WORLD_SIZE`, `MASTER_ADDR`, ...), and `GLOO_SOCKET_IFNAME`. Rank 0 writes to this process's
     stdout and stderr. What the others write is kept, and its end is printed if the run fails.
     When a rank fails, the others have 5 s to say so and to end, then they are killed, with
-    everything else that runs on the cluster. Ctrl-C goes to all ranks, with the same 5 s. When the
-    thread that called this is killed, the kernel kills the ranks.
+    everything else that runs on the cluster. Ctrl-C goes to all ranks, with the same 5 s (another
+    signal, if a KeyboardInterrupt names its exit code). When the thread that called this is killed,
+    the kernel kills the ranks.
 
     Args:
         cluster: A cluster that is entered.
@@ -89,8 +90,8 @@ def run_on_cluster(
                 output = outputs.enter_context(TemporaryFile()) if rank else None
                 ranks.append(_Rank(rank, command, told, cwd, output))
             code = _watch(ranks, timeout_s)
-        except KeyboardInterrupt:
-            _interrupt(ranks)
+        except KeyboardInterrupt as interrupt:
+            _interrupt(ranks, interrupt.args[0] - 128 if interrupt.args else signal.SIGINT)
             raise
         finally:
             _end_all(cluster, ranks)
@@ -201,11 +202,11 @@ def _end_all(cluster: EmulatedCluster, ranks: Sequence[_Rank]) -> None:
         rank.process.wait()
 
 
-def _interrupt(ranks: Sequence[_Rank]) -> None:
+def _interrupt(ranks: Sequence[_Rank], number: int) -> None:
     # A second Ctrl-C ends the grace.
     with suppress(KeyboardInterrupt):
         for rank in ranks:
-            rank.process.send_signal(signal.SIGINT)
+            rank.process.send_signal(number)
         deadline_s = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline_s and _is_running(ranks):
             time.sleep(_POLL_S)

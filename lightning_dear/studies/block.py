@@ -9,26 +9,33 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
+from typing_extensions import override
 
 from lightning_dear.studies import machine
 from lightning_dear.studies.competitors import forget_mesh
 from lightning_dear.studies.records import RankBlock, Step
-from lightning_dear.studies.stamps import StepStamps
-from lightning_dear.telemetry.device_work import device_work_cpu_s
+
+STEP = "run_training_batch"
+"""What Lightning calls one batch's forward, backward and optimizer step."""
 
 _EXPECTED_WARNINGS = (
     ".*isinstance.treespec, LeafSpec.*",
     "You defined a `validation_step` but have no `val_dataloader`.*",
+    ".*does not have many workers.*",
+    "Using `DistributedSampler` with the dataloaders.*",
 )
-"""What Lightning says of every fit here, and no user can change."""
+"""What Lightning says of every fit and test here, and no user can change."""
 
 NewTrainer = Callable[..., Trainer]
 """Takes `profiler` and `max_steps`; returns a trainer that logs, saves and validates nothing."""
@@ -72,44 +79,7 @@ class Endless:
         self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from self._batches
-
-
-class _Probe:
-    """Reads counters at both ends of the timed steps, and the strategy's figures of each."""
-
-    def __init__(self, length: BlockLength, interface: str, on_step: Callable[[], None]) -> None:
-        self._length = length
-        self._interface = interface
-        self._on_step = on_step
-        self._strategy: Strategy | None = None
-        self._batches_per_step = 1
-        self.cpu: list[machine.CpuTimes] = []
-        self.codec_cpu_s: list[float] = []
-        self.sent: list[int | None] = []
-        self.statistics: list[Any] = []
-        self.plan: Any = None
-
-    def watch(self, trainer: Trainer) -> None:
-        self._strategy = trainer.strategy
-        self._batches_per_step = trainer.accumulate_grad_batches
-
-    def begin_batch(self, batch: int) -> None:
-        step, rest = divmod(batch, self._batches_per_step)
-        first = self._length.num_warm_up_steps
-        last = first + self._length.num_steps
-        if rest == 0 and step:
-            self._on_step()
-        if rest == 0 and step in (first, last):
-            self.sent.append(machine.sent_bytes(self._interface))
-            self.cpu.append(machine.cpu_times())
-            self.codec_cpu_s.append(device_work_cpu_s())
-        # Always, as with a GPU waits are timed once somebody asks.
-        figures = getattr(self._strategy, "statistics", None)
-        if rest == 0 and first < step <= last:
-            self.statistics.append(figures)
-            self.plan = getattr(self._strategy, "plan", None)
+        return cycle(self._batches)
 
 
 @dataclass(frozen=True)
@@ -127,6 +97,121 @@ class Rig:
     world_size: int
     interface: str
     ranks_on_machine: int = 1
+
+
+class StepProbe(Profiler):
+    """Notes when batches, forwards and backwards begin and end, for `Trainer(profiler=)`.
+
+    Also reads counters at both ends of the timed steps, and the strategy's figures of each. A
+    profiler and no callback: before a callback that it does not know, `strategy="dear"` completes
+    all parameters, and the overlap to be measured would be gone.
+
+    Args:
+        length: How many steps, and how many to leave out.
+        interface: Whose bytes are counted.
+        on_step: Called after every step but the last, which only marks an end.
+
+    Attributes:
+        strategy: To be set before the fit: whose figures are read.
+        batches_per_step: To be set before the fit: batches whose gradients accumulate.
+        begins_s: Beginning of each batch, `time.perf_counter` seconds.
+        forward_s: Seconds that each batch's `training_step` took.
+        backward_s: Seconds that each batch's backward took.
+        statistics: A `StepStatistics` for each timed step, or None where the strategy has none.
+    """
+
+    def __init__(
+        self,
+        length: BlockLength,
+        interface: str = "",
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self._length = length
+        self._interface = interface
+        self._on_step = on_step
+        self._phase_began_s = 0.0
+        self._counts: list[machine.Counters] = []
+        self._num_buckets: int | None = None
+        self.strategy: Strategy | None = None
+        self.batches_per_step = 1
+        self.begins_s: list[float] = []
+        self.forward_s: list[float] = []
+        self.backward_s: list[float] = []
+        self.statistics: list[Any] = []
+
+    @override
+    def start(self, action_name: str) -> None:
+        if action_name == STEP:
+            step, rest = divmod(len(self.begins_s), self.batches_per_step)
+            if rest == 0:
+                self._begin_step(step)
+            self.begins_s.append(time.perf_counter())
+        elif self._phase(action_name) is not None:
+            self._phase_began_s = time.perf_counter()
+
+    @override
+    def stop(self, action_name: str) -> None:
+        phase = self._phase(action_name)
+        if phase is not None:
+            phase.append(time.perf_counter() - self._phase_began_s)
+
+    def _phase(self, action_name: str) -> list[float] | None:
+        if not action_name.startswith("[Strategy]"):
+            return None
+        if action_name.endswith(".training_step"):
+            return self.forward_s
+        return self.backward_s if action_name.endswith(".backward") else None
+
+    def _begin_step(self, step: int) -> None:
+        first, last = self._length.num_warm_up_steps, self._length.max_steps - 1
+        if step:
+            self._on_step()
+        if step in (first, last):
+            self._counts.append(machine.counters(self._interface))
+        # Always, as with a GPU waits are timed once somebody asks.
+        figures = getattr(self.strategy, "statistics", None)
+        if first < step <= last:
+            self.statistics.append(figures)
+            plan = getattr(self.strategy, "plan", None)
+            self._num_buckets = None if plan is None else len(plan.buckets)
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the timed steps, once they have ended."""
+        for number, figures in enumerate(self.statistics):
+            first = (self._length.num_warm_up_steps + number) * self.batches_per_step
+            last = first + self.batches_per_step
+            yield Step(
+                step_s=self.begins_s[last] - self.begins_s[first],
+                forward_s=sum(self.forward_s[first:last]),
+                backward_s=sum(self.backward_s[first:last]),
+                exposed_reduce_scatter_s=figures and figures.exposed_reduce_scatter_s,
+                exposed_all_gather_s=figures and figures.exposed_all_gather_s,
+                wire_bytes=figures and figures.wire_bytes,
+            )
+
+    def measured(self, rig: Rig, peak_memory_bytes: int | None) -> RankBlock:
+        """Return the block of this rank, once it has ended."""
+        before, after = self._counts
+        num_steps = self._length.num_steps
+        wall_s, codec_s = after.wall_s - before.wall_s, after.codec_s - before.codec_s
+        use = machine.machine_use(before, after)
+        # All its ranks are taken to be alike.
+        codec_use = codec_s * rig.ranks_on_machine / (wall_s * (os.cpu_count() or 1))
+        sent = None
+        if before.sent_bytes is not None and after.sent_bytes is not None:
+            sent = (after.sent_bytes - before.sent_bytes) / num_steps
+        return RankBlock(
+            rank=rig.rank,
+            steps=tuple(self.steps()),
+            host_bytes=sent,
+            peak_memory_bytes=peak_memory_bytes,
+            cpu_per_rank=(after.process_s - before.process_s) / wall_s,
+            machine_use=use,
+            others_use=None if use is None else use - codec_use,
+            codec_s=codec_s / num_steps,
+            num_buckets=self._num_buckets,
+        )
 
 
 def run_block(
@@ -150,59 +235,16 @@ def run_block(
     Returns:
         The figures, and the strategy after the fit.
     """
-    probe = _Probe(length, rig.interface, on_step)
-    stamps = StepStamps(probe.begin_batch)
+    probe = StepProbe(length, rig.interface, on_step)
     counts_memory = machine.forget_peak_memory()
     with quiet_lightning():
-        trainer = new_trainer(profiler=stamps, max_steps=length.max_steps)
-        probe.watch(trainer)
+        trainer = new_trainer(profiler=probe, max_steps=length.max_steps)
+        probe.strategy = trainer.strategy
+        probe.batches_per_step = trainer.accumulate_grad_batches
         trainer.fit(module, train_dataloaders=Endless(batches))
-    steps = steps_of(stamps, length, trainer.accumulate_grad_batches, probe.statistics)
-    measured = _measured(rig, probe, tuple(steps), counts_memory)
+    measured = probe.measured(rig, machine.peak_memory() if counts_memory else None)
     forget_mesh(trainer.strategy)
     return measured, trainer.strategy
-
-
-def _measured(rig: Rig, probe: _Probe, steps: tuple[Step, ...], counts_memory: bool) -> RankBlock:
-    before, after = probe.sent
-    codec_cpu_s = probe.codec_cpu_s[1] - probe.codec_cpu_s[0]
-    wall_s = probe.cpu[1].wall_s - probe.cpu[0].wall_s
-    return RankBlock(
-        rank=rig.rank,
-        steps=steps,
-        cpu_s=probe.cpu[1].process_s - probe.cpu[0].process_s,
-        wall_s=wall_s,
-        machine_use=machine.machine_use(*probe.cpu),
-        interface_bytes=None if before is None or after is None else after - before,
-        peak_memory_bytes=machine.peak_memory() if counts_memory else None,
-        num_buckets=None if probe.plan is None else len(probe.plan.buckets),
-        codec_cpu_s=codec_cpu_s,
-        codec_use=codec_cpu_s * rig.ranks_on_machine / (wall_s * (os.cpu_count() or 1)),
-    )
-
-
-def steps_of(
-    stamps: StepStamps, length: BlockLength, batches_per_step: int, statistics: Sequence[Any]
-) -> Iterator[Step]:
-    """Yield the timed steps.
-
-    Args:
-        stamps: Of all batches of the fit.
-        length: How many steps, and how many to leave out.
-        batches_per_step: Batches whose gradients accumulate.
-        statistics: A `StepStatistics` for each timed step, or None where the strategy has none.
-    """
-    for number, figures in enumerate(statistics):
-        first = (length.num_warm_up_steps + number) * batches_per_step
-        last = first + batches_per_step
-        yield Step(
-            step_s=stamps.begins_s[last] - stamps.begins_s[first],
-            forward_s=sum(stamps.forward_s[first:last]),
-            backward_s=sum(stamps.backward_s[first:last]),
-            exposed_reduce_scatter_s=figures and figures.exposed_reduce_scatter_s,
-            exposed_all_gather_s=figures and figures.exposed_all_gather_s,
-            wire_bytes=figures and figures.wire_bytes,
-        )
 
 
 def interface_of(num_nodes: int) -> str:
@@ -218,8 +260,7 @@ def interface_of(num_nodes: int) -> str:
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Keep Lightning's notices of every fit off the screen; its warnings are shown once."""
-    names = ("lightning.pytorch", "lightning.fabric")
-    loggers = [logging.getLogger(name) for name in names]
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.WARNING)

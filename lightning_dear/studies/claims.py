@@ -9,18 +9,18 @@ how long the entry takes, relative to that one, round by round.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import comb, inf
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from statistics import geometric_mean, mean, median
+from statistics import geometric_mean, median
 
-from lightning_dear.studies.files import rigs_of, steps_file
-from lightning_dear.studies.records import COMPUTE_ALONE
-from lightning_dear.studies.table import MISSING
+from lightning_dear.studies.files import write_text
+from lightning_dear.studies.records import COMPUTE_ALONE, Block, Point
+from lightning_dear.studies.statistics import upper_bound
+from lightning_dear.studies.summary import read_blocks, summarize
+from lightning_dear.studies.table import MISSING, format_markdown, shown
 
 Rounds = Mapping[str, Mapping[int, float]]
 """Entry -> round -> median step, seconds."""
@@ -53,23 +53,13 @@ class Claim:
     void: frozenset[str] = frozenset()
 
 
-def upper_bound(values: Sequence[float]) -> float | None:
-    """Upper 95 % bound of the median of what `values` are drawn from; None for fewer than 5.
-
-    Without assumptions on how they are distributed: the k-th smallest of n is at least the median
-    unless fewer than k of n fair coins come up heads, whose probability is to be 95 % or more.
-    """
-    count = len(values)
-    probability = 0.0
-    for place in range(count):
-        probability += comb(count, place) / 2**count
-        if probability >= 0.95:
-            return sorted(values)[place]
-    return None
-
-
 def claim_of(
-    point: str, rounds: Rounds, entry: str, others: Sequence[str], note: str = ""
+    point: str,
+    rounds: Rounds,
+    entry: str,
+    others: Sequence[str],
+    note: str = "",
+    void: frozenset[str] = frozenset(),
 ) -> Claim:
     """The row of one point.
 
@@ -79,6 +69,7 @@ def claim_of(
         entry: Whose claim it is.
         others: Whose best it is compared with.
         note: Of the entry; may say "predicted ... ms".
+        void: Entries for which the machine was too busy.
 
     Raises:
         ValueError: If an entry was not measured, or not in two rounds, or if the best of the others
@@ -117,31 +108,17 @@ def claim_of(
         upper_bound(ratios),
         float(said.group(1)) / 1e3 if said else None,
         len(ratios),
+        void,
     )
 
 
-def read_rounds(path: Path) -> dict[str, Rounds]:
-    """Point -> its rounds, from a `steps_file`; without those in which entries were tuned."""
-    steps: dict[tuple[str, str, int], dict[str, list[float]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    with path.open(newline="") as file:
-        for line in csv.DictReader(file):
-            number = int(line["round"])
-            if number >= 0:
-                place = line["point"], line["entry"], number
-                steps[place][line.get("step", "")].append(float(line["step_s"]))
-    points: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for (point, entry, number), by_step in steps.items():
-        # A step is the mean over its ranks, as in the table of `dear-bench`.
-        points[point][entry][number] = median(mean(ranks) for ranks in by_step.values())
-    return dict(points)
-
-
-def read_summary(path: Path) -> dict[tuple[str, str], dict[str, str]]:
-    """(point, entry) -> its line of a summary.csv."""
-    with path.open(newline="") as file:
-        return {(one["point"], one["entry"]): one for one in csv.DictReader(file)}
+def rounds_of(blocks: Sequence[Block]) -> Rounds:
+    """Return the rounds of one point, without those in which entries were tuned."""
+    rounds: dict[str, dict[int, float]] = {}
+    for block in blocks:
+        if block.round >= 0:
+            rounds.setdefault(block.entry, {})[block.round] = block.step_s
+    return rounds
 
 
 def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) -> str:
@@ -151,26 +128,26 @@ def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) ->
     columns = [*names, *others, entry]
     titles = ["point", *(f"{name}, ms" for name in columns), "best other", "ratio [95 %]"]
     titles += ["predicted / measured", f"gain over {others[0]}", "scaling factor"]
-    lines = [titles, ["---"] * len(titles)]
-    for one in claims:
-        bound = MISSING if one.upper is None else f"{one.upper:.3f}"
-        predicted = one.predicted_s and one.predicted_s / one.steps_s[entry]
-        lines.append(
-            [
-                one.point or MISSING,
-                *(_ms(one.steps_s.get(name)) + "*" * (name in one.void) for name in columns),
-                one.best,
-                f"{one.ratio:.3f} [{bound}]",
-                _figure(predicted),
-                _figure(one.relative.get(others[0])),
-                _figure(one.relative.get(COMPUTE_ALONE)),
-            ]
-        )
+    cells = [
+        [
+            one.point or MISSING,
+            *(
+                shown(one.steps_s.get(name), ".1f", 1e3) + "*" * (name in one.void)
+                for name in columns
+            ),
+            one.best,
+            f"{one.ratio:.3f} [{shown(one.upper, '.3f')}]",
+            shown(one.predicted_s, ".3f", 1 / one.steps_s[entry]),
+            shown(one.relative.get(others[0]), ".3f"),
+            shown(one.relative.get(COMPUTE_ALONE), ".3f"),
+        ]
+        for one in claims
+    ]
     ratios = [one.ratio for one in claims]
     gains = [one.relative[others[0]] for one in claims if others[0] in one.relative]
     return "\n".join(
         [
-            *("| " + " | ".join(line) + " |" for line in lines),
+            format_markdown(titles, cells),
             "",
             f"{entry} over the best other: geometric mean {geometric_mean(ratios):.3f}, largest"
             f" {max(ratios):.3f}, {min(one.num_rounds for one in claims)} paired rounds or more."
@@ -180,12 +157,14 @@ def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) ->
     )
 
 
-def _ms(seconds: float | None) -> str:
-    return MISSING if seconds is None else f"{1e3 * seconds:.1f}"
-
-
-def _figure(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.3f}"
+def judged(
+    label: str, point: Point, blocks: Sequence[Block], entry: str, others: Sequence[str]
+) -> Claim:
+    """Return the row of one point of a folder; see `claim_of`."""
+    rows = summarize(point, blocks)
+    note = next((row.note for row in rows if row.entry == entry), "")
+    void = frozenset(row.entry for row in rows if row.is_void)
+    return claim_of(label, rounds_of(blocks), entry, others, note, void)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -205,26 +184,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     claims: list[Claim] = []
     problems: list[str] = []
-    rows: list[Mapping[str, str]] = []
+    rigs: list[str] = []
     for folder in given.folders:
-        summary = read_summary(folder / "summary.csv")
-        rows += summary.values()
-        for point, rounds in read_rounds(steps_file(folder)).items():
+        try:
+            measured = read_blocks(folder)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
+        for point, blocks in measured.items():
+            rigs.append(point.rig)
             # Points of two folders may have the same label.
-            label = f"{folder.name}: {point}" if len(given.folders) > 1 else point
-            lines = {entry: line for (of, entry), line in summary.items() if of == point}
-            note = lines.get(given.entry, {}).get("note", "")
-            void = frozenset(entry for entry, line in lines.items() if line["is_void"] == "True")
+            label = f"{folder.name}: {point.label}" if len(given.folders) > 1 else point.label
             try:
-                claim = claim_of(label, rounds, given.entry, given.others, note)
-                claims.append(replace(claim, void=void))
+                claims.append(judged(label, point, blocks, given.entry, given.others))
             except ValueError as error:
                 problems.append(f"Not judged: {error}")
     if not claims:
-        raise SystemExit("\n".join(problems) or "There are no rounds to judge.")
+        raise SystemExit("\n".join(problems))
     table = format_claims(claims, given.entry, given.others)
-    text = "\n\n".join(filter(None, (rigs_of(rows), table, *problems)))
-    (given.folders[0] / "claims.md").write_text(f"{text}\n")
+    text = "\n\n".join(
+        filter(None, ("; ".join(filter(None, dict.fromkeys(rigs))), table, *problems))
+    )
+    write_text(given.folders[0] / "claims.md", text)
     print(text)
 
 

@@ -5,7 +5,7 @@ All are PyTorch's own parts, put together so that the user's model stays as it i
 
 import inspect
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-SMALLEST_CAP_MB = 1 / (1 << 20)
-"""One byte: below every tensor."""
 
 
 class Bf16DDPStrategy(DDPStrategy):
@@ -45,40 +43,6 @@ def _as_bf16(
 ) -> Future[Tensor]:
     """PyTorch's hook by another name: by its own, DDP admits it only on NCCL and XCCL."""
     return bf16_compress_hook(group, bucket)
-
-
-class WfbpDDPStrategy(DDPStrategy):
-    """Wait-free backpropagation without fusion: an all-reduce for every tensor.
-
-    Args:
-        process_group_backend: "gloo" or "nccl"; None: by device.
-        start_method: "popen", "spawn", "fork" or "forkserver".
-        bucket_cap_mb: Refused.
-        **options: As in `DDPStrategy`.
-
-    Raises:
-        ValueError: If given a cap.
-    """
-
-    def __init__(
-        self,
-        *,
-        process_group_backend: str | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        bucket_cap_mb: None = None,
-        **options: Any,
-    ) -> None:
-        if bucket_cap_mb is not None:
-            raise ValueError(
-                "strategy=wfbp sends every tensor by itself, so that bucket_cap_mb means nothing;"
-                " leave it out, or use strategy=ddp."
-            )
-        super().__init__(
-            process_group_backend=process_group_backend,
-            start_method=start_method,
-            bucket_cap_mb=SMALLEST_CAP_MB,
-            **options,
-        )
 
 
 class ZeroDDPStrategy(DDPStrategy):
@@ -189,13 +153,3 @@ def forget_mesh(strategy: Strategy) -> None:
     for group in strategy.device_mesh.get_all_groups():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-
-
-__all__ = [
-    "Bf16DDPStrategy",
-    "Fsdp2Strategy",
-    "WfbpDDPStrategy",
-    "ZeroDDPStrategy",
-    "default_ddp_caps",
-    "forget_mesh",
-]

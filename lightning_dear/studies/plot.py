@@ -1,72 +1,47 @@
-"""Bars of the step times, split where the strategy says how, with the bounds as lines."""
+"""Pictures of studies, all in one style: panels one below the other, one legend outside of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_dear.studies.records import Row
-from lightning_dear.studies.table import describe
+BLUE, ORANGE, RED, GREY = "#4c78a8", "#f58518", "#e45756", "#b8b8b8"
 
-_PARTS = (
-    ("compute and the rest", "compute_s", "#4c78a8"),
-    ("waits for gradients", "exposed_reduce_scatter_s", "#f58518"),
-    ("waits for parameters", "exposed_all_gather_s", "#e45756"),
-)
-_WHOLE = "#b8b8b8"
-
-
-def write_plot(path: Path, rows: Sequence[Row]) -> None:
-    """Draw a panel for each point into a PNG file; nothing for no rows."""
-    if not rows:
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    points = [list(group) for _, group in groupby(rows, key=lambda row: row.point)]
-    height = 1.2 + 0.32 * max(len(group) for group in points)
-    figure, axes = pyplot.subplots(
-        len(points), 1, figsize=(9, height * len(points)), squeeze=False, layout="constrained"
-    )
-    for axis, group in zip(axes[:, 0], points, strict=True):
-        _draw_point(axis, group)
-    axes[0, 0].legend(fontsize=7, loc="lower right")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+_STYLE: dict[Any, Any] = {
+    "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 8,
+    "savefig.dpi": 150,
+}
 
 
-def _draw_point(axis: Any, rows: Sequence[Row]) -> None:
-    for number, row in enumerate(rows):
-        parts = [(label, getattr(row, name), color) for label, name, color in _PARTS]
-        if any(value is None for _, value, _ in parts):
-            parts = [("not split", row.step_s, _WHOLE)]
-        left_ms = 0.0
-        for label, value, color in parts:
-            axis.barh(number, value * 1e3, left=left_ms, color=color, label=label)
-            left_ms += value * 1e3
-    bounds = rows[0].point.bounds
-    for seconds, style, label in (
-        (bounds.step_s, "-", "max(forward + backward, bytes / rate)"),
-        (bounds.dear_s, "--", "DeAR's own bound"),
-    ):
-        if seconds is not None:
-            axis.axvline(seconds * 1e3, color="black", linestyle=style, label=label)
-    axis.set_yticks(range(len(rows)), [row.entry + " (void)" * row.is_void for row in rows])
-    axis.invert_yaxis()
-    axis.set_xlabel("step time, ms")
-    axis.set_title(describe(rows[0].point), fontsize=7, loc="left")
-    _name_each_once(axis)
+@contextmanager
+def picture(path: Path, num_bars: Sequence[int]) -> Iterator[Sequence[Any]]:
+    """Yield axes to draw on; write them to `path`, all at once, when the drawing has ended.
 
+    Args:
+        path: Of a PNG file.
+        num_bars: For each panel how many lines it has from top to bottom.
+    """
+    # No pyplot: it may be called by any thread.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-def _name_each_once(axis: Any) -> None:
-    """A bar and a line of each kind in the legend, not one for each entry."""
-    seen: set[str] = set()
-    for artist in [*axis.containers, *axis.lines]:
-        label = artist.get_label()
-        if label in seen:
-            artist.set_label(f"_{label}")
-        seen.add(label)
+    with rc_context(_STYLE):
+        heights = [1.0 + 0.3 * number for number in num_bars]
+        figure = Figure(figsize=(9, sum(heights) + 0.5), layout="constrained")
+        grid = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
+        axes = list(grid[:, 0])
+        yield axes
+        for axis in axes:
+            axis.invert_yaxis()
+        found = [axis.get_legend_handles_labels() for axis in axes]
+        named = {label: one for pair in found for one, label in zip(*pair, strict=True)}
+        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
+        part = path.with_name(f"{path.name}.part")
+        figure.savefig(part, format="png")
+    part.replace(path)

@@ -1,13 +1,9 @@
-"""What is measured: one step, one block of one rank, one block of all ranks, one point."""
+"""What `dear-bench` measures: a step, a rank's block, a block of all ranks; and on what."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from statistics import mean
-from typing import Any
-
-from lightning_dear.studies.bounds import Bounds
+from dataclasses import dataclass
+from typing import NamedTuple
 
 COMPUTE_ALONE = "compute alone"
 """Name of the row that every rank trains for itself, with nothing sent."""
@@ -15,7 +11,7 @@ COMPUTE_ALONE = "compute alone"
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of one rank; None: not measured.
+    """One optimizer step of one rank, or what is typical of many; None: not measured.
 
     Attributes:
         step_s: From the beginning of its first batch to that of the next step's, seconds.
@@ -23,7 +19,7 @@ class Step:
         backward_s: In backward, waits for buckets included.
         exposed_reduce_scatter_s: Waited for gradients.
         exposed_all_gather_s: Waited for parameters.
-        wire_bytes: Payload this rank sent.
+        wire_bytes: Payload a rank sent.
     """
 
     step_s: float
@@ -33,127 +29,159 @@ class Step:
     exposed_all_gather_s: float | None = None
     wire_bytes: float | None = None
 
+    @property
+    def rest_s(self) -> float | None:
+        """What is no wait of the two; None if they were not measured."""
+        if self.exposed_reduce_scatter_s is None or self.exposed_all_gather_s is None:
+            return None
+        return self.step_s - self.exposed_reduce_scatter_s - self.exposed_all_gather_s
 
-@dataclass(frozen=True)
-class RankBlock:
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What steps took of the machine; None: not measured.
+
+    Attributes:
+        host_bytes: That leave a host in a step, by its interface's counter, headers included.
+        peak_memory_bytes: Most resident memory of a rank.
+        cpu_per_rank: CPU seconds of a rank per second: 1 is one core.
+        machine_use: Share of the machine's cores that was busy, 0 to 1.
+        others_use: The same without encoding and decoding.
+        codec_s: CPU seconds of encoding and decoding, per rank and step.
+        num_buckets: Of the strategy's plan; None where it has none to tell of.
+    """
+
+    host_bytes: float | None = None
+    peak_memory_bytes: int | None = None
+    cpu_per_rank: float | None = None
+    machine_use: float | None = None
+    others_use: float | None = None
+    codec_s: float | None = None
+    num_buckets: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBlock(Load):
     """A block as one rank saw it.
 
     Attributes:
         rank: Which.
         steps: Its steps, without the warm-up.
-        cpu_s: CPU time of the rank's process during those steps, seconds.
-        wall_s: What those steps took, seconds.
-        machine_use: Share of the machine's cores that was busy meanwhile, 0 to 1.
-        interface_bytes: What the host's interface sent meanwhile, headers included, for all its
-            ranks.
-        peak_memory_bytes: Most resident memory since the block began.
-        num_buckets: Buckets of the strategy's plan; None where it has none to tell of.
-        codec_cpu_s: CPU time of encoding and decoding, part of `cpu_s`.
-        codec_use: Share of the machine's cores that all its ranks encoded on, if all are alike.
     """
 
     rank: int
     steps: tuple[Step, ...]
-    cpu_s: float
-    wall_s: float
-    machine_use: float | None
-    interface_bytes: int | None
-    peak_memory_bytes: int | None
-    num_buckets: int | None = None
-    codec_cpu_s: float = 0.0
-    codec_use: float = 0.0
 
 
-@dataclass(frozen=True)
-class Block:
-    """One entry's steps in one round, on all ranks.
+@dataclass(frozen=True, kw_only=True)
+class Block(Step, Load):
+    """One entry's steps in one round, over all ranks: medians of steps, each the mean over ranks.
 
     Attributes:
         entry: Name of the entry.
-        round_number: From 0; below, blocks in which an entry looked for its best options.
+        number: Its place among the entries, from 0; ratios are to the first.
+        round: From 0; below, blocks in which an entry looked for its best options.
         place: Place in the round, from 0.
-        ranks: In rank order.
+        num_steps: Timed.
+        compute_s: Median of the steps without both waits.
+        note: What was found by tuning, for people.
     """
 
     entry: str
-    round_number: int
+    number: int = 0
+    round: int
     place: int
-    ranks: tuple[RankBlock, ...]
-
-    @property
-    def steps(self) -> list[Step]:
-        """Every step, as the mean over its ranks.
-
-        Ranks wait for each other and keep pace, but a rank that is late in one step is short in the
-        next. The longest of each step would therefore add up to more than the time that passed, by
-        up to 2 % where ranks are loosely coupled, and by nothing under DDP.
-        """
-        return [
-            _mean_of(column) for column in zip(*(rank.steps for rank in self.ranks), strict=True)
-        ]
+    num_steps: int
+    compute_s: float | None = None
+    note: str = ""
 
 
-def _mean_of(steps: Sequence[Step]) -> Step:
-    """The mean of each figure; None where a rank has none."""
-    figures: dict[str, Any] = {}
-    for one in fields(Step):
-        values = [getattr(step, one.name) for step in steps]
-        figures[one.name] = None if None in values else mean(values)
-    return Step(**figures)
+class Bounds(NamedTuple):
+    """How short a step could be; None where a rate or the seconds of compute are unknown.
+
+    Attributes:
+        communication_ratio: Communication over compute: 2(P-1)/P x bytes / rate / (forward +
+            backward), P links.
+        bound_s: `max(forward + backward, bytes / rate)`: nothing that moves these bytes is faster.
+        dear_bound_s: DeAR's own: `max(forward, all-gather) + max(backward, reduce-scatter)`.
+    """
+
+    communication_ratio: float | None = None
+    bound_s: float | None = None
+    dear_bound_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Point:
-    """What all entries of one comparison share.
+    """What all entries of one comparison share, and how short a step could be there.
 
     Attributes:
         label: The overrides that set it apart from the other points; empty for a single one.
         model: Name of the model, as people know it.
+        is_replay: Whether the model waits instead of computing.
         scale: What the model's bytes were divided by.
         link_rate_mbit: Rate of each link, 10^6 bits per second; None: unknown. With a scaled model
             it stands for a link that is `scale` times as fast: seconds are the same.
         rate_source: Where the rate comes from: "shaped", or "assumed" in the cluster's file.
-        is_replay: Whether the model waits instead of computing.
-        compute_source: Where the bounds' compute comes from: "profile" or "measured".
-        bounds: Of the scaled model on the link that was really used.
+        world_size: Ranks.
+        model_bytes: All parameters of the scaled model, as they travel uncompressed.
+        compute_source: Where the seconds come from: "profile", "measured" or "not measured".
+        alone_forward_s: Forward without communication, seconds; None if unknown.
+        alone_backward_s: Backward without communication, seconds; None if unknown.
+        one_way_s: What each link takes to reduce-scatter, or to all-gather, the model.
         rig: Emulated hosts and their links in one line; empty on others.
     """
 
     label: str
-    model: str
-    scale: float
-    link_rate_mbit: float | None
-    rate_source: str
-    is_replay: bool
-    compute_source: str
-    bounds: Bounds
+    model: str = ""
+    is_replay: bool = False
+    scale: float = 1.0
+    link_rate_mbit: float | None = None
+    rate_source: str = "assumed"
+    world_size: int = 1
+    model_bytes: int | None = None
+    compute_source: str = "not measured"
+    alone_forward_s: float | None = None
+    alone_backward_s: float | None = None
+    one_way_s: float | None = None
     rig: str = ""
 
+    @property
+    def stands_for_mbit(self) -> float | None:
+        """Rate of the links on which the whole model would take as long."""
+        return None if self.link_rate_mbit is None else self.link_rate_mbit * self.scale
 
-@dataclass(frozen=True)
-class Row:
+    @property
+    def bounds(self) -> Bounds:
+        """How short a step could be."""
+        known = self.alone_forward_s, self.alone_backward_s, self.one_way_s
+        if None in known:
+            return Bounds()
+        forward_s, backward_s, one_way_s = map(float, known)  # type: ignore[arg-type]
+        return Bounds(
+            communication_ratio=2 * one_way_s / (forward_s + backward_s),
+            bound_s=max(forward_s + backward_s, 2 * one_way_s),
+            dear_bound_s=max(forward_s, one_way_s) + max(backward_s, one_way_s),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Load):
     """One entry at one point, over all rounds; None: not measured.
 
     Attributes:
         point: Where.
         entry: Name of the entry.
         num_steps: Steps that count, over all rounds.
-        step_s: Median of the steps, each the mean over its ranks, in seconds.
+        step_s: Median over the rounds, seconds.
         ratio: Step time over the first entry's: median of the rounds.
         ratio_min: Lowest of the rounds.
         ratio_max: Highest of the rounds.
         compute_s: Median of what is neither of the next two.
         exposed_reduce_scatter_s: Median seconds waited for gradients.
         exposed_all_gather_s: Median seconds waited for parameters.
-        host_bytes: That leave a host in a step, by its interface's counter, headers included.
-        peak_memory_bytes: Of the rank and round with most.
-        cpu_per_rank: CPU seconds of a rank per second: 1 is one core.
-        machine_use: Share of the machine's cores in the busiest round, 0 to 1.
         is_void: Whether a replayed model's ranks had too little CPU to wait as an accelerator does.
-        num_buckets: Buckets of the plan; None where there is none to tell of.
         note: What was found by tuning, for people.
-        codec_s: CPU seconds of encoding and decoding, per rank and step. What is charged for a
-            whole model's is not in it, and it does not make a row void.
     """
 
     point: Point
@@ -166,23 +194,47 @@ class Row:
     compute_s: float | None
     exposed_reduce_scatter_s: float | None
     exposed_all_gather_s: float | None
-    host_bytes: float | None
-    peak_memory_bytes: int | None
-    cpu_per_rank: float
-    machine_use: float | None
     is_void: bool
-    num_buckets: int | None = None
     note: str = ""
-    codec_s: float = 0.0
 
     @property
     def over_bound(self) -> float | None:
-        """Step time over `max(forward + backward, bytes / rate)`."""
-        bound_s = self.point.bounds.step_s
+        """Step time over `Bounds.bound_s`."""
+        bound_s = self.point.bounds.bound_s
         return self.step_s / bound_s if bound_s else None
 
     @property
     def over_dear_bound(self) -> float | None:
-        """Step time over `max(forward, all-gather) + max(backward, reduce-scatter)`."""
-        bound_s = self.point.bounds.dear_s
+        """Step time over `Bounds.dear_bound_s`."""
+        bound_s = self.point.bounds.dear_bound_s
         return self.step_s / bound_s if bound_s else None
+
+
+def one_way_bytes(model_bytes: float, num_links: int) -> float:
+    """What each of `num_links` links must carry to reduce-scatter, or to all-gather, the model.
+
+    Whoever shares a link may add up first, and share what comes: no schedule needs less.
+    """
+    return (num_links - 1) / num_links * model_bytes
+
+
+def compute_for_ratio(ratio: float, model_bytes: int, num_links: int, rate: float | None) -> float:
+    """Seconds of forward and backward for which communication takes `ratio` times as long.
+
+    Args:
+        ratio: 2(P-1)/P x bytes / rate / (forward + backward); greater than 0.
+        model_bytes: All parameters, as they travel.
+        num_links: P; at least 2.
+        rate: Bytes per second of each link.
+
+    Raises:
+        ValueError: If there is no communication or its rate is not known.
+    """
+    if not ratio > 0:
+        raise ValueError(f"ratio must be greater than 0, got {ratio}.")
+    if num_links < 2 or rate is None:
+        raise ValueError(
+            f"ratio={ratio:g} needs at least two ranks, on links of known rate; set"
+            " model.compute_s instead, or choose another cluster."
+        )
+    return 2 * one_way_bytes(model_bytes, num_links) / rate / ratio

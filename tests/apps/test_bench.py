@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +22,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_dear.apps.bench.bench import check_points
 from lightning_dear.apps.bench.build import (
     build_strategy,
     link_rate_mbit,
@@ -32,6 +31,7 @@ from lightning_dear.apps.bench.build import (
     replay_overrides,
     scale_caps,
 )
+from lightning_dear.apps.bench.comparison import found_plan
 from lightning_dear.apps.bench.config import (
     as_override,
     by_cluster,
@@ -42,8 +42,7 @@ from lightning_dear.apps.bench.config import (
     overrides_of,
     points_of,
 )
-from lightning_dear.apps.bench.points import join
-from lightning_dear.apps.bench.run import found_plan
+from lightning_dear.apps.bench.run import check_goes_on, check_points
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import AutoFusion
@@ -235,9 +234,9 @@ def test_a_ratio_says_how_long_a_replay_computes() -> None:
     model = instantiate(with_ratio.model, _convert_="all")
     point = point_of(with_ratio, "", model, 4)
     assert point.bounds.communication_ratio == pytest.approx(2, rel=1e-3)
-    assert point.bounds.backward_s == pytest.approx(2 * point.bounds.forward_s)
+    assert point.alone_backward_s == pytest.approx(2 * point.alone_forward_s)
     assert (point.scale, point.link_rate_mbit, point.rate_source) == (1000, 800, "assumed")
-    assert point.bounds.model_bytes == sum(p.nbytes for p in model.parameters())
+    assert point.model_bytes == sum(p.nbytes for p in model.parameters())
     assert (point.is_replay, point.compute_source) == (True, "profile")
 
 
@@ -248,22 +247,23 @@ def test_accumulated_batches_share_a_steps_compute() -> None:
     model = instantiate(with_ratio.model, _convert_="all")
     point = point_of(with_ratio, "", model, 2)
     assert point.bounds.communication_ratio == pytest.approx(2, rel=1e-3)
-    assert point.bounds.forward_s == pytest.approx(4 * model.profile.forward_s)
+    assert point.alone_forward_s == pytest.approx(4 * model.profile.forward_s)
 
 
 def test_ranks_of_a_host_share_its_link() -> None:
     hosts = ("cluster=emulated", "cluster.num_hosts=2", "cluster.ranks_per_host=2")
     with job(*REPLAY, *hosts) as cfg:
-        bounds = point_of(cfg, "", instantiate(cfg.model, _convert_="all"), 4).bounds
+        point = point_of(cfg, "", instantiate(cfg.model, _convert_="all"), 4)
+        rate = link_rate_mbit(cfg) * 1e6 / 8
     # Each host sends half the model each way, and what its ranks send each other stays on it.
-    assert bounds.one_way_bytes == bounds.model_bytes / 2
+    assert point.one_way_s == pytest.approx(point.model_bytes / 2 / rate)
 
 
 def test_narrow_parameters_are_fewer_bytes() -> None:
     with job(*REPLAY, "trainer.precision=bf16-true") as cfg:
         model = instantiate(cfg.model, _convert_="all")
         point = point_of(cfg, "", model, 2)
-    assert point.bounds.model_bytes == sum(p.nbytes for p in model.parameters()) / 2
+    assert point.model_bytes == sum(p.nbytes for p in model.parameters()) / 2
 
 
 def test_a_model_that_computes_has_no_ratio() -> None:
@@ -274,7 +274,7 @@ def test_a_model_that_computes_has_no_ratio() -> None:
         assert replay_overrides(cfg, 2) == ()
         point = point_of(cfg, "", instantiate(cfg.model, _convert_="all"), 2)
     assert (point.model, point.scale, point.is_replay) == ("ResNet", 1, False)
-    assert point.bounds.step_s is None
+    assert point.bounds.bound_s is None
 
 
 def test_caps_are_those_of_the_whole_model() -> None:
@@ -358,15 +358,15 @@ def test_three_competitors_end_to_end(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).stat().st_size > 100
     again = run(tmp_path, "entries=[ddp]", *QUICK, *small)
     assert again.returncode == 1
-    assert "has the raw.csv of an earlier run" in again.stdout + again.stderr
+    assert "has the raw.csv of an earlier run with other values of entries" in again.stderr
     assert read(tmp_path / "out/raw.csv") == raw
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
-    running = subprocess.Popen(
-        command("entries=[ddp,wfbp]", *QUICK, "rounds=500"),
-        cwd=tmp_path,
+def begun(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A run that has just been started."""
+    return subprocess.Popen(
+        command(*arguments),
+        cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -374,15 +374,121 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
         # Whoever runs the tests in the background makes their processes ignore Ctrl-C.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    deadline_s = time.monotonic() + 120
-    raw = tmp_path / "out/raw.csv"
-    while not (raw.exists() and "wfbp" in raw.read_text()) and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-    running.send_signal(signal.SIGINT)
+
+
+def wait_for(is_done: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + 150
+    while not is_done():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.1)
+
+
+def others_with(word: str) -> set[str]:
+    """Processes with a word in their command line."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if word in path.read_text() and path.parent.name != str(os.getpid()):
+                found.add(path.parent.name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_keeps_what_it_measured_and_goes_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    arguments = ("entries=[ddp,wfbp]", *QUICK, f"task_name=bench_{number}_{tmp_path.name}")
+    running = begun(tmp_path, *arguments, "rounds=500")
+    out = tmp_path / "out"
+    wait_for(lambda: (out / "table.txt").exists() and "wfbp" in table_of(out), "two blocks")
+    # All files are there after the first blocks, and not in the end alone.
+    assert (out / "plot.png").exists()
+    assert read(out / "summary.csv")
+    running.send_signal(number)
     output, _ = running.communicate(timeout=60)
-    assert running.returncode != 0
-    assert [row["entry"] for row in read(tmp_path / "out/summary.csv")][:2] == ["ddp", "wfbp"]
-    assert "wfbp" in output
+    assert running.returncode == 128 + number, output
+    assert "Traceback" not in output
+    assert output.startswith("dear-bench: loading torch")
+    assert f"\nMeasuring. After each block {out} has table and plot" in output
+    assert f"dear-bench: Interrupted: add hydra.run.dir={out} to the command" in output
+    assert table_of(out) in output
+    assert others_with(f"bench_{number}_{tmp_path.name}") == set()
+    before = read(out / "blocks.csv")
+    rounds = {line["round"] for line in before}
+    again = run(tmp_path, *arguments, f"rounds={len(rounds) + 1}")
+    assert again.returncode == 0, again.stdout + again.stderr
+    after = read(out / "blocks.csv")
+    assert after[: len(before)] == before
+    assert len({line["round"] for line in after}) >= len(rounds) + 1
+    summary = read(out / "summary.csv")
+    shown = subprocess.run(
+        [sys.executable, "-m", "lightning_dear.apps.bench", "report", str(out)],
+        **{"env": environment(), "capture_output": True, "text": True, "cwd": tmp_path},
+        check=False,
+    )
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert table_of(out) in shown.stdout
+    assert read(out / "summary.csv") == summary
+
+
+def table_of(folder: Path) -> str:
+    return (folder / "table.txt").read_text()
+
+
+def test_a_signal_ends_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    running = begun(tmp_path, "entries=[ddp]", *QUICK)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "dear-bench: loading torch and Lightning ...\n"
+    running.send_signal(signal.SIGTERM)
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 143
+    said = "dear-bench: Interrupted before anything was measured: start it again.\n"
+    assert output.endswith(said)
+
+
+@pytest.mark.parametrize("module", ["bench", "converge"])
+def test_nothing_that_takes_long_is_loaded_before_the_first_line(module: str) -> None:
+    code = (
+        f"import sys, lightning_dear.apps.{module}.{module}\n"
+        "print({'torch', 'hydra', 'lightning', 'matplotlib', 'scipy', 'rich'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        **{"env": environment(), "capture_output": True, "text": True, "cwd": ROOT},
+        check=False,
+    )
+    assert done.stdout == "set()\n", done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["report"], ["report", "--help"], ["report", "nowhere"]])
+def test_a_report_wants_a_folder_with_blocks(tmp_path: Path, arguments: list[str]) -> None:
+    for module in ("bench", "converge"):
+        done = subprocess.run(
+            [sys.executable, "-m", f"lightning_dear.apps.{module}", *arguments],
+            **{"env": environment(), "capture_output": True, "text": True, "cwd": tmp_path},
+            check=False,
+        )
+        assert done.returncode == 1
+        wanted = f"dear-{module}: nowhere has no " if "nowhere" in arguments else "usage: dear-"
+        assert done.stderr.startswith(wanted)
+        assert done.stderr.count("\n") == 1
+
+
+def test_only_a_folder_of_the_same_config_is_gone_on_with(tmp_path: Path) -> None:
+    with job() as cfg:
+        check_goes_on(tmp_path, cfg)
+        (tmp_path / "raw.csv").touch()
+        with pytest.raises(ValueError, match=r"earlier run with other values of .*hydra\.run\.dir"):
+            check_goes_on(tmp_path, cfg)
+        (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+        check_goes_on(tmp_path, cfg)
+        cfg.rounds = 20
+        cfg.cluster.beta_s_per_byte = 1e-9
+        check_goes_on(tmp_path, cfg)
+        cfg.steps = 7
+        with pytest.raises(ValueError, match="with other values of steps: choose another folder"):
+            check_goes_on(tmp_path, cfg)
 
 
 @pytest.mark.slow
@@ -395,14 +501,16 @@ def test_a_killed_run_keeps_the_rows_of_the_points_it_finished(tmp_path: Path) -
     )
     table = tmp_path / "out/table.txt"
     deadline_s = time.monotonic() + 120
-    while not table.exists() and running.poll() is None and time.monotonic() < deadline_s:
+    while running.poll() is None and time.monotonic() < deadline_s:
+        if table.exists() and "compute alone" in table.read_text():
+            break
         time.sleep(0.1)
     is_running = running.poll() is None
     os.killpg(running.pid, signal.SIGKILL)
     running.wait()
     assert is_running
     rows = read(tmp_path / "out/summary.csv")
-    assert [(row["point"], row["entry"]) for row in rows] == [
+    assert [(row["point"], row["entry"]) for row in rows][:2] == [
         ("steps=4", "ddp"),
         ("steps=4", "compute alone"),
     ]
@@ -418,9 +526,10 @@ def test_points_with_other_ranks_end_in_one_table(tmp_path: Path) -> None:
     assert [row["world_size"] for row in rows] == ["2", "2", "3", "3"]
     assert {line["world_size"] for line in read(tmp_path / "out/raw.csv")} == {"2", "3"}
     table = (tmp_path / "out/table.txt").read_text()
-    assert table.count("RS wait ms") == 2
-    assert table.count("step: median of the steps") == 1
-    assert result.stdout.endswith(f"All parts:\n\n{table}\n")
+    assert table.count("peak") == 2
+    assert table.count("step: median of the rounds") == 1
+    assert f"All parts:\n\n{table}" in result.stdout
+    assert (tmp_path / "out/plot.png").exists()
 
 
 @pytest.mark.alone
@@ -460,15 +569,6 @@ def test_on_emulated_links_competitors_send_what_they_should(tmp_path: Path) -> 
     # Nothing is faster than the link: else the rate or the bytes are wrong.
     for name in ("ddp", "wfbp", "dear"):
         assert float(rows[name]["over_bound"]) > 0.97, name
-
-
-def test_parts_that_wrote_nothing_are_left_out(tmp_path: Path) -> None:
-    for number in range(2):
-        (tmp_path / str(number)).mkdir()
-    (tmp_path / "0/raw.csv").write_text("a,b\n1,2\n")
-    join(tmp_path, [tmp_path / "0", tmp_path / "1"])
-    assert (tmp_path / "raw.csv").read_text() == "a,b\n1,2\n"
-    assert not (tmp_path / "summary.csv").exists()
 
 
 # --- tuning ---------------------------------------------------------------------------------------

@@ -379,9 +379,12 @@ def test_a_training_that_breaks_off_does_not_touch_the_next(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_an_interrupted_study_keeps_what_it_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_study_keeps_what_it_trained(tmp_path: Path, number: signal.Signals) -> None:
+    once = ("reference_lr_factors=[1]", "dense_shares=[0]", "~buckets.layer-wise")
+    arguments = ("entries=[dense,int8]", "trainer.max_steps=50", *once)
     running = subprocess.Popen(
-        command("entries=[dense,int8]", "trainer.max_steps=100"),
+        command(*arguments),
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -390,16 +393,27 @@ def test_an_interrupted_study_keeps_what_it_trained(tmp_path: Path) -> None:
         # Whoever runs the tests in the background makes their processes ignore Ctrl-C.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    deadline_s = time.monotonic() + 120
-    raw = tmp_path / "out/raw.csv"
-    while not (raw.exists() and "final" in raw.read_text()) and time.monotonic() < deadline_s:
+    out = tmp_path / "out"
+    deadline_s = time.monotonic() + 150
+    while not (out / "table.txt").exists() and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     output, _ = running.communicate(timeout=60)
-    assert running.returncode != 0, output
-    assert read(tmp_path / "out/summary.csv")[0]["entry"] == "dense"
-    assert "dense" in (tmp_path / "out/table.txt").read_text()
-    before = raw.read_text()
-    run(tmp_path, "entries=[dense,int8]", "trainer.max_steps=100")
-    assert raw.read_text().startswith(before)
-    assert len(read(raw)) == 12
+    assert running.returncode == 128 + number, output
+    assert "Traceback" not in output
+    assert read(out / "summary.csv")[0]["entry"] == "dense"
+    assert (out / "table.txt").read_text() in output
+    assert f"dear-converge: Interrupted: add hydra.run.dir={out} to the command" in output
+    before = (out / "raw.csv").read_text()
+    report = [sys.executable, "-m", "lightning_dear.apps.converge", "report", "out"]
+    (out / "summary.csv").unlink()
+    shown = subprocess.run(
+        **{"args": report, "cwd": tmp_path, "env": environment(), "check": False},
+        **{"capture_output": True, "text": True},
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert (out / "table.txt").read_text() in shown.stdout
+    assert read(out / "summary.csv")[0]["entry"] == "dense"
+    run(tmp_path, *arguments)
+    assert (out / "raw.csv").read_text().startswith(before)
+    assert len(read(out / "raw.csv")) == 4

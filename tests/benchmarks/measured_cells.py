@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
-from lightning_dear.studies.files import steps_file
+from lightning_dear.studies.summary import read_blocks
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,15 @@ def _cell(row: dict[str, Any]) -> Cell:
 
 def _read_steps(cells: Cells, folder: Path) -> dict[tuple[str, str], set[Cell]]:
     """The cells of each point and entry."""
-    ranks: dict[tuple[Cell, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     points: dict[tuple[str, str], set[Cell]] = defaultdict(set)
-    with steps_file(folder).open(newline="") as file:
-        for row in csv.DictReader(file):
-            if int(row["round"]) < 0:
-                continue
-            cell = _cell(row)
-            ranks[cell, row["round"]][row.get("step", "")].append(float(row["step_s"]))
-            points[row["point"], row["entry"]].add(cell)
-    for (cell, number), steps in ranks.items():
-        of_round = median(map(mean, steps.values()))
-        cells.rounds_s.setdefault(cell, {})[f"{folder} {number}"] = of_round
+    for point, blocks in read_blocks(folder).items():
+        for block in blocks:
+            if block.round >= 0 and point.link_rate_mbit is not None:
+                numbers = point.world_size, point.link_rate_mbit, point.scale
+                cell = Cell(point.model, *numbers, block.entry)
+                rounds_s = cells.rounds_s.setdefault(cell, {})
+                rounds_s[f"{folder} {block.round}"] = block.step_s
+                points[point.label, block.entry].add(cell)
     return points
 
 

@@ -20,8 +20,8 @@ COMPARING = [
     Mutation(
         "the names of folders with equal points",
         "studies:main",
-        " if len(given.folders) > 1 else point\n",
-        " if len(given.folders) > 2 else point\n",
+        " if len(given.folders) > 1 else point.label\n",
+        " if len(given.folders) > 2 else point.label\n",
         ("tests/studies/test_claims.py::test_folders_become_a_table",),
     ),
     Mutation(
@@ -33,7 +33,7 @@ COMPARING = [
     ),
     Mutation(
         "pairs of the same seed",
-        "studies.convergence.summary:_row",
+        "studies.convergence:_differences",
         "(trial, reference[seed]) for seed, trial in own.items() if seed in reference]",
         "*zip(own.values(), reference.values())]",
         (f"{RULES}::test_pairs_share_a_seed",),
@@ -47,7 +47,7 @@ COMPARING = [
     ),
     Mutation(
         "leaving the tuning out of the rows",
-        "studies.convergence.summary:summarize",
+        "studies.convergence:summarize",
         '        if trial.phase == "final":\n',
         "        if True:\n",
         (f"{RULES}::test_pairs_share_a_seed",),

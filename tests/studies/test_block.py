@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_dear.studies.block import BlockLength, Endless, Rig, run_block, steps_of
-from lightning_dear.studies.stamps import StepStamps
+from lightning_dear.studies.block import BlockLength, Endless, Rig, StepProbe, run_block
 
 RIG = Rig(rank=0, world_size=1, interface="lo")
 
@@ -66,7 +65,8 @@ def test_the_warm_up_is_left_out_and_one_step_more_marks_the_end() -> None:
     assert middle.exposed_all_gather_s is None
     assert isinstance(strategy, SingleDeviceStrategy)
     total_s = sum(step.step_s for step in measured.steps)
-    assert measured.wall_s == pytest.approx(total_s, rel=0.5)
+    assert 0 < measured.cpu_per_rank * total_s < 5
+    assert measured.rank == 0
 
 
 def test_accumulated_batches_are_one_step() -> None:
@@ -82,15 +82,15 @@ def test_accumulated_batches_are_one_step() -> None:
 
 
 def test_figures_belong_to_the_step_they_are_of() -> None:
-    stamps = StepStamps()
+    stamps = StepProbe(BlockLength(3, 2))
     stamps.begins_s = [0.0, 1.0, 2.0, 3.0, 5.0, 8.0]
     stamps.forward_s = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     stamps.backward_s = [0.5] * 6
-    figures = [
+    stamps.statistics = [
         SimpleNamespace(exposed_reduce_scatter_s=0.01, exposed_all_gather_s=0.0, wire_bytes=7),
         None,
     ]
-    first, second = steps_of(stamps, BlockLength(3, 2), 1, figures)
+    first, second = stamps.steps()
     assert (first.step_s, first.forward_s) == (2.0, 0.4)
     assert (first.exposed_reduce_scatter_s, first.exposed_all_gather_s) == (0.01, 0.0)
     assert first.wire_bytes == 7

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
 
-from lightning_dear.studies.claims import claim_of, format_claims, main, read_rounds, upper_bound
+from lightning_dear.studies.claims import claim_of, format_claims, main, rounds_of
+from lightning_dear.studies.statistics import upper_bound
+from lightning_dear.studies.summary import read_blocks
 
 # `fickle` is the best of the others in the first half only.
 ROUNDS = {
@@ -64,25 +67,35 @@ def test_the_bound_of_a_median(count: int, place: int) -> None:
     assert upper_bound([1.0] * 4) is None
 
 
+def tight(table: str) -> str:
+    """A Markdown table without the spaces that make its columns equally wide."""
+    return re.sub(" +", " ", table)
+
+
+TIMES = ("step_s", "forward_s", "backward_s")
+
+
 def write_folder(folder: Path, point: str, num_rounds: int = 12) -> None:
     """What `dear-bench` writes, of two entries and compute alone."""
     folder.mkdir()
     with (folder / "raw.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["point", "entry", "round", "rank", "step", "step_s"])
+        writer.writerow(["point", "entry", "round", "place", "rank", "step", *TIMES])
         for entry, seconds in (("exact", 1.0), ("layerwise", 2.0), ("compute alone", 0.8)):
             # What was tuned does not count.
-            writer.writerow([point, entry, -1, 0, 0, 99.0])
+            writer.writerow([point, entry, -1, 0, 0, 0, 99.0, 9.0, 9.0])
             for number in range(num_rounds):
                 for rank in range(2):
                     # A step is the mean over the ranks.
-                    line = [point, entry, number, rank, 0, seconds + 0.1 * (2 * rank - 1)]
-                    writer.writerow(line)
+                    step_s = seconds + 0.1 * (2 * rank - 1)
+                    writer.writerow([point, entry, number, 0, rank, 0, step_s, 0.1, 0.1])
     with (folder / "summary.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["point", "entry", "is_void", "note"])
-        writer.writerow([point, "exact", "False", "plan: 3 buckets, predicted 950 ms/step"])
-        writer.writerow([point, "layerwise", "True", ""])
+        writer.writerow(["point", "entry", "is_replay", "machine_use", "is_void", "note"])
+        note = "plan: 3 buckets, predicted 950 ms/step"
+        writer.writerow([point, "exact", "True", 0.7, "False", note])
+        writer.writerow([point, "layerwise", "True", 0.7, "True", ""])
+        writer.writerow([point, "compute alone", "True", 0.7, "False", ""])
 
 
 def test_folders_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,14 +103,15 @@ def test_folders_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     first, second = tmp_path / "first", tmp_path / "second"
     write_folder(first, "p")
     write_folder(second, "p")
-    assert read_rounds(first / "raw.csv")["p"]["exact"] == dict.fromkeys(range(12), 1.0)
+    (blocks,) = read_blocks(first).values()
+    assert rounds_of(blocks)["exact"] == dict.fromkeys(range(12), 1.0)
     row = "| 2000.0* | 1000.0 | layerwise | 0.500 [0.500] | 0.950 | 2.000 | 0.800 |"
     main([str(first), *arguments])
-    assert f"| p {row}" in capsys.readouterr().out
+    assert f"| p {row}" in tight(capsys.readouterr().out)
     main([str(first), str(second), *arguments])
     printed = capsys.readouterr().out
-    assert f"| first: p {row}" in printed
-    assert f"| second: p {row}" in printed
+    assert f"| first: p {row}" in tight(printed)
+    assert f"| second: p {row}" in tight(printed)
     assert "geometric mean 0.500, largest 0.500, 6 paired rounds" in printed
     assert printed.endswith("\n*: void, the machine was busy.\n")
     assert (first / "claims.md").read_text() == printed
@@ -113,9 +127,9 @@ def test_a_point_that_cannot_be_judged_takes_no_other_along(
     message = "Not judged: There are fewer than two rounds at broken_off: p"
     main([str(broken_off), str(whole), *arguments])
     printed = capsys.readouterr().out
-    assert printed.startswith("| point |")
+    assert tight(printed).startswith("| point |")
     assert message in printed
-    assert "| whole: q |" in printed
+    assert "| whole: q |" in tight(printed)
     write_folder(tmp_path / "other", "p", 1)
     with pytest.raises(SystemExit, match=f"{message}.*\n.*other: p"):
         main([str(broken_off), str(tmp_path / "other"), *arguments])
@@ -125,4 +139,12 @@ def test_what_is_unknown_is_a_dash() -> None:
     rounds = {name: ROUNDS[name] for name in ("exact", "steady")}
     short = {name: dict(list(of.items())[:4]) for name, of in rounds.items()}
     text = format_claims([claim_of("", short, "exact", ["steady"])], "exact", ["steady"])
-    assert text.splitlines()[2] == "| - | 1100.0 | 1000.0 | steady | 0.909 [-] | - | 1.100 | - |"
+    assert (
+        tight(text).splitlines()[2]
+        == "| - | 1100.0 | 1000.0 | steady | 0.909 [-] | - | 1.100 | - |"
+    )
+
+
+def test_a_folder_of_nothing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"has no blocks\.csv or raw\.csv"):
+        main([str(tmp_path), "--entry", "exact", "--others", "layerwise"])

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer
+from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_dear.paths import conf_dir
 from lightning_dear.studies.block import Endless
 from lightning_dear.studies.competitors import (
     Bf16DDPStrategy,
     Fsdp2Strategy,
-    WfbpDDPStrategy,
     ZeroDDPStrategy,
     default_ddp_caps,
     forget_mesh,
@@ -148,7 +150,8 @@ class _Wrapped:
 
 @distributed(world_sizes=(2,))
 def test_wfbp_has_a_bucket_for_every_tensor() -> None:
-    for strategy, num_buckets in ((WfbpDDPStrategy(), 6), (ddp(), 1)):
+    wfbp = instantiate(OmegaConf.load(conf_dir() / "strategy" / "wfbp.yaml"))
+    for strategy, num_buckets in ((wfbp, 6), (ddp(), 1)):
         with pytest.MonkeyPatch.context() as monkeypatch:
             wrapped = _Wrapped(strategy, monkeypatch)
             fit(strategy)
@@ -188,8 +191,3 @@ class Unsharded(Net):
 def test_fsdp2_refuses_a_model_that_shards_nothing() -> None:
     with pytest.raises(ValueError, match="fully_shard on no module"):
         fit(Fsdp2Strategy(), Unsharded())
-
-
-def test_wfbp_refuses_a_cap() -> None:
-    with pytest.raises(ValueError, match="leave it out"):
-        WfbpDDPStrategy(bucket_cap_mb=4)

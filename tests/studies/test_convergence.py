@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +13,25 @@ from torch.utils.data import DataLoader
 
 from lightning_dear.compression import LoCo, TopK
 from lightning_dear.compression.error_feedback import Encoded, Residual
-from lightning_dear.studies.convergence.broken import DoubledResidual, broken
-from lightning_dear.studies.convergence.records import CurvePoint, Metric, Trial, best_of, curve_of
-from lightning_dear.studies.convergence.statistics import Difference, paired_difference
-from lightning_dear.studies.convergence.store import Store
-from lightning_dear.studies.convergence.summary import Asked, Row, summarize
-from lightning_dear.studies.convergence.table import (
-    format_rows,
-    write_curves,
-    write_plot,
-    write_summary,
+from lightning_dear.studies.convergence import (
+    Asked,
+    CurvePoint,
+    Metric,
+    Row,
+    Trial,
+    add_trial,
+    best_of,
+    curve_lines,
+    curve_of,
+    draw,
+    read_curves,
+    read_trials,
+    summarize,
+    summary_line,
+    text_of,
 )
-from lightning_dear.studies.convergence.training import Recorder, run_training
+from lightning_dear.studies.statistics import Difference, paired_difference
+from lightning_dear.studies.training import DoubledResidual, Recorder, broken, run_training
 
 CPU = torch.device("cpu")
 ACCURACY = Metric("test_acc", "points", 100, True, margin=1.0, loss_margin=0.02)
@@ -144,56 +150,53 @@ def test_others_must_end_below_a_loss_on_every_seed() -> None:
 
 
 def test_trainings_are_found_again(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    assert store.read() == {}
+    assert read_trials(tmp_path) == {}
     whole, broken_off = trial(), trial("int8", 2)
-    curve = [CurvePoint(10, 2.0, 0.5, 1.25), CurvePoint(20, 1.0, 1.0, NAN)]
-    store.add(whole, curve)
-    store.add(replace(broken_off, train_s=1 / 3), [])
-    assert store.read() == {"dense1": whole, "int82": replace(broken_off, train_s=1 / 3)}
-    assert store.curves().keys() == {"dense1"}
-    assert store.curves()["dense1"][0] == curve[0]
-    assert math.isnan(store.curves()["dense1"][1].sent_mb)
+    curve = [CurvePoint("dense1", 10, 2.0, 0.5, 1.25), CurvePoint("dense1", 20, 1.0, 1.0, NAN)]
+    add_trial(tmp_path, whole, curve)
+    add_trial(tmp_path, replace(broken_off, train_s=1 / 3), [])
+    assert read_trials(tmp_path) == {"dense1": whole, "int82": replace(broken_off, train_s=1 / 3)}
+    assert read_curves(tmp_path).keys() == {"dense1"}
+    assert read_curves(tmp_path)["dense1"][0] == curve[0]
+    assert math.isnan(read_curves(tmp_path)["dense1"][1].sent_mb)
 
 
 def test_nan_is_found_again(tmp_path: Path) -> None:
-    Store(tmp_path).add(trial(metric=NAN), [])
-    assert math.isnan(Store(tmp_path).read()["dense1"].metric)
+    add_trial(tmp_path, trial(metric=NAN), [])
+    assert math.isnan(read_trials(tmp_path)["dense1"].metric)
 
 
 def test_another_programs_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "raw.csv").write_text("point,step_s\n,0.5\n")
-    with pytest.raises(ValueError, match=r"no file of dear-converge.*hydra\.run\.dir"):
-        Store(tmp_path).read()
+    with pytest.raises(ValueError, match=r"raw\.csv is of another program.*hydra\.run\.dir"):
+        read_trials(tmp_path)
 
 
 def test_curves_of_another_version_are_not_added_to(tmp_path: Path) -> None:
     (tmp_path / "curves.csv").write_text("key,step,train_loss\ndense1,10,2.0\n")
-    with pytest.raises(ValueError, match=r"curves.csv is no file of dear-converge"):
-        Store(tmp_path).read()
+    with pytest.raises(ValueError, match=r"curves\.csv is of another program or version"):
+        read_trials(tmp_path)
 
 
 def test_a_curve_has_a_point_for_so_many_steps() -> None:
     losses = [4.0, 2.0, 1.0, 3.0, 9.0]
     steps = [(loss, 0.1 * number, 1e6 * number) for number, loss in enumerate(losses, 1)]
-    assert curve_of(steps, 2) == [CurvePoint(2, 3.0, 0.2, 2.0), CurvePoint(4, 2.0, 0.4, 4.0)]
+    points = [CurvePoint("a", 2, 3.0, 0.2, 2.0), CurvePoint("a", 4, 2.0, 0.4, 4.0)]
+    assert curve_of("a", steps, 2) == points
 
 
-def test_curves_are_written_by_entry_and_seed(tmp_path: Path) -> None:
+def test_curves_are_written_by_entry_and_seed() -> None:
     trials = [trial(entry, seed) for entry in ("dense", "int8") for seed in (1, 2)]
     rows = summarize([DENSE, INT8], trials, ACCURACY, 2)
-    curve = [CurvePoint(10, 1 / 3, 0.5, 1.25)]
+    curve = [CurvePoint("a", 10, 1 / 3, 0.5, 1.25)]
     # What was trained by an earlier version has no curve.
-    write_curves(tmp_path / "c.csv", rows, {"dense1": curve, "int82": curve})
-    with (tmp_path / "c.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert [(line["entry"], line["seed"]) for line in lines] == [("dense", "1"), ("int8", "2")]
+    lines = curve_lines(rows, {"dense1": curve, "int82": curve})
+    assert [(line["entry"], line["seed"]) for line in lines] == [("dense", 1), ("int8", 2)]
     assert lines[0] == {
-        **{"entry": "dense", "buckets": "scheduled", "seed": "1", "step": "10"},
-        **{"train_loss": "0.333333", "time_s": "0.5", "sent_mb": "1.25"},
+        **{"entry": "dense", "buckets": "scheduled", "seed": 1, "step": 10},
+        **{"train_loss": 0.333333, "time_s": 0.5, "sent_mb": 1.25},
     }
-    write_curves(tmp_path / "c.csv", rows, {})
-    assert not (tmp_path / "c.csv").exists()
+    assert curve_lines(rows, {}) == []
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -257,21 +260,18 @@ def test_the_table_says_what_was_chosen_and_found(tmp_path: Path) -> None:
     chosen = [replace(trial("int8", s, 97.9), lr_factor=0.333, dense_share=0.1) for s in range(3)]
     asked = [DENSE, INT8, Asked("bad", "dense", is_control=True)]
     rows = summarize(asked, [*dense, *chosen, *bad], ACCURACY, 3)
-    text = format_rows(rows)
+    text = text_of(rows)
     (line,) = (line for line in text.splitlines() if line.startswith("int8"))
     assert line.split()[2:7] == ["0.05", "0.333", "10%", "97.900", "(0.000)"]
     assert "+0.100 [+0.100, +0.100]" in line
     assert line.endswith("non-inferior")
-    assert "fails, as it must; 3 of 3 broke off" in text
-    write_summary(tmp_path / "summary.csv", rows)
-    with (tmp_path / "summary.csv").open() as file:
-        lines = list(csv.DictReader(file))
+    assert "fails, as it" in text
+    lines = [summary_line(row) for row in rows]
     assert [one["verdict"] for one in lines] == ["reference", "non-inferior", "fails, as it must"]
     assert float(lines[1]["worse_upper"]) == pytest.approx(0.1)
-    write_plot(tmp_path / "plot.png", rows)
+    draw(tmp_path / "plot.png", rows)
     assert (tmp_path / "plot.png").stat().st_size > 5000
-    assert format_rows([]) == ""
-    write_plot(tmp_path / "none.png", rows[:1])
+    draw(tmp_path / "none.png", rows[:1])
     assert not (tmp_path / "none.png").exists()
 
 

@@ -41,10 +41,10 @@ def test_what_was_sent_is_not_what_was_received(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_busy_core_is_seen() -> None:
-    before = machine.cpu_times()
+    before = machine.counters()
     while time.process_time() - before.process_s < 0.2:
         pass
-    after = machine.cpu_times()
+    after = machine.counters()
     use = machine.machine_use(before, after)
     assert use is not None
     # At least this process's share of the cores, as ticks of 10 ms count it.
@@ -72,7 +72,7 @@ def test_peak_memory_is_counted_anew() -> None:
 
 
 def test_what_is_not_known_is_none() -> None:
-    unknown = machine.CpuTimes(0.0, 0.0, None, None)
+    unknown = machine.Counters(0.0, 0.0, 0.0, None, None, None)
     assert machine.machine_use(unknown, unknown) is None
-    same = machine.cpu_times()
+    same = machine.counters()
     assert machine.machine_use(same, same) is None

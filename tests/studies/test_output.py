@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dear.apps.bench.run import said_of
-from lightning_dear.studies.files import (
-    RawFile,
-    check_is_new,
-    join_csv,
-    rigs_of,
-    steps_file,
-    write_summary,
+from lightning_dear.studies.comparison import (
+    describe,
+    draw,
+    join_parts,
+    report_of,
+    said_of,
+    text_of,
+    verdicts,
 )
-from lightning_dear.studies.plot import write_plot
+from lightning_dear.studies.files import append_lines, rigs_of, write_lines
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.records import COMPUTE_ALONE, Row, Step
-from lightning_dear.studies.summary import summarize
-from lightning_dear.studies.table import format_rows, verdicts
-from tests.studies.examples import BOUNDS, POINT, block, rank_block
+from lightning_dear.studies.report import Report
+from lightning_dear.studies.summary import block_line, raw_lines, summary_line
+from lightning_dear.studies.table import WIDTH, format_table
+from tests.studies.examples import POINT, block, rank_block, rows_of
 
 STEPS = (Step(0.5, 0.1, 0.2, 0.03, 0.04, 40_000_000),)
 
@@ -34,10 +35,10 @@ def rows() -> list[Row]:
         block(
             "dear",
             0,
-            rank_block(0, steps=STEPS, peak_memory_bytes=7_000_000, interface_bytes=41_000_000),
+            rank_block(0, steps=STEPS, peak_memory_bytes=7_000_000, host_bytes=41_000_000.0),
         ),
     ]
-    return summarize(POINT, blocks, ["ddp", "dear"], {"dear": "tuned"})
+    return rows_of(POINT, blocks, ["ddp", "dear"], dear="tuned")
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -73,65 +74,72 @@ def test_a_line_stands_above_the_bar() -> None:
     assert stream.getvalue() == "round 1: ddp 625 ms a step\n"
 
 
-def test_steps_are_those_of_every_block_where_no_others_are_left(tmp_path: Path) -> None:
-    assert steps_file(tmp_path).name == "blocks.csv"
-    (tmp_path / "raw.csv").touch()
-    assert steps_file(tmp_path).name == "raw.csv"
-
-
 def test_the_table_says_what_it_stands_for() -> None:
-    text = format_rows(rows())
+    text = text_of(rows())
     assert "ratio=1\n" in text
     assert "mlp, waiting instead of computing, 2 ranks" in text
     assert "links of 800 Mb/s (shaped); scale 20: stands for 800.0 MB on 16000 Mb/s" in text
-    assert "forward 100.0 ms, backward 200.0 ms (profile)" in text
+    assert "forward 100.0 ms, backward 200.0 ms (profile)\n" in text
     assert "communication/compute 1.33; bound 400.0 ms, DeAR's own 400.0 ms" in text
     cells = {line.split()[0]: line.split() for line in text.splitlines() if line[:2] == "dd"}
     assert cells["ddp"][1:9] == ["625.0", "1.000", "[1.000-1.000]", "-", "-", "-", "-", "-"]
-    (dear,) = (line for line in text.splitlines() if line.startswith("dear"))
+    (dear,) = (line for line in text.splitlines() if line.startswith("dear "))
+    # Nobody has encoded, and so there is no such column.
     assert dear.split()[1:] == [
         *("500.0", "0.800", "[0.800-0.800]", "430.0", "30.0", "40.0", "41.0", "7.0", "0.25"),
-        *("0.0", "1.250", "1.250", "tuned"),
+        *("1.250", "1.250"),
     ]
+    assert "\ndear: tuned\n" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
 
 
 def test_an_unknown_link_has_no_bounds() -> None:
-    bounds = replace(BOUNDS, rate=None)
-    point = replace(POINT, link_rate_mbit=None, bounds=bounds, scale=1.0)
-    text = format_rows(summarize(point, [block("ddp", 0, rank_block(0, 0.625))], ["ddp"]))
-    assert "link of unknown rate" in text
-    assert "no bounds" in text
+    said = describe(replace(POINT, link_rate_mbit=None, one_way_s=None, scale=1.0))
+    assert "link of unknown rate" in said
+    assert "no bounds" in said
 
 
 def test_emulated_hosts_are_named_above_the_table_and_in_the_summary(tmp_path: Path) -> None:
     point = replace(POINT, rig="2 emulated hosts x 1 ranks")
     emulated = [replace(row, point=point) for row in rows()]
-    assert format_rows(emulated).splitlines()[:2] == ["ratio=1", point.rig]
-    write_summary(tmp_path / "summary.csv", [*emulated, *rows()])
+    assert text_of(emulated).splitlines()[:2] == ["ratio=1", point.rig]
+    lines = [summary_line(row) for row in (*emulated, *rows())]
+    write_lines(tmp_path / "summary.csv", lines)
     lines = read(tmp_path / "summary.csv")
     assert rigs_of(lines) == point.rig
     assert rigs_of([{"entry": "of an earlier version"}]) == ""
 
 
-def test_points_stand_one_under_the_other_and_no_rows_are_no_table() -> None:
+def test_points_stand_one_under_the_other() -> None:
     other = [replace(row, point=replace(POINT, label="ratio=2")) for row in rows()]
-    text = format_rows([*rows(), *other])
-    assert text.count("RS wait ms") == 2
-    assert text.count("step: median of the steps") == 1
-    assert format_rows([]) == ""
+    text = text_of([*rows(), *other])
+    assert text.count("/DeAR") == 3
+    assert text.count("step: median of the rounds") == 1
 
 
 def test_void_rows_are_named_so() -> None:
     void = [replace(row, is_void=True) for row in rows()]
-    assert format_rows(void).count("VOID") == 2
+    assert text_of(void).count(" VOID\n") == 2
 
 
-def test_raw_holds_every_step_of_every_rank_as_soon_as_a_block_ends(tmp_path: Path) -> None:
-    raw = RawFile(tmp_path / "raw.csv")
-    raw.add(POINT, block("ddp", 0, rank_block(0, 0.5, 0.6), rank_block(1, 0.7, 0.87654321)))
+def test_a_table_keeps_to_a_width_but_breaks_no_name_and_no_figure() -> None:
+    titles = ("entry", "MB/step leaves a host", "")
+    words = "no name and no figure is ever broken"
+    text = format_table(titles, [["dear_mergecomp", "12345.678", words]], 40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert "dear_mergecomp  12345.678  no name" in text
+    assert "MB/step" in text.splitlines()[1]
+    assert format_table(titles, [["[bold]", ":smile:", words]]).endswith(f"{words}\n{'-' * 67}")
+
+
+def test_raw_holds_every_step_of_every_rank(tmp_path: Path) -> None:
+    ranks = [rank_block(0, 0.5, 0.6), rank_block(1, 0.7, 0.87654321)]
+    own = block("ddp", 0, *ranks)
+    append_lines(tmp_path / "raw.csv", raw_lines(POINT, own, ranks))
     seconds = [line["step_s"] for line in read(tmp_path / "raw.csv")]
     assert seconds == ["0.5", "0.6", "0.7", "0.876543"]
-    raw.add(POINT, block("dear", 0, rank_block(0, steps=STEPS)))
+    ours = rank_block(0, steps=STEPS)
+    append_lines(tmp_path / "raw.csv", raw_lines(POINT, block("dear", 0, ours), [ours]))
     last = read(tmp_path / "raw.csv")[-1]
     assert last["entry"] == "dear"
     assert last["exposed_all_gather_s"] == "0.04"
@@ -139,43 +147,74 @@ def test_raw_holds_every_step_of_every_rank_as_soon_as_a_block_ends(tmp_path: Pa
     assert last["stands_for_mbit"] == "16000.0"
     assert read(tmp_path / "raw.csv")[0]["exposed_all_gather_s"] == ""
     # Means over the ranks are 0.6 and 0.738.
-    steps_s = [line["step_s"] for line in read(tmp_path / "blocks.csv")]
-    assert steps_s == ["0.669136", "0.5"]
+    assert own.step_s == 0.669136
 
 
-def test_a_folder_of_an_earlier_run_is_refused(tmp_path: Path) -> None:
-    check_is_new(tmp_path)
-    RawFile(tmp_path / "raw.csv").add(POINT, block("dear", 0, rank_block(0, steps=STEPS)))
-    with pytest.raises(ValueError, match=r"raw\.csv of an earlier run.*hydra\.run\.dir"):
-        check_is_new(tmp_path)
+def test_other_columns_are_not_written_into_a_file(tmp_path: Path) -> None:
+    append_lines(tmp_path / "raw.csv", [{"a": 1, "b": 2}])
+    with pytest.raises(ValueError, match="raw.csv has columns of another version"):
+        append_lines(tmp_path / "raw.csv", [{"a": 1, "c": 2}])
+    write_lines(tmp_path / "raw.csv", [])
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_the_summary_has_rows_with_bounds_and_is_written_anew(tmp_path: Path) -> None:
-    path = tmp_path / "summary.csv"
-    for _ in range(2):
-        write_summary(path, rows())
-    ddp, dear = read(path)
-    assert (ddp["entry"], ddp["ratio"]) == ("ddp", "1.0")
-    assert float(dear["bound_s"]) == 0.4
-    assert float(dear["over_bound"]) == 1.25
-    assert dear["scale"] == "20.0"
-    write_summary(path, [])
-    assert not path.exists()
+def test_the_summary_has_rows_with_bounds() -> None:
+    ddp, dear = map(summary_line, rows())
+    assert (ddp["entry"], ddp["ratio"]) == ("ddp", 1.0)
+    assert (dear["bound_s"], dear["over_bound"], dear["scale"]) == (0.4, 1.25, 20.0)
+    assert (dear["forward_s"], dear["backward_s"]) == (0.1, 0.2)
 
 
-def test_files_of_several_groups_are_joined_under_one_title(tmp_path: Path) -> None:
-    parts = [tmp_path / "0.csv", tmp_path / "1.csv"]
-    for part in parts:
-        write_summary(part, rows())
-    join_csv(tmp_path / "all.csv", parts)
-    assert [line["entry"] for line in read(tmp_path / "all.csv")] == ["ddp", "dear"] * 2
+def test_a_report_is_up_to_date_after_every_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known: list[Row] = []
+    report = Report(tmp_path, lambda: known, summary_line, text_of, draw)
+    report.write()
+    report.finish()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+    report = Report(tmp_path, lambda: known, summary_line, text_of, draw)
+    known.append(rows()[0])
+    report.write()
+    names = {"summary.csv", "table.txt", "plot.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    drawn = (tmp_path / "plot.png").stat().st_mtime_ns
+    known.append(rows()[1])
+    report.write()
+    assert [line["entry"] for line in read(tmp_path / "summary.csv")] == ["ddp", "dear"]
+    # Drawing takes its time, and is left to the end.
+    assert (tmp_path / "plot.png").stat().st_mtime_ns == drawn
+    report.finish()
+    assert (tmp_path / "plot.png").stat().st_mtime_ns > drawn
+    printed = capsys.readouterr().out
+    assert printed.startswith((tmp_path / "table.txt").read_text())
+    report.finish()
+    assert capsys.readouterr().out == ""
+
+
+def test_parts_are_joined_and_reported_as_one(tmp_path: Path) -> None:
+    assert not join_parts(tmp_path)
+    for number in (0, 1, 10):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        point = replace(POINT, label=f"ratio={number}")
+        own = rank_block(0, 0.5)
+        append_lines(folder / "blocks.csv", [block_line(point, block("ddp", 0, own))])
+        if number:
+            append_lines(folder / "raw.csv", raw_lines(point, block("ddp", 0, own), [own]))
+    assert join_parts(tmp_path)
+    assert [line["point"] for line in read(tmp_path / "blocks.csv")] == [
+        *("ratio=0", "ratio=1", "ratio=10")
+    ]
+    assert len(read(tmp_path / "raw.csv")) == 2
+    assert len(report_of(tmp_path).rows()) == 3
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    write_plot(tmp_path / "plot.png", rows())
+    draw(tmp_path / "plot.png", rows())
     assert (tmp_path / "plot.png").stat().st_size > 5000
-    write_plot(tmp_path / "none.png", [])
-    assert not (tmp_path / "none.png").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["plot.png"]
 
 
 def test_the_bar_tells_the_time_left() -> None:
@@ -183,17 +222,21 @@ def test_the_bar_tells_the_time_left() -> None:
     stream = io.StringIO()
     progress = Progress(100, stream, lambda: clock[0])
     progress.begin("ddp")
-    assert f"[{24 * '.'}] 0%, now ddp\n" in stream.getvalue()
+    assert stream.getvalue().split()[0] == "0%"
+    assert stream.getvalue().endswith("left, now ddp\n")
     for _ in range(20):
         clock[0] += 2
         progress.step()
-    assert progress.line().endswith("20%, now ddp, 2 min 40 s left")
     # The first line, and one each 15 s at the end of a step.
     assert stream.getvalue().count("\n") == 3
-    clock[0] += 10
-    progress.begin("dear")
-    assert stream.getvalue().splitlines()[-1].endswith("now dear, 3 min 20 s left")
+    last = stream.getvalue().splitlines()[-1].split()
+    assert (last[0], last[-1]) == ("16%", "ddp")
+    assert last[-4] == "0:02:48"
+    clock[0] += 8
+    progress.leave_out(50)
+    progress.begin("[soon] after")
+    assert stream.getvalue().splitlines()[-1].split()[0] == "40%"
+    assert stream.getvalue().endswith("now [soon] after\n")
     clock[0] += 1
-    progress.begin("soon after")
-    assert "soon after" not in stream.getvalue()
-    assert progress.line().startswith("[####....")
+    progress.begin("too soon")
+    assert "too soon" not in stream.getvalue()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_dear.studies.block import BlockLength
-from lightning_dear.studies.comparison import Candidate, run_rounds
 from lightning_dear.studies.records import RankBlock
+from lightning_dear.studies.rounds import Candidate, run_rounds
 from tests.studies.examples import rank_block
 
 
@@ -14,8 +14,8 @@ def test_the_order_changes_among_those_that_take_part() -> None:
 
     told: list[str] = []
     candidates = [candidate("a"), candidate("b", 1), candidate("c")]
-    blocks = list(run_rounds(candidates, BlockLength(3, 1), 3, told.append))
-    ran = [(block.entry, block.round_number, block.place) for block in blocks]
+    measured = run_rounds(candidates, BlockLength(3, 1), range(3), told.append)
+    ran = [(block.entry, block.round, block.place) for block, _ in measured]
     assert ran == [
         ("a", 0, 0),
         ("b", 0, 1),
@@ -36,5 +36,5 @@ def test_a_warm_up_may_be_an_entry_s_own() -> None:
         return rank_block(0, 1.0)
 
     candidates = [Candidate("usual", run), Candidate("longer", run, num_warm_up_steps=9)]
-    list(run_rounds(candidates, BlockLength(3, 1), 1, lambda name: None))
+    list(run_rounds(candidates, BlockLength(3, 1), range(1), lambda name: None))
     assert lengths == [BlockLength(3, 1), BlockLength(9, 1)]

@@ -1,23 +1,26 @@
 """What a comparison is built of: models, strategies and trainers, and what a point stands for."""
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_dear.apps import checks
+from lightning_dear.apps import checks, job
 from lightning_dear.apps.bench.config import as_override
+from lightning_dear.apps.program import Program
 from lightning_dear.emulation import emulated_rig
 from lightning_dear.planning import BucketPlan, FixedPlan
 from lightning_dear.planning.fusion import default_cap_mb
 from lightning_dear.strategy.launchers import configure_launcher
 from lightning_dear.studies.block import quiet_lightning
-from lightning_dear.studies.bounds import Bounds, compute_for_ratio
 from lightning_dear.studies.competitors import default_ddp_caps
+from lightning_dear.studies.interrupts import INTERRUPTS
 from lightning_dear.studies.mgwfbp import ddp_options
-from lightning_dear.studies.records import Point
+from lightning_dear.studies.records import Point, compute_for_ratio, one_way_bytes
+from lightning_dear.studies.report import Report
 from lightning_dear.workloads.replay import ReplayModel, load_profile
 
 _CAPS = ("bucket_cap_mb", "first_bucket_cap_mb", "min_cap_mb", "max_cap_mb")
@@ -94,6 +97,45 @@ def build_starter(cfg: DictConfig) -> Trainer:
     checks.check_nodes(starter)
     configure_launcher(starter.strategy)
     return starter
+
+
+def run_on_ranks(
+    cfg: DictConfig, run: Callable[[Trainer], None], report: Report[Any], program: Program
+) -> None:
+    """Start the ranks that the cluster needs, and call `run` with the starter on each. Blocks.
+
+    What has been measured is written and printed however it ends; a signal leaves no rank behind.
+
+    Args:
+        cfg: The job.
+        run: Other trainers fit in it; writes `report` after each block, on rank 0.
+        report: Printed in the end, on rank 0.
+        program: Whose job it is.
+    """
+    starter = build_starter(cfg)
+    launcher: Any = starter.strategy.launcher
+
+    def on_rank() -> None:
+        with quiet_lightning():
+            starter.strategy.setup_environment()
+        run(starter)
+
+    def interrupted(number: int) -> None:
+        report.finish()
+        program.say_how_to_go_on()
+        if launcher is not None:
+            launcher.kill(signal.SIGKILL)
+
+    if not starter.is_global_zero:
+        launcher.launch(on_rank) if launcher else on_rank()
+        return
+    job.folder_with(cfg)
+    print(f"Measuring. After each block {report.folder} has table and plot so far.", flush=True)
+    with INTERRUPTS.call(interrupted):
+        try:
+            launcher.launch(on_rank) if launcher else on_rank()
+        finally:
+            report.finish()
 
 
 # --- what a point stands for --------------------------------------------------------------------
@@ -186,16 +228,11 @@ def point_of(cfg: DictConfig, label: str, model: LightningModule, world_size: in
         world_size: Number of ranks.
     """
     profile = model.profile if isinstance(model, ReplayModel) else None
+    rate = rate_of(cfg)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     itemsize = _ITEMSIZES.get(str(cfg.trainer.get("precision")))
-    bounds = Bounds(
-        forward_s=profile.forward_s * batches_per_step(cfg) if profile else None,
-        backward_s=profile.backward_s * batches_per_step(cfg) if profile else None,
-        model_bytes=sum(one.numel() * (itemsize or one.itemsize) for one in trained),
-        world_size=world_size,
-        rate=rate_of(cfg),
-        ranks_per_link=ranks_per_link(cfg, world_size),
-    )
+    model_bytes = sum(one.numel() * (itemsize or one.itemsize) for one in trained)
+    one_way = one_way_bytes(model_bytes, world_size // ranks_per_link(cfg, world_size))
     net = cfg.model.get("net", {})
     name = profile.name if profile else str(net.get("_target_", cfg.model._target_)).split(".")[-1]
     return Point(
@@ -205,7 +242,11 @@ def point_of(cfg: DictConfig, label: str, model: LightningModule, world_size: in
         link_rate_mbit=link_rate_mbit(cfg),
         rate_source="shaped" if cfg.cluster.get("rate_mbit") is not None else "assumed",
         is_replay=profile is not None,
+        world_size=world_size,
+        model_bytes=model_bytes,
         compute_source="profile" if profile else "not measured",
-        bounds=bounds,
+        alone_forward_s=profile.forward_s * batches_per_step(cfg) if profile else None,
+        alone_backward_s=profile.backward_s * batches_per_step(cfg) if profile else None,
+        one_way_s=None if rate is None else one_way / rate,
         rig=emulated_rig(),
     )

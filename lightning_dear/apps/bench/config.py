@@ -1,6 +1,6 @@
 """What `conf/bench.yaml` says: entries, points, and the config that each of them means."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Any
@@ -44,15 +44,10 @@ def entries_of(cfg: DictConfig) -> list[Entry]:
         ValueError: For unknown names, names given twice, entries without a name, numbers of rounds
             that leave nothing to compare, and too short a warm-up.
     """
-    known = OmegaConf.to_container(cfg.competitors)
-    assert isinstance(known, dict)
-    entries = [_entry(one, known) for one in OmegaConf.to_container(cfg.entries) or []]
-    names = [entry.name for entry in entries]
-    if not names:
-        raise ValueError(f"entries is empty; name some of {', '.join(map(str, known))}.")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"entries has {', '.join(twice)} more than once; give each its own name.")
+    known: Any = OmegaConf.to_container(cfg.competitors)
+    entries = [_entry(one) for one in named(cfg, lambda name: _known(name, known))]
+    if not entries:
+        raise ValueError(f"entries is empty; name some of {', '.join(known)}.")
     for entry in entries:
         if entry.rounds is not None and entry.rounds < 1:
             raise ValueError(f"rounds of {entry.name} must be at least 1, got {entry.rounds}.")
@@ -61,21 +56,45 @@ def entries_of(cfg: DictConfig) -> list[Entry]:
                 f"warm_up_steps of {entry.name} must be at least 3, got {entry.warm_up_steps}."
             )
     if entries[0].rounds is not None:
-        raise ValueError(f"Ratios are to {names[0]}, which takes part in all rounds: no rounds.")
+        raise ValueError(
+            f"Ratios are to {entries[0].name}, which takes part in all rounds: no rounds."
+        )
     return entries
 
 
-def _entry(one: Any, known: Mapping[Any, Any]) -> Entry:
-    if isinstance(one, str):
-        if one not in known:
-            raise ValueError(
-                f"Unknown entry {one!r}; valid names: {', '.join(map(str, known))}, or give its"
-                " overrides: {name: mine, strategy: dear, fusion: none}."
-                f"{is_meant(one, map(str, known))}"
-            )
-        one = {"name": one, **known[one]}
-    if "name" not in one:
-        raise ValueError(f"The entry {one} has no name; add name: ...")
+def named(cfg: DictConfig, spelt_out: Callable[[str], Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return all of ``cfg.entries`` as mappings with a name.
+
+    Args:
+        cfg: The job.
+        spelt_out: Name -> what it stands for.
+
+    Raises:
+        ValueError: For entries without a name, or with another's.
+    """
+    given: Any = OmegaConf.to_container(cfg.entries) or []
+    entries = [{"name": one, **spelt_out(one)} if isinstance(one, str) else one for one in given]
+    for one in entries:
+        if "name" not in one:
+            raise ValueError(f"The entry {one} has no name; add name: ...")
+    names = [str(one["name"]) for one in entries]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"entries has {', '.join(twice)} more than once; give each its own name.")
+    return entries
+
+
+def _known(name: str, known: Mapping[str, Any]) -> Mapping[str, Any]:
+    if name not in known:
+        raise ValueError(
+            f"Unknown entry {name!r}; valid names: {', '.join(known)}, or give its overrides:"
+            f" {{name: mine, strategy: dear, fusion: none}}.{is_meant(name, known)}"
+        )
+    overrides: Mapping[str, Any] = known[name]
+    return overrides
+
+
+def _entry(one: Mapping[str, Any]) -> Entry:
     settings = {key: value for key, value in one.items() if key not in _OWN_KEYS}
     return Entry(
         name=str(one["name"]),
@@ -83,13 +102,9 @@ def _entry(one: Any, known: Mapping[Any, Any]) -> Entry:
         grid=_grid(one.get("grid") or {}),
         tuning_steps=int(one.get("tuning_steps") or 0),
         plan_of=overrides_of(one.get("plan_of") or {}),
-        rounds=_number(one.get("rounds")),
-        warm_up_steps=_number(one.get("warm_up_steps")),
+        rounds=one.get("rounds"),
+        warm_up_steps=one.get("warm_up_steps"),
     )
-
-
-def _number(value: Any) -> int | None:
-    return None if value is None else int(value)
 
 
 def _grid(options: Mapping[str, Sequence[Any]]) -> tuple[tuple[str, ...], ...]:
@@ -180,6 +195,11 @@ def cluster_settings(point: Setting) -> dict[str, Any]:
         for key, value in point.items()
         if key in ("cluster", "model.scale") or key.startswith("cluster.")
     }
+
+
+def at_point(point: Setting, overrides: Sequence[str] = ()) -> DictConfig:
+    """Compose the running job again, with a point's settings and further overrides."""
+    return composed(merged(overrides_of(point), overrides))
 
 
 def label_of(point: Setting) -> str:

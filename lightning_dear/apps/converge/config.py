@@ -13,12 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn import Parameter
 
 from lightning_dear.apps.bench.build import build_strategy
-from lightning_dear.apps.bench.config import as_override, composed, overrides_of
+from lightning_dear.apps.bench.config import as_override, composed, named, overrides_of
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.studies.convergence.broken import check_broken
-from lightning_dear.studies.convergence.records import Metric
-from lightning_dear.studies.convergence.summary import Asked
+from lightning_dear.studies.convergence import Asked, Metric
+from lightning_dear.studies.training import check_broken
 
 _OWN_KEYS = ("name", "reference", "below", "control", "broken", "lr_factors", "dense_shares")
 _IN_A_KEY = ("model", "data", "trainer", "strategy")
@@ -77,30 +76,24 @@ def entries_of(cfg: DictConfig) -> list[Entry]:
             them, and for options of a codec that exclude each other.
     """
     entries: list[Entry] = []
-    for one in OmegaConf.to_container(cfg.entries) or []:
+    for one in named(cfg, lambda name: {"compressor": "none" if name == "dense" else name}):
         entries.append(_entry(cfg, one, entries))
         for buckets in buckets_of(cfg).values():
             build_strategy(composed((*entries[-1].overrides, *buckets)))
-    names = [entry.name for entry in entries]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"entries has {', '.join(twice)} more than once; give each its own name.")
     return sorted(entries, key=lambda entry: entry.asked.reference is not None)
 
 
 def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
-    if isinstance(one, str):
-        one = {"name": one, "compressor": "none" if one == "dense" else one}
-    if "name" not in one:
-        raise ValueError(f"The entry {one} has no name; add name: ...")
     name = str(one["name"])
     check_broken(one.get("broken"))
     overrides = overrides_of({key: value for key, value in one.items() if key not in _OWN_KEYS})
     own = composed(overrides)
-    _check_momentum(name, own)
+    codec = instantiate(own.compressor)
+    if getattr(codec, "brings_momentum", False):
+        _check_momentum(name, codec, own)
     reference = _reference_of(name, one.get("reference"), before, own)
     # Nothing goes dense before votes, which try other learning rates instead.
-    has_shares = reference is not None and not _votes(own)
+    has_shares = reference is not None and getattr(codec, "kind", None) != "vote"
     shares = tuple(one.get("dense_shares") or cfg.dense_shares) if has_shares else (0.0,)
     usual = cfg.lr_factors if has_shares else cfg.reference_lr_factors
     factors = one.get("lr_factors") or usual
@@ -123,20 +116,13 @@ def _check_numbers(name: str, one: Any, numbers: Mapping[str, int]) -> None:
             )
 
 
-def _check_momentum(name: str, cfg: DictConfig) -> None:
+def _check_momentum(name: str, codec: Any, cfg: DictConfig) -> None:
     """Raise ValueError for what the strategy would refuse when it is the entry's turn."""
-    codec = instantiate(cfg.compressor)
-    if not getattr(codec, "brings_momentum", False):
-        return
     optimizer = instantiate(cfg.optimizer)([Parameter(torch.zeros(1))])
     try:
         check_momentum(optimizer, ExchangeOptions("gradients", codec=codec))
     except ValueError as error:
         raise ValueError(f"Entry {name}: {error} Add optimizer: sgd_plain to it.") from None
-
-
-def _votes(cfg: DictConfig) -> bool:
-    return getattr(instantiate(cfg.compressor), "kind", None) == "vote"
 
 
 def _check_entry(name: str, one: Any, shares: Sequence[float], *, is_reference: bool) -> None:

@@ -1,11 +1,10 @@
-"""One training, from fresh weights to the test, in processes that go on to the next."""
+"""One training, from fresh weights to the test; and bugs with which it must end worse."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,16 +16,13 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
+from lightning_dear.compression import error_feedback
+from lightning_dear.compression.error_feedback import Encoded, Residual
 from lightning_dear.exchange.base import GradientsNotFinite
 from lightning_dear.studies.block import quiet_lightning
 from lightning_dear.studies.competitors import forget_mesh
-
-_EXPECTED_WARNINGS = (
-    ".*does not have many workers.*",
-    "Using `DistributedSampler` with the dataloaders.*",
-)
-"""What Lightning says of every test and fit here, beside what it says in `dear-bench`."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ def run_training(
     """
     recorder = Recorder(on_step, sent_bytes)
     metrics = None
-    with _quiet():
+    with quiet_lightning():
         trainer = new_trainer()
         began_s = time.perf_counter()
         try:
@@ -161,9 +157,41 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes()
 
 
+# --- deliberate bugs ----------------------------------------------------------------------------
+
+
+class DoubledResidual(Residual):
+    """Keeps twice what was lost, e' = 2 (x - C(x)): the feedback law is broken."""
+
+    @override
+    def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:
+        super().note_sent(rows, wire, encoded, scale)
+        self._next("residual", rows).mul_(2)
+
+
+BROKEN: dict[str, type[Residual]] = {"doubled_residual": DoubledResidual}
+"""Name -> what takes the place of `Residual`."""
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    with quiet_lightning():
-        for message in _EXPECTED_WARNINGS:
-            warnings.filterwarnings("ignore", message=message)
+def broken(name: str | None) -> Iterator[None]:
+    """Let memories that are made in here have the bug of that name; None: no bug.
+
+    Replaces a class of the library for the whole process, and puts it back.
+
+    Raises:
+        ValueError: For unknown names.
+    """
+    check_broken(name)
+    whole = error_feedback.Residual
+    error_feedback.Residual = whole if name is None else BROKEN[name]  # type: ignore[misc]
+    try:
         yield
+    finally:
+        error_feedback.Residual = whole  # type: ignore[misc]
+
+
+def check_broken(name: str | None) -> None:
+    """Raise ValueError for names that `broken` does not know."""
+    if name is not None and name not in BROKEN:
+        raise ValueError(f"Unknown broken={name!r}; valid names: {', '.join(BROKEN)}.")

@@ -1,11 +1,13 @@
-"""Non-inferiority: how much worse, at most, given pairs that share weights and data order."""
+"""How sure a study is: intervals of paired differences, bounds of medians."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
+
+from scipy import stats
 
 LEVEL = 0.9
 """Share of repetitions in which the interval holds the true mean difference."""
@@ -40,17 +42,20 @@ def paired_difference(worse_by: Sequence[float]) -> Difference:
     Raises:
         ValueError: For less than two of them.
     """
-    count = len(worse_by)
-    if count < 2:
-        raise ValueError(f"An interval needs at least 2 seeds, got {count}.")
+    if len(worse_by) < 2:
+        raise ValueError(f"An interval needs at least 2 seeds, got {len(worse_by)}.")
     if not all(math.isfinite(one) for one in worse_by):
         return Difference(math.inf, math.inf, math.inf)
     center = mean(worse_by)
-    half = _student_quantile((1 + LEVEL) / 2, count - 1) * stdev(worse_by) / math.sqrt(count)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, len(worse_by) - 1) * stats.sem(worse_by))
     return Difference(center, center - half, center + half)
 
 
-def _student_quantile(q: float, degrees: int) -> float:
-    from scipy.stats import t
+def upper_bound(values: Sequence[float]) -> float | None:
+    """Upper 95 % bound of the median of what `values` are drawn from; None for fewer than 5.
 
-    return float(t.ppf(q, degrees))
+    Without assumptions on how they are distributed: the k-th smallest of n is at least the median
+    unless fewer than k of n fair coins come up heads, whose probability is to be 95 % or more.
+    """
+    place = int(stats.binom.ppf(0.95, len(values), 0.5))
+    return sorted(values)[place] if place < len(values) else None

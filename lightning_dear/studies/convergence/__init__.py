@@ -1,1 +1,0 @@
-"""How trainings end: what was measured, paired differences, tables; and deliberate bugs."""
