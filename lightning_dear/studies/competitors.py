@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 
-
 class Bf16DDPStrategy(DDPStrategy):
     """DDP whose gradients travel as bfloat16: half the bytes, summed in bfloat16.
 
