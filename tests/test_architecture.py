@@ -405,7 +405,7 @@ def test_no_import_circles() -> None:
 def test_the_checkers_are_configured() -> None:
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     assert tools["mypy"]["strict"] is True
-    assert tools["mypy"]["files"] == ["lightning_dear"]
+    assert tools["mypy"]["files"] == ["lightning_dear", "recipes"]
     assert {"E", "F", "I", "UP", "B", "SIM", "RET", "D", "ANN"} <= set(
         tools["ruff"]["lint"]["select"]
     )
