@@ -18,8 +18,7 @@ from typing_extensions import override
 from lightning_dear.apps.bench.build import build_model, build_trainer
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.planning import LinkCost
-from lightning_dear.studies.block import quiet_lightning
-from lightning_dear.studies.stamps import StepStamps
+from lightning_dear.studies.block import BlockLength, StepProbe, quiet_lightning
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.link_cost import measure_collectives
 
@@ -75,17 +74,17 @@ class Pair(NamedTuple):
     rate: float
 
 
-class _StepTimer(StepStamps):
+class _StepTimer(StepProbe):
     """Waits for the device before it looks at the clock; stops the fit when time is up."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(self._stop_in_time)
+        super().__init__(BlockLength(NUM_WARM_UP, NUM_STEPS), on_step=self._stop_in_time)
         self.trainer: Trainer | None = None
         self._device = device
         self._end_s = time.perf_counter() + BUDGET_S
 
-    def _stop_in_time(self, batch: int) -> None:
-        if self.trainer is not None and batch >= NUM_WARM_UP:
+    def _stop_in_time(self) -> None:
+        if self.trainer is not None and len(self.begins_s) >= NUM_WARM_UP:
             self.trainer.should_stop = time.perf_counter() > self._end_s
 
     @override
