@@ -51,11 +51,11 @@ def run_on_cluster(
 
     Ranks find each other through the variables that torchrun sets (`RANK`, `LOCAL_RANK`,
     `WORLD_SIZE`, `MASTER_ADDR`, ...), and `GLOO_SOCKET_IFNAME`. Rank 0 writes to this process's
-    stdout and stderr. What the others write is kept, and its end is printed if the run fails.
-    When a rank fails, the others have 5 s to say so and to end, then they are killed, with
-    everything else that runs on the cluster. Ctrl-C goes to all ranks, with the same 5 s (another
-    signal, if a KeyboardInterrupt names its exit code). When the thread that called this is killed,
-    the kernel kills the ranks.
+    stdout and stderr. The end of what the others write is printed if the run fails. When a rank
+    fails, the others have 5 s to say so and to end, then they are killed, with everything else that
+    runs on the cluster. Ctrl-C, or the signal whose exit code a KeyboardInterrupt names, goes to
+    all ranks, with the same 5 s. When the thread that called this is killed, the kernel kills the
+    ranks.
 
     Args:
         cluster: A cluster that is entered.

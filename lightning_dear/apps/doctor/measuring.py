@@ -22,7 +22,7 @@ from lightning_dear.studies.block import BlockLength, StepProbe, quiet_lightning
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.link_cost import measure_collectives
 
-NUM_WARM_UP = 2
+NUM_WARM_UP = 3
 NUM_STEPS = 8
 BUDGET_S = 20.0
 """Seconds after which no further step is begun: a large model is not worth eight."""
