@@ -67,13 +67,12 @@ def run_on_cluster(
         user: Numbers of the user and of the group as whom ranks run; None: as this process.
 
     Returns:
-        0 if all ranks ended with 0; else that of the first rank to fail, 128 + the signal's
-        number if one killed it; `TIMED_OUT` if the time was over.
+        0; else the first failed rank's code, 128 + a signal's number, or `TIMED_OUT`.
 
     Raises:
         RuntimeError: The cluster is not entered.
         ValueError: `ranks_per_host` is not positive.
-        KeyboardInterrupt: After Ctrl-C, when all ranks have ended.
+        KeyboardInterrupt: Once more, when all ranks have ended.
     """
     if not cluster.hosts:
         raise RuntimeError("enter the cluster first: with EmulatedCluster(...) as cluster")
@@ -85,8 +84,8 @@ def run_on_cluster(
     with ExitStack() as outputs:
         try:
             for rank in range(len(cluster.hosts) * ranks_per_host):
-                command = cluster.hosts[rank // ranks_per_host].command([*prefix, *argv])
                 told = {**_variables(cluster.hosts, rank, ranks_per_host), **variables}
+                command = cluster.hosts[rank // ranks_per_host].command([*prefix, *argv])
                 output = outputs.enter_context(TemporaryFile()) if rank else None
                 ranks.append(_Rank(rank, command, told, cwd, output))
             code = _watch(ranks, timeout_s)
