@@ -19,11 +19,6 @@ def recipes_dir() -> Path:
     return _packaged("recipes")
 
 
-def is_checkout() -> bool:
-    """Whether the code lies in a checkout, whose recipes are there to be rewritten."""
-    return not (_PACKAGE / "recipes").is_dir()
-
-
 def _packaged(name: str) -> Path:
     installed = _PACKAGE / name
     return installed if installed.is_dir() else _PACKAGE.parent / name

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import DictConfig
 
 from lightning_dear.apps.recipe.pictures import grouped_bars
-from lightning_dear.apps.recipe.report import Claim, Report
+from lightning_dear.apps.recipe.report import Claim, Report, is_plausible
 from lightning_dear.apps.recipe.run import Sibling
 from lightning_dear.apps.recipe.simulated import fitted, listed
 from lightning_dear.simulator import Link
@@ -24,9 +24,6 @@ ETHERNET, INFINIBAND = 0.83, 0.15
 
 BOUND = 1 / 3
 """What the schedule gains at most: f + max(b, c) is 4/3 of max(f + b, c) where c = f + b."""
-
-CLOSE = 1.5
-"""Times by which a fitted value may be off and be plausible."""
 
 TOLERANCE = 1e-3
 """Of fitted values: steps jump where a tensor falls into another cycle."""
@@ -64,11 +61,6 @@ class Assumption:
             low, high = (scale * end for end in self.between)
             must, is_close = f"no {what} {low:.3g} to {high:.3g} {unit}", "no"
         return Claim(title, _signed(published), here, "simulated", must, checked, is_close)
-
-
-def is_plausible(found: float, known: float) -> Literal["yes", "no"]:
-    """Return whether a fitted number is near enough to a known one."""
-    return "yes" if max(found / known, known / found) <= CLOSE else "no"
 
 
 def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:

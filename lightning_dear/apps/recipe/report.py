@@ -61,9 +61,13 @@ def check(what: str, fitted: float, other: float) -> dict[str, Any]:
         fitted: With which the claim holds; positive.
         other: From another source; positive, too.
     """
-    times = max(fitted / other, other / fitted)
-    words = f"{what}, {times:.2f}x off"
-    return {"checked": words, "plausible": "yes" if times <= PLAUSIBLE else "no"}
+    words = f"{what}, {max(fitted / other, other / fitted):.2f}x off"
+    return {"checked": words, "plausible": is_plausible(fitted, other)}
+
+
+def is_plausible(fitted: float, other: float) -> Literal["yes", "no"]:
+    """Return whether a fitted value is near enough to one from another source; both positive."""
+    return "yes" if max(fitted / other, other / fitted) <= PLAUSIBLE else "no"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -42,18 +42,6 @@ class Cell:
     def step_s(self) -> float:
         """Seconds of a step."""
         return self.ranked.step.step_s
-
-    def as_row(self) -> dict[str, Any]:
-        """Return its figures, for a file."""
-        return {
-            "model": self.model,
-            "cluster": self.cluster,
-            "strategy": self.name,
-            "step_s": self.step_s,
-            "alone_s": self.alone_s,
-            "sent_bytes": self.ranked.step.sent_bytes,
-            "memory_bytes": self.ranked.memory_bytes,
-        }
 
 
 def simulated(
