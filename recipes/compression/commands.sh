@@ -1,10 +1,6 @@
 # What measured the folders beside this file; each command writes into outputs/FOLDER.
 # Linux with iproute2, as root, two cores with nothing else running. dear-bench must be on the path.
 
-dear-bench cluster=emulated cluster.num_hosts=4 cluster.rate_mbit=100 model.profile=resnet50 model.scale=10 \
-  optimizer=sgd_plain rounds=3 steps=6 warm_up_steps=3 hydra.run.dir=outputs/resnet50_1gbit_p4 \
-  entries='[ddp,ddp_bf16,dear,{name: bf16, strategy: dear, compressor: bf16},{name: int8, strategy: dear, compressor: int8},{name: int4, strategy: dear, compressor: int4},{name: loco, strategy: dear, compressor: loco},{name: efsignsgd, strategy: dear, compressor: efsignsgd},{name: onebit, strategy: dear, compressor: onebit},{name: signsgd, strategy: dear, compressor: signsgd},{name: qsgd, strategy: dear, compressor: qsgd},{name: topk, strategy: dear, compressor: topk},{name: topk_sampled, strategy: dear, compressor: topk, compressor.selector: sampled},{name: dgc, strategy: dear, compressor: dgc}]'
-
 python -m tests.benchmarks.codecs --raw codecs.csv
 
 dear-bench cluster=emulated cluster.num_hosts=4 cluster.rate_mbit=100 model.profile=resnet50 model.scale=20 \

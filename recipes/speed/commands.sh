@@ -1,37 +1,19 @@
 # What measured the folders beside this file, one command each; each writes into outputs/FOLDER.
-# Linux with iproute2, as root, two cores with nothing else running. dear-bench must be on the path.
+# Linux with iproute2, as root, two cores with nothing else running. # One dear-bench a layout and rate was run, into outputs/hosts/LAYOUT-RATE/bench; this makes all six.
+dear-bench cluster=emulated optimizer=sgd_plain model.profile=bert_base model.scale=80 model.compute_s=1.2 \
+  rounds=2 steps=4 warm_up_steps=3 hydra.run.dir=outputs/hosts \
+  entries='[ddp,ddp_bf16,fsdp2,dear_paper,dear,{name: bf16, strategy: dear, compressor: bf16},{name: int8, strategy: dear, compressor: int8},{name: topk, strategy: dear, compressor: topk, compressor.density: 0.01},{name: oktopk, strategy: dear, compressor: oktopk}]' \
+  points='[{cluster.num_hosts: 4, cluster.rate_mbit: 31.25},{cluster.num_hosts: 4, cluster.rate_mbit: 125},{cluster.num_hosts: 2, cluster.ranks_per_host: 2, cluster.rate_mbit: 31.25},{cluster.num_hosts: 2, cluster.ranks_per_host: 2, cluster.rate_mbit: 125},{cluster.num_hosts: 2, cluster.ranks_per_host: 4, cluster.rate_mbit: 31.25},{cluster.num_hosts: 2, cluster.ranks_per_host: 4, cluster.rate_mbit: 125}]'
 
-dear-bench cluster=emulated cluster.num_hosts=2 cluster.rate_mbit=125 model.profile=bert_base model.scale=8 \
-  optimizer=sgd_plain rounds=2 steps=5 warm_up_steps=3 hydra.run.dir=outputs/bert_1gbit_p2 \
-  entries='[ddp,dear_paper,dear,dear_auto]' sweep='{ratio: [0.5, 1, 1.33, 2, 4]}'
+# What dear-plan is told of them: int8 at both rates, bf16 and topk at 125 Mb/s.
+for hosts in 4:1 2:2 2:4; do for how in 31.25:int8 125:int8 125:bf16 125:topk; do
+  dear-plan calibrate experiment=replay optimizer=sgd_plain model.profile=bert_base model.scale=80 model.compute_s=1.2 \
+    cluster=emulated cluster.num_hosts=${hosts%:*} cluster.ranks_per_host=${hosts#*:} cluster.rate_mbit=${how%:*} \
+    compressor=${how#*:} hydra.run.dir=outputs/hosts/${hosts%:*}x${hosts#*:}-${how%:*}/${how#*:}
+done; done
+python -m tests.benchmarks.hosts_accuracy recipes/speed/hosts/*
 
-dear-bench cluster=emulated cluster.num_hosts=4 cluster.rate_mbit=125 model.profile=bert_base model.scale=8 \
-  optimizer=sgd_plain rounds=2 steps=5 warm_up_steps=3 hydra.run.dir=outputs/bert_1gbit_p4 \
-  entries='[ddp,dear_paper,dear,dear_auto]' sweep='{ratio: [0.5, 1, 1.33, 2, 4]}'
-
-dear-bench cluster=emulated cluster.num_hosts=2 cluster.rate_mbit=25 model.profile=bert_base model.scale=8 \
-  optimizer=sgd_plain rounds=1 steps=4 warm_up_steps=3 hydra.run.dir=outputs/bert_200mbit_p2 \
-  entries='[ddp,dear_paper,dear,dear_mergecomp]' sweep='{ratio: [0.5, 1, 1.33, 2, 4]}'
-
-dear-bench cluster=emulated cluster.num_hosts=4 cluster.rate_mbit=25 model.profile=bert_base model.scale=8 \
-  optimizer=sgd_plain rounds=1 steps=4 warm_up_steps=3 hydra.run.dir=outputs/bert_200mbit_p4 \
-  entries='[ddp,dear_paper,dear,dear_mergecomp]' sweep='{ratio: [0.5, 1, 1.33, 2, 4]}'
-
-dear-bench warm_up_steps=5 cluster=emulated cluster.num_hosts=2 cluster.rate_mbit=1000 model.profile=bert_base model.scale=8 \
-  optimizer=sgd_plain rounds=2 steps=6 hydra.run.dir=outputs/bert_p2 \
-  entries='[ddp,dear_paper,dear,dear_auto]' sweep='{ratio: [0.5, 1, 1.33, 2, 4]}'
-
-dear-bench warm_up_steps=5 cluster=emulated cluster.num_hosts=4 cluster.rate_mbit=1000 model.profile=bert_base model.scale=8 \
-  optimizer=sgd_plain rounds=2 steps=6 hydra.run.dir=outputs/bert_p4 \
-  entries='[ddp,dear_paper,dear,dear_auto]' sweep='{ratio: [0.5, 1, 1.33, 2, 4]}'
-
-dear-bench warm_up_steps=5 cluster=emulated cluster.num_hosts=2 cluster.rate_mbit=1000 model.profile=resnet50 model.scale=2 \
-  optimizer=sgd_plain rounds=2 steps=6 hydra.run.dir=outputs/resnet_p2 \
-  entries='[ddp,dear_paper,dear,dear_auto]' sweep='{ratio: [1, 1.33]}'
-
-dear-bench warm_up_steps=5 cluster=emulated cluster.num_hosts=2 model.profile=bert_base ratio=1.33 optimizer=sgd_plain \
-  rounds=2 steps=6 hydra.run.dir=outputs/two_scales entries='[ddp,dear]' \
-  points='[{model.scale: 8, cluster.rate_mbit: 1000}, {model.scale: 16, cluster.rate_mbit: 500}]'
+dear-bench must be on the path.
 
 OMP_NUM_THREADS=1 dear-bench warm_up_steps=5 cluster=emulated cluster.num_hosts=2 cluster.rate_mbit=1000 \
   rounds=5 steps=15 hydra.run.dir=outputs/real_digits model=resnet data=digits \
