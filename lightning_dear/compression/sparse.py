@@ -37,8 +37,8 @@ class TopK(FewOfMany, Codec):
 
     Args:
         density: See `FewOfMany`.
-        selector: exact: `torch.topk`. sampled: threshold from a sample. sidco: threshold from a
-            fitted tail. See `lightning_dear.compression.selectors`.
+        selector: exact: `torch.topk`. sampled: threshold from a sample. See
+            `lightning_dear.compression.selectors`.
     """
 
     name: ClassVar[str] = "topk"

@@ -45,7 +45,7 @@ from tests.compression.low_rank import is_a_projection, matrices
 from tests.compression.sparse_sums import sums_up
 
 DENSITIES = (0.001, 0.01, 0.07, 0.1, 0.25, 1.0)
-SELECTORS = ("exact", "sampled", "sidco")
+SELECTORS = ("exact", "sampled")
 INTEGER_BLOCKS = (8, 24, 64, 128, 256)
 SIGN_BLOCKS = (8, 120, 1024, 2048)
 

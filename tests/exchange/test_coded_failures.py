@@ -295,7 +295,7 @@ def test_planners_that_measure_dense_messages_are_refused(planner: FusionPlanner
 @distributed(world_sizes=(2,))
 def test_an_update_that_is_not_finite_shows_on_all_ranks() -> None:
     """Encoded as a difference, it would be hidden, and hold up its block."""
-    selectors = ("exact", "sampled", "sidco")
+    selectors = ("exact", "sampled")
     sparse = [TopK(density=0.5, selector=name, allow_lag=True) for name in selectors]
     for codec in (Int8(), Bf16(), *sparse):
         run = Run(ExchangeOptions("parameters", codec=codec))
