@@ -89,16 +89,6 @@ def _check_law(num_steps: int) -> None:
         assert max(run.errors(rate)) <= 1e-4, codec
 
 
-@distributed(world_sizes=(2,))
-def test_residuals_of_8_bits_lose_little() -> None:
-    run = Run(coded(LoCo(block_size=64, residual_bits=8)))
-    for step in range(10):
-        run.step(leaves_out=step % 5 == 3)
-        if step == 4:
-            run.part.replan(SingleFusion().plan(run.part.tensors, dist.get_world_size()))
-    assert 1e-6 < run.error(0.2) <= 1e-2
-
-
 @distributed(world_sizes=(1, 3))
 def test_the_same_where_one_half_is_encoded() -> None:
     for half, gather in (
