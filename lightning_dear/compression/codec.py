@@ -331,11 +331,6 @@ class Codec(Compressor):
         """See the class."""
         return None
 
-    @property
-    def of_means(self) -> Codec:
-        """What encodes the "gather" half."""
-        return self
-
     @override
     def check_with(self, setting: Setting) -> None:
         # Bytes of most codecs do not add up, so that no all-reduce can sum them.

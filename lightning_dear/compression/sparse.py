@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -231,33 +231,17 @@ class RandomK(FewOfMany, Codec):
     2 ceil(numel / k) - 1 of them, however small it is. Both halves of a step send the same places:
     at others the mean has nothing that has just arrived.
 
-    Values at the same places add up, so that a reduce-scatter sums them on their way.
+    Values at the same places add up, so that a reduce-scatter sums them on their way. Contractive:
+    E|C(x) - x|^2 <= (1 - d) |x|^2 with d = 1 / ceil(numel / k).
 
     Args:
         density: See `FewOfMany`.
-        unbiased: False: numbers travel as they are; contractive, E|C(x) - x|^2 <= (1 - d) |x|^2
-            with d = 1 / ceil(numel / k). True: each is multiplied by its stratum's length, so that
-            E[C(x)] = x; products beyond the largest float are held there. The mean of such numbers
-            is sent as it is. What a hook has added to it elsewhere waits for its turn.
     """
 
     name: ClassVar[str] = "randomk"
+    kind: ClassVar[Kind] = "contractive"
     randomness: ClassVar[Randomness] = "turns"
     is_summable: ClassVar[bool] = True
-
-    unbiased: bool = False
-
-    @property
-    @override
-    def kind(self) -> Kind:
-        return "unbiased" if self.unbiased else "contractive"
-
-    @property
-    @override
-    def of_means(self) -> Codec:
-        # At the same places again, where a second factor would be one too many.
-        is_second = self.unbiased and self.halves == "both"
-        return replace(self, unbiased=False, error_feedback=None) if is_second else self
 
     @override
     def wire_bytes(self, numel: int) -> int:
@@ -266,23 +250,18 @@ class RandomK(FewOfMany, Codec):
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         k = self.entries(rows.shape[1])
-        places, lengths = _draw(rows, k, generator)
-        values = rows.index_select(1, places)
-        if self.unbiased:
-            # Whoever encodes has looked for inf before, and would not see one that is made here.
-            limit = torch.finfo(values.dtype).max
-            values.mul_(lengths).clamp_(-limit, limit)
-        field(wire, torch.float32, 0, k).copy_(values)
+        places = _draw(rows, k, generator)
+        field(wire, torch.float32, 0, k).copy_(rows.index_select(1, places))
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         k = self.entries(rows.shape[1])
-        places, _ = _draw(rows, k, generator)
+        places = _draw(rows, k, generator)
         rows.zero_().index_copy_(1, places, field(wire, torch.float32, 0, k))
 
 
-def _draw(rows: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
-    """One place of each stratum, [k] int64, ascending, and the strata's lengths, [k] int64.
+def _draw(rows: Tensor, k: int, generator: Generator | None) -> Tensor:
+    """One place of each stratum, [k] int64, ascending.
 
     Seeds that follow each other give all places of a stratum before any comes again.
     """
@@ -293,10 +272,9 @@ def _draw(rows: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Te
     # On the CPU, since other devices draw other numbers from the same seed, even of one maker.
     drawing = Generator().manual_seed(number)
     bounds = torch.arange(k + 1, device=rows.device) * rows.shape[1] // max(1, k)
-    lengths = bounds.diff()
     # Integers: a fp32 number in [0, 1) reaches only 2^24 of a long stratum's places.
     # So many more than places that the remainder favours none of them noticeably.
     # Pinned, so that the host does not wait for the device.
     host: Any = {"generator": drawing, "device": "cpu", "pin_memory": rows.is_cuda}
     drawn = torch.randint(turn, 2**62 + turn, (k,), **host).to(rows.device, non_blocking=True)
-    return bounds[:-1] + drawn % lengths, lengths
+    return bounds[:-1] + drawn % bounds.diff()

@@ -169,7 +169,7 @@ class CodedBucket(CompressedBucket):
             worker = keeps.worker_memory(shard * len(places), device)
         if options.encodes("gather") and not bucket.lags:
             # What differences of parameters have not brought is in the next ones.
-            owner = codec.of_means.owner_memory(shard, device)
+            owner = codec.owner_memory(shard, device)
         # What a plan does not encode keeps what it has, as in a dense step.
         used = codec if is_encoded else Fp32()
         parts = None if self._together == 1 else encoded
@@ -197,7 +197,6 @@ class CodedBucket(CompressedBucket):
         elif self._encodes_reduce:
             self.reduction = Reduction(self.codec, self._collectives, self.outgoing)
         self.votes = self._encodes_reduce and self.codec.votes
-        self._codec_of_means = self.codec.of_means
         self.most = 2 * self.codec.largest if self.codec.has_feedback else math.inf
 
     @override
@@ -341,7 +340,7 @@ class CodedBucket(CompressedBucket):
         return rows
 
     def _encode(self, half: str, rows: Tensor, wire: Tensor) -> Encoded:
-        codec = self.codec if half == "reduce" else self._codec_of_means
+        codec = self.codec
         # Of steps that are made: several rounds of one add up at the same places.
         turn = self.counts["gather" if self.is_sent_back else "reduce"]
         self.counts[half] += 1

@@ -220,12 +220,9 @@ PROPERTIES: dict[str, Properties] = {
     ),
     "randomk": OfRows(
         formula="E|C(x) - x|^2 <= (1 - d) |x|^2",
-        instances=tuple(
-            RandomK(density=density, unbiased=unbiased)
-            for density, unbiased in product(DENSITIES, (False, True))
-        ),
+        instances=tuple(RandomK(density=density) for density in DENSITIES),
         law=formulas.sends_places_that_all_draw,
-        sent_again="Not: other places are drawn, and unbiased numbers are multiplied once more.",
+        sent_again="Not: other places are drawn.",
     ),
     "dgc": OfRows(
         formula="u = momentum u + g and v = v + u",

@@ -15,14 +15,13 @@ from torch import Tensor
 from lightning_dear.compression.codec import Codec, field
 from lightning_dear.compression.sparse import DGC, RandomK, TopK
 from tests.compression.battery import (
-    check_is_unbiased,
     decoded,
     encoded,
     relative_error,
     round_trip,
 )
 from tests.compression.formulas import num_entries
-from tests.compression.inputs import LARGEST, SIZES, normal, rows
+from tests.compression.inputs import SIZES, normal, rows
 from tests.compression.properties import DENSITIES, SELECTORS
 
 densities = st.sampled_from(DENSITIES)
@@ -110,28 +109,6 @@ def test_randomk_draws_alike_on_all_devices() -> None:
     assert torch.equal(*drawn)
 
 
-def test_unbiased_randomk_scales_by_the_length_of_the_stratum() -> None:
-    """10 numbers, k = 3: strata [0, 3), [3, 6) and [6, 10)."""
-    came_back = round_trip(RandomK(density=0.3, unbiased=True), torch.ones(1, 10))[0]
-    assert [part.sum().item() for part in came_back.split([3, 3, 4])] == [3, 3, 4]
-
-
-def test_unbiased_randomk_holds_products_at_the_largest_float() -> None:
-    came_back = round_trip(RandomK(density=0.1, unbiased=True), torch.full((1, 10), -LARGEST))
-    assert came_back.min() == -LARGEST
-
-
-@pytest.mark.parametrize("density", [0.1, 0.3, 1.0])
-def test_unbiased_randomk_is_unbiased(density: float) -> None:
-    some = normal(torch.Generator().manual_seed(3), 2, 64)
-    check_is_unbiased(RandomK(density=density, unbiased=True), some)
-
-
-def test_biased_randomk_is_not_unbiased() -> None:
-    with pytest.raises(AssertionError, match="numbers are off"):
-        check_is_unbiased(RandomK(density=0.1), torch.ones(1, 64))
-
-
 def test_randomk_covers_all_places() -> None:
     codec = RandomK(density=0.1)
     drawn = torch.stack([round_trip(codec, torch.ones(1, 65), seed) for seed in range(300)])
@@ -178,14 +155,6 @@ def test_randomk_leaves_the_generator_alone() -> None:
     before, codec = generator.get_state(), RandomK()
     codec.encode(torch.ones(1, 4), torch.empty(1, 4, dtype=torch.uint8), generator)
     assert torch.equal(generator.get_state(), before)
-
-
-def test_what_encodes_means_multiplies_nothing_again() -> None:
-    assert RandomK().of_means == RandomK()
-    assert RandomK(unbiased=True, error_feedback=False).of_means == RandomK()
-    for halves in ("reduce", "gather"):
-        codec = RandomK(unbiased=True, error_feedback=False, halves=halves)
-        assert codec.of_means is codec
 
 
 def test_randomk_asks_for_a_generator() -> None:
@@ -253,8 +222,6 @@ def test_kinds() -> None:
         assert codec.kind == "contractive"
         assert codec.has_feedback
         assert codec.block_size is None
-    assert RandomK(unbiased=True).kind == "unbiased"
-    assert not RandomK(unbiased=True).has_feedback
 
 
 @pytest.mark.parametrize("codec", [TopK, DGC, RandomK])
@@ -274,7 +241,6 @@ def test_densities_are_checked(codec: type[Codec], density: float) -> None:
         (DGC, {"clip_norm": math.inf}, "clip_norm must be None or finite and > 0"),
         (DGC, {"warm_up_steps": -1}, "warm_up_steps must be an integer of at least 0"),
         (DGC, {"warm_up_steps": 1e3}, "warm_up_steps must be an integer of at least 0, got 1000.0"),
-        (RandomK, {"unbiased": True, "error_feedback": True}, "diverges"),
         (TopK, {"halves": "none"}, "Unknown halves"),
     ],
 )

@@ -229,13 +229,6 @@ CODED = [
         (TURNS,),
     ),
     Mutation(
-        "factors of unbiased numbers once",
-        "CodedBucket._encode",
-        '        codec = self.codec if half == "reduce" else self._codec_of_means\n',
-        "        codec = self.codec\n",
-        (TURNS,),
-    ),
-    Mutation(
         "going through all places in turn",
         "compression:_draw",
         "torch.randint(turn, 2**62 + turn, (k,)",
