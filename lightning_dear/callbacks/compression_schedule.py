@@ -81,7 +81,7 @@ class CompressionSchedule(Callback):
 
         Raises:
             ValueError: Without one, for dense steps before votes, and for densities of a codec that
-                has none, or that would replace its warm-up.
+                has none.
         """
         if codec is None:
             raise ValueError(
@@ -97,13 +97,6 @@ class CompressionSchedule(Callback):
                 f"dense_steps={self._dense_steps} cannot come before {codec.name}: signs would be"
                 " stepped with the same learning rate as gradients. Leave dense_steps out."
             )
-        end = self._dense_steps + codec.warm_up_steps
-        if codec.warm_up_steps and self._densities and (first := min(self._densities)) < end:
-            raise ValueError(
-                f"densities from step {first} on would replace those of {codec.name}'s"
-                f" warm_up_steps={codec.warm_up_steps}, which end at step {end}. Leave out one of"
-                f" them, or begin densities at step {end}."
-            )
 
     def check_use(self, planner: FusionPlanner, options: ExchangeOptions) -> None:
         """Refuses what would not go with all codecs that `options.codec` becomes.
@@ -114,8 +107,7 @@ class CompressionSchedule(Callback):
         """
         codec = options.codec
         assert codec is not None
-        changes = self._dense_steps or self._densities or codec.warm_up_steps
-        if isinstance(planner, BayesianFusion) and changes:
+        if isinstance(planner, BayesianFusion) and (self._dense_steps or self._densities):
             raise ValueError(
                 "fusion='bayesian' measures the first steps, in which the compression schedule"
                 " sends other bytes than later. Use fusion='mergecomp', which measures the"
@@ -128,13 +120,9 @@ class CompressionSchedule(Callback):
                 raise ValueError(f"densities={{{step}: {density}}}: {error}") from error
 
     def codec_at(self, codec: Compressor, step: int) -> Compressor:
-        """What encodes optimizer step `step`, counted from 0.
-
-        A codec's own warm-up begins when the dense steps are over.
-        """
+        """What encodes optimizer step `step`, counted from 0."""
         if step < self._dense_steps:
             return Fp32()
-        codec = codec.warmed_up(step - self._dense_steps)
         place = bisect_right(list(self._densities), step)
         return codec.at_density(list(self._densities.values())[place - 1]) if place else codec
 
@@ -157,18 +145,3 @@ class CompressionSchedule(Callback):
         pipeline: Pipeline = strategy.pipeline_of()
         if pipeline.codec is not None:
             pipeline.use_codec(self.codec_at(pipeline.codec, trainer.global_step))
-
-
-def schedule_of(
-    codec: Compressor | None, schedule: CompressionSchedule | None
-) -> CompressionSchedule | None:
-    """The schedule that a fit needs: the given one, or one for a codec with a warm-up of its own.
-
-    Raises:
-        ValueError: If the schedule is for another kind of codec.
-    """
-    if schedule is None:
-        warms_up = codec is not None and codec.warm_up_steps
-        return CompressionSchedule() if warms_up else None
-    schedule.check(codec)
-    return schedule

@@ -93,7 +93,6 @@ class Compressor(ABC):
         is_identity: Whether everything travels as it is: only `Fp32`, and what is like it.
         is_scattered: Whether each rank sums a part of a bucket, and whole means are of all of them.
         has_density: Whether it sends a few of many numbers, as `at_density` says.
-        warm_up_steps: Steps before it is what it says it is; see `warmed_up`.
 
     Raises:
         ValueError: For options outside their range, or that exclude each other.
@@ -194,15 +193,6 @@ class Compressor(ABC):
         """See the class."""
         return False
 
-    @property
-    def warm_up_steps(self) -> int:
-        """See the class."""
-        return 0
-
-    def warmed_up(self, step: int) -> Self:
-        """What encodes step 0, 1, ..., counted from when encoding begins."""
-        return self
-
     def at_density(self, density: float) -> Self:
         """The same with another density in (0, 1]; itself where it has none."""
         return self
@@ -293,7 +283,6 @@ class Codec(Compressor):
             must fit into the next step, or one spike would be sent for many.
         block_size: Elements that share statistics. A row that is cut at multiples of it decodes to
             the same numbers. None: the whole row.
-        clip_norm: Largest 2-norm of a rank's own gradient of a tensor; None: any.
         wire_dtype: Of the numbers that a row of bytes begins with, if they are what it decodes to,
             nan included; else None.
 
@@ -326,11 +315,6 @@ class Codec(Compressor):
         """See the class; 1 where each number is encoded for itself."""
         return None
 
-    @property
-    def clip_norm(self) -> float | None:
-        """See the class."""
-        return None
-
     @override
     def check_with(self, setting: Setting) -> None:
         # Bytes of most codecs do not add up, so that no all-reduce can sum them.
@@ -338,11 +322,6 @@ class Codec(Compressor):
             raise ValueError(
                 f"decouple=False all-reduces gradients, and {self.name} encodes each part for its"
                 " owner alone. Leave out one of them."
-            )
-        if not setting.is_of_gradients and self.clip_norm is not None:
-            raise ValueError(
-                f"clip_norm of {self.name} clips whole tensors, and gather='parameters' cuts them:"
-                " set gather='gradients', or leave clip_norm out."
             )
         if not setting.is_of_gradients and self.halves != "reduce":
             self._check_differences()

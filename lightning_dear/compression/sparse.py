@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_dear.compression.codec import Codec, FewOfMany, Kind, Lag, Randomness, field
 from lightning_dear.compression.error_feedback import Encoded, Memory
 from lightning_dear.compression.selectors import SELECTORS, select
-
-RAMP = (0.25, 0.0625, 0.015, 0.004)
-"""Densities before the last one while DGC warms up (Lin et al. 2018, 3.3)."""
 
 SMALLEST_LAGGING_DENSITY = 0.1
 """Of top-k, for differences of parameters: with 1 % of them replicas stay far behind."""
@@ -115,11 +111,11 @@ class TopK(FewOfMany, Codec):
 class DGC(TopK):
     """Deep gradient compression (Lin et al. 2018): top-k of gradients whose momentum is corrected.
 
-    On the wire it is `TopK`. The rest is done before, by a `Velocity` in place of plain feedback; g
-    is clipped to `clip_norm` (section 3.2), u = momentum u + g and
-    v = v + u (3.2, momentum correction), v is encoded, and u and v become 0 where `sent_mask` says
-    that v was sent (3.3, momentum factor masking). The optimizer must have no momentum of its own,
-    and no weight decay, which belongs into u.
+    On the wire it is `TopK`. The rest is done before, by a `Velocity` in place of plain feedback:
+    u = momentum u + g and v = v + u (section 3.2, momentum correction), v is encoded, and u and v
+    become 0 where `sent_mask` says that v was sent (3.3, momentum factor masking). The optimizer
+    must have no momentum of its own, and no weight decay, which belongs into u. Local clipping
+    (3.2) is left out, and warming up (3.3) is a `CompressionSchedule`'s.
 
     Owners select `density` of the sums again, with plain feedback, so that bytes do not grow with
     the number of ranks. (Lin et al. send everybody all that any rank has selected.)
@@ -129,11 +125,9 @@ class DGC(TopK):
     nothing waits, and nothing is masked: SGD with momentum.
 
     Args:
-        density: The last one, once the ramp is over.
+        density: See `FewOfMany`.
+        selector: See `TopK`.
         momentum: m, in [0, 1).
-        clip_norm: Largest 2-norm of a rank's own gradient of a tensor, > 0; None: gradients are not
-            clipped. (Lin et al. clip to 1 / sqrt(number of ranks) of what the mean is clipped to.)
-        warm_up_steps: Steps over which the density goes through `RAMP` (3.3), at least 0.
     """
 
     name: ClassVar[str] = "dgc"
@@ -144,8 +138,6 @@ class DGC(TopK):
     density: float = 0.001
     selector: str = "sampled"
     momentum: float = 0.9
-    clip_norm: float | None = None
-    warm_up_steps: int = 0
 
     @override
     def __post_init__(self) -> None:
@@ -154,12 +146,6 @@ class DGC(TopK):
         super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}.")
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise ValueError(f"clip_norm must be None or finite and > 0, got {self.clip_norm}.")
-        if not isinstance(self.warm_up_steps, int) or self.warm_up_steps < 0:
-            raise ValueError(
-                f"warm_up_steps must be an integer of at least 0, got {self.warm_up_steps!r}."
-            )
 
     @property
     @override
@@ -169,18 +155,6 @@ class DGC(TopK):
     @override
     def worker_memory(self, numel: int, device: torch.device) -> Memory:
         return Velocity(numel, device, momentum=self.momentum)
-
-    @override
-    def warmed_up(self, step: int) -> Self:
-        return self.at_density(self.density_at(step))
-
-    def density_at(self, step: int) -> float:
-        """Density of step 0, 1, ...: four equal parts of the warm-up, never below `density`."""
-        if step < 0:
-            raise ValueError(f"step must be at least 0, got {step}.")
-        if step >= self.warm_up_steps:
-            return self.density
-        return max(self.density, RAMP[step * len(RAMP) // self.warm_up_steps])
 
 
 class Velocity(Memory):

@@ -79,7 +79,7 @@ class CodedExchange(CompressedExchange):
         if reduction is None:
             self._look_for_inf(coded.clear_padding())
             return Sending(partial(self._dense.launch_reduce, bucket))
-        flat = coded.clip(bucket.gradients.float(), scale)
+        flat = coded.own_gradients(bucket.gradients.float())
         return self._encode_rows(
             coded, reduction, scale, flat.view(self.collectives.world_size, -1)
         )
@@ -99,7 +99,7 @@ class CodedExchange(CompressedExchange):
         if not isinstance(reduction, HostsReduction):
             return super().launch_reduce(bucket)
         made: list[Sending] = []
-        coded.clip(bucket.gradients, scale)
+        coded.own_gradients(bucket.gradients)
 
         def encode(sums: Tensor) -> None:
             made.append(as_device_work(self._encode_rows, coded, reduction, scale, sums))

@@ -177,8 +177,7 @@ class CodedBucket(CompressedBucket):
         self._collectives, self._world_size = collectives, world_size
         self.stream = stream
         self._encodes_reduce, self._encodes_gather = map(options.encodes, ("reduce", "gather"))
-        self._clip_norm = keeps.clip_norm
-        self._clears_first = keeps.clip_norm is not None or keeps.brings_momentum
+        self._keeps_momentum = keeps.brings_momentum
         self._make_room()
 
     @override
@@ -206,13 +205,11 @@ class CodedBucket(CompressedBucket):
 
     # --- the reduce half ------------------------------------------------------------------------
 
-    def clip(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
+    def own_gradients(self, gradients: Tensor) -> Tensor:
         """Mutates this rank's own, flat, and returns them: as they are added to others'."""
-        if self._clears_first:
-            # Momentum would keep a nan.
+        if self._keeps_momentum:
+            # It would keep a nan.
             gradients.index_fill_(0, self._padding, 0.0)
-        if self._clip_norm is not None:
-            self._clip(gradients, self._clip_norm, scale)
         return gradients
 
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
@@ -220,16 +217,6 @@ class CodedBucket(CompressedBucket):
         self.worker.compensate(rows, scale)
         # Also where zeros were, since these leave residuals, too.
         rows.view(-1).index_fill_(0, self._worker_padding, 0.0)
-
-    def _clip(self, flat: Tensor, clip_norm: float, scale: Tensor | None) -> None:
-        """Scales each tensor's gradient, this rank's own, to a 2-norm of at most `clip_norm`."""
-        own = [flat[part.offset : part.offset + part.numel] for part in self.spec.slices]
-        # They come multiplied by 1 / world_size and by the loss scale.
-        lengths = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in own]
-        norms = torch.stack(lengths) * self._world_size
-        limit = clip_norm if scale is None else clip_norm * scale
-        factors = (limit / norms.clamp_(min=torch.finfo(norms.dtype).tiny)).clamp_(max=1.0)
-        torch._foreach_mul_(own, list(factors.unbind()))
 
     def clear_padding(self) -> Tensor:
         """The bucket's gradients, where nothing is left of what was decoded into them."""

@@ -51,7 +51,7 @@ CODED = [
     ),
     Mutation(
         "clearing what decoding leaves between parameters before it becomes momentum",
-        "CodedBucket.clip",
+        "CodedBucket.own_gradients",
         "            gradients.index_fill_(0, self._padding, 0.0)\n",
         "            pass\n",
         (f"{FAILURES}::test_the_norm_of_residuals_is_that_of_the_parameters",),

@@ -41,7 +41,7 @@ EXTRA_COMPRESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "oktopk denser": ("oktopk", {"density": 0.1}),
     "oktopk static": ("oktopk", {"mode": "static", "density": 0.05}),
     "topkdsa denser": ("topkdsa", {"density": 0.1}),
-    "dgc clipped": ("dgc", {"density": 0.05, "clip_norm": 0.5}),
+    "dgc denser": ("dgc", {"density": 0.05}),
     "powersgd rank 1": ("powersgd", {"rank": 1}),
 }
 """Name of a case -> compressor and options: what the defaults do not reach."""
