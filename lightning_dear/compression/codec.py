@@ -26,7 +26,7 @@ contractive: |C(x) - x|^2 <= (1 - d) |x|^2 for a d > 0. What is lost is kept and
 gradient (error feedback), so that nothing is lost for good.
 unbiased: E[C(x)] = x. Nothing is kept: with feedback it would diverge.
 vote: only the sign of each number travels, and the majority's sign comes back; with halves="reduce"
-the mean of the signs, with halves="gather" the sign of the mean.
+the mean of the signs.
 """
 
 Lag = Literal["small", "large", "unbounded"]
@@ -43,8 +43,8 @@ turns: As shared, and the same in both halves of a step. Its initial seed is one
 so that whoever draws places can go through all of them in turn.
 """
 
-HALVES = ("both", "reduce", "gather")
-"""Names of what may be encoded: both halves of an exchange, or one of them."""
+HALVES = ("both", "reduce")
+"""Names of what may be encoded: both halves of an exchange, or the first one."""
 
 WIRE_ALIGNMENT = 4
 """Rows of bytes are multiples of this many, so that fp32 fields can be views of them."""
@@ -87,7 +87,7 @@ class Compressor(ABC):
             much effect, beside gradients, as under SGD with that momentum.
         overflows: What else than inf counts as inf, and what to do about it; a sentence, or empty.
         all_reduces: Whether every rank gets the whole mean in backward, and nothing is gathered.
-        halves: What is compressed: "both" halves of an exchange, or one of them.
+        halves: What is compressed: "both" halves of an exchange, or the "reduce" half alone.
         lag: See `Lag`; what is true where nothing else is known.
         allow_lag: Whether a large lag is meant.
         is_identity: Whether everything travels as it is: only `Fp32`, and what is like it.
@@ -304,11 +304,6 @@ class Codec(Compressor):
         if self.halves not in HALVES:
             raise ValueError(f"Unknown halves {self.halves!r}; valid names: {', '.join(HALVES)}.")
         super().__post_init__()
-        if self.brings_momentum and self.halves == "gather":
-            raise ValueError(
-                f"{self.name} keeps momentum of each rank's own gradients, which halves='gather'"
-                " does not encode. Leave halves out."
-            )
 
     @property
     def block_size(self) -> int | None:
@@ -338,8 +333,6 @@ class Codec(Compressor):
                 f"allow_lag of {self.name} has no effect: its replicas are close behind in any"
                 " case. Leave it out."
             )
-        if self.halves == "gather":
-            self._check_differences_alone()
         instead = (
             "set gather='gradients', or halves='reduce' in the compressor, which gathers parameters"
             f" as they are{' (both without allow_lag)' if self.allow_lag else ''}"
@@ -356,15 +349,6 @@ class Codec(Compressor):
                 f"gather='parameters' sends differences of parameters, and with {self.name} the"
                 " weights that ranks compute with stay visibly behind those that their owners"
                 f" step: {instead}, or allow_lag=True in it."
-            )
-
-    def _check_differences_alone(self) -> None:
-        """The same where nothing else is encoded."""
-        # What a difference does not bring is in the next one, without any residual.
-        if not self.has_feedback and self.kind == "contractive":
-            raise ValueError(
-                f"error_feedback=False of {self.name} has no effect on differences of parameters,"
-                " of which the next one has what this one does not bring. Leave it out."
             )
 
     def _or_denser(self) -> str:

@@ -158,10 +158,3 @@ class LoCo(Int4):
         if not self.has_feedback:
             return feedback.Memory(numel, device)
         return feedback.Residual(numel, device, self.rate)
-
-    @override
-    def _check_differences_alone(self) -> None:
-        raise ValueError(
-            "loco with halves='gather' and gather='parameters' keeps no feedback, which is all"
-            " that it has beyond int4: use int4, or leave halves out."
-        )

@@ -83,15 +83,12 @@ class HostsReduction(Reduction):
     gathered during backward where there is a codec.
 
     Args:
-        codec: That encodes.
         collectives: What moves the bytes; it has two hops.
         outgoing: [number of hosts, nbytes] uint8, contiguous: row h is for host h.
         bucket: What is summed, within the host in its scratch.
     """
 
-    def __init__(
-        self, codec: Codec, collectives: Collectives, outgoing: Tensor, bucket: Bucket
-    ) -> None:
+    def __init__(self, collectives: Collectives, outgoing: Tensor, bucket: Bucket) -> None:
         self._collectives, self._outgoing, self._bucket = collectives, outgoing, bucket
         self.wires = torch.empty_like(outgoing)
         self.rows = slice(0, len(outgoing))
@@ -134,15 +131,14 @@ class CodedBucket(CompressedBucket):
             for host h. In the gather half row r is what rank r has encoded of its shard. By then
             what was sent has arrived.
         nbytes: Of the whole bucket, encoded.
-        reduction: What brings it to the owners; None: gradients travel as they are.
-        votes: Whether gradients are voted on.
+        reduction: What brings it to the owners.
         is_sent_back: Whether what is gathered is encoded.
         most: Larger numbers are refused, since more than one further step would have to send them.
     """
 
     codec: Codec
     configured: Codec
-    reduction: Reduction | None
+    reduction: Reduction
 
     def __init__(
         self,
@@ -160,14 +156,13 @@ class CodedBucket(CompressedBucket):
         keeps = options.codec if has_momentum else codec
         device, numel = bucket.gradients.device, bucket.gradients.numel()
         world_size = collectives.world_size
-        worker = owner = Memory(0, device)
+        owner = Memory(0, device)
         # In two hops a rank encodes the shards of those that have its place on their hosts.
         self._together, shard = options.ranks_together(collectives), numel // world_size
         places = range(collectives.rank % self._together, world_size, self._together)
         encoded = [slice(place * shard, (place + 1) * shard) for place in places]
-        if options.encodes("reduce"):
-            worker = keeps.worker_memory(shard * len(places), device)
-        if options.encodes("gather") and not bucket.lags:
+        worker = keeps.worker_memory(shard * len(places), device)
+        if options.encodes_both and not bucket.lags:
             # What differences of parameters have not brought is in the next ones.
             owner = codec.owner_memory(shard, device)
         # What a plan does not encode keeps what it has, as in a dense step.
@@ -176,7 +171,7 @@ class CodedBucket(CompressedBucket):
         super().__init__(bucket, used, worker, owner, world_size, parts)
         self._collectives, self._world_size = collectives, world_size
         self.stream = stream
-        self._encodes_reduce, self._encodes_gather = map(options.encodes, ("reduce", "gather"))
+        self._encodes_both = options.encodes_both
         self._keeps_momentum = keeps.brings_momentum
         self._make_room()
 
@@ -184,18 +179,16 @@ class CodedBucket(CompressedBucket):
     def _make_room(self) -> None:
         # Once for each codec, not for each step: nothing else changes what follows from it.
         world_size, num_rows = self._world_size, self._world_size // self._together
-        self.is_sent_back = self._encodes_gather and not self.codec.is_identity
+        self.is_sent_back = self._encodes_both and not self.codec.is_identity
         row_nbytes = self.codec.wire_bytes(self.spec.padded_numel // world_size)
         self.nbytes = world_size * row_nbytes
         shape = world_size if self.is_sent_back else num_rows, row_nbytes
         self.outgoing = self.bucket.gradients.new_empty(shape, dtype=torch.uint8)
-        self.reduction = None
-        if self._encodes_reduce and self._together > 1:
-            place = self._collectives, self.outgoing[:num_rows]
-            self.reduction = HostsReduction(self.codec, *place, self.bucket)
-        elif self._encodes_reduce:
+        if self._together > 1:
+            outgoing = self.outgoing[:num_rows]
+            self.reduction = HostsReduction(self._collectives, outgoing, self.bucket)
+        else:
             self.reduction = Reduction(self.codec, self._collectives, self.outgoing)
-        self.votes = self._encodes_reduce and self.codec.votes
         self.most = 2 * self.codec.largest if self.codec.has_feedback else math.inf
 
     @override
@@ -218,16 +211,13 @@ class CodedBucket(CompressedBucket):
         # Also where zeros were, since these leave residuals, too.
         rows.view(-1).index_fill_(0, self._worker_padding, 0.0)
 
-    def clear_padding(self) -> Tensor:
-        """The bucket's gradients, where nothing is left of what was decoded into them."""
-        return self.bucket.gradients.index_fill_(0, self._padding, 0.0)
-
-    def encode_reduce(self, reduction: Reduction, rows: Tensor, scale: Tensor | None) -> Sending:
+    def encode_reduce(self, rows: Tensor, scale: Tensor | None) -> Sending:
         """Encodes what `compensate` has left into `outgoing`."""
+        reduction, votes = self.reduction, self.codec.votes
         outgoing = self.outgoing[: len(rows)]
         encoded = self._encode("reduce", rows, outgoing)
         self.worker.note_sent(rows, outgoing, encoded, scale)
-        decode = partial(self._sum, reduction, encoded, scale, votes=self.votes)
+        decode = partial(self._sum, reduction, encoded, scale, votes=votes)
         return Sending(partial(reduction.launch, self.stream), decode)
 
     def _sum(

@@ -62,14 +62,15 @@ class ExchangeOptions(Setting):
         """Whether every rank gets whole means during backward, and nothing is gathered."""
         return not self.decouple or (self.codec is not None and self.codec.all_reduces)
 
-    def encodes(self, half: str) -> bool:
-        """Whether the "reduce" or the "gather" half is encoded."""
-        return self.codec is not None and self.codec.halves in ("both", half)
+    @cached_property
+    def encodes_both(self) -> bool:
+        """Whether what is gathered is encoded, too."""
+        return self.codec is not None and self.codec.halves == "both"
 
     @cached_property
     def encodes_differences(self) -> bool:
         """Whether what is gathered is how far replicas are behind their owners, encoded."""
-        return not self.is_of_gradients and self.encodes("gather")
+        return not self.is_of_gradients and self.encodes_both
 
     def codec_of(self, name: str, num_dimensions: int) -> Codec | None:
         """What encodes the tensor of this name, row by row; None: nothing does."""
@@ -128,7 +129,7 @@ class ExchangeOptions(Setting):
         1, each its own gradients: in one hop; if gradients are not encoded; if a codec votes, or
         does not encode row by row.
         """
-        is_summed = collectives.hops == 2 and self.encodes_row_by_row and self.encodes("reduce")
+        is_summed = collectives.hops == 2 and self.encodes_row_by_row
         return ranks_on_each_host(collectives.hosts) if is_summed else 1
 
     @cached_property

@@ -157,7 +157,7 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
     if own == 1 or options.all_reduces:
         return
     layout = f"{len(set(collectives.hosts))} hosts of {own} ranks or more"
-    is_of_hosts = options.ranks_together(collectives) > 1 or not options.encodes("reduce")
+    is_of_hosts = options.ranks_together(collectives) > 1 or options.codec is None
     if collectives.hops == 2 and is_of_hosts:
         rank_zero_info(f"{layout}: shards travel in two hops, within hosts and between them.")
         return
@@ -172,9 +172,9 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
     is_gloo = collectives.reads_flags_freely
     if collectives.hops == 2 and options.codec is not None:
         why = f"{options.codec.name} encodes what a rank has itself, not a host's sum"
-    elif not (is_gloo or options.encodes("reduce")):
+    elif options.codec is None and not is_gloo:
         times, why = 2.0, "NCCL's all-reduce may use trees, both halves not"
-    is_helped = options.encodes_row_by_row or not options.encodes("reduce")
+    is_helped = options.encodes_row_by_row or options.codec is None
     has_choice = collectives.hops == 1 and ranks_on_each_host(collectives.hosts) > 1 and is_helped
     or_hops = ", or leave out hops=1" if has_choice and is_gloo else ""
     rank_zero_warn(

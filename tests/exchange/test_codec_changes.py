@@ -154,7 +154,7 @@ def test_another_rate_sends_as_much_of_what_was_left() -> None:
     for codec, other, rate in (
         (LoCo(rate=0.2), Int4(block_size=64), 1.0),
         (TopK(density=0.05), LoCo(rate=0.2), 0.2),
-        (LoCo(rate=0.2, halves="gather"), LoCo(rate=0.8, halves="gather"), 0.8),
+        (LoCo(rate=0.2), LoCo(rate=0.8), 0.8),
     ):
         run, resumed = (Run(ExchangeOptions("gradients", codec=one)) for one in (codec, other))
         for _ in range(4):

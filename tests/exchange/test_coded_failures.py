@@ -54,8 +54,8 @@ CODECS = (
     TopK(density=0.05),
     SignSGD(),
     QSGD(),
-    Int8(halves="gather"),
-    Bf16(halves="gather"),
+    Int8(halves="reduce"),
+    Bf16(),
     RandomK(density=0.1),
 )
 
@@ -316,23 +316,14 @@ def test_ranks_with_other_compressors_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DGC(halves="gather"), "does not encode"),
-        (lambda: Signum(halves="gather"), "does not encode"),
         (lambda: DGC(error_feedback=False, allow_biased=True), "form of error feedback"),
         (lambda: DGC(error_feedback=False), "form of error feedback"),
         (lambda: ExchangeOptions("gradients", codec=TopK(allow_lag=True)), "no effect here"),
-        (
-            lambda: ExchangeOptions(
-                codec=Int8(halves="gather", error_feedback=False, allow_biased=True)
-            ),
-            "no effect on differences",
-        ),
         (lambda: Int8(allow_biased=True), "set error_feedback=False with it"),
         (lambda: PowerSGD(allow_biased=True, error_feedback=True), "has no effect with"),
         (lambda: QSGD(allow_biased=True, error_feedback=False), "it is unbiased"),
         (lambda: SignSGD(allow_biased=True), "it is vote"),
         (lambda: LoCo(rate=0.5, **WITHOUT_FEEDBACK), "rate of loco has no effect"),
-        (lambda: ExchangeOptions(codec=LoCo(halves="gather")), "use int4, or leave halves out"),
         (lambda: ExchangeOptions(codec=Int8(allow_lag=True)), "close behind in any case"),
         (lambda: ExchangeOptions(codec=TopK(allow_lag=True)), "set a density of at least 0.1"),
         (

@@ -35,7 +35,7 @@ def _said(act: Callable[[], object]) -> list[str]:
     [
         (ExchangeOptions(codec=LAGGING), "topk"),
         (ExchangeOptions(codec=EFSignSGD(allow_lag=True)), "efsignsgd"),
-        (ExchangeOptions(codec=OneBit(allow_lag=True, halves="gather")), "onebit"),
+        (ExchangeOptions(codec=OneBit(allow_lag=True)), "onebit"),
         (ExchangeOptions(codec=OneBit(allow_lag=True), groups=(("a", LAGGING),)), "onebit, topk"),
     ],
 )

@@ -33,8 +33,6 @@ VARIANTS = ("plain", "clip", "accumulate", "16bit", "resumed")
 
 EXTRA_COMPRESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4 one way": ("int4", {"halves": "reduce"}),
-    "int4 back": ("int4", {"halves": "gather", "allow_lag": True}),
-    "int8 back": ("int8", {"halves": "gather"}),
     "topk one way": ("topk", {"halves": "reduce"}),
     "topk lagging": ("topk", {"density": 0.3, "allow_lag": True}),
     "randomk dense": ("randomk", {"density": 0.2}),
