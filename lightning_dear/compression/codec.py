@@ -77,8 +77,7 @@ class Compressor(ABC):
 
     Args:
         error_feedback: Whether what is lost is added to the next gradient; None: as `kind` asks
-            for, which is True for contractive compressors only.
-        allow_biased: Lets a contractive one go without feedback, so that what is lost is lost.
+            for, which is True for contractive compressors only. False: what these lose is lost.
 
     Attributes:
         name: In the table of compressors.
@@ -106,7 +105,6 @@ class Compressor(ABC):
     overflows: ClassVar[str] = ""
 
     error_feedback: bool | None = None
-    allow_biased: bool = False
 
     def __post_init__(self) -> None:
         """Check what all have in common; subclasses call it first."""
@@ -115,21 +113,6 @@ class Compressor(ABC):
             raise ValueError(
                 f"{self.name} is {self.kind}: error feedback diverges with such a codec. Leave"
                 " error_feedback out."
-            )
-        if self.error_feedback is False and self.kind == "contractive" and not self.allow_biased:
-            raise ValueError(
-                f"{self.name} without error feedback loses a part of every gradient for good."
-                " Leave error_feedback out, or set allow_biased=True if that is meant."
-            )
-        if self.allow_biased and self.kind != "contractive":
-            raise ValueError(
-                f"allow_biased=True of {self.name} has no effect: it is {self.kind}, and goes"
-                " without feedback in any case. Leave allow_biased out."
-            )
-        if self.allow_biased and self.has_feedback:
-            raise ValueError(
-                f"allow_biased=True of {self.name} has no effect with error feedback. Leave"
-                " allow_biased out, or set error_feedback=False with it if that is meant."
             )
 
     def _check_numbers_and_names(self) -> None:
@@ -269,7 +252,6 @@ class Codec(Compressor):
     Args:
         halves: What is encoded; the other half travels as it is.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
         allow_lag: Lets gather="parameters" encode differences with a codec whose `lag` is large.
 
     Attributes:

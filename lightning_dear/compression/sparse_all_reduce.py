@@ -159,7 +159,6 @@ class TopkA(ByThreshold):
         density: See `SparseAllReduce`.
         tau_prime: See `ByThreshold`.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
     """
 
     name: ClassVar[str] = "topka"
@@ -181,7 +180,6 @@ class Gaussiank(SparseAllReduce):
     Args:
         density: See `SparseAllReduce`.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
     """
 
     name: ClassVar[str] = "gaussiank"
@@ -224,7 +222,6 @@ class TopkDSA(ByThreshold):
         density: See `SparseAllReduce`.
         tau_prime: See `ByThreshold`.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
     """
 
     name: ClassVar[str] = "topkdsa"
@@ -256,7 +253,6 @@ class GTopk(ByThreshold):
         density: See `SparseAllReduce`.
         tau_prime: See `ByThreshold`.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
     """
 
     name: ClassVar[str] = "gtopk"
@@ -326,7 +322,6 @@ class OkTopk(ByThreshold):
         momentum: m, in [0, 1). Above 0 what is added to the residual is u = m u + gradient / P, and
             u, too, is cleared where it has arrived, as in DGC; the optimizer must have none then.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
 
     Raises:
         ValueError: For options outside their range.

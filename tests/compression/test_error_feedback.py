@@ -156,9 +156,7 @@ def test_what_is_discarded_leaves_no_trace(codec: Codec) -> None:
         assert torch.equal(kept, other.kept[name])
 
 
-@pytest.mark.parametrize(
-    "codec", [QSGD(), SignSGD(), Int8(error_feedback=False, allow_biased=True)]
-)
+@pytest.mark.parametrize("codec", [QSGD(), SignSGD(), Int8(error_feedback=False)])
 def test_without_feedback_nothing_is_kept(codec: Codec) -> None:
     assert not codec.worker_memory(NUMEL, CPU).kept
     assert not codec.owner_memory(NUMEL, CPU).kept

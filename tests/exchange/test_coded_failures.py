@@ -25,7 +25,6 @@ from lightning_dear.compression import (
     Int8,
     LoCo,
     OkTopk,
-    PowerSGD,
     RandomK,
     SignSGD,
     Signum,
@@ -59,7 +58,7 @@ CODECS = (
     RandomK(density=0.1),
 )
 
-WITHOUT_FEEDBACK: dict[str, Any] = {"error_feedback": False, "allow_biased": True}
+WITHOUT_FEEDBACK: dict[str, Any] = {"error_feedback": False}
 
 
 def _backward_of_inf(run: Run, value: float) -> None:
@@ -316,13 +315,8 @@ def test_ranks_with_other_compressors_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DGC(error_feedback=False, allow_biased=True), "form of error feedback"),
         (lambda: DGC(error_feedback=False), "form of error feedback"),
         (lambda: ExchangeOptions("gradients", codec=TopK(allow_lag=True)), "no effect here"),
-        (lambda: Int8(allow_biased=True), "set error_feedback=False with it"),
-        (lambda: PowerSGD(allow_biased=True, error_feedback=True), "has no effect with"),
-        (lambda: QSGD(allow_biased=True, error_feedback=False), "it is unbiased"),
-        (lambda: SignSGD(allow_biased=True), "it is vote"),
         (lambda: LoCo(rate=0.5, **WITHOUT_FEEDBACK), "rate of loco has no effect"),
         (lambda: ExchangeOptions(codec=Int8(allow_lag=True)), "close behind in any case"),
         (lambda: ExchangeOptions(codec=TopK(allow_lag=True)), "set a density of at least 0.1"),

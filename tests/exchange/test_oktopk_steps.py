@@ -202,7 +202,7 @@ def test_a_new_plan_has_regions_after_its_first_step() -> None:
         ({"error_feedback": False}, "oktopk without error feedback"),
         ({"momentum": 1.0}, r"momentum of oktopk must be in \[0, 1\)"),
         (
-            {"momentum": 0.9, "error_feedback": False, "allow_biased": True},
+            {"momentum": 0.9, "error_feedback": False},
             "keeps momentum of what it has not sent",
         ),
         ({"mode": "dynamic"}, "Unknown mode 'dynamic' of oktopk; valid names: exact, static"),
