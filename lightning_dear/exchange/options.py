@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.collectives.hosts import ranks_on_each_host
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec, Compressor, SparseAllReduce
@@ -108,15 +106,6 @@ class ExchangeOptions(Setting):
                 f"{what} works with one optimizer, and there are {num_optimizers}: two optimizers'"
                 " all-reduces could start in another order on other ranks. Leave it out."
             )
-        # A delayed message stands for a slow link; an all-reduce has messages of its own.
-        holds_all = not (self.all_reduces or self.is_scattered)
-        if not holds_all and message_delay_s() and collectives.rank == 0:
-            which = "all that is sent here" if self.all_reduces else "how ranks agree on thresholds"
-            warnings.warn(
-                f"{MESSAGE_DELAY_VARIABLE} does not hold back all-reduces, which are {which}: unset"
-                " it, or compare with nothing else.",
-                stacklevel=2,
-            )
 
     @cached_property
     def is_scattered(self) -> bool:
@@ -172,6 +161,4 @@ def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> s
         )
     if not is_one_optimizer:
         return "two optimizers' all-reduces could start in another order on other ranks"
-    if message_delay_s():
-        return f"{MESSAGE_DELAY_VARIABLE} would not hold back their messages"
     return None
