@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +14,6 @@ from typing_extensions import override
 from lightning_dear.compression import Compressor, Fp32, resolve_compressor
 from lightning_dear.compression.groups import groups_of
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BayesianFusion, FusionPlanner
 
 
@@ -98,26 +96,18 @@ class CompressionSchedule(Callback):
                 " stepped with the same learning rate as gradients. Leave dense_steps out."
             )
 
-    def check_use(self, planner: FusionPlanner, options: ExchangeOptions) -> None:
-        """Refuses what would not go with all codecs that `options.codec` becomes.
+    def check_use(self, planner: FusionPlanner) -> None:
+        """Refuses what would not go with all codecs that the configured one becomes.
 
         Raises:
-            ValueError: For densities that `options` would not allow from the first step on, and a
-                planner that would measure steps of another codec than most will have.
+            ValueError: For a planner that would measure steps of another codec than most will have.
         """
-        codec = options.codec
-        assert codec is not None
         if isinstance(planner, BayesianFusion) and (self._dense_steps or self._densities):
             raise ValueError(
                 "fusion='bayesian' measures the first steps, in which the compression schedule"
                 " sends other bytes than later. Use fusion='mergecomp', which measures the"
                 " compressor itself, or 'threshold'."
             )
-        for step, density in self._densities.items():
-            try:
-                replace(options, codec=codec.at_density(density))
-            except ValueError as error:
-                raise ValueError(f"densities={{{step}: {density}}}: {error}") from error
 
     def codec_at(self, codec: Compressor, step: int) -> Compressor:
         """What encodes optimizer step `step`, counted from 0."""

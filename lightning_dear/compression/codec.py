@@ -29,9 +29,9 @@ vote: only the sign of each number travels, and the majority's sign comes back; 
 the mean of the signs.
 """
 
-Lag = Literal["small", "large", "unbounded"]
+Lag = Literal["small", "unbounded"]
 """How far replicas stay behind the owner's parameters if differences are encoded, which is what
-gather="parameters" does: about 1 % of the weights' norm or less, more, or ever more."""
+gather="parameters" does: about 1 % of the weights' norm or less, or so far that it is refused."""
 
 Randomness = Literal["none", "private", "shared", "turns"]
 """Which generator a codec is given.
@@ -88,7 +88,6 @@ class Compressor(ABC):
         all_reduces: Whether every rank gets the whole mean in backward, and nothing is gathered.
         halves: What is compressed: "both" halves of an exchange, or the "reduce" half alone.
         lag: See `Lag`; what is true where nothing else is known.
-        allow_lag: Whether a large lag is meant.
         is_identity: Whether everything travels as it is: only `Fp32`, and what is like it.
         is_scattered: Whether each rank sums a part of a bucket, and whole means are of all of them.
         has_density: Whether it sends a few of many numbers, as `at_density` says.
@@ -171,11 +170,6 @@ class Compressor(ABC):
         """See the class."""
         return "unbounded"
 
-    @property
-    def allow_lag(self) -> bool:
-        """See the class."""
-        return False
-
     def at_density(self, density: float) -> Self:
         """The same with another density in (0, 1]; itself where it has none."""
         return self
@@ -252,7 +246,6 @@ class Codec(Compressor):
     Args:
         halves: What is encoded; the other half travels as it is.
         error_feedback: See `Compressor`.
-        allow_lag: Lets gather="parameters" encode differences with a codec whose `lag` is large.
 
     Attributes:
         randomness: See `Randomness`.
@@ -279,7 +272,6 @@ class Codec(Compressor):
     wire_dtype: ClassVar[torch.dtype | None] = None
 
     halves: str = "both"
-    allow_lag: bool = False
 
     @override
     def __post_init__(self) -> None:
@@ -300,42 +292,13 @@ class Codec(Compressor):
                 f"decouple=False all-reduces gradients, and {self.name} encodes each part for its"
                 " owner alone. Leave out one of them."
             )
-        if not setting.is_of_gradients and self.halves != "reduce":
-            self._check_differences()
-        elif self.allow_lag:
-            raise ValueError(
-                f"allow_lag of {self.name} has no effect here, where no differences of parameters"
-                f" are encoded. Leave it out{self._or_denser()}."
-            )
-
-    def _check_differences(self) -> None:
-        """Refuses to send differences of parameters where replicas would stay too far behind."""
-        if self.lag == "small" and self.allow_lag:
-            raise ValueError(
-                f"allow_lag of {self.name} has no effect: its replicas are close behind in any"
-                " case. Leave it out."
-            )
-        instead = (
-            "set gather='gradients', or halves='reduce' in the compressor, which gathers parameters"
-            f" as they are{' (both without allow_lag)' if self.allow_lag else ''}"
-        )
         # What replicas are behind by is what ranks compute a wrong gradient for.
-        if self.lag == "unbounded":
+        if not setting.is_of_gradients and self.halves == "both" and self.lag != "small":
             raise ValueError(
-                f"gather='parameters' sends differences of parameters, and with {self.name} as it"
-                f" is set ranks would fall ever further behind their owners: {instead}"
-                f"{self._or_denser()}."
+                f"gather='parameters' sends differences of parameters, and with {self.name} ranks"
+                " would fall far behind their owners: set gather='gradients', or halves='reduce' in"
+                " the compressor, which gathers parameters as they are."
             )
-        if self.lag == "large" and not self.allow_lag:
-            raise ValueError(
-                f"gather='parameters' sends differences of parameters, and with {self.name} the"
-                " weights that ranks compute with stay visibly behind those that their owners"
-                f" step: {instead}, or allow_lag=True in it."
-            )
-
-    def _or_denser(self) -> str:
-        """What else to do, if differences could be encoded with more numbers in them."""
-        return ""
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:

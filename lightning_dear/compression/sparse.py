@@ -9,12 +9,9 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.codec import Codec, FewOfMany, Kind, Lag, Randomness, field
+from lightning_dear.compression.codec import Codec, FewOfMany, Kind, Randomness, field
 from lightning_dear.compression.error_feedback import Encoded, Memory
 from lightning_dear.compression.selectors import SELECTORS, select
-
-SMALLEST_LAGGING_DENSITY = 0.1
-"""Of top-k, for differences of parameters: with 1 % of them replicas stay far behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +46,6 @@ class TopK(FewOfMany, Codec):
             raise ValueError(
                 f"Unknown selector {self.selector!r}; valid names: {', '.join(SELECTORS)}."
             )
-
-    @property
-    @override
-    def lag(self) -> Lag:
-        return "large" if self.density >= SMALLEST_LAGGING_DENSITY else "unbounded"
-
-    @override
-    def _or_denser(self) -> str:
-        # DGC stays behind at any density.
-        never_lags = self.lag != "unbounded" or self.halves == "reduce"
-        if never_lags or self.at_density(1.0).lag == "unbounded":
-            return ""
-        least = f"{SMALLEST_LAGGING_DENSITY}{'' if self.allow_lag else ' and allow_lag=True'}"
-        return f", or for gather='parameters' set a density of at least {least}"
 
     @override
     def wire_bytes(self, numel: int) -> int:
@@ -132,8 +115,6 @@ class DGC(TopK):
 
     name: ClassVar[str] = "dgc"
     brings_momentum: ClassVar[bool] = True
-    # Its momentum belongs to gradients.
-    lag: ClassVar[Lag] = "unbounded"
 
     density: float = 0.001
     selector: str = "sampled"

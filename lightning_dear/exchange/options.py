@@ -136,10 +136,7 @@ class ExchangeOptions(Setting):
 def default_gather(codec: Compressor | None, groups: Groups = ()) -> str:
     """What travels back if nobody says: parameters, unless a codec cannot send differences."""
     codecs = [] if codec is None else [codec, *(other for _, other in groups)]
-    send_differences = all(
-        one.halves == "reduce" or one.lag == "small" or (one.lag == "large" and one.allow_lag)
-        for one in codecs
-    )
+    send_differences = all(one.halves == "reduce" or one.lag == "small" for one in codecs)
     return "parameters" if send_differences else "gradients"
 
 

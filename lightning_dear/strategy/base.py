@@ -83,7 +83,7 @@ class PipelineStrategy(ABC):
         self._fusion = resolve_fusion(given["fusion"], given["bucket_cap_mb"])
         refusals.check_planner(self._fusion, self._options)
         if schedule is not None:
-            schedule.check_use(self._fusion, self._options)
+            schedule.check_use(self._fusion)
         self.compression_schedule = schedule
 
     def _begin_attempt(self) -> None:
@@ -121,7 +121,6 @@ class PipelineStrategy(ABC):
         Collective, blocks.
         """
         refusals.say_what_is_gathered(self._gather, self._options)
-        refusals.warn_of_lag(self._options)
         pipeline = Pipeline(
             module,
             optimizers,

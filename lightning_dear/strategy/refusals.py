@@ -184,22 +184,6 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
     )
 
 
-def warn_of_lag(options: ExchangeOptions) -> None:
-    """Warns, once, of weights that stay visibly behind, although somebody has allowed that."""
-    codecs = (options.codec, *(codec for _, codec in options.groups))
-    # Where it has no effect, allow_lag is refused.
-    names = dict.fromkeys(codec.name for codec in codecs if codec is not None and codec.allow_lag)
-    if names:
-        rank_zero_warn(
-            f"allow_lag=True of {', '.join(names)}: the weights that ranks compute with, validate"
-            " and save stay visibly behind the masters that their owners step, by what messages"
-            " have not brought yet. Watch that lag, relative to the norm of the weights:"
-            " DearMonitor logs it as dear/lag, and strategy.encoding_figures() returns it."
-            " strategy.sync_replicas() makes both equal, as before weights are exported;"
-            " gather='gradients' without allow_lag has no lag."
-        )
-
-
 def explain(exception: BaseException) -> None:
     """Adds what to do instead, if a method of DistributedDataParallel was looked for in vain."""
     if isinstance(exception, AttributeError) and str(exception).endswith("attribute 'no_sync'"):

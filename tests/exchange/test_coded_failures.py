@@ -44,6 +44,7 @@ from lightning_dear.planning import (
 )
 from lightning_dear.strategy.refusals import check_planner
 from tests.distributed.harness import distributed
+from tests.training.lagging import LaggingTopK
 from tests.training.linear import Run, gradients_of
 from tests.training.models import weights
 
@@ -295,7 +296,7 @@ def test_planners_that_measure_dense_messages_are_refused(planner: FusionPlanner
 def test_an_update_that_is_not_finite_shows_on_all_ranks() -> None:
     """Encoded as a difference, it would be hidden, and hold up its block."""
     selectors = ("exact", "sampled")
-    sparse = [TopK(density=0.5, selector=name, allow_lag=True) for name in selectors]
+    sparse = [LaggingTopK(density=0.5, selector=name) for name in selectors]
     for codec in (Int8(), Bf16(), *sparse):
         run = Run(ExchangeOptions("parameters", codec=codec))
         run.step()
@@ -316,14 +317,7 @@ def test_ranks_with_other_compressors_are_refused() -> None:
     ("make", "message"),
     [
         (lambda: DGC(error_feedback=False), "form of error feedback"),
-        (lambda: ExchangeOptions("gradients", codec=TopK(allow_lag=True)), "no effect here"),
         (lambda: LoCo(rate=0.5, **WITHOUT_FEEDBACK), "rate of loco has no effect"),
-        (lambda: ExchangeOptions(codec=Int8(allow_lag=True)), "close behind in any case"),
-        (lambda: ExchangeOptions(codec=TopK(allow_lag=True)), "set a density of at least 0.1"),
-        (
-            lambda: ExchangeOptions("gradients", codec=TopK(allow_lag=True)),
-            "set a density of at least 0.1",
-        ),
     ],
 )
 def test_options_without_effect_are_refused(make: Callable[[], object], message: str) -> None:

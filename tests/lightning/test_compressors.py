@@ -262,7 +262,7 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
             "int8 is none",
         ),
         ({"compressor": "int8", "fusion": "auto"}, "int8 encodes"),
-        ({"compressor": "topk", "gather": "parameters"}, "ever further behind"),
+        ({"compressor": "topk", "gather": "parameters"}, "fall far behind"),
         ({"compressor": "powersgd", "gather": "parameters"}, "whole mean gradient"),
         ({"compressor": "powersgd", "fusion": "mergecomp"}, "makes all-reduces instead"),
         ({"compressor": "oktopk", "fusion": "mergecomp"}, "other thresholds and regions"),

@@ -306,16 +306,6 @@ CODED = [
         (f"{SCHEDULE}::test_a_schedule_is_driven_for_one_fit",),
     ),
     Mutation(
-        "warning of weights that stay behind",
-        "PipelineStrategy._new_pipeline",
-        "        refusals.warn_of_lag(self._options)\n",
-        "",
-        (
-            f"{LAG_WARNING}::test_rank_0_says_it_once_a_fit",
-            f"{LAG_WARNING}::test_fabric_says_it_too",
-        ),
-    ),
-    Mutation(
         "warning of clipped votes",
         "warn_of_votes",
         "    if codec is None or not codec.votes or rank:\n",

@@ -34,7 +34,6 @@ VARIANTS = ("plain", "clip", "accumulate", "16bit", "resumed")
 EXTRA_COMPRESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4 one way": ("int4", {"halves": "reduce"}),
     "topk one way": ("topk", {"halves": "reduce"}),
-    "topk lagging": ("topk", {"density": 0.3, "allow_lag": True}),
     "randomk dense": ("randomk", {"density": 0.2}),
     "oktopk denser": ("oktopk", {"density": 0.1}),
     "oktopk static": ("oktopk", {"mode": "static", "density": 0.05}),
