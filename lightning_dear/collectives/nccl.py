@@ -14,8 +14,8 @@ from lightning_dear.collectives.work import Collectives, Parts, Work, shard_of
 
 # torch 2.13 renamed both; the old names warn there and are the only ones before it.
 _IS_RENAMED = hasattr(dist, "reduce_scatter_single")
-_REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_tensor"
-_ALL_GATHER = "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_tensor"
+ALL_GATHER = "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor"
 
 
 class NativeCollectives(Collectives):
@@ -49,7 +49,7 @@ class NativeCollectives(Collectives):
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        waits = self.start(_REDUCE_SCATTER, self.reduce_group, own, buffer)
+        waits = self.start(REDUCE_SCATTER, self.reduce_group, own, buffer)
         self.ledger.reduce_scatter_bytes += self.ring_bytes(buffer)
         finish = None if out.dtype == own.dtype else partial(out.copy_, own)
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits, finish)
@@ -70,7 +70,7 @@ class NativeCollectives(Collectives):
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
-        waits = self.start(_ALL_GATHER, self.gather_group, buffer, own)
+        waits = self.start(ALL_GATHER, self.gather_group, buffer, own)
         self.ledger.all_gather_bytes += self.ring_bytes(buffer)
         return self.new_work("all_gather", f"bucket {bucket}", waits)
 
