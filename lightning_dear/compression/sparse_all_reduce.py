@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import ClassVar
 
@@ -270,12 +270,6 @@ MODES = ("exact", "static")
 NUM_FIRST_STEPS = 64
 """Steps at the beginning in each of which regions are made anew: residuals still grow."""
 
-_OF_EXACT_MODE = {
-    "tau_prime": "thresholds are exact in every step",
-    "owner_cap": "an owner keeps k / P numbers",
-}
-"""Option that mode "static" does not have -> why."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class OkTopk(ByThreshold):
@@ -345,8 +339,13 @@ class OkTopk(ByThreshold):
             raise ValueError(
                 f"Unknown mode {self.mode!r} of oktopk; valid names: {', '.join(MODES)}."
             )
-        if self.is_static:
-            self._check_static()
+        of_exact = self.tau_prime, self.owner_cap
+        if self.is_static and of_exact != (OkTopk.tau_prime, OkTopk.owner_cap):
+            raise ValueError(
+                "tau_prime and owner_cap of oktopk have no effect with mode='static', in which"
+                " thresholds are exact in every step and an owner keeps k / P numbers. Leave them"
+                " out."
+            )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum of oktopk must be in [0, 1), got {self.momentum}.")
         if self.momentum and not self.has_feedback:
@@ -358,14 +357,6 @@ class OkTopk(ByThreshold):
             cap = getattr(self, name)
             if not cap >= 1:
                 raise ValueError(f"{name} of oktopk must be at least 1, got {cap!r}.")
-
-    def _check_static(self) -> None:
-        for one in fields(self):
-            if one.name in _OF_EXACT_MODE and getattr(self, one.name) != one.default:
-                raise ValueError(
-                    f"{one.name} of oktopk has no effect with mode='static', in which"
-                    f" {_OF_EXACT_MODE[one.name]}. Leave it out."
-                )
 
     @property
     @override

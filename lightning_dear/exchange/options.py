@@ -11,9 +11,6 @@ from lightning_dear.compression import Codec, Compressor, SparseAllReduce
 from lightning_dear.compression.codec import Setting
 from lightning_dear.compression.groups import Groups, check_groups, codec_for
 
-GATHERS = ("parameters", "gradients")
-"""Names of what an all-gather may carry."""
-
 
 @dataclass(frozen=True)
 class ExchangeOptions(Setting):
@@ -24,15 +21,13 @@ class ExchangeOptions(Setting):
         groups: Other codecs for some tensors.
 
     Raises:
-        ValueError: For unknown names, a depth below 1, and options that exclude each other.
+        ValueError: For a depth below 1, and options that exclude each other.
     """
 
     codec: Compressor | None = None
     groups: Groups = ()
 
     def __post_init__(self) -> None:
-        if self.gather not in GATHERS:
-            raise ValueError(f"Unknown gather {self.gather!r}; valid names: {', '.join(GATHERS)}.")
         if self.depth is not None and (not isinstance(self.depth, int) or self.depth < 1):
             raise ValueError(
                 f"gather_depth must be an integer >= 1, or None for no limit; got {self.depth!r}."
