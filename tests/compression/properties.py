@@ -204,7 +204,7 @@ PROPERTIES: dict[str, Properties] = {
     ),
     "natural": OfRows(
         formula="|x| becomes 2^(e + 1) with probability |x| / 2^e - 1",
-        instances=tuple(Natural(max_exponent=most) for most in (64, 26, 127, 0)),
+        instances=(Natural(),),
         law=formulas.is_a_power_beside,
         sent_again="Exact, whatever is drawn, by the law: a power of two has no other beside it.",
     ),
