@@ -3,7 +3,8 @@
 Two process groups of our own, one for reduce-scatters and one for all-gathers, so that the host's
 collectives on the default group (Lightning broadcasts a flag before every batch) never queue
 behind ours, nor ours behind theirs. NCCL has a third group, gloo's, for objects: ranks must meet in
-it whatever NCCL is still waiting for. `gloo.py`, `nccl.py` and `two_hops.py` use them.
+it whatever NCCL is still waiting for. In two hops it has two more, of the ranks of a host and of
+those with one place on their hosts. `gloo.py`, `nccl.py` and `two_hops.py` use them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.hosts import ranks_on_each_host
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import CudaStreams, Streams
-from lightning_dear.collectives.two_hops import TwoHopCollectives
+from lightning_dear.collectives.two_hops import NativeTwoHopCollectives, TwoHopCollectives
 from lightning_dear.collectives.work import Collectives, WireLedger, alive, reusable_groups
+
+_NUM_GROUPS = 3
+"""With NCCL, before those that two hops need."""
 
 _Said = tuple[bool, str, int | None]
 """What a rank says of itself: whether it sends rows, where it is, how many hops it wants."""
@@ -48,15 +52,14 @@ def new_collectives(
         hops: 1: every shard goes straight to its owner. 2: within a host, then between hosts, where
             several hosts have the same number of ranks, two or more, and a host's ranks follow one
             another; elsewhere people are warned and 1 is used. None: 2 with gloo, where it is
-            possible; else 1, as with NCCL.
+            possible; else 1.
 
     Returns:
         Collectives of one rank if torch.distributed is not initialised.
 
     Raises:
         ValueError: If parameters on an accelerator are to travel through gloo, or the default
-            process group has no backend for them; if ranks have other `hops`; or for two hops
-            with NCCL.
+            process group has no backend for them; or if ranks have other `hops`.
     """
     streams = CudaStreams(device) if device.type == "cuda" else Streams()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -74,33 +77,34 @@ def new_collectives(
     ours = reduce_group, gather_group, object_group, dist.get_rank(), dist.get_world_size()
     hosts = [host for _, host, _ in everyones]
     where = tuple(map(hosts.index, hosts))
-    has_two_hops = _has_two_hops([one[2] for one in everyones], backend, where)
+    has_two_hops = _agreed_hops([one[2] for one in everyones], backend, where) == 2
     how: dict[str, Any] = {"streams": streams, "hosts": where}
     collectives: Collectives
     if backend == "gloo":
         kind = TwoHopCollectives if has_two_hops else PairwiseCollectives
         collectives = kind(*ours, **how)
+    elif has_two_hops:
+        pair = _groups_of_two_hops(timeout, backend, where)
+        collectives = NativeTwoHopCollectives(*pair, *ours, **how)
     else:
         collectives = NativeCollectives(*ours, **how)
     _connect(collectives, device, sends_rows=any(sends for sends, *_ in everyones))
     return collectives
 
 
-def _has_two_hops(wanted: Sequence[int | None], backend: str, hosts: Sequence[int]) -> bool:
-    """Whether shards travel in two hops; says so once where that was asked for and cannot be."""
+def _agreed_hops(wanted: Sequence[int | None], backend: str, hosts: Sequence[int]) -> int:
+    """In how many hops shards travel; says so once where that is not what was asked for."""
     if len(set(wanted)) > 1:
         raise ValueError(f"hops must be the same on all ranks, got {list(wanted)}.")
-    if wanted[0] == 2 and backend != "gloo":
-        raise ValueError("hops=2 works with gloo only: NCCL itself knows hosts. Leave it out.")
-    is_possible = ranks_on_each_host(hosts) > 1
-    if wanted[0] == 2 and not is_possible and dist.get_rank() == 0:
+    has_two = ranks_on_each_host(hosts) > 1
+    if wanted[0] == 2 and not has_two and dist.get_rank() == 0:
         warnings.warn(
             "hops=2 has no effect here. It needs several hosts, the same number of ranks on each,"
             " at least two, and a host's ranks numbered one after the other. The first rank on each"
             f" rank's host is {', '.join(map(str, hosts))}. Leave it out.",
             stacklevel=3,
         )
-    return is_possible and wanted[0] != 1 and backend == "gloo"
+    return 2 if has_two and (wanted[0] or (2 if backend == "gloo" else 1)) == 2 else 1
 
 
 def _backend_of(device: torch.device) -> str:
@@ -143,14 +147,42 @@ def _process_groups(
     return groups, [one for _, one in said]
 
 
+def _groups_of_two_hops(
+    timeout: timedelta | None, backend: str, hosts: Sequence[int]
+) -> Sequence[Any]:
+    """The group of this host's ranks, and that of the ranks with this one's place on their hosts.
+
+    New ones, or those of the fit before, by the same rule as the others. Collective.
+    """
+    _, groups = reusable_groups[timeout]
+    world_size, size = len(hosts), ranks_on_each_host(hosts)
+    ranks = range(world_size)
+    layouts = (
+        [list(ranks[first : first + size]) for first in range(0, world_size, size)],
+        [list(ranks[place::size]) for place in range(size)],
+    )
+    new_subgroups: Any = dist.new_subgroups_by_enumeration
+    made: list[Any] = []
+    for layout in layouts if len(groups) == _NUM_GROUPS else ():
+        how = {"timeout": timeout, "pg_options": _options_of(timeout, backend)}
+        made.append(new_subgroups(layout, **how)[0])
+    # Both or none: the next fit takes what is here.
+    groups += made
+    return groups[_NUM_GROUPS:]
+
+
 def _new_group(timeout: timedelta | None, backend: str) -> Any:
+    return dist.new_group(timeout=timeout, pg_options=_options_of(timeout, backend))
+
+
+def _options_of(timeout: timedelta | None, backend: str) -> Any:
+    """Those of a group in which NCCL's kernels go before those that a device computes with."""
     options: Any = None
     if backend == "nccl" and dist.is_nccl_available():
-        # Before kernels that a device computes with.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         # Else torch warns that it takes this one.
         options._timeout = timeout or options._timeout
-    return dist.new_group(timeout=timeout, pg_options=options)
+    return options
 
 
 def forget_process_groups() -> None:
@@ -208,5 +240,8 @@ def _connect(collectives: Collectives, device: torch.device, *, sends_rows: bool
         collectives.launch_all_to_all(rows[0], rows[1], 0).wait()
     collectives.launch_any(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
     collectives.launch_all_gather(torch.zeros(collectives.world_size, device=device), 0).wait()
+    if collectives.hops == 2:
+        # Else the all-gather has used another group.
+        collectives.launch_broadcast(torch.zeros(1, device=device), 0).wait()
     collectives.streams.synchronize()
     collectives.ledger = WireLedger()

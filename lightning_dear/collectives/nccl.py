@@ -33,7 +33,7 @@ class NativeCollectives(Collectives):
     def abort(self) -> None:
         self.was_aborted = True
         # Also the default group: there forwards may wait for others, and losses that are logged.
-        groups = self.reduce_group, self.gather_group, self.calls.group.WORLD
+        groups = *self.device_groups, self.calls.group.WORLD
         # Where torch cannot, or has done so, who waits is ended after the timeout.
         with suppress(Exception):
             backends = [group._get_backend(torch.device("cuda")) for group in groups]

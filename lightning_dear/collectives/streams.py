@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,7 +46,20 @@ class Streams:
         """Blocks the host until all work is done."""
 
     def lead_readers(self) -> None:
-        """Work put on `readers` from now on waits for what is on the current one. Host: no wait."""
+        """Work put on `readers` from now on waits for what is on the current one. Host: no wait.
+
+        So does what is put `beside`.
+        """
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Work put on the current one in it goes to another, which waits for what it is told to.
+
+        What is made in it is to be read elsewhere between `follow_beside` and `lead_readers` alone.
+        """
+        return nullcontext()
+
+    def follow_beside(self) -> None:
+        """Work put on the current one from now on waits for what was put `beside`."""
 
 
 class CudaStreams(Streams):
@@ -58,6 +73,7 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         super().__init__()
         self._device, self._cuda = device, cuda
+        self._beside: list[Any] = []
 
     @property
     @override
@@ -97,6 +113,21 @@ class CudaStreams(Streams):
     @override
     def lead_readers(self) -> None:
         current = self.current()
-        for reader in self.readers:
+        for reader in (*self.readers, *self._beside):
             if reader != current:
                 reader.wait_stream(current)
+
+    @cached_property
+    def _relay(self) -> Any:
+        # Before kernels that compute: who waits for what it makes is another host.
+        relay = self._cuda.Stream(self._device, priority=-1)
+        self._beside.append(relay)
+        return relay
+
+    @override
+    def beside(self) -> AbstractContextManager[Any]:
+        return self._cuda.stream(self._relay)  # type: ignore[no-any-return]
+
+    @override
+    def follow_beside(self) -> None:
+        self.follow(self._beside)

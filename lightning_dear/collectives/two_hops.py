@@ -1,4 +1,4 @@
-"""gloo's collectives on hosts of several ranks: one hop within a host, one between hosts.
+"""Collectives on hosts of several ranks: one hop within a host, one between hosts.
 
 N hosts have L ranks each; rank h L + l is the l-th of host h. Of n bytes that all ranks reduce,
 
@@ -8,8 +8,8 @@ N hosts have L ranks each; rank h L + l is the l-th of host h. Of n bytes that a
                       host what it has got
 
 (N-1)/N n leave a host in each half. Straight to their owners it would be (N-1)/N L n. Shards belong
-to the same ranks either way, and sums have the same bits: those of a host's ranks in order, then
-of the hosts in order. NCCL knows hosts by itself, and goes in one hop of ours.
+to the same ranks either way, and with gloo sums have the same bits: those of a host's ranks in
+order, then of the hosts in order. NCCL adds up a host's ranks in an order of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.gloo import PairwiseCollectives, Rows, by_source, nbytes_of
+from lightning_dear.collectives.nccl import ALL_GATHER, REDUCE_SCATTER, NativeCollectives
 from lightning_dear.collectives.work import (
     NUMBERS_OF_ONE,
     Begun,
@@ -218,3 +219,127 @@ class TwoHopCollectives(PairwiseCollectives):
         sent = thread.submit(send)
         arrive = self.observed(lane, f"bucket {bucket}", lambda: sent.result()())
         return Work(arrive), sent.result
+
+
+class NativeTwoHopCollectives(NativeCollectives):
+    """`NativeCollectives` whose reduce-scatters and all-gathers go in two hops.
+
+    A launch hands over both hops and what is encoded between them. The second hop waits on a stream
+    beside for the first one, so that neither the host nor the compute stream does. All else
+    is as in one hop.
+
+    Both halves share two communicators. Each serves what it is given in order, and in a step every
+    reduce-scatter is launched before any all-gather.
+
+    Args:
+        within: Process group of the ranks of this host, in order.
+        across: Process group of those with this rank's place on their hosts, in order.
+        groups: See `Collectives`, with `hosts`; as are `options`.
+    """
+
+    hops = 2
+
+    def __init__(self, within: Any, across: Any, *groups: Any, **options: Any) -> None:
+        super().__init__(*groups, **options)
+        self._within, self._across = within, across
+
+    @property
+    @override
+    def device_groups(self) -> list[Any]:
+        return [*super().device_groups, self._within, self._across]
+
+    @override
+    def forget_groups(self) -> None:
+        super().forget_groups()
+        self._within = self._across = None
+
+    def _but_own(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """The rows of all hosts, of which this one's has nothing in it: it need not travel."""
+        own = self.rank // self._size
+        return [row[:0] if host == own else row for host, row in enumerate(rows)]
+
+    def _start_within(self, call: str, buffer: Tensor) -> Waits:
+        """Starts it in place for each host's shards in `buffer`, which lie side by side."""
+        waits: list[Any] = []
+        for of_host in buffer.chunk(self.world_size // self._size):
+            own = shard_of(of_host, self.rank % self._size, self._size)
+            both = (own, of_host) if call == REDUCE_SCATTER else (of_host, own)
+            waits += self.start(call, self._within, *both)
+        return waits
+
+    def _two_hops(
+        self, lane: str, bucket: int, first: Waits, launch_second: Callable[[], Waits]
+    ) -> Waits:
+        """What waits for the second hop, which begins when the first has ended."""
+        hops = "within the host", "between hosts"
+        name = f"bucket {bucket} {hops[lane == 'all_gather']}"
+        await_first = self.arriving(lane, name, first)
+        if self.observer is not None:
+            await_first = self.observer("first_hop", name, await_first)
+        with self.streams.beside():
+            await_first()
+            # What the first was given is held until the second has been waited for.
+            return [(*one, first) for one in launch_second()]
+
+    def _count(self, lane: str, within: Tensor, across: Tensor) -> None:
+        """Counts what a half sends.
+
+        Args:
+            lane: The half.
+            within: What travels within the host, of all of its ranks.
+            across: What travels to, or from, every other host.
+        """
+        nbytes = within.nbytes // self._size * (self._size - 1)
+        self.ledger.add(lane, nbytes + across.nbytes * (self.world_size // self._size - 1))
+
+    @override
+    def scratch_numel(self, numel: int) -> int:
+        return numel // self._size
+
+    @override
+    def launch_reduce_scatter(
+        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+    ) -> Work:
+        lane, own = "reduce_scatter", self._column(buffer)
+        of_hosts = list(received.chunk(len(own)))
+        both = self._but_own(of_hosts), self._but_own(own)
+        second = partial(self.start, "all_to_all", self._across, *both)
+        waits = self._two_hops(lane, bucket, self._start_within(REDUCE_SCATTER, buffer), second)
+        of_hosts[self.rank // self._size] = shard_of(buffer, self.rank, self.world_size)
+        self._count(lane, buffer, own[0])
+        return self.new_work(
+            lane, f"bucket {bucket}", waits, partial(sum_in_source_order, of_hosts, out)
+        )
+
+    @override
+    def launch_sums_of_host(
+        self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, bucket: int
+    ) -> Begun:
+        lane, own = "reduce_scatter", self._column(buffer)
+        sums = received.view(len(own), -1)
+
+        def launch_second() -> Waits:
+            rows = encode(torch.stack(own, out=sums).float())
+            return self.start("all_to_all_single", self._across, incoming, rows)
+
+        first = self._start_within(REDUCE_SCATTER, buffer)
+        waits = self._two_hops(lane, bucket, first, launch_second)
+        self._count(lane, buffer, incoming[0])
+        return self.new_work(lane, f"bucket {bucket}", waits), self.streams.follow_beside
+
+    @override
+    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+        lane, rows = "all_gather", self._but_own(self._column(buffer))
+        own = shard_of(buffer, self.rank, self.world_size)
+        outgoing = self._but_own([own] * len(rows))
+        first = self.start("all_to_all", self._across, rows, outgoing)
+        second = partial(self._start_within, ALL_GATHER, buffer)
+        waits = self._two_hops(lane, bucket, first, second)
+        self._count(lane, buffer, own)
+        return self.new_work(lane, f"bucket {bucket}", waits)
+
+    @override
+    def launch_gather_of_host(self, buffer: Tensor, bucket: int) -> Work:
+        lane, waits = "all_gather", self._start_within(ALL_GATHER, buffer)
+        self._count(lane, buffer, buffer[:0])
+        return self.new_work(lane, f"bucket {bucket} within the host", waits)

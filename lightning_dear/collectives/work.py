@@ -336,15 +336,16 @@ class Collectives(ABC):
         Args:
             buffer: As in `launch_reduce_scatter`.
             received: As there.
-            encode: Called once, by a thread when the sums are there. Given this host's sums for the
-                ranks that have this one's place on their hosts, [N, elements of a shard] fp32,
-                which it may mutate. Returns [N, n], a row for each.
+            encode: Called once: by a thread when the sums are there (gloo), or at once, for a
+                stream beside the current one (NCCL). Given this host's sums for the ranks that have
+                this one's place on their hosts, [N, elements of a shard] fp32, which it may mutate.
+                Returns [N, n], a row for each.
             incoming: [N, n] of the same dtype; overwritten.
             bucket: Number of the bucket, equal on all ranks.
 
         Returns:
-            The work, and what blocks until all that was to be encoded by then is, and raises if
-            `encode` cannot be called.
+            The work, and what blocks the host (gloo) or the current stream (NCCL) until all that
+            was to be encoded by then is, and raises if `encode` cannot be called.
         """
         raise RuntimeError("There is one hop.")
 
@@ -396,6 +397,11 @@ class Collectives(ABC):
         """After a failure: something may still be in flight, so nobody may use the groups again."""
         self.was_discarded = True
         reusable_groups.clear()
+
+    @property
+    def device_groups(self) -> list[Any]:
+        """Process groups for what a device sends."""
+        return [self.reduce_group, self.gather_group]
 
     def forget_groups(self) -> None:
         """Lets go of them: nothing can be sent any more."""

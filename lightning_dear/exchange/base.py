@@ -205,7 +205,7 @@ class CompressedExchange(Exchange):
         self._loss_scale = traffic.loss_scale
         # Largest number that may be sent -> largest ones that were to be, of each bucket.
         self._found: dict[float, list[Tensor]] = {}
-        # What waits for gradients that a thread encodes behind a host's sum.
+        # What waits for gradients that are encoded behind a host's sum; the host, or the stream.
         self._encoding: list[Callable[[], object]] = []
         self._refusal: RuntimeError | None = None
         self._is_nan: Tensor | None = None
@@ -260,6 +260,9 @@ class CompressedExchange(Exchange):
             end()
         found, self._found = self._found, {}
         are_small = [torch.stack(ones) <= most for most, ones in found.items()]
+        if encoding:
+            # What was found beside may be free from here on.
+            self.collectives.streams.lead_readers()
         return ~torch.cat(are_small).all() if are_small else False
 
     @override

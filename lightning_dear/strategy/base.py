@@ -103,7 +103,9 @@ class PipelineStrategy(ABC):
     def _new_collectives(self) -> Collectives:
         """What moves bytes, as the options want it. Collective, blocks."""
         host: Any = self
-        sends_rows = self._options.codec is not None
+        # In two hops rows travel to a few others alone.
+        has_two = self._hops == 2 and self._options.encodes_row_by_row
+        sends_rows = self._options.codec is not None and not has_two
         return new_collectives(
             host.root_device, host._timeout, sends_rows=sends_rows, hops=self._hops
         )

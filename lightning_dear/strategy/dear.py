@@ -72,7 +72,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         gather_depth: Most all-gathers in flight at once; None: all of a step. With gloo only.
         hops: How shards travel where several hosts have several ranks each: 1, straight to their
             owners, or 2, within a host and then between hosts, which sends less between hosts.
-            None: 2 on gloo, where all hosts have as many ranks; else 1. 2 is refused on NCCL.
+            None: 2 on gloo, where all hosts have as many ranks; else 1. On NCCL 2 is for
+            compressors, and has not been run on GPUs.
         decouple: With `gather="gradients"`, False: all-reduces during backward and gathers nothing,
             as WFBP, MG-WFBP and DDP do.
         broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.

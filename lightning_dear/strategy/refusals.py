@@ -176,7 +176,7 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
         times, why = 2.0, "NCCL's all-reduce may use trees, both halves not"
     is_helped = options.encodes_row_by_row or options.codec is None
     has_choice = collectives.hops == 1 and ranks_on_each_host(collectives.hosts) > 1 and is_helped
-    or_hops = ", or leave out hops=1" if has_choice and is_gloo else ""
+    or_hops = f", or {'leave out hops=1' if is_gloo else 'set hops=2'}" if has_choice else ""
     rank_zero_warn(
         f"With {layout} up to {times:.1f} times as many bytes leave a host as an all-reduce would"
         f" send, before any compression: {why}. Compare with strategy='ddp', or run one rank a"

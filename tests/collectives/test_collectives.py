@@ -15,6 +15,7 @@ from lightning_dear.collectives.factory import forget_process_groups, new_collec
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
 from lightning_dear.collectives.work import shard_of, sum_in_source_order
 from tests.distributed.harness import distributed, run_ranks
 from tests.distributed.rank import on_hosts
@@ -137,12 +138,23 @@ def test_beside_groups_of_another_backend_objects_have_one_of_gloos() -> None:
 
 
 @distributed(world_sizes=(4,))
-def test_two_hops_are_refused_with_nccl() -> None:
-    cpu, nccl = torch.device("cpu"), mock.patch.object(factory, "_backend_of", return_value="nccl")
-    with on_hosts(2), nccl:
+def test_groups_within_hosts_and_between_them_are_made_once() -> None:
+    cpu, rank = torch.device("cpu"), dist.get_rank()
+    with (
+        on_hosts(2),
+        mock.patch.object(factory, "_backend_of", return_value="nccl"),
+        # gloo has no all-to-all of lists.
+        mock.patch.object(factory, "_connect"),
+    ):
         assert new_collectives(cpu).hops == 1
-        with pytest.raises(ValueError, match="hops=2 works with gloo only"):
-            new_collectives(cpu, hops=2)
+        first = new_collectives(cpu, hops=2)
+        again = new_collectives(cpu, hops=2)
+    assert isinstance(first, NativeTwoHopCollectives)
+    assert isinstance(again, NativeTwoHopCollectives)
+    assert first.device_groups == again.device_groups
+    *_, within, across = first.device_groups
+    assert dist.get_process_group_ranks(within) == [rank - rank % 2, rank - rank % 2 + 1]
+    assert dist.get_process_group_ranks(across) == [rank % 2, rank % 2 + 2]
 
 
 @pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from sys import getrefcount
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_dear.collectives import factory
 from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
 from lightning_dear.collectives.work import Work
 from lightning_dear.strategy.failures import is_consequence
 
@@ -38,18 +40,29 @@ def _recorded(lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], 
 
 
 LAUNCHES: dict[str, Callable[[NativeCollectives, Tensor, Tensor], Work]] = {
-    "reduce-scatter": lambda one, a, b: one.launch_reduce_scatter(a, b[:0], b[4:], 0),
+    "reduce-scatter": lambda one, a, b: one.launch_reduce_scatter(
+        a, b[: one.scratch_numel(8)], b[-8 // one.world_size :], 0
+    ),
     "all-to-all": lambda one, a, b: one.launch_all_to_all(a, b, 0),
     "all-gather": lambda one, a, b: one.launch_all_gather(a, 0),
     "all-reduce": lambda one, a, b: one.launch_all_reduce(a, 0),
     "flags": lambda one, a, b: one.launch_any(a),
     "broadcast": lambda one, a, b: one.launch_broadcast(a, 0),
+    "sums of a host": lambda one, a, b: one.launch_sums_of_host(
+        a, b[:4], lambda sums: sums, b[4:].view(2, 2), 0
+    )[0],
 }
 
 
-@pytest.mark.parametrize("what", LAUNCHES)
-def test_what_a_collective_is_given_is_held_until_it_is_waited_for(what: str) -> None:
-    collectives = NativeCollectives(None, None, None, 0, 2, _Calls())
+IN_TWO_HOPS = NativeTwoHopCollectives(*[None] * 5, 0, 4, _Calls(), hosts=[0, 0, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("what", "hops"), [(what, 2) for what in LAUNCHES] + [(what, 1) for what in [*LAUNCHES][:-1]]
+)
+def test_what_a_collective_is_given_is_held_until_it_is_waited_for(what: str, hops: int) -> None:
+    one_hop = NativeCollectives(None, None, None, 0, 2, _Calls())
+    collectives = one_hop if hops == 1 else IN_TWO_HOPS
     collectives.observer = _recorded
     sent, received = torch.zeros(8), torch.zeros(8)
     memory = weakref.ref(sent.untyped_storage())
@@ -81,16 +94,37 @@ class _Group:
         raise RuntimeError("aborted before")
 
 
+def test_two_hops_let_go_of_all_groups_when_training_ends() -> None:
+    group = object()
+    number = getrefcount(group)
+    collectives = NativeTwoHopCollectives(*[group] * 5, 0, 4, _Calls(), hosts=[0, 0, 2, 2])
+    assert getrefcount(group) == number + 5
+    collectives.forget_groups()
+    assert getrefcount(group) == number
+
+
 @pytest.mark.parametrize("can_abort", [True, False])
-def test_after_an_abort_whatever_is_launched_or_waited_for_raises(can_abort: bool) -> None:
+@pytest.mark.parametrize("hops", [1, 2])
+def test_after_an_abort_whatever_is_launched_or_waited_for_raises(
+    can_abort: bool, hops: int
+) -> None:
     log: list[str] = []
     # Another backend's have no such calls; objects go through gloo's.
-    both: list[Any] = [_Group(log) if can_abort else object() for _ in range(2)]
-    collectives = NativeCollectives(*both, None, 0, 2, _Calls(both[0]))
+    groups: list[Any] = [_Group(log) if can_abort else object() for _ in range(2 * hops)]
+    both, world = groups[-2:], groups[0]
+    collectives: NativeCollectives
+    if hops == 1:
+        collectives = NativeCollectives(*both, None, 0, 2, _Calls(world))
+    else:
+        of_hosts: dict[str, Any] = {"hosts": [0, 0, 2, 2]}
+        collectives = NativeTwoHopCollectives(
+            *groups[:2], *both, None, 0, 4, _Calls(world), **of_hosts
+        )
     work = collectives.launch_all_reduce(torch.zeros(2), 0)
     collectives.check()
     collectives.abort()
-    assert log == (["start", *["abort"] * 3, "end"] if can_abort else [])
+    aborts = ["abort"] * (2 * hops + 1)
+    assert log == (["start", *aborts, "end"] if can_abort else [])
     for late in (work.wait, lambda: collectives.launch_any(torch.zeros(2)), collectives.check):
         with pytest.raises(RuntimeError, match="another rank has failed") as raised:
             late()

@@ -76,6 +76,7 @@ def stages() -> list[Stage]:
             "order of streams: threads as ranks", (sys.executable, "-m", "tests.gpu.threads"), 90
         ),
         Stage("host cost of a step", (sys.executable, "-m", "tests.gpu.host_cost", "cuda"), 100),
+        Stage("NCCL in two hops: 2 x 2 ranks on one GPU", (*TORCHRUN, "4", "-m", two), 150),
         Stage("NCCL between 3 ranks on one GPU", (*TORCHRUN, "3", "-m", two), 100),
     ]
 

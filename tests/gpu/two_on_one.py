@@ -4,7 +4,8 @@
 
 NCCL refuses two ranks with one device on one host. Here each rank says that it is a host of its
 own, so that they talk through sockets on the loopback device and take turns on the GPU: right or
-wrong can be seen, but nothing about speed. Exits with 1 if anything is wrong.
+wrong can be seen, but nothing about speed. Four ranks are two hosts of two, and exchange in two
+hops. Exits with 1 if anything is wrong.
 
 Each step begins behind a long kernel, so that the host is ahead of the device, as in training. From
 the third step on, whatever makes the host wait for the device raises.
@@ -18,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,7 @@ from lightning_dear.compression import OkTopk, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
 from lightning_dear.telemetry.timeline import Timeline
+from tests.distributed.rank import on_hosts
 from tests.training.models import batch, build, loss_of, optimizer_for, weights
 from tests.training.three_ways import SMALL_BUCKETS
 
@@ -50,6 +52,9 @@ SETTINGS = {
     "NCCL_MAX_CTAS": "2",
     "GLOO_SOCKET_IFNAME": "lo",
 }
+
+NUM_RANKS_OF_HOSTS = 4
+"""Which are two hosts of two."""
 
 DEADLINE_S = 140
 """After which all threads' stacks are printed, and the rank ends."""
@@ -183,7 +188,9 @@ def main() -> int:
     free = [free_bytes(on_host)]
     dist.all_reduce(one)
     free.append(free_bytes(on_host))
-    collectives = new_collectives(device, sends_rows=True)
+    has_hosts = dist.get_world_size() == NUM_RANKS_OF_HOSTS
+    with on_hosts(2) if has_hosts else nullcontext():
+        collectives = new_collectives(device, sends_rows=True, hops=2 if has_hosts else None)
     assert isinstance(collectives, NativeCollectives)
     free.append(free_bytes(on_host))
     first, ours = ((a - b) >> 20 for a, b in zip(free, free[1:], strict=False))

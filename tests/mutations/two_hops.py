@@ -6,6 +6,13 @@ from tests.mutations.mutation import Mutation
 
 TESTS = "tests/exchange/test_two_hops.py"
 BITS = f"{TESTS}::test_sums_have_the_bits_of_the_layout_in_any_number_of_hops"
+DENSE_ON_DEVICE = (
+    "tests/streams/test_trainings.py::test_in_two_hops_numbers_are_those_of_one_process"
+)
+CODED_ON_DEVICE = (
+    "tests/streams/test_trainings.py"
+    "::test_in_two_hops_encoded_numbers_are_those_of_collectives_that_are_over_at_once"
+)
 LAW = f"{TESTS}::test_what_is_lost_arrives_later"
 GOES_ON = f"{TESTS}::test_residuals_go_on_in_every_layout"
 
@@ -94,5 +101,40 @@ TWO_HOPS = [
         "            begin - one.start\n",
         "            0\n",
         (LAW,),
+    ),
+    Mutation(
+        "a device's second hop behind the first",
+        "NativeTwoHopCollectives._two_hops",
+        "            await_first()\n",
+        "",
+        (f"{DENSE_ON_DEVICE}[dense-2x2]",),
+    ),
+    Mutation(
+        "a device's second hop beside the compute stream",
+        "NativeTwoHopCollectives._two_hops",
+        "        with self.streams.beside():\n",
+        "        if True:\n",
+        ("tests/streams/test_streams.py::test_between_two_hops_the_compute_stream_goes_on",),
+    ),
+    Mutation(
+        "holding what the first hop was given until the second is over",
+        "NativeTwoHopCollectives._two_hops",
+        "[(*one, first) for one in launch_second()]",
+        "launch_second()",
+        ("tests/collectives/test_native.py",),
+    ),
+    Mutation(
+        "flags behind what is encoded beside",
+        "NativeTwoHopCollectives.launch_sums_of_host",
+        "self.streams.follow_beside\n",
+        "lambda: None\n",
+        (f"{CODED_ON_DEVICE}[int8-2x2]",),
+    ),
+    Mutation(
+        "reading what was found beside before that is free",
+        "CompressedExchange.take_found_inf",
+        "            self.collectives.streams.lead_readers()\n",
+        "            pass\n",
+        (f"{CODED_ON_DEVICE}[int8-2x2]",),
     ),
 ]

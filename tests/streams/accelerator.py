@@ -35,6 +35,7 @@ import lightning_dear
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import CODECS, Compressor, OkTopk, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
@@ -198,6 +199,7 @@ class Case:
         clips: Whether gradients are clipped.
         has_unused: Whether a layer is not used.
         is_alone: Whether there is one rank.
+        has_hosts: Whether there are two hosts of two, which exchange in two hops.
     """
 
     codec: Compressor | None = None
@@ -208,13 +210,18 @@ class Case:
     clips: bool = False
     has_unused: bool = False
     is_alone: bool = False
+    has_hosts: bool = False
 
     def collectives(self) -> Collectives:
         """What sends."""
         if self.is_alone:
             return PairwiseCollectives(None, None, None, 0, 1)
-        groups = [dist.group.WORLD] * 3
-        return NativeCollectives(*groups, 0, WORLD_SIZE, Calls(), LaterStreams())
+        common = Calls(), LaterStreams()
+        within, across = (dist.new_group(ranks) for ranks in ([0, 1], [0, 2]))
+        if not self.has_hosts:
+            return NativeCollectives(within, within, within, 0, WORLD_SIZE, *common)
+        groups = [within, across, *[dist.group.WORLD] * 3]
+        return NativeTwoHopCollectives(*groups, 0, 2 * WORLD_SIZE, *common, hosts=[0, 0, 2, 2])
 
     def run(self, device: FakeDevice) -> None:
         """Some steps. Raises where anybody asks for a number that is on `device`."""
@@ -262,6 +269,8 @@ CASES = {
     "clipping": Case(clips=True),
     "all_reduced": Case(decouple=False),
     "unused": Case(has_unused=True),
+    "hosts": Case(gather="parameters", has_hosts=True),
+    "hosts_int8": coded("int8", has_hosts=True),
     "one_rank": Case(is_alone=True),
     "one_rank_int8": coded("int8", is_alone=True),
     **{name: coded(name) for name in (*CODECS, "powersgd", "oktopk")},
@@ -286,6 +295,6 @@ def main() -> None:
     backend: Any = backend_registration
     backend._setup_privateuseone_for_python_backend(NAME, Module())
     FakeTensor.data_ptr = address_of  # type: ignore[method-assign]
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2 * WORLD_SIZE)
     names = sys.argv[1:] or CASES
     json.dump({name: waits(CASES[name]) for name in names}, sys.stdout)

@@ -113,16 +113,18 @@ class Network:
     Args:
         size: Number of ranks.
         is_late: Whether data arrives when it is waited for, and not when all have launched.
+        ranks_a_host: How many ranks a host has; where it is more than 1, there are two hops.
 
     Attributes:
         size: See above.
         is_late: See above.
+        ranks_a_host: See above.
         turns: Whose it is.
         calls: (communicator, number of the collective in it) -> rank -> what it has launched.
     """
 
-    def __init__(self, size: int, *, is_late: bool = True) -> None:
-        self.size, self.is_late = size, is_late
+    def __init__(self, size: int, *, is_late: bool = True, ranks_a_host: int = 1) -> None:
+        self.size, self.is_late, self.ranks_a_host = size, is_late, ranks_a_host
         self.turns = Turns(size)
         self.calls: dict[tuple[str, int], dict[int, Any]] = {}
 
@@ -140,10 +142,16 @@ class Communicator:
         network: Over which.
         name: The same on all ranks.
         device: Of the rank that has this one.
+        ranks: In it; None: all.
     """
 
-    def __init__(self, network: Network, name: str, device: Device) -> None:
+    def __init__(
+        self, network: Network, name: str, device: Device, ranks: Sequence[int] | None = None
+    ) -> None:
         self.network, self.name, self.device = network, name, device
+        self.ranks = ranks or range(network.size)
+        self.place = self.ranks.index(device.rank)
+        self.key = name if ranks is None else f"{name} of {self.ranks[0]}"
         self.stream = device.new_stream(f"the stream of '{name}'")
         self.num_launched = 0
         self.under_way: list[Collective] = []
@@ -154,8 +162,8 @@ class Collective:
 
     Args:
         op: Name of what is done.
-        source: Read.
-        target: Written.
+        source: Read: a tensor, or one for each rank.
+        target: Written, likewise.
         communicator: In which.
         sizes: How many elements of the source are for each rank; None: as many for each.
     """
@@ -163,17 +171,19 @@ class Collective:
     def __init__(
         self,
         op: str,
-        source: Tensor,
-        target: Tensor,
+        source: Tensor | list[Tensor],
+        target: Tensor | list[Tensor],
         communicator: Communicator,
         sizes: Sequence[int] | None = None,
     ) -> None:
         self.op, self.communicator, self.sizes = op, communicator, sizes
-        self.sources, self.targets = [source], [target]
-        # Where sizes are told, each rank has its own.
-        self.shape = source.dtype, tuple(source.shape) if sizes is None else None
+        self.sources = [source] if isinstance(source, Tensor) else source
+        self.targets = [target] if isinstance(target, Tensor) else target
+        # Where sizes are told, each rank has its own; so it is where each has a tensor for each.
+        is_whole = sizes is None and isinstance(source, Tensor)
+        self.shape = self.sources[0].dtype, tuple(self.sources[0].shape) if is_whole else None
         self.name = f"{op} {communicator.num_launched} of '{communicator.name}'"
-        self._key = communicator.name, communicator.num_launched
+        self._key = communicator.key, communicator.num_launched
         self.result: Any = None
         self.has_result = self.has_arrived = False
         self.clock: Clock = {}
@@ -216,10 +226,11 @@ class Collective:
     def _deliver(self) -> None:
         if self.has_arrived:
             return
-        network = self.communicator.network
-        everybody = network.from_all(self._key, self.name, network.size)
+        communicator = self.communicator
+        size = len(communicator.ranks)
+        everybody = communicator.network.from_all(self._key, self.name, size)
         if not self.has_result:
-            _carry_out([everybody[rank] for rank in range(network.size)])
+            _carry_out([everybody[rank] for rank in communicator.ranks])
         with unseen():
             for target, result in zip(self.targets, self.result or [], strict=False):
                 target.data.copy_(result.view_as(target))
@@ -232,13 +243,17 @@ def _carry_out(everybody: Sequence[Collective]) -> None:
     if len(ops) > 1:
         raise RuntimeError(f"Ranks have launched what does not fit together: {ops}.")
     with unseen():
-        sources: list[Any] = [one.sources[0] for one in everybody]
-        if everybody[0].sizes is not None:
-            sources = [
-                one.split(other.sizes) for one, other in zip(sources, everybody, strict=True)
-            ]
-        for one, result in zip(everybody, RESULTS[everybody[0].op](sources), strict=True):
-            one.result = None if result is None else [result]
+        if everybody[0].op == "from each to each":
+            for rank, one in enumerate(everybody):
+                one.result = [other.sources[rank].clone() for other in everybody]
+        else:
+            sources: list[Any] = [one.sources[0] for one in everybody]
+            if everybody[0].sizes is not None:
+                sources = [
+                    one.split(other.sizes) for one, other in zip(sources, everybody, strict=True)
+                ]
+            for one, result in zip(everybody, RESULTS[everybody[0].op](sources), strict=True):
+                one.result = None if result is None else [result]
     for one in everybody:
         one.has_result = True
 
@@ -281,7 +296,7 @@ class Calls:
         async_op: bool,  # noqa: A002
     ) -> Any:
         """See torch.distributed; `output` may lie in `input`."""
-        assert input.numel() == output.numel() * group.network.size
+        assert input.numel() == output.numel() * len(group.ranks)
         return self._launch("reduce-scatter", input, output, group, async_op)
 
     def all_gather_into_tensor(
@@ -293,7 +308,7 @@ class Calls:
         async_op: bool,  # noqa: A002
     ) -> Any:
         """See torch.distributed; `input` may lie in `output`."""
-        size, rank = group.network.size, group.device.rank
+        size, rank = len(group.ranks), group.place
         assert output.numel() == input.numel() * size
         others = [part for one, part in enumerate(output.chunk(size)) if one != rank]
         return self._launch("all-gather", input, output, group, async_op, others)
@@ -316,6 +331,13 @@ class Calls:
         return self._launch(
             "all-to-all", input, output, group, async_op, [output], input_split_sizes
         )
+
+    def all_to_all(
+        self, outputs: list[Tensor], inputs: list[Tensor], *, group: Any, async_op: bool
+    ) -> Any:
+        """See torch.distributed; what is empty is not sent."""
+        assert len(outputs) == len(inputs) == len(group.ranks)
+        return self._launch("from each to each", inputs, outputs, group, async_op, outputs)
 
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any, async_op: bool
@@ -344,8 +366,8 @@ class Calls:
     def _launch(
         self,
         op: str,
-        source: Tensor,
-        target: Tensor,
+        source: Tensor | list[Tensor],
+        target: Tensor | list[Tensor],
         group: Communicator,
         async_op: bool,
         poisoned: Sequence[Tensor] = (),

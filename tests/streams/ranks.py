@@ -15,6 +15,7 @@ import torch
 from lightning_dear import torch_modes
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import CudaStreams
+from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
 from tests.streams.checker import Checker, host_reads_seen
 from tests.streams.communicators import Calls, Communicator, Hang, Network
 from tests.streams.device import DEVICE, Cuda, Device, use
@@ -41,13 +42,24 @@ class Rank:
     def collectives(
         self, kind: type[NativeCollectives] = NativeCollectives, **options: Any
     ) -> NativeCollectives:
-        """What the engine uses on NCCL, over simulated communicators."""
+        """What the engine uses on NCCL, over simulated communicators; on hosts in two hops."""
         groups: list[Any] = [
             Communicator(self.network, name, self.device)
             for name in ("reduce", "gather", "objects")
         ]
-        common = {"calls": Calls(), "streams": CudaStreams(DEVICE, Cuda()), **options}
-        return kind(*groups, self.number, self.size, **common)
+        streams, own = CudaStreams(DEVICE, Cuda()), self.network.ranks_a_host
+        common = {"calls": Calls(), "streams": streams, **options}
+        if own == 1:
+            return kind(*groups, self.number, self.size, **common)
+        first = self.number - self.number % own
+        pair = (
+            Communicator(self.network, "within", self.device, range(first, first + own)),
+            Communicator(
+                self.network, "across", self.device, range(self.number % own, self.size, own)
+            ),
+        )
+        common["hosts"] = [rank - rank % own for rank in range(self.size)]
+        return NativeTwoHopCollectives(*pair, *groups, self.number, self.size, **common)
 
 
 @dataclass(frozen=True)
@@ -116,7 +128,12 @@ def _as_on_an_accelerator() -> Iterator[None]:
 
 
 def on_simulated_cuda(
-    body: Callable[[Rank], T], size: int, *, is_checked: bool = True, is_late: bool = True
+    body: Callable[[Rank], T],
+    size: int,
+    *,
+    is_checked: bool = True,
+    is_late: bool = True,
+    ranks_a_host: int = 1,
 ) -> Found[T]:
     """Runs `body` on every rank.
 
@@ -125,12 +142,13 @@ def on_simulated_cuda(
         size: Number of ranks.
         is_checked: Whether kernels are looked at; else nothing is found but a hang.
         is_late: See `Network`.
+        ranks_a_host: See there.
 
     Raises:
         Hang: If all wait for each other.
         Exception: What a rank has raised.
     """
-    network = Network(size, is_late=is_late)
+    network = Network(size, is_late=is_late, ranks_a_host=ranks_a_host)
     devices = [Device(number) for number in range(size)]
     results: list[Any] = [None] * size
     errors: list[BaseException] = []

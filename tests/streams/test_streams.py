@@ -264,3 +264,30 @@ def test_a_layer_that_two_streams_read_is_waited_for_by_both() -> None:
 def test_a_stream_that_the_first_forward_has_not_used_is_refused_where_reads_are_audited() -> None:
     with pytest.raises(RuntimeError, match=r"was read on a CUDA stream.*complete_parameters"):
         on_simulated_cuda(lambda rank: _train_shared(rank, changes=True), 2)
+
+
+def test_between_two_hops_the_compute_stream_goes_on() -> None:
+    def body(rank: Rank) -> bool:
+        collectives, numbers = rank.collectives(), torch.zeros(8)
+        received = torch.zeros(collectives.scratch_numel(8))
+        rank.device.put(numbers, received)
+        within = next(one for one in rank.device.streams.values() if "within" in one.name)
+
+        def encode(sums: Tensor) -> Tensor:
+            return sums.view(torch.uint8)
+
+        place = numbers, received, encode, torch.zeros((2, 8), dtype=torch.uint8)
+        work, end = collectives.launch_sums_of_host(*place, 0)
+        others = [
+            collectives.launch_reduce_scatter(numbers, received, torch.zeros(2), 1),
+            collectives.launch_all_gather(numbers, 2),
+        ]
+        goes_on = within.number not in CUDA.current_stream().clock
+        end()
+        follows = within.number in CUDA.current_stream().clock
+        for one in (work, *others):
+            one.wait()
+        return goes_on and follows
+
+    found = on_simulated_cuda(body, 4, ranks_a_host=2, is_checked=False)
+    assert all(found.results)

@@ -125,3 +125,52 @@ def test_encoded_numbers_are_those_of_collectives_that_are_over_at_once(
     check(found, WAITS.get(name, ()))
     assert all(map(torch.equal, found.results[0], at_once.results[0]))
     assert all(one.isfinite().all() for one in found.results[0])
+
+
+# --- hosts of several ranks, in two hops ----------------------------------------------------------
+
+HOSTS = [
+    pytest.param(4, 2, id="2x2"),
+    pytest.param(6, 3, id="2x3", marks=pytest.mark.slow),
+    pytest.param(6, 2, id="3x2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("size", "ranks_a_host"), HOSTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_two_hops_numbers_are_those_of_one_process(
+    variant: str, size: int, ranks_a_host: int
+) -> None:
+    training = VARIANTS[variant]
+    found = run(training, size, ranks_a_host=ranks_a_host)
+    check(found, WAITS.get(variant, ()))
+    expected = reference(training, size)
+    # A host's sums are sent, which a narrow type rounds once more.
+    most = 1e-6 if training.dtype == torch.float32 else 0.01
+    assert distance(found.results[0][: len(expected)], expected) < most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["conv", "gpt", *ODD_MODELS])
+def test_in_two_hops_other_models_have_the_numbers_of_one_process(model: str) -> None:
+    training = Training(model=model)
+    found = run(training, 4, ranks_a_host=2)
+    check(found)
+    expected = reference(training, 4)
+    assert distance(found.results[0][: len(expected)], expected) < 1e-6
+
+
+@pytest.mark.parametrize(("size", "ranks_a_host"), HOSTS)
+@pytest.mark.parametrize("name", CODED)
+def test_in_two_hops_encoded_numbers_are_those_of_collectives_that_are_over_at_once(
+    name: str, size: int, ranks_a_host: int
+) -> None:
+    training = replace(coded(name, "mlp"), has_timeline=name == "int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = run(training, size, ranks_a_host=ranks_a_host)
+        late: dict[str, bool] = {"is_checked": False, "is_late": False}
+        at_once = run(training, size, ranks_a_host=ranks_a_host, **late)
+    check(found, WAITS.get(name, ()))
+    assert all(map(torch.equal, found.results[0], at_once.results[0]))
+    assert all(one.isfinite().all() for one in found.results[0])
