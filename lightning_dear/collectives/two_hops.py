@@ -15,7 +15,9 @@ order, then of the hosts in order. NCCL adds up a host's ranks in an order of it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -217,8 +219,15 @@ class TwoHopCollectives(PairwiseCollectives):
         key = lane, bucket // NUMBERS_OF_ONE
         thread = self._threads.setdefault(key, Background(f"dear {lane}, second hops {key[1]}"))
         sent = thread.submit(send)
+        if self.observer is not None:
+            # Nobody waits for this recording: another half's hop may stand before it.
+            self.observer("first_hop", names[0], partial(_until_done, sent))
         arrive = self.observed(lane, f"bucket {bucket}", lambda: sent.result()())
         return Work(arrive), sent.result
+
+
+def _until_done(sent: Future[Any]) -> None:
+    sent.exception()
 
 
 class NativeTwoHopCollectives(NativeCollectives):

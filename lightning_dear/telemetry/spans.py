@@ -15,10 +15,12 @@ LANES = (
     "all_gather",
     "other",
     "wait",
+    "first_hop",
 )
 """In the order in which a step goes through them.
 
-`other` holds the flags of used parameters and the module buffers, `wait` what blocked the host."""
+`other` holds the flags of used parameters and the module buffers, `wait` what blocked the host,
+`first_hop` the first part of collectives in two hops, of which the whole is in the other lanes."""
 
 
 @dataclass(frozen=True)

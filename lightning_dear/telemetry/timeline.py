@@ -69,6 +69,7 @@ _COLORS = {
     "codec": "#eeca3b",
     "other": "#b279a2",
     "wait": "#bab0ac",
+    "first_hop": "#9d755d",
 }
 _TITLES = {
     "reduce_scatter": "reduce-scatter",
@@ -77,6 +78,7 @@ _TITLES = {
     "codec": "encode, decode",
     "other": "flags, buffers",
     "wait": "host waits",
+    "first_hop": "first hops",
 }
 
 TITLE = "Two steps of strategy='dear' (on one host all-gathers may end before the next forward)"
@@ -94,10 +96,14 @@ def plot_timeline(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     origin_s = min((span.start_s for span in spans), default=0.0)
+    has_hops = any(span.lane == "first_hop" for span in spans)
+    lanes = [lane for lane in lanes if has_hops or lane != "first_hop"]
     for row, lane in enumerate(lanes):
         for number, span in enumerate(span for span in spans if span.lane == lane):
             # Collectives of several buckets are in flight at once: stagger them within the lane.
-            num_rows = 4 if lane in ("reduce_scatter", "all_reduce", "all_gather") else 1
+            num_rows = (
+                4 if lane in ("reduce_scatter", "all_reduce", "all_gather", "first_hop") else 1
+            )
             height = 0.8 / num_rows
             axes.barh(
                 row - 0.4 + height * (number % num_rows),
