@@ -1,15 +1,13 @@
 """Running a Hydra application on an emulated cluster: it starts itself again, once per rank."""
 
-import logging
 import os
 import sys
 from inspect import signature
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_dear.apps import job
-from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE
 from lightning_dear.emulation import (
     AS_OWN_ROOT,
     EmulatedCluster,
@@ -20,8 +18,6 @@ from lightning_dear.emulation import (
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.strategy.launchers import job_arguments
 from lightning_dear.studies.interrupts import INTERRUPTS
-
-log = logging.getLogger(__name__)
 
 OPTIONS = tuple(signature(EmulatedCluster).parameters)
 """What conf/cluster/emulated.yaml says of the hosts and their links."""
@@ -59,7 +55,6 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
             "cluster=emulated returns no metric to a sweeper: leave out optimized_metric,"
             " or sweep on cluster=local."
         )
-    warn_of_delay(cfg)
     try:
         if reason := why_unavailable(as_own_root=True):
             raise EmulationUnavailable(reason)
@@ -82,7 +77,6 @@ def _run(cfg: DictConfig, module: str, timeout_s: float | None) -> int:
             cluster,
             [sys.executable, "-m", module, *_arguments(cfg)],
             ranks_per_host=node.ranks_per_host,
-            env={MESSAGE_DELAY_VARIABLE: str(node.alpha_s)} if node.alpha_s else None,
             cwd=HydraConfig.get().runtime.cwd,
             timeout_s=timeout_s,
             user=job.user_of_sudo(),
@@ -99,17 +93,6 @@ def _run_as_own_root(module: str) -> int:
     environment = {key: value for key, value in os.environ.items() if key not in _OF_SUDO}
     # Interrupted, it ends its ranks, and says how far it came.
     return job.run_child(command, cwd=config.runtime.cwd, env=environment)
-
-
-def warn_of_delay(cfg: DictConfig) -> None:
-    """Warn if ``cluster.alpha_s`` delays nothing, since the strategy is not dear."""
-    strategy = cfg.get("strategy")
-    target = strategy.get("_target_", "") if OmegaConf.is_config(strategy) else str(strategy)
-    if cfg.cluster.alpha_s and strategy is not None and not target.endswith("DearStrategy"):
-        log.warning(
-            "cluster.alpha_s delays the messages of strategy=dear alone, and this strategy has"
-            " none of them: use cluster.delay_ms to compare strategies."
-        )
 
 
 def _arguments(cfg: DictConfig) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +14,6 @@ from typing_extensions import override
 from lightning_dear.compression import Compressor, Fp32, resolve_compressor
 from lightning_dear.compression.groups import groups_of
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BayesianFusion, FusionPlanner
 
 
@@ -81,7 +79,7 @@ class CompressionSchedule(Callback):
 
         Raises:
             ValueError: Without one, for dense steps before votes, and for densities of a codec that
-                has none, or that would replace its warm-up.
+                has none.
         """
         if codec is None:
             raise ValueError(
@@ -97,44 +95,24 @@ class CompressionSchedule(Callback):
                 f"dense_steps={self._dense_steps} cannot come before {codec.name}: signs would be"
                 " stepped with the same learning rate as gradients. Leave dense_steps out."
             )
-        end = self._dense_steps + codec.warm_up_steps
-        if codec.warm_up_steps and self._densities and (first := min(self._densities)) < end:
-            raise ValueError(
-                f"densities from step {first} on would replace those of {codec.name}'s"
-                f" warm_up_steps={codec.warm_up_steps}, which end at step {end}. Leave out one of"
-                f" them, or begin densities at step {end}."
-            )
 
-    def check_use(self, planner: FusionPlanner, options: ExchangeOptions) -> None:
-        """Refuses what would not go with all codecs that `options.codec` becomes.
+    def check_use(self, planner: FusionPlanner) -> None:
+        """Refuses what would not go with all codecs that the configured one becomes.
 
         Raises:
-            ValueError: For densities that `options` would not allow from the first step on, and a
-                planner that would measure steps of another codec than most will have.
+            ValueError: For a planner that would measure steps of another codec than most will have.
         """
-        codec = options.codec
-        assert codec is not None
-        changes = self._dense_steps or self._densities or codec.warm_up_steps
-        if isinstance(planner, BayesianFusion) and changes:
+        if isinstance(planner, BayesianFusion) and (self._dense_steps or self._densities):
             raise ValueError(
                 "fusion='bayesian' measures the first steps, in which the compression schedule"
                 " sends other bytes than later. Use fusion='mergecomp', which measures the"
                 " compressor itself, or 'threshold'."
             )
-        for step, density in self._densities.items():
-            try:
-                replace(options, codec=codec.at_density(density))
-            except ValueError as error:
-                raise ValueError(f"densities={{{step}: {density}}}: {error}") from error
 
     def codec_at(self, codec: Compressor, step: int) -> Compressor:
-        """What encodes optimizer step `step`, counted from 0.
-
-        A codec's own warm-up begins when the dense steps are over.
-        """
+        """What encodes optimizer step `step`, counted from 0."""
         if step < self._dense_steps:
             return Fp32()
-        codec = codec.warmed_up(step - self._dense_steps)
         place = bisect_right(list(self._densities), step)
         return codec.at_density(list(self._densities.values())[place - 1]) if place else codec
 
@@ -157,18 +135,3 @@ class CompressionSchedule(Callback):
         pipeline: Pipeline = strategy.pipeline_of()
         if pipeline.codec is not None:
             pipeline.use_codec(self.codec_at(pipeline.codec, trainer.global_step))
-
-
-def schedule_of(
-    codec: Compressor | None, schedule: CompressionSchedule | None
-) -> CompressionSchedule | None:
-    """The schedule that a fit needs: the given one, or one for a codec with a warm-up of its own.
-
-    Raises:
-        ValueError: If the schedule is for another kind of codec.
-    """
-    if schedule is None:
-        warms_up = codec is not None and codec.warm_up_steps
-        return CompressionSchedule() if warms_up else None
-    schedule.check(codec)
-    return schedule

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, DelayedSends, message_delay_s
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.hosts import ranks_on_each_host
 from lightning_dear.collectives.nccl import NativeCollectives
@@ -83,7 +82,7 @@ def new_collectives(
     collectives: Collectives
     if backend == "gloo":
         kind = TwoHopCollectives if has_two_hops else PairwiseCollectives
-        collectives = kind(*ours, _calls(), **how)
+        collectives = kind(*ours, **how)
     elif has_two_hops:
         pair = _groups_of_two_hops(timeout, backend, where)
         collectives = NativeTwoHopCollectives(*pair, *ours, **how)
@@ -91,19 +90,6 @@ def new_collectives(
         collectives = NativeCollectives(*ours, **how)
     _connect(collectives, device, sends_rows=any(sends for sends, *_ in everyones))
     return collectives
-
-
-def _calls() -> Any:
-    """What sends and receives with gloo; says so once where messages are late on purpose."""
-    if not (delay_s := message_delay_s()):
-        return dist
-    if dist.get_rank() == 0:
-        warnings.warn(
-            f"{MESSAGE_DELAY_VARIABLE} holds back every message by {delay_s:g} s; unset it,"
-            " unless this is an experiment.",
-            stacklevel=3,
-        )
-    return DelayedSends(delay_s)
 
 
 def _agreed_hops(wanted: Sequence[int | None], backend: str, hosts: Sequence[int]) -> int:

@@ -193,7 +193,7 @@ class Collectives(ABC):
         rank: This rank in all groups.
         world_size: Number of ranks in all.
         calls: What is called to send and receive: torch.distributed, or what stands in for it,
-            where messages are late on purpose or a device is simulated.
+            where a device is simulated.
         streams: Those of the parameters' device.
         hosts: Number of each rank's host, which is that of its first rank; of nobody: not known.
         hops: 2: both halves go within hosts, and between them; 1: they do not tell hosts apart.

@@ -26,12 +26,12 @@ contractive: |C(x) - x|^2 <= (1 - d) |x|^2 for a d > 0. What is lost is kept and
 gradient (error feedback), so that nothing is lost for good.
 unbiased: E[C(x)] = x. Nothing is kept: with feedback it would diverge.
 vote: only the sign of each number travels, and the majority's sign comes back; with halves="reduce"
-the mean of the signs, with halves="gather" the sign of the mean.
+the mean of the signs.
 """
 
-Lag = Literal["small", "large", "unbounded"]
+Lag = Literal["small", "unbounded"]
 """How far replicas stay behind the owner's parameters if differences are encoded, which is what
-gather="parameters" does: about 1 % of the weights' norm or less, more, or ever more."""
+gather="parameters" does: about 1 % of the weights' norm or less, or so far that it is refused."""
 
 Randomness = Literal["none", "private", "shared", "turns"]
 """Which generator a codec is given.
@@ -43,8 +43,8 @@ turns: As shared, and the same in both halves of a step. Its initial seed is one
 so that whoever draws places can go through all of them in turn.
 """
 
-HALVES = ("both", "reduce", "gather")
-"""Names of what may be encoded: both halves of an exchange, or one of them."""
+HALVES = ("both", "reduce")
+"""Names of what may be encoded: both halves of an exchange, or the first one."""
 
 WIRE_ALIGNMENT = 4
 """Rows of bytes are multiples of this many, so that fp32 fields can be views of them."""
@@ -77,8 +77,7 @@ class Compressor(ABC):
 
     Args:
         error_feedback: Whether what is lost is added to the next gradient; None: as `kind` asks
-            for, which is True for contractive compressors only.
-        allow_biased: Lets a contractive one go without feedback, so that what is lost is lost.
+            for, which is True for contractive compressors only. False: what these lose is lost.
 
     Attributes:
         name: In the table of compressors.
@@ -87,13 +86,11 @@ class Compressor(ABC):
             much effect, beside gradients, as under SGD with that momentum.
         overflows: What else than inf counts as inf, and what to do about it; a sentence, or empty.
         all_reduces: Whether every rank gets the whole mean in backward, and nothing is gathered.
-        halves: What is compressed: "both" halves of an exchange, or one of them.
+        halves: What is compressed: "both" halves of an exchange, or the "reduce" half alone.
         lag: See `Lag`; what is true where nothing else is known.
-        allow_lag: Whether a large lag is meant.
         is_identity: Whether everything travels as it is: only `Fp32`, and what is like it.
         is_scattered: Whether each rank sums a part of a bucket, and whole means are of all of them.
         has_density: Whether it sends a few of many numbers, as `at_density` says.
-        warm_up_steps: Steps before it is what it says it is; see `warmed_up`.
 
     Raises:
         ValueError: For options outside their range, or that exclude each other.
@@ -107,7 +104,6 @@ class Compressor(ABC):
     overflows: ClassVar[str] = ""
 
     error_feedback: bool | None = None
-    allow_biased: bool = False
 
     def __post_init__(self) -> None:
         """Check what all have in common; subclasses call it first."""
@@ -116,21 +112,6 @@ class Compressor(ABC):
             raise ValueError(
                 f"{self.name} is {self.kind}: error feedback diverges with such a codec. Leave"
                 " error_feedback out."
-            )
-        if self.error_feedback is False and self.kind == "contractive" and not self.allow_biased:
-            raise ValueError(
-                f"{self.name} without error feedback loses a part of every gradient for good."
-                " Leave error_feedback out, or set allow_biased=True if that is meant."
-            )
-        if self.allow_biased and self.kind != "contractive":
-            raise ValueError(
-                f"allow_biased=True of {self.name} has no effect: it is {self.kind}, and goes"
-                " without feedback in any case. Leave allow_biased out."
-            )
-        if self.allow_biased and self.has_feedback:
-            raise ValueError(
-                f"allow_biased=True of {self.name} has no effect with error feedback. Leave"
-                " allow_biased out, or set error_feedback=False with it if that is meant."
             )
 
     def _check_numbers_and_names(self) -> None:
@@ -188,20 +169,6 @@ class Compressor(ABC):
     def lag(self) -> Lag:
         """See the class."""
         return "unbounded"
-
-    @property
-    def allow_lag(self) -> bool:
-        """See the class."""
-        return False
-
-    @property
-    def warm_up_steps(self) -> int:
-        """See the class."""
-        return 0
-
-    def warmed_up(self, step: int) -> Self:
-        """What encodes step 0, 1, ..., counted from when encoding begins."""
-        return self
 
     def at_density(self, density: float) -> Self:
         """The same with another density in (0, 1]; itself where it has none."""
@@ -279,8 +246,6 @@ class Codec(Compressor):
     Args:
         halves: What is encoded; the other half travels as it is.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
-        allow_lag: Lets gather="parameters" encode differences with a codec whose `lag` is large.
 
     Attributes:
         randomness: See `Randomness`.
@@ -293,7 +258,6 @@ class Codec(Compressor):
             must fit into the next step, or one spike would be sent for many.
         block_size: Elements that share statistics. A row that is cut at multiples of it decodes to
             the same numbers. None: the whole row.
-        clip_norm: Largest 2-norm of a rank's own gradient of a tensor; None: any.
         wire_dtype: Of the numbers that a row of bytes begins with, if they are what it decodes to,
             nan included; else None.
 
@@ -308,33 +272,17 @@ class Codec(Compressor):
     wire_dtype: ClassVar[torch.dtype | None] = None
 
     halves: str = "both"
-    allow_lag: bool = False
 
     @override
     def __post_init__(self) -> None:
         if self.halves not in HALVES:
             raise ValueError(f"Unknown halves {self.halves!r}; valid names: {', '.join(HALVES)}.")
         super().__post_init__()
-        if self.brings_momentum and self.halves == "gather":
-            raise ValueError(
-                f"{self.name} keeps momentum of each rank's own gradients, which halves='gather'"
-                " does not encode. Leave halves out."
-            )
 
     @property
     def block_size(self) -> int | None:
         """See the class; 1 where each number is encoded for itself."""
         return None
-
-    @property
-    def clip_norm(self) -> float | None:
-        """See the class."""
-        return None
-
-    @property
-    def of_means(self) -> Codec:
-        """What encodes the "gather" half."""
-        return self
 
     @override
     def check_with(self, setting: Setting) -> None:
@@ -344,58 +292,13 @@ class Codec(Compressor):
                 f"decouple=False all-reduces gradients, and {self.name} encodes each part for its"
                 " owner alone. Leave out one of them."
             )
-        if not setting.is_of_gradients and self.clip_norm is not None:
-            raise ValueError(
-                f"clip_norm of {self.name} clips whole tensors, and gather='parameters' cuts them:"
-                " set gather='gradients', or leave clip_norm out."
-            )
-        if not setting.is_of_gradients and self.halves != "reduce":
-            self._check_differences()
-        elif self.allow_lag:
-            raise ValueError(
-                f"allow_lag of {self.name} has no effect here, where no differences of parameters"
-                f" are encoded. Leave it out{self._or_denser()}."
-            )
-
-    def _check_differences(self) -> None:
-        """Refuses to send differences of parameters where replicas would stay too far behind."""
-        if self.lag == "small" and self.allow_lag:
-            raise ValueError(
-                f"allow_lag of {self.name} has no effect: its replicas are close behind in any"
-                " case. Leave it out."
-            )
-        if self.halves == "gather":
-            self._check_differences_alone()
-        instead = (
-            "set gather='gradients', or halves='reduce' in the compressor, which gathers parameters"
-            f" as they are{' (both without allow_lag)' if self.allow_lag else ''}"
-        )
         # What replicas are behind by is what ranks compute a wrong gradient for.
-        if self.lag == "unbounded":
+        if not setting.is_of_gradients and self.halves == "both" and self.lag != "small":
             raise ValueError(
-                f"gather='parameters' sends differences of parameters, and with {self.name} as it"
-                f" is set ranks would fall ever further behind their owners: {instead}"
-                f"{self._or_denser()}."
+                f"gather='parameters' sends differences of parameters, and with {self.name} ranks"
+                " would fall far behind their owners: set gather='gradients', or halves='reduce' in"
+                " the compressor, which gathers parameters as they are."
             )
-        if self.lag == "large" and not self.allow_lag:
-            raise ValueError(
-                f"gather='parameters' sends differences of parameters, and with {self.name} the"
-                " weights that ranks compute with stay visibly behind those that their owners"
-                f" step: {instead}, or allow_lag=True in it."
-            )
-
-    def _check_differences_alone(self) -> None:
-        """The same where nothing else is encoded."""
-        # What a difference does not bring is in the next one, without any residual.
-        if not self.has_feedback and self.kind == "contractive":
-            raise ValueError(
-                f"error_feedback=False of {self.name} has no effect on differences of parameters,"
-                " of which the next one has what this one does not bring. Leave it out."
-            )
-
-    def _or_denser(self) -> str:
-        """What else to do, if differences could be encoded with more numbers in them."""
-        return ""
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:

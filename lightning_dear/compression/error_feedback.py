@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -72,8 +73,9 @@ class Memory:
         self, numel: int, device: torch.device, rate: float = 1.0, momentum: float = 0.0
     ) -> None:
         # Two of each, so that a step that is not made leaves what was kept before untouched.
-        self._kept = {name: self._zeros(numel, device) for name in self.names}
-        self._pending = {name: self._zeros(numel, device) for name in self.names}
+        zeros = partial(torch.zeros, numel, dtype=torch.float32, device=device)
+        self._kept = {name: zeros() for name in self.names}
+        self._pending = {name: zeros() for name in self.names}
         self._has_pending = False
         self.rate, self.momentum = rate, momentum
 
@@ -116,19 +118,15 @@ class Memory:
 
     def keep(self, parts: Sequence[slice]) -> None:
         """Lets what was kept of `parts` stay as it was, whatever is pending."""
-        # Reading and writing what is kept may be decoding and encoding it.
-        if parts and self._has_pending:
+        if self._has_pending:
             for name in self.names:
-                kept, pending = self._read(self._kept[name]), self._read(self._pending[name])
                 for part in parts:
-                    pending[part] = kept[part]
-                self._write(self._pending[name], pending)
+                    self._pending[name][part] = self._kept[name][part]
 
     def note_all_sent(self, but: Sequence[slice]) -> None:
         """Notes that numbers were sent as `compensate` has left them, but for some parts."""
-        for name, kept in self.kept.items():
-            left = torch.mul(kept, 1 - self.rate, out=self._next(name, kept))
-            self._write(self._pending[name], left)
+        for name, kept in self._kept.items():
+            torch.mul(kept, 1 - self.rate, out=self._pending[name])
         self._has_pending = True
         self.keep(but)
         self.commit()
@@ -136,37 +134,24 @@ class Memory:
     def add(self, part: slice, numbers: Tensor) -> None:
         """Adds `numbers` to what is still to be sent of `part`, where anything is kept for that."""
         if "residual" in self.names:
-            latest = (self._pending if self._has_pending else self._kept)["residual"]
-            residual = self._read(latest)
-            residual[part].add_(numbers, alpha=self.rate)
-            self._write(latest, residual)
+            self._now["residual"][part].add_(numbers, alpha=self.rate)
 
     @property
     def kept(self) -> dict[str, Tensor]:
         """Name -> what is kept, flat fp32; to be read between steps."""
-        return {name: self._read(stored) for name, stored in self._kept.items()}
+        return dict(self._kept)
 
     def load(self, name: str, flat: Tensor) -> None:
         """Overwrites what is kept, between steps."""
-        self._write(self._kept[name], flat)
+        self._kept[name].copy_(flat)
 
-    # --- how it is stored -----------------------------------------------------------------------
-
-    def _zeros(self, numel: int, device: torch.device) -> Tensor:
-        return torch.zeros(numel, dtype=torch.float32, device=device)
-
-    def _read(self, stored: Tensor) -> Tensor:
-        """Flat fp32: a view, or a copy that counts once it is written back."""
-        return stored
-
-    def _write(self, stored: Tensor, flat: Tensor) -> None:
-        if stored.data_ptr() != flat.data_ptr():
-            stored.copy_(flat)
+    @property
+    def _now(self) -> dict[str, Tensor]:
+        """What was kept, or what an earlier encoding of the same step has left of it."""
+        return self._pending if self._has_pending else self._kept
 
     def _latest(self, name: str, like: Tensor) -> Tensor:
-        """What was kept, or what an earlier encoding of the same step has left of it."""
-        latest = (self._pending if self._has_pending else self._kept)[name]
-        return self._read(latest).view_as(like)
+        return self._now[name].view_as(like)
 
     def _next(self, name: str, like: Tensor) -> Tensor:
         return self._pending[name].view_as(like)
@@ -212,5 +197,4 @@ class Residual(Memory):
             lost.div_(scale)
         if before is not None:
             lost.mul_(self.rate).add_(before)
-        self._write(self._pending["residual"], lost.view(-1))
         self._has_pending = True

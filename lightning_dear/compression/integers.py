@@ -126,32 +126,6 @@ class Int4(_BlockIntegers):
         return integers
 
 
-class ShortResidual(feedback.Residual):
-    """One of 8 bits: what is kept is rounded once more, and that error is lost for good."""
-
-    _codec: ClassVar[Int8] = Int8()
-
-    @override
-    def _zeros(self, numel: int, device: torch.device) -> Tensor:
-        self._numel = numel
-        num_bytes = self._codec.wire_bytes(numel)
-        return torch.zeros((1, num_bytes), dtype=torch.uint8, device=device)
-
-    @override
-    def _read(self, stored: Tensor) -> Tensor:
-        rows = torch.empty((1, self._numel), dtype=torch.float32, device=stored.device)
-        self._codec.decode(stored, rows)
-        return rows[0]
-
-    @override
-    def _write(self, stored: Tensor, flat: Tensor) -> None:
-        self._codec.encode(flat.reshape(1, -1), stored)
-
-    @override
-    def _next(self, name: str, like: Tensor) -> Tensor:
-        return torch.empty_like(like)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoCo(Int4):
     """`Int4`, whose feedback is a moving average of what was lost: e' = (1 - b) e + b (x - C(x)).
@@ -162,39 +136,25 @@ class LoCo(Int4):
 
     Args:
         rate: b, in (0, 1]; 1 is plain feedback.
-        residual_bits: Of what is kept for each element, 32 or 8. 8 takes a quarter of the memory
-            and more time, and loses what it rounds: nothing is made good of that.
     """
 
     name: ClassVar[str] = "loco"
 
     rate: float = 0.2
-    residual_bits: int = 32
 
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.rate <= 1:
             raise ValueError(f"rate of loco must be in (0, 1], got {self.rate!r}.")
-        if self.residual_bits not in (8, 32):
-            raise ValueError(f"residual_bits of loco must be 8 or 32, got {self.residual_bits!r}.")
-        chosen, usual = (self.rate, self.residual_bits), (LoCo.rate, LoCo.residual_bits)
-        if not self.has_feedback and chosen != usual:
+        if not self.has_feedback and self.rate != LoCo.rate:
             raise ValueError(
-                "rate and residual_bits of loco have no effect with error_feedback=False: they say"
-                " how feedback is kept. Leave them out, or error_feedback."
+                "rate of loco has no effect with error_feedback=False: it says how feedback is"
+                " kept. Leave it out, or error_feedback."
             )
 
     @override
     def owner_memory(self, numel: int, device: torch.device) -> feedback.Memory:
         if not self.has_feedback:
             return feedback.Memory(numel, device)
-        kind = ShortResidual if self.residual_bits == 8 else feedback.Residual
-        return kind(numel, device, self.rate)
-
-    @override
-    def _check_differences_alone(self) -> None:
-        raise ValueError(
-            "loco with halves='gather' and gather='parameters' keeps no feedback, which is all"
-            " that it has beyond int4: use int4, or leave halves out."
-        )
+        return feedback.Residual(numel, device, self.rate)

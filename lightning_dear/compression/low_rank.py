@@ -38,7 +38,6 @@ class PowerSGD(Compressor):
         rank: r, at least 1; at most the smaller dimension of a matrix counts.
         min_saving: A matrix goes as it is unless n m >= min_saving (n + m) r; at least 1.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
     """
 
     name: ClassVar[str] = "powersgd"

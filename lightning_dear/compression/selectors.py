@@ -18,16 +18,7 @@ from torch import Tensor
 
 from lightning_dear.compression.blocks import TILE_ELEMENTS
 
-FIRST_SHARE = 0.25
-"""Of a row, what the first stage of `sidco` keeps (d1)."""
-
-LONGEST = 0.75
-"""Largest step of `sidco`: a share of the way to the largest |x|, which may be near the mean."""
-
 _kept = threading.local()
-
-NUM_CORRECTIONS = 2
-"""Stages of `sidco` that aim at k once more: the first of them still miss it on heavy tails."""
 
 
 def select(selector: str, rows: Tensor, k: int) -> Tensor:
@@ -63,30 +54,7 @@ def sampled(rows: Tensor, k: int) -> Tensor:
     return first_above(rows, floor, k)
 
 
-def sidco(rows: Tensor, k: int) -> Tensor:
-    """Those above a threshold fitted in stages, after SIDCo-E (Abdelmoniem et al. 2021).
-
-    Above a threshold t, |x| - t is taken as exponential of mean m, so that a share d of these
-    entries lies above t - m ln d. Stage i aims at a share d1 (k / numel / d1)^(i/S) of the row.
-    SIDCo takes it that each stage kept the share it aimed at. Here the share is counted, and a
-    stage that kept too few goes back along a Pareto tail of the same mean, t (n / target)^(1/a)
-    with a = 1 + t / m, where the exponential one would fall below 0. So no controller is needed.
-    """
-    largest = _largest(rows)
-    # Means of the largest floats overflow: all stages see |x| / max |x|.
-    scale = largest.clamp_min(torch.finfo(rows.dtype).tiny)
-    top, threshold = largest / scale, torch.zeros_like(scale)
-    for target in _targets(k, rows.shape[1]):
-        count, mean = _tail(rows, threshold, scale)
-        off = (count / target).log()
-        up = threshold + mean * off
-        down = threshold * (off * mean / (mean + threshold).clamp_min(1e-30)).exp()
-        threshold = torch.where(off >= 0, torch.minimum(up, threshold.lerp(top, LONGEST)), down)
-    # Products of denormal numbers may round up to the largest one, above which there is none.
-    return first_above(rows, torch.minimum(threshold * scale, just_below(largest)), k)
-
-
-SELECTORS = {one.__name__: one for one in (exact, sampled, sidco)}
+SELECTORS = {one.__name__: one for one in (exact, sampled)}
 
 
 def first_above(rows: Tensor, floor: Tensor, k: int) -> Tensor:
@@ -211,42 +179,6 @@ def all_reaching(numbers: Tensor, threshold: float) -> Tensor:
 def true_places(mask: Tensor) -> Tensor:
     """[n] int64, ascending: where a flat mask on a CPU is true. torch's own takes five times it."""
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
-
-
-def _targets(k: int, numel: int) -> list[float]:
-    """How many entries each stage of `sidco` aims at, the last ones at k."""
-    density = k / numel
-    if density >= FIRST_SHARE:
-        return [float(k)] * (1 + NUM_CORRECTIONS)
-    num_steps = 1 if density > FIRST_SHARE**2.5 else 2
-    first = FIRST_SHARE * numel
-    stages = [first * (k / first) ** (step / num_steps) for step in range(num_steps + 1)]
-    return stages + [float(k)] * NUM_CORRECTIONS
-
-
-def _blocks(rows: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(rows, TILE_ELEMENTS if rows.is_cpu else rows.shape[1], 1)
-
-
-def _largest(rows: Tensor) -> Tensor:
-    """[R, 1]: the largest |x|."""
-    found = [block.abs().amax(1, keepdim=True) for block in _blocks(rows)]
-    return torch.cat(found, 1).amax(1, keepdim=True)
-
-
-def _tail(rows: Tensor, threshold: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """How many |x| / scale exceed the threshold, at least 1; by how much they do on average.
-
-    Returns:
-        [R, 1] fp32 each.
-    """
-    counts, sums = [], []
-    for block in _blocks(rows):
-        excess = block.abs().div_(scale).sub_(threshold).clamp_min_(0)
-        counts.append((excess > 0).sum(1, keepdim=True))
-        sums.append(excess.sum(1, keepdim=True))
-    count = torch.cat(counts, 1).sum(1, keepdim=True).clamp_min(1).float()
-    return count, torch.cat(sums, 1).sum(1, keepdim=True) / count
 
 
 # --- about k numbers of a bucket, on a CPU --------------------------------------------------------

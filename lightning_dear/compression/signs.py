@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_dear.compression.bits import pack_bits, unpack_bits
 from lightning_dear.compression.blocks import BLOCK_SIZES, BlockCodec, Tiles, block_tiles
-from lightning_dear.compression.codec import Codec, Kind, Lag, padded_bytes
+from lightning_dear.compression.codec import Codec, Kind, padded_bytes
 from lightning_dear.compression.error_feedback import Memory
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -29,7 +29,6 @@ class _BlockSigns(BlockCodec):
     """
 
     kind: ClassVar[Kind] = "contractive"
-    lag: ClassVar[Lag] = "large"
     _bits: ClassVar[int] = 1
     _num_scratch: ClassVar[int] = 0
     """Temporaries that decoding needs."""

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor
-from typing_extensions import Self, override
+from typing_extensions import override
 
-from lightning_dear.compression.codec import Codec, FewOfMany, Kind, Lag, Randomness, field
+from lightning_dear.compression.codec import Codec, FewOfMany, Kind, Randomness, field
 from lightning_dear.compression.error_feedback import Encoded, Memory
 from lightning_dear.compression.selectors import SELECTORS, select
-
-RAMP = (0.25, 0.0625, 0.015, 0.004)
-"""Densities before the last one while DGC warms up (Lin et al. 2018, 3.3)."""
-
-SMALLEST_LAGGING_DENSITY = 0.1
-"""Of top-k, for differences of parameters: with 1 % of them replicas stay far behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +30,8 @@ class TopK(FewOfMany, Codec):
 
     Args:
         density: See `FewOfMany`.
-        selector: exact: `torch.topk`. sampled: threshold from a sample. sidco: threshold from a
-            fitted tail. See `lightning_dear.compression.selectors`.
+        selector: exact: `torch.topk`. sampled: threshold from a sample. See
+            `lightning_dear.compression.selectors`.
     """
 
     name: ClassVar[str] = "topk"
@@ -53,20 +46,6 @@ class TopK(FewOfMany, Codec):
             raise ValueError(
                 f"Unknown selector {self.selector!r}; valid names: {', '.join(SELECTORS)}."
             )
-
-    @property
-    @override
-    def lag(self) -> Lag:
-        return "large" if self.density >= SMALLEST_LAGGING_DENSITY else "unbounded"
-
-    @override
-    def _or_denser(self) -> str:
-        # DGC stays behind at any density.
-        never_lags = self.lag != "unbounded" or self.halves == "reduce"
-        if never_lags or self.at_density(1.0).lag == "unbounded":
-            return ""
-        least = f"{SMALLEST_LAGGING_DENSITY}{'' if self.allow_lag else ' and allow_lag=True'}"
-        return f", or for gather='parameters' set a density of at least {least}"
 
     @override
     def wire_bytes(self, numel: int) -> int:
@@ -115,11 +94,11 @@ class TopK(FewOfMany, Codec):
 class DGC(TopK):
     """Deep gradient compression (Lin et al. 2018): top-k of gradients whose momentum is corrected.
 
-    On the wire it is `TopK`. The rest is done before, by a `Velocity` in place of plain feedback; g
-    is clipped to `clip_norm` (section 3.2), u = momentum u + g and
-    v = v + u (3.2, momentum correction), v is encoded, and u and v become 0 where `sent_mask` says
-    that v was sent (3.3, momentum factor masking). The optimizer must have no momentum of its own,
-    and no weight decay, which belongs into u.
+    On the wire it is `TopK`. The rest is done before, by a `Velocity` in place of plain feedback:
+    u = momentum u + g and v = v + u (section 3.2, momentum correction), v is encoded, and u and v
+    become 0 where `sent_mask` says that v was sent (3.3, momentum factor masking). The optimizer
+    must have no momentum of its own, and no weight decay, which belongs into u. Local clipping
+    (3.2) is left out, and warming up (3.3) is a `CompressionSchedule`'s.
 
     Owners select `density` of the sums again, with plain feedback, so that bytes do not grow with
     the number of ranks. (Lin et al. send everybody all that any rank has selected.)
@@ -129,23 +108,17 @@ class DGC(TopK):
     nothing waits, and nothing is masked: SGD with momentum.
 
     Args:
-        density: The last one, once the ramp is over.
+        density: See `FewOfMany`.
+        selector: See `TopK`.
         momentum: m, in [0, 1).
-        clip_norm: Largest 2-norm of a rank's own gradient of a tensor, > 0; None: gradients are not
-            clipped. (Lin et al. clip to 1 / sqrt(number of ranks) of what the mean is clipped to.)
-        warm_up_steps: Steps over which the density goes through `RAMP` (3.3), at least 0.
     """
 
     name: ClassVar[str] = "dgc"
     brings_momentum: ClassVar[bool] = True
-    # Its momentum belongs to gradients.
-    lag: ClassVar[Lag] = "unbounded"
 
     density: float = 0.001
     selector: str = "sampled"
     momentum: float = 0.9
-    clip_norm: float | None = None
-    warm_up_steps: int = 0
 
     @override
     def __post_init__(self) -> None:
@@ -154,12 +127,6 @@ class DGC(TopK):
         super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}.")
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise ValueError(f"clip_norm must be None or finite and > 0, got {self.clip_norm}.")
-        if not isinstance(self.warm_up_steps, int) or self.warm_up_steps < 0:
-            raise ValueError(
-                f"warm_up_steps must be an integer of at least 0, got {self.warm_up_steps!r}."
-            )
 
     @property
     @override
@@ -169,18 +136,6 @@ class DGC(TopK):
     @override
     def worker_memory(self, numel: int, device: torch.device) -> Memory:
         return Velocity(numel, device, momentum=self.momentum)
-
-    @override
-    def warmed_up(self, step: int) -> Self:
-        return self.at_density(self.density_at(step))
-
-    def density_at(self, step: int) -> float:
-        """Density of step 0, 1, ...: four equal parts of the warm-up, never below `density`."""
-        if step < 0:
-            raise ValueError(f"step must be at least 0, got {step}.")
-        if step >= self.warm_up_steps:
-            return self.density
-        return max(self.density, RAMP[step * len(RAMP) // self.warm_up_steps])
 
 
 class Velocity(Memory):
@@ -231,33 +186,17 @@ class RandomK(FewOfMany, Codec):
     2 ceil(numel / k) - 1 of them, however small it is. Both halves of a step send the same places:
     at others the mean has nothing that has just arrived.
 
-    Values at the same places add up, so that a reduce-scatter sums them on their way.
+    Values at the same places add up, so that a reduce-scatter sums them on their way. Contractive:
+    E|C(x) - x|^2 <= (1 - d) |x|^2 with d = 1 / ceil(numel / k).
 
     Args:
         density: See `FewOfMany`.
-        unbiased: False: numbers travel as they are; contractive, E|C(x) - x|^2 <= (1 - d) |x|^2
-            with d = 1 / ceil(numel / k). True: each is multiplied by its stratum's length, so that
-            E[C(x)] = x; products beyond the largest float are held there. The mean of such numbers
-            is sent as it is. What a hook has added to it elsewhere waits for its turn.
     """
 
     name: ClassVar[str] = "randomk"
+    kind: ClassVar[Kind] = "contractive"
     randomness: ClassVar[Randomness] = "turns"
     is_summable: ClassVar[bool] = True
-
-    unbiased: bool = False
-
-    @property
-    @override
-    def kind(self) -> Kind:
-        return "unbiased" if self.unbiased else "contractive"
-
-    @property
-    @override
-    def of_means(self) -> Codec:
-        # At the same places again, where a second factor would be one too many.
-        is_second = self.unbiased and self.halves == "both"
-        return replace(self, unbiased=False, error_feedback=None) if is_second else self
 
     @override
     def wire_bytes(self, numel: int) -> int:
@@ -266,23 +205,18 @@ class RandomK(FewOfMany, Codec):
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         k = self.entries(rows.shape[1])
-        places, lengths = _draw(rows, k, generator)
-        values = rows.index_select(1, places)
-        if self.unbiased:
-            # Whoever encodes has looked for inf before, and would not see one that is made here.
-            limit = torch.finfo(values.dtype).max
-            values.mul_(lengths).clamp_(-limit, limit)
-        field(wire, torch.float32, 0, k).copy_(values)
+        places = _draw(rows, k, generator)
+        field(wire, torch.float32, 0, k).copy_(rows.index_select(1, places))
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         k = self.entries(rows.shape[1])
-        places, _ = _draw(rows, k, generator)
+        places = _draw(rows, k, generator)
         rows.zero_().index_copy_(1, places, field(wire, torch.float32, 0, k))
 
 
-def _draw(rows: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
-    """One place of each stratum, [k] int64, ascending, and the strata's lengths, [k] int64.
+def _draw(rows: Tensor, k: int, generator: Generator | None) -> Tensor:
+    """One place of each stratum, [k] int64, ascending.
 
     Seeds that follow each other give all places of a stratum before any comes again.
     """
@@ -293,10 +227,9 @@ def _draw(rows: Tensor, k: int, generator: Generator | None) -> tuple[Tensor, Te
     # On the CPU, since other devices draw other numbers from the same seed, even of one maker.
     drawing = Generator().manual_seed(number)
     bounds = torch.arange(k + 1, device=rows.device) * rows.shape[1] // max(1, k)
-    lengths = bounds.diff()
     # Integers: a fp32 number in [0, 1) reaches only 2^24 of a long stratum's places.
     # So many more than places that the remainder favours none of them noticeably.
     # Pinned, so that the host does not wait for the device.
     host: Any = {"generator": drawing, "device": "cpu", "pin_memory": rows.is_cuda}
     drawn = torch.randint(turn, 2**62 + turn, (k,), **host).to(rows.device, non_blocking=True)
-    return bounds[:-1] + drawn % lengths, lengths
+    return bounds[:-1] + drawn % bounds.diff()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import ClassVar
 
@@ -159,7 +159,6 @@ class TopkA(ByThreshold):
         density: See `SparseAllReduce`.
         tau_prime: See `ByThreshold`.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
     """
 
     name: ClassVar[str] = "topka"
@@ -181,7 +180,6 @@ class Gaussiank(SparseAllReduce):
     Args:
         density: See `SparseAllReduce`.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
     """
 
     name: ClassVar[str] = "gaussiank"
@@ -224,7 +222,6 @@ class TopkDSA(ByThreshold):
         density: See `SparseAllReduce`.
         tau_prime: See `ByThreshold`.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
     """
 
     name: ClassVar[str] = "topkdsa"
@@ -256,7 +253,6 @@ class GTopk(ByThreshold):
         density: See `SparseAllReduce`.
         tau_prime: See `ByThreshold`.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
     """
 
     name: ClassVar[str] = "gtopk"
@@ -273,12 +269,6 @@ MODES = ("exact", "static")
 
 NUM_FIRST_STEPS = 64
 """Steps at the beginning in each of which regions are made anew: residuals still grow."""
-
-_OF_EXACT_MODE = {
-    "tau_prime": "thresholds are exact in every step",
-    "owner_cap": "an owner keeps k / P numbers",
-}
-"""Option that mode "static" does not have -> why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +316,6 @@ class OkTopk(ByThreshold):
         momentum: m, in [0, 1). Above 0 what is added to the residual is u = m u + gradient / P, and
             u, too, is cleared where it has arrived, as in DGC; the optimizer must have none then.
         error_feedback: See `Compressor`.
-        allow_biased: See `Compressor`.
 
     Raises:
         ValueError: For options outside their range.
@@ -350,8 +339,13 @@ class OkTopk(ByThreshold):
             raise ValueError(
                 f"Unknown mode {self.mode!r} of oktopk; valid names: {', '.join(MODES)}."
             )
-        if self.is_static:
-            self._check_static()
+        of_exact = self.tau_prime, self.owner_cap
+        if self.is_static and of_exact != (OkTopk.tau_prime, OkTopk.owner_cap):
+            raise ValueError(
+                "tau_prime and owner_cap of oktopk have no effect with mode='static', in which"
+                " thresholds are exact in every step and an owner keeps k / P numbers. Leave them"
+                " out."
+            )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum of oktopk must be in [0, 1), got {self.momentum}.")
         if self.momentum and not self.has_feedback:
@@ -363,14 +357,6 @@ class OkTopk(ByThreshold):
             cap = getattr(self, name)
             if not cap >= 1:
                 raise ValueError(f"{name} of oktopk must be at least 1, got {cap!r}.")
-
-    def _check_static(self) -> None:
-        for one in fields(self):
-            if one.name in _OF_EXACT_MODE and getattr(self, one.name) != one.default:
-                raise ValueError(
-                    f"{one.name} of oktopk has no effect with mode='static', in which"
-                    f" {_OF_EXACT_MODE[one.name]}. Leave it out."
-                )
 
     @property
     @override

@@ -132,34 +132,21 @@ class Natural(Codec):
     otherwise, so that E|C(x) - x|^2 <= x^2 / 8 (Horvath et al. 2019, "Natural compression", section
     2). Zero is exact, and there are no scales.
 
-    Seven bits are zero and 127 exponents, from `max_exponent` - 126 to `max_exponent`. Beside the
-    smallest power, low, the next level is zero: numbers below low stay unbiased up to low 2^-24,
-    with E|C(x) - x|^2 <= low |x|, and below low 2^-24 they are lost. Beyond the largest power, it
-    is what is sent: such numbers are biased, as if they had been clipped. By default that is 2^64,
-    whose square is beyond fp32, so that a norm or Adam would fail there too; low is 2^-62, and
-    lost is what is below 2^-86. With `max_exponent=26` all is unbiased from 2^-124 to 2^26.
+    Seven bits are zero and 127 exponents, from -62 to `max_exponent`. Beside the smallest power,
+    low, the next level is zero: numbers below low stay unbiased up to low 2^-24, with
+    E|C(x) - x|^2 <= low |x|, and what is below 2^-86 is lost. Beyond the largest power, 2^64, it is
+    what is sent: such numbers are biased, as if they had been clipped. Its square is beyond fp32,
+    so that a norm or Adam would fail there too.
 
     Wire: [128 (x < 0) + code | zeros to a multiple of 4]; a code is 0, or an exponent less that of
     low, plus 1.
-
-    Args:
-        max_exponent: Of the largest power of two, from 0 to 127.
     """
 
     name: ClassVar[str] = "natural"
     kind: ClassVar[Kind] = "unbiased"
     block_size: ClassVar[int] = 1
     randomness: ClassVar[Randomness] = "private"
-
-    max_exponent: int = 64
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.max_exponent, int) or not 0 <= self.max_exponent <= 127:
-            raise ValueError(
-                f"max_exponent of natural must be from 0 to 127, got {self.max_exponent!r}."
-            )
+    max_exponent: ClassVar[int] = 64
 
     @override
     def wire_bytes(self, numel: int) -> int:

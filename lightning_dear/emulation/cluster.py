@@ -250,8 +250,7 @@ class EmulatedCluster:
             _shape(host.namespace, host.interface, netem)
         except EmulationUnavailable as error:
             raise EmulationUnavailable(
-                f"delay_ms={self.delay_ms:g} needs a kernel with netem ({error}): leave it at 0;"
-                " alpha_s (cluster.alpha_s) delays the messages of strategy=dear on any kernel"
+                f"delay_ms={self.delay_ms:g} needs a kernel with netem ({error}): leave it at 0"
             ) from None
 
     def _set_congestion_control(self, host: EmulatedHost) -> None:

@@ -123,7 +123,7 @@ def warn_of_votes(options: ExchangeOptions, rank: int) -> None:
         return
     effect = (
         "only the signs of their mean are sent back, so that this changes nothing"
-        if options.encodes("gather")
+        if options.encodes_both
         else "they are means of signs, of the same size whatever they were before: by norm this"
         " only makes the learning rate smaller, by value it does nothing from 1 on"
     )

@@ -161,7 +161,7 @@ class PlanLifecycle:
         options, collectives, depth = self._options, self._collectives, self._options.depth
         waiting = partial(Waiting, self._training.instruments)
         number, num_shards = options.shards(collectives)
-        sends_bytes = options.encodes("reduce") and options.ranks_together(collectives) == 1
+        sends_bytes = options.codec is not None and options.ranks_together(collectives) == 1
         # Any stream may still read where parameters have been.
         collectives.streams.synchronize()
         flat = allocate(

@@ -8,8 +8,8 @@
     stepped shard - replica -> encode -> all-gather -> decode, add -> replica  (or this one instead)
 
 Every rank, the owner too, takes its numbers from the bytes, so that all have the same bits. Sums
-are made in fp32 and in rank order (by NCCL, where that sums bytes, in its own order). Either half
-may travel as it is.
+are made in fp32 and in rank order (by NCCL, where that sums bytes, in its own order). What is
+gathered may travel as it is.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.work import Work
 from lightning_dear.compression import Codec
 from lightning_dear.exchange.base import CompressedExchange, Sending, Traffic
-from lightning_dear.exchange.coded_bucket import CodedBucket, HostsReduction, Reduction
+from lightning_dear.exchange.coded_bucket import CodedBucket, HostsReduction
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.telemetry.device_work import as_device_work
 
 
 class CodedExchange(CompressedExchange):
-    """Encodes the halves that the codec names; the other one, if any, travels as it is.
+    """Encodes the halves that the codec names; the second one may travel as it is.
 
     Encoding happens where a half is launched, decoding where it is waited for, in the bucket's
     gradients, whose content is of no use then: nobody reads a parameter, and so none gets a
@@ -66,30 +66,19 @@ class CodedExchange(CompressedExchange):
     @override
     def expect_reduce(self, bucket: Bucket) -> None:
         coded = self.coded[bucket.number]
-        if coded.reduction is None:
-            self._dense.expect_reduce(bucket)
-        else:
-            coded.reduction.expect(coded.stream)
+        coded.reduction.expect(coded.stream)
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
         """Encodes the bucket's gradients, each rank's part for itself."""
         coded = self.coded[bucket.number]
-        reduction = coded.reduction
-        if reduction is None:
-            self._look_for_inf(coded.clear_padding())
-            return Sending(partial(self._dense.launch_reduce, bucket))
-        flat = coded.clip(bucket.gradients.float(), scale)
-        return self._encode_rows(
-            coded, reduction, scale, flat.view(self.collectives.world_size, -1)
-        )
+        flat = coded.own_gradients(bucket.gradients.float())
+        return self._encode_rows(coded, scale, flat.view(self.collectives.world_size, -1))
 
-    def _encode_rows(
-        self, coded: CodedBucket, reduction: Reduction, scale: Tensor | None, rows: Tensor
-    ) -> Sending:
+    def _encode_rows(self, coded: CodedBucket, scale: Tensor | None, rows: Tensor) -> Sending:
         coded.compensate(rows, scale)
         self._look_for_inf(rows, coded.most if scale is None else coded.codec.largest)
-        return coded.encode_reduce(reduction, rows, scale)
+        return coded.encode_reduce(rows, scale)
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
@@ -99,10 +88,10 @@ class CodedExchange(CompressedExchange):
         if not isinstance(reduction, HostsReduction):
             return super().launch_reduce(bucket)
         made: list[Sending] = []
-        coded.clip(bucket.gradients, scale)
+        coded.own_gradients(bucket.gradients)
 
         def encode(sums: Tensor) -> None:
-            made.append(as_device_work(self._encode_rows, coded, reduction, scale, sums))
+            made.append(as_device_work(self._encode_rows, coded, scale, sums))
 
         def decode() -> None:
             if made[0].decode is not None:
@@ -115,7 +104,7 @@ class CodedExchange(CompressedExchange):
     @override
     def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
         """Votes do not add up: those of no gradient are left out, and `check` refuses others."""
-        if earlier is None or not self.coded[bucket.number].votes:
+        if earlier is None or not self.coded[bucket.number].codec.votes:
             super().add_earlier(bucket, earlier, is_empty=is_empty)
             return
         bucket.mean.copy_(earlier)
@@ -132,7 +121,7 @@ class CodedExchange(CompressedExchange):
     @property
     @override
     def voting(self) -> AbstractSet[int]:
-        return {one.number for one in self.coded if one.votes}
+        return {one.number for one in self.coded if one.codec.votes}
 
     @override
     def refuse_votes(self, names: Sequence[str]) -> None:
@@ -183,6 +172,5 @@ class CodedExchange(CompressedExchange):
         for coded in self.coded:
             nbytes = coded.bucket.parameters.nbytes
             dense += 2 * nbytes
-            for is_encoded in (coded.reduction is not None, coded.is_sent_back):
-                sent += coded.nbytes if is_encoded else nbytes
+            sent += coded.nbytes + (coded.nbytes if coded.is_sent_back else nbytes)
         return dense / sent

@@ -83,15 +83,12 @@ class HostsReduction(Reduction):
     gathered during backward where there is a codec.
 
     Args:
-        codec: That encodes.
         collectives: What moves the bytes; it has two hops.
         outgoing: [number of hosts, nbytes] uint8, contiguous: row h is for host h.
         bucket: What is summed, within the host in its scratch.
     """
 
-    def __init__(
-        self, codec: Codec, collectives: Collectives, outgoing: Tensor, bucket: Bucket
-    ) -> None:
+    def __init__(self, collectives: Collectives, outgoing: Tensor, bucket: Bucket) -> None:
         self._collectives, self._outgoing, self._bucket = collectives, outgoing, bucket
         self.wires = torch.empty_like(outgoing)
         self.rows = slice(0, len(outgoing))
@@ -134,15 +131,14 @@ class CodedBucket(CompressedBucket):
             for host h. In the gather half row r is what rank r has encoded of its shard. By then
             what was sent has arrived.
         nbytes: Of the whole bucket, encoded.
-        reduction: What brings it to the owners; None: gradients travel as they are.
-        votes: Whether gradients are voted on.
+        reduction: What brings it to the owners.
         is_sent_back: Whether what is gathered is encoded.
         most: Larger numbers are refused, since more than one further step would have to send them.
     """
 
     codec: Codec
     configured: Codec
-    reduction: Reduction | None
+    reduction: Reduction
 
     def __init__(
         self,
@@ -160,44 +156,39 @@ class CodedBucket(CompressedBucket):
         keeps = options.codec if has_momentum else codec
         device, numel = bucket.gradients.device, bucket.gradients.numel()
         world_size = collectives.world_size
-        worker = owner = Memory(0, device)
+        owner = Memory(0, device)
         # In two hops a rank encodes the shards of those that have its place on their hosts.
         self._together, shard = options.ranks_together(collectives), numel // world_size
         places = range(collectives.rank % self._together, world_size, self._together)
         encoded = [slice(place * shard, (place + 1) * shard) for place in places]
-        if options.encodes("reduce"):
-            worker = keeps.worker_memory(shard * len(places), device)
-        if options.encodes("gather") and not bucket.lags:
+        worker = keeps.worker_memory(shard * len(places), device)
+        if options.encodes_both and not bucket.lags:
             # What differences of parameters have not brought is in the next ones.
-            owner = codec.of_means.owner_memory(shard, device)
+            owner = codec.owner_memory(shard, device)
         # What a plan does not encode keeps what it has, as in a dense step.
         used = codec if is_encoded else Fp32()
         parts = None if self._together == 1 else encoded
         super().__init__(bucket, used, worker, owner, world_size, parts)
         self._collectives, self._world_size = collectives, world_size
         self.stream = stream
-        self._encodes_reduce, self._encodes_gather = map(options.encodes, ("reduce", "gather"))
-        self._clip_norm = keeps.clip_norm
-        self._clears_first = keeps.clip_norm is not None or keeps.brings_momentum
+        self._encodes_both = options.encodes_both
+        self._keeps_momentum = keeps.brings_momentum
         self._make_room()
 
     @override
     def _make_room(self) -> None:
         # Once for each codec, not for each step: nothing else changes what follows from it.
         world_size, num_rows = self._world_size, self._world_size // self._together
-        self.is_sent_back = self._encodes_gather and not self.codec.is_identity
+        self.is_sent_back = self._encodes_both and not self.codec.is_identity
         row_nbytes = self.codec.wire_bytes(self.spec.padded_numel // world_size)
         self.nbytes = world_size * row_nbytes
         shape = world_size if self.is_sent_back else num_rows, row_nbytes
         self.outgoing = self.bucket.gradients.new_empty(shape, dtype=torch.uint8)
-        self.reduction = None
-        if self._encodes_reduce and self._together > 1:
-            place = self._collectives, self.outgoing[:num_rows]
-            self.reduction = HostsReduction(self.codec, *place, self.bucket)
-        elif self._encodes_reduce:
+        if self._together > 1:
+            outgoing = self.outgoing[:num_rows]
+            self.reduction = HostsReduction(self._collectives, outgoing, self.bucket)
+        else:
             self.reduction = Reduction(self.codec, self._collectives, self.outgoing)
-        self.votes = self._encodes_reduce and self.codec.votes
-        self._codec_of_means = self.codec.of_means
         self.most = 2 * self.codec.largest if self.codec.has_feedback else math.inf
 
     @override
@@ -207,13 +198,11 @@ class CodedBucket(CompressedBucket):
 
     # --- the reduce half ------------------------------------------------------------------------
 
-    def clip(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
+    def own_gradients(self, gradients: Tensor) -> Tensor:
         """Mutates this rank's own, flat, and returns them: as they are added to others'."""
-        if self._clears_first:
-            # Momentum would keep a nan.
+        if self._keeps_momentum:
+            # It would keep a nan.
             gradients.index_fill_(0, self._padding, 0.0)
-        if self._clip_norm is not None:
-            self._clip(gradients, self._clip_norm, scale)
         return gradients
 
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
@@ -222,26 +211,13 @@ class CodedBucket(CompressedBucket):
         # Also where zeros were, since these leave residuals, too.
         rows.view(-1).index_fill_(0, self._worker_padding, 0.0)
 
-    def _clip(self, flat: Tensor, clip_norm: float, scale: Tensor | None) -> None:
-        """Scales each tensor's gradient, this rank's own, to a 2-norm of at most `clip_norm`."""
-        own = [flat[part.offset : part.offset + part.numel] for part in self.spec.slices]
-        # They come multiplied by 1 / world_size and by the loss scale.
-        lengths = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in own]
-        norms = torch.stack(lengths) * self._world_size
-        limit = clip_norm if scale is None else clip_norm * scale
-        factors = (limit / norms.clamp_(min=torch.finfo(norms.dtype).tiny)).clamp_(max=1.0)
-        torch._foreach_mul_(own, list(factors.unbind()))
-
-    def clear_padding(self) -> Tensor:
-        """The bucket's gradients, where nothing is left of what was decoded into them."""
-        return self.bucket.gradients.index_fill_(0, self._padding, 0.0)
-
-    def encode_reduce(self, reduction: Reduction, rows: Tensor, scale: Tensor | None) -> Sending:
+    def encode_reduce(self, rows: Tensor, scale: Tensor | None) -> Sending:
         """Encodes what `compensate` has left into `outgoing`."""
+        reduction, votes = self.reduction, self.codec.votes
         outgoing = self.outgoing[: len(rows)]
         encoded = self._encode("reduce", rows, outgoing)
         self.worker.note_sent(rows, outgoing, encoded, scale)
-        decode = partial(self._sum, reduction, encoded, scale, votes=self.votes)
+        decode = partial(self._sum, reduction, encoded, scale, votes=votes)
         return Sending(partial(reduction.launch, self.stream), decode)
 
     def _sum(
@@ -341,7 +317,7 @@ class CodedBucket(CompressedBucket):
         return rows
 
     def _encode(self, half: str, rows: Tensor, wire: Tensor) -> Encoded:
-        codec = self.codec if half == "reduce" else self._codec_of_means
+        codec = self.codec
         # Of steps that are made: several rounds of one add up at the same places.
         turn = self.counts["gather" if self.is_sent_back else "reduce"]
         self.counts[half] += 1

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE, message_delay_s
 from lightning_dear.collectives.hosts import ranks_on_each_host
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec, Compressor, SparseAllReduce
 from lightning_dear.compression.codec import Setting
 from lightning_dear.compression.groups import Groups, check_groups, codec_for
-
-GATHERS = ("parameters", "gradients")
-"""Names of what an all-gather may carry."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +21,13 @@ class ExchangeOptions(Setting):
         groups: Other codecs for some tensors.
 
     Raises:
-        ValueError: For unknown names, a depth below 1, and options that exclude each other.
+        ValueError: For a depth below 1, and options that exclude each other.
     """
 
     codec: Compressor | None = None
     groups: Groups = ()
 
     def __post_init__(self) -> None:
-        if self.gather not in GATHERS:
-            raise ValueError(f"Unknown gather {self.gather!r}; valid names: {', '.join(GATHERS)}.")
         if self.depth is not None and (not isinstance(self.depth, int) or self.depth < 1):
             raise ValueError(
                 f"gather_depth must be an integer >= 1, or None for no limit; got {self.depth!r}."
@@ -62,14 +55,15 @@ class ExchangeOptions(Setting):
         """Whether every rank gets whole means during backward, and nothing is gathered."""
         return not self.decouple or (self.codec is not None and self.codec.all_reduces)
 
-    def encodes(self, half: str) -> bool:
-        """Whether the "reduce" or the "gather" half is encoded."""
-        return self.codec is not None and self.codec.halves in ("both", half)
+    @cached_property
+    def encodes_both(self) -> bool:
+        """Whether what is gathered is encoded, too."""
+        return self.codec is not None and self.codec.halves == "both"
 
     @cached_property
     def encodes_differences(self) -> bool:
         """Whether what is gathered is how far replicas are behind their owners, encoded."""
-        return not self.is_of_gradients and self.encodes("gather")
+        return not self.is_of_gradients and self.encodes_both
 
     def codec_of(self, name: str, num_dimensions: int) -> Codec | None:
         """What encodes the tensor of this name, row by row; None: nothing does."""
@@ -107,15 +101,6 @@ class ExchangeOptions(Setting):
                 f"{what} works with one optimizer, and there are {num_optimizers}: two optimizers'"
                 " all-reduces could start in another order on other ranks. Leave it out."
             )
-        # A delayed message stands for a slow link; an all-reduce has messages of its own.
-        holds_all = not (self.all_reduces or self.is_scattered)
-        if not holds_all and message_delay_s() and collectives.rank == 0:
-            which = "all that is sent here" if self.all_reduces else "how ranks agree on thresholds"
-            warnings.warn(
-                f"{MESSAGE_DELAY_VARIABLE} does not hold back all-reduces, which are {which}: unset"
-                " it, or compare with nothing else.",
-                stacklevel=2,
-            )
 
     @cached_property
     def is_scattered(self) -> bool:
@@ -128,7 +113,7 @@ class ExchangeOptions(Setting):
         1, each its own gradients: in one hop; if gradients are not encoded; if a codec votes, or
         does not encode row by row.
         """
-        is_summed = collectives.hops == 2 and self.encodes_row_by_row and self.encodes("reduce")
+        is_summed = collectives.hops == 2 and self.encodes_row_by_row
         return ranks_on_each_host(collectives.hosts) if is_summed else 1
 
     @cached_property
@@ -146,10 +131,7 @@ class ExchangeOptions(Setting):
 def default_gather(codec: Compressor | None, groups: Groups = ()) -> str:
     """What travels back if nobody says: parameters, unless a codec cannot send differences."""
     codecs = [] if codec is None else [codec, *(other for _, other in groups)]
-    send_differences = all(
-        one.halves == "reduce" or one.lag == "small" or (one.lag == "large" and one.allow_lag)
-        for one in codecs
-    )
+    send_differences = all(one.halves == "reduce" or one.lag == "small" for one in codecs)
     return "parameters" if send_differences else "gradients"
 
 
@@ -171,6 +153,4 @@ def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> s
         )
     if not is_one_optimizer:
         return "two optimizers' all-reduces could start in another order on other ranks"
-    if message_delay_s():
-        return f"{MESSAGE_DELAY_VARIABLE} would not hold back their messages"
     return None

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.callbacks.fusion_tuner import option_of
-from lightning_dear.compression import Compressor
 from lightning_dear.engine.pipeline import REFUSALS, Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
@@ -165,7 +164,7 @@ def _end_of(pipeline: Pipeline) -> None:
 # --- what is refused beside what a Trainer's strategy refuses -------------------------------------
 
 
-def check_without_trainer(fusion: FusionPlanner, codec: Compressor | None) -> None:
+def check_without_trainer(fusion: FusionPlanner) -> None:
     """Refuses what only Lightning's Trainer allows, which says where a step ends and counts them.
 
     Raises:
@@ -176,11 +175,6 @@ def check_without_trainer(fusion: FusionPlanner, codec: Compressor | None) -> No
             f"{option_of(fusion)} measures training steps, which works under a Trainer only. Use"
             " fusion='threshold', or a plan that a Trainer has found: strategy.save_plan(path)"
             " there, fusion=FixedPlan(path) here."
-        )
-    if codec is not None and codec.warm_up_steps:
-        raise ValueError(
-            f"warm_up_steps of {codec.name} needs a Trainer, which counts steps; under Fabric leave"
-            " it out."
         )
 
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.checkpoint.files import KEY, stamp
-from lightning_dear.compression import Compressor, NoCompression, resolve_compressor
+from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.fabric import module as modules
@@ -89,9 +89,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     ) -> None:
         refusals.check_options(DearFabricStrategy.__init__, locals())
         # First: what others say of a planner or a schedule is for Trainers.
-        modules.check_without_trainer(
-            resolve_fusion(fusion, bucket_cap_mb), resolve_compressor(compressor)
-        )
+        modules.check_without_trainer(resolve_fusion(fusion, bucket_cap_mb))
         self._take_options(locals())
         self._setups: list[weakref.ref[DearModule]] = []
         self._num_optimizers, self._is_saving = 0, False

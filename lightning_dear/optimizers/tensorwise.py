@@ -23,7 +23,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import LOW_PRECISION, Piece, allocate, cut_state
-from lightning_dear.compression import PowerSGD, SparseAllReduce
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
@@ -124,8 +123,7 @@ def _why_not_whole(optimizer: Optimizer, or_masters: str) -> str | None:
 def _with_masters(options: ExchangeOptions) -> str:
     """How fp32 masters can be stepped with what else is set; nothing where they cannot."""
     codec = options.codec
-    whole = PowerSGD, SparseAllReduce
-    if isinstance(codec, whole) or getattr(codec, "clip_norm", None) is not None:
+    if codec is not None and (codec.all_reduces or codec.is_scattered):
         return ""
     way = "gather='parameters'"
     if not options.decouple:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_dear.callbacks.compression_schedule import schedule_of
+from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.store import attempt_store
 from lightning_dear.collectives.work import Collectives
@@ -44,7 +44,7 @@ class PipelineStrategy(ABC):
     """Trains modules through pipelines of the engine. Stands in front of Lightning's own base.
 
     Attributes:
-        compression_schedule: The given one, or one for a compressor's own warm-up; or None.
+        compression_schedule: The given one.
     """
 
     @classmethod
@@ -63,7 +63,9 @@ class PipelineStrategy(ABC):
             TypeError: For objects of another kind.
         """
         codec = resolve_compressor(given["compressor"])
-        schedule = schedule_of(codec, given.get("compression_schedule"))
+        schedule: CompressionSchedule | None = given.get("compression_schedule")
+        if schedule is not None:
+            schedule.check(codec)
         groups = () if schedule is None else schedule.groups
         self._gather: str | None = given["gather"]
         self._broadcast_buffers, self._audit = given["broadcast_buffers"], given["audit"]
@@ -81,7 +83,7 @@ class PipelineStrategy(ABC):
         self._fusion = resolve_fusion(given["fusion"], given["bucket_cap_mb"])
         refusals.check_planner(self._fusion, self._options)
         if schedule is not None:
-            schedule.check_use(self._fusion, self._options)
+            schedule.check_use(self._fusion)
         self.compression_schedule = schedule
 
     def _begin_attempt(self) -> None:
@@ -121,7 +123,6 @@ class PipelineStrategy(ABC):
         Collective, blocks.
         """
         refusals.say_what_is_gathered(self._gather, self._options)
-        refusals.warn_of_lag(self._options)
         pipeline = Pipeline(
             module,
             optimizers,

@@ -157,7 +157,7 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
     if own == 1 or options.all_reduces:
         return
     layout = f"{len(set(collectives.hosts))} hosts of {own} ranks or more"
-    is_of_hosts = options.ranks_together(collectives) > 1 or not options.encodes("reduce")
+    is_of_hosts = options.ranks_together(collectives) > 1 or options.codec is None
     if collectives.hops == 2 and is_of_hosts:
         rank_zero_info(f"{layout}: shards travel in two hops, within hosts and between them.")
         return
@@ -172,9 +172,9 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
     is_gloo = collectives.reads_flags_freely
     if collectives.hops == 2 and options.codec is not None:
         why = f"{options.codec.name} encodes what a rank has itself, not a host's sum"
-    elif not (is_gloo or options.encodes("reduce")):
+    elif options.codec is None and not is_gloo:
         times, why = 2.0, "NCCL's all-reduce may use trees, both halves not"
-    is_helped = options.encodes_row_by_row or not options.encodes("reduce")
+    is_helped = options.encodes_row_by_row or options.codec is None
     has_choice = collectives.hops == 1 and ranks_on_each_host(collectives.hosts) > 1 and is_helped
     or_hops = f", or {'leave out hops=1' if is_gloo else 'set hops=2'}" if has_choice else ""
     rank_zero_warn(
@@ -182,22 +182,6 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
         f" send, before any compression: {why}. Compare with strategy='ddp', or run one rank a"
         f" host{or_hops}."
     )
-
-
-def warn_of_lag(options: ExchangeOptions) -> None:
-    """Warns, once, of weights that stay visibly behind, although somebody has allowed that."""
-    codecs = (options.codec, *(codec for _, codec in options.groups))
-    # Where it has no effect, allow_lag is refused.
-    names = dict.fromkeys(codec.name for codec in codecs if codec is not None and codec.allow_lag)
-    if names:
-        rank_zero_warn(
-            f"allow_lag=True of {', '.join(names)}: the weights that ranks compute with, validate"
-            " and save stay visibly behind the masters that their owners step, by what messages"
-            " have not brought yet. Watch that lag, relative to the norm of the weights:"
-            " DearMonitor logs it as dear/lag, and strategy.encoding_figures() returns it."
-            " strategy.sync_replicas() makes both equal, as before weights are exported;"
-            " gather='gradients' without allow_lag has no lag."
-        )
 
 
 def explain(exception: BaseException) -> None:

@@ -89,13 +89,13 @@ def _cost(
     )
     row = fitted_line(shards, [codec.wire_bytes(shard) for shard in shards])
     # Where a step or a bucket is left out, parameters and means come back as they are.
-    sends_bytes_back = options.encodes("gather") and not codec.is_identity
+    sends_bytes_back = options.encodes_both and not codec.is_identity
     return CodecCost(
         replace(encode, alpha=encode.alpha + launches_s[0]),
         decode_sum,
         replace(encode_shard, alpha=encode_shard.alpha + launches_s[1]),
         decode,
-        reduce_bytes=row if options.encodes("reduce") else None,
+        reduce_bytes=row,
         gather_bytes=row if sends_bytes_back else None,
     )
 

@@ -25,12 +25,12 @@ OMP_NUM_THREADS=1 dear-converge hydra.run.dir=outputs/converge_digits
 OMP_NUM_THREADS=1 dear-converge experiment=converge_gpt hydra.run.dir=outputs/converge_gpt
 
 OMP_NUM_THREADS=1 dear-converge hydra.run.dir=outputs/converge_oktopk \
-  entries='[dense,{name: oktopk_2, compressor: oktopk, compressor.density: 0.02},{name: oktopk_1, compressor: oktopk, compressor.density: 0.01},{name: oktopk_no_residual, compressor: oktopk, compressor.density: 0.01, compressor.error_feedback: false, compressor.allow_biased: true, control: true}]'
+  entries='[dense,{name: oktopk_2, compressor: oktopk, compressor.density: 0.02},{name: oktopk_1, compressor: oktopk, compressor.density: 0.01},{name: oktopk_no_residual, compressor: oktopk, compressor.density: 0.01, compressor.error_feedback: false, control: true}]'
 
 OMP_NUM_THREADS=1 dear-converge hydra.run.dir=outputs/residual_off trainer.max_steps=360 \
   model.label_smoothing=0 optimizer.weight_decay=0 optimizer.lr=0.01 '~buckets.layer-wise' \
   lr_factors=[1] dense_shares=[0] reference_lr_factors=[1] \
-  entries='[dense,{name: oktopk_1, compressor: oktopk, compressor.density: 0.01},{name: oktopk_no_residual, compressor: oktopk, compressor.density: 0.01, compressor.error_feedback: false, compressor.allow_biased: true, control: true}]'
+  entries='[dense,{name: oktopk_1, compressor: oktopk, compressor.density: 0.01},{name: oktopk_no_residual, compressor: oktopk, compressor.density: 0.01, compressor.error_feedback: false, control: true}]'
 
 OMP_NUM_THREADS=1 dear-converge experiment=converge_gpt hydra.run.dir=outputs/converge_gpt_10_seeds seeds=[11,12,13,14,15,16,17,18,19,20] \
   entries='[dense,{name: int4_10, compressor: int4},{name: powersgd_16, compressor: powersgd, compressor.rank: 16, compressor.min_saving: 1}]'

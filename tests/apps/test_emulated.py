@@ -183,7 +183,7 @@ def test_the_cluster_is_as_configured_and_the_job_is_repeated(
 ) -> None:
     overrides = ("cluster.num_hosts=4", "cluster.rate_mbit=200", "cluster.mtu=1500")
     started.code = 3
-    with composed(tmp_path, "cluster=emulated", *overrides, "cluster.alpha_s=0.002") as cfg:
+    with composed(tmp_path, "cluster=emulated", *overrides) as cfg:
         with pytest.raises(SystemExit) as caught:
             restart_on_cluster(cfg, MODULE, timeout_s=9)
         assert caught.value.code == 3
@@ -195,21 +195,8 @@ def test_the_cluster_is_as_configured_and_the_job_is_repeated(
     for item in ("cluster=emulated", *overrides, f"hydra.run.dir='{tmp_path}'"):
         assert item in started.argv
     assert "cluster.beta_s_per_byte=4e-08" in started.argv
-    assert started.run_options["env"] == {"LIGHTNING_DEAR_MESSAGE_DELAY_S": "0.002"}
     assert started.run_options["ranks_per_host"] == 1
     assert started.run_options["timeout_s"] == 9
-
-
-def test_a_delay_that_the_strategy_does_not_meet_is_warned_of(
-    tmp_path: Path, started: _Started, caplog: pytest.LogCaptureFixture
-) -> None:
-    with composed(tmp_path, "cluster=emulated", "cluster.alpha_s=0.002", "strategy=ddp") as cfg:
-        restart_on_cluster(cfg, MODULE)
-    assert "delays the messages of strategy=dear alone" in caplog.text
-    caplog.clear()
-    with composed(tmp_path, "cluster=emulated", "strategy=ddp") as cfg:
-        restart_on_cluster(cfg, MODULE)
-    assert caplog.text == ""
 
 
 def test_a_sweeper_is_told_that_it_gets_no_metric(tmp_path: Path) -> None:

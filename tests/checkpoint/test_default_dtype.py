@@ -28,7 +28,7 @@ from tests.training.models import weights
 
 CODECS: tuple[Compressor, ...] = (
     Int8(block_size=64),
-    LoCo(block_size=64, residual_bits=8),
+    LoCo(block_size=64),
     TopK(density=0.05),
     RandomK(density=0.1),
     DGC(density=0.05),

@@ -25,6 +25,7 @@ from lightning_dear.compression import (
 from tests.distributed.harness import run_ranks
 from tests.exchange.test_coded import coded
 from tests.exchange.test_lagging import masters_of
+from tests.training.lagging import LaggingEFSignSGD
 from tests.training.linear import Run
 
 OF_GRADIENTS: tuple[Compressor, ...] = (
@@ -42,7 +43,7 @@ OF_DIFFERENCES: tuple[Compressor, ...] = (
     Int8(block_size=64),
     Int4(block_size=64),
     LoCo(block_size=64),
-    EFSignSGD(block_size=64, allow_lag=True),
+    LaggingEFSignSGD(block_size=64),
 )
 MOVES = [(2, 3), (3, 2), (2, 1)]
 LONG_MOVES = [(1, 4), (4, 2), (3, 4), (4, 1)]

@@ -15,24 +15,23 @@ from lightning_dear.compression import (
     QSGD,
     Bf16,
     Codec,
-    EFSignSGD,
     Int4,
     Int8,
     OkTopk,
     PowerSGD,
     RandomK,
-    TopK,
 )
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY
 from tests.distributed.harness import distributed
 from tests.engine.test_gradients import assert_equal
+from tests.training.lagging import LaggingEFSignSGD, LaggingTopK
 from tests.training.linear import Run
 from tests.training.models import build, optimizer_for, weights
 from tests.training.three_ways import new_pipeline, train_steps
 
-LAGGING = (Int8(), Int4(), Bf16(), EFSignSGD(allow_lag=True), TopK(density=0.1, allow_lag=True))
+LAGGING = (Int8(), Int4(), Bf16(), LaggingEFSignSGD(), LaggingTopK(density=0.1))
 
 
 class _Training:
@@ -148,7 +147,7 @@ def _largest(run: Run) -> float:
 @distributed(world_sizes=(2,))
 def test_weights_that_shrink_at_every_step_keep_their_lag() -> None:
     """A decay by hand: what differences have not brought is still to come."""
-    for codec in (Int4(block_size=64), TopK(density=0.1, allow_lag=True)):
+    for codec in (Int4(block_size=64), LaggingTopK(density=0.1)):
         _check_shrinking(codec)
 
 

@@ -28,11 +28,6 @@ def student(generator: torch.Generator, *size: int) -> Tensor:
     return normal(generator, *size) / (squares / 3).sqrt()
 
 
-def narrow(generator: torch.Generator, *size: int) -> Tensor:
-    """The largest |x| is less than -ln d1 times the mean, so that an exponential fit exceeds it."""
-    return -1 - 0.01 * normal(generator, *size)
-
-
 def num_selected(places: Tensor, numel: int) -> Tensor:
     return (places < numel).sum(1)
 
@@ -98,50 +93,22 @@ def test_nan_is_above_every_floor() -> None:
 
 
 def test_zero_rows_leave_all_slots_empty() -> None:
-    for name in ("sampled", "sidco"):
-        assert (select(name, torch.zeros(2, 100), 5) == 100).all()
+    assert (select("sampled", torch.zeros(2, 100), 5) == 100).all()
 
 
 @pytest.mark.parametrize("numel", [100_000, 2 * TILE_ELEMENTS + 77])
 @pytest.mark.parametrize("density", [0.01, 0.1])
 @pytest.mark.parametrize("draw", [laplace, normal, student, heavy_tailed])
-@pytest.mark.parametrize("name", ["sampled", "sidco"])
-def test_how_many_a_threshold_selects(name, draw, density, numel) -> None:
+def test_how_many_a_threshold_selects(draw, density, numel) -> None:
     """k_hat / k in [0.6, 1]; and what is selected is among the 1.5 k largest."""
     k = math.ceil(density * numel)
     for seed in range(3):
         row = draw(torch.Generator().manual_seed(seed), 1, numel)
-        places = select(name, row, k)
+        places = select("sampled", row, k)
         count = int(num_selected(places, numel))
         assert 0.6 * k <= count <= k
         smallest = row[0, places[0, :count]].abs().min()
         assert (row.abs() >= smallest).sum() <= 1.5 * k
-
-
-@pytest.mark.parametrize("density", [0.01, 0.1])
-def test_sidco_survives_a_fit_beyond_the_largest_number(density: float) -> None:
-    """No tail fits such rows; a part of the slots is filled all the same."""
-    k = math.ceil(density * 100_000)
-    row = narrow(torch.Generator().manual_seed(0), 1, 100_000)
-    assert num_selected(selectors.sidco(row, k), 100_000).item() >= 0.3 * k
-
-
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
-def test_sidco_is_exact_on_exponential_rows(density: float) -> None:
-    """Quantiles of the very distribution that it fits, in an order that says nothing."""
-    numel = 100_000
-    shares = (torch.arange(numel, dtype=torch.float64) + 0.5) / numel
-    order = torch.randperm(numel, generator=torch.Generator().manual_seed(0))
-    row = -shares.log().float()[order]
-    k = math.ceil(density * numel)
-    count = int(num_selected(selectors.sidco(row[None], 2 * k), numel))
-    assert abs(count - 2 * k) <= 0.02 * 2 * k + 1
-
-
-def test_sidco_aims_at_equal_ratios() -> None:
-    assert selectors._targets(100, 1000)[:2] == pytest.approx([250, 100])
-    assert selectors._targets(10, 1000)[:3] == pytest.approx([250, 50, 10])
-    assert set(selectors._targets(300, 1000)) == {300.0}
 
 
 def test_sampled_takes_the_quantile_of_its_sample() -> None:

@@ -24,9 +24,6 @@ CODECS = [
     TernGrad(),
     TernGrad(block_size=8),
     Natural(),
-    Natural(max_exponent=26),
-    Natural(max_exponent=127),
-    Natural(max_exponent=0),
 ]
 # Natural: everything that is not beyond 2^64 is unbiased.
 IN_RANGE = tuple(kind for kind in KINDS if kind not in ("huge", "largest"))
@@ -77,22 +74,17 @@ def test_powers_are_unbiased(some: Tensor, seed: int) -> None:
 @pytest.mark.parametrize("value", [1.3, -0.7, 1.9])
 def test_a_constant_is_unbiased(codec: Codec, value: float) -> None:
     """A million equal questions, which no small bias survives."""
-    if isinstance(codec, Natural) and codec.max_exponent == 127:
-        value *= 2.0**100
-    elif isinstance(codec, Natural) and codec.max_exponent == 0:
-        value *= 2.0**-100
     row = torch.full((2048,), value)
     # Otherwise TernGrad has nothing to round.
     row[::8] *= 1.5
     check_mean(codec, row, 0)
 
 
-@pytest.mark.parametrize("exponent", [-103, -100, -99, 0, 25])
-def test_powers_are_unbiased_from_far_below(exponent: int) -> None:
-    """2^-100 and less, where the window of exponents is chosen so."""
+@pytest.mark.parametrize("exponent", [-65, -62, -61, 0, 63])
+def test_powers_are_unbiased_in_the_whole_window(exponent: int) -> None:
+    """And a little below it."""
     row = torch.linspace(1, 2, 1001) * 2.0**exponent
-    codec = Natural(max_exponent=26)
-    check_mean(codec, row, exponent + 200)
+    check_mean(Natural(), row, exponent + 200)
 
 
 def test_below_the_window_the_next_level_is_zero() -> None:
@@ -172,11 +164,9 @@ def test_powers_by_hand() -> None:
 
 
 def test_every_power_of_the_window_is_exact() -> None:
-    for most in 0, 26, 64, 127:
-        exponents = torch.arange(most - 126, most + 1, dtype=torch.float64)
-        some = torch.exp2(exponents).float()[None]
-        for sign in 1, -1:
-            assert torch.equal(round_trip(Natural(max_exponent=most), sign * some), sign * some)
+    some = torch.exp2(torch.arange(-62, 65, dtype=torch.float64)).float()[None]
+    for sign in 1, -1:
+        assert torch.equal(round_trip(Natural(), sign * some), sign * some)
 
 
 def test_what_powers_lose() -> None:
@@ -245,9 +235,6 @@ def test_invalid_options() -> None:
     for kind in QSGD, TernGrad:
         with pytest.raises(ValueError, match="multiple of 8 from 8 to 65536"):
             kind(block_size=12)
-    for exponent in -1, 128, 3.0:
-        with pytest.raises(ValueError, match="from 0 to 127"):
-            Natural(max_exponent=exponent)  # type: ignore[arg-type]
 
 
 def test_kinds_and_feedback() -> None:

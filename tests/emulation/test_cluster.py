@@ -171,7 +171,6 @@ def test_packets_are_delayed_or_the_missing_module_is_named(rate_mbit: float | N
         refusal = str(error)
     if refusal:
         assert "delay_ms=50 needs a kernel with netem" in refusal
-        assert "alpha_s" in refusal
     else:
         assert 0.045 <= taken_s < 0.5
     assert _namespaces() == namespaces

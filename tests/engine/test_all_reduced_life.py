@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dear.collectives.delay import MESSAGE_DELAY_VARIABLE
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from tests.distributed.harness import distributed
 from tests.engine.test_all_reduced import ALL
@@ -157,13 +156,3 @@ def test_where_they_are_refused_people_are_told() -> None:
 
     steps("or none", ExchangeOptions("gradients"), 1)
     steps("in another order", None, 2)
-
-
-def test_messages_that_come_late_on_purpose_are_not_gone_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert why_not_all_reduce(ExchangeOptions(), is_one_optimizer=True) is None
-    monkeypatch.setenv(MESSAGE_DELAY_VARIABLE, "0.01")
-    reason = why_not_all_reduce(ExchangeOptions(), is_one_optimizer=True)
-    assert reason is not None
-    assert "would not hold back" in reason

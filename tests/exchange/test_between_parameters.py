@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lightning_dear.compression import EFSignSGD, OneBit
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
+from tests.training.lagging import LaggingEFSignSGD, LaggingOneBit
 from tests.training.linear import Run
 
 NUM_STEPS = 30
@@ -14,7 +14,7 @@ NUM_STEPS = 30
 
 @distributed(world_sizes=(2,))
 def test_the_lag_that_is_told_is_that_of_the_parameters() -> None:
-    for codec in (EFSignSGD(allow_lag=True), OneBit(allow_lag=True)):
+    for codec in (LaggingEFSignSGD(), LaggingOneBit()):
         run = Run(ExchangeOptions(codec=codec))
         for _ in range(NUM_STEPS):
             run.step()

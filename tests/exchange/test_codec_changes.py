@@ -16,14 +16,14 @@ from lightning_dear.exchange.base import CompressedExchange
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
 from tests.exchange.sparse_runs import check_all_alike, run_of
+from tests.training.lagging import LaggingTopK
 from tests.training.linear import SOMETIMES, Run, gradients_of
 
 
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
 @distributed(world_sizes=(3,))
 def test_a_dense_step_sends_all_that_was_left(gather: str) -> None:
-    topk = TopK(density=0.5, allow_lag=gather == "parameters")
-    for codec in (Int4(block_size=64), LoCo(rate=0.5), topk):
+    for codec in (Int4(block_size=64), LoCo(rate=0.5), LaggingTopK(density=0.5)):
         run = Run(ExchangeOptions(gather, codec=codec))
         for step in range(9):
             run.part.use_codec(Fp32() if step in (0, 1, 5, 8) else codec)
@@ -141,9 +141,6 @@ def test_what_cannot_take_over_is_refused() -> None:
     for other in (Int8(), TopK(density=0.5, selector="sampled"), RandomK(density=0.5)):
         with pytest.raises(ValueError, match=r"cannot replace TopK.*only fp32 can"):
             run.part.use_codec(other)
-    lagging = Run(ExchangeOptions(codec=TopK(density=0.5, allow_lag=True)))
-    with pytest.raises(ValueError, match="fall ever further behind"):
-        lagging.part.use_codec(TopK(density=0.01, allow_lag=True))
     plain = Run(ExchangeOptions("gradients"))
     with pytest.raises(ValueError, match="set compressor="):
         plain.part.use_codec(Int8())
@@ -154,7 +151,7 @@ def test_another_rate_sends_as_much_of_what_was_left() -> None:
     for codec, other, rate in (
         (LoCo(rate=0.2), Int4(block_size=64), 1.0),
         (TopK(density=0.05), LoCo(rate=0.2), 0.2),
-        (LoCo(rate=0.2, halves="gather"), LoCo(rate=0.8, halves="gather"), 0.8),
+        (LoCo(rate=0.2), LoCo(rate=0.8), 0.8),
     ):
         run, resumed = (Run(ExchangeOptions("gradients", codec=one)) for one in (codec, other))
         for _ in range(4):

@@ -12,16 +12,15 @@ from lightning_dear.compression import (
     CODECS,
     Bf16,
     Codec,
-    EFSignSGD,
     Fp16,
     Int4,
     Int8,
     LoCo,
-    TopK,
 )
 from tests.distributed.harness import distributed
 from tests.engine.test_parity import assert_equal_on_all_ranks
 from tests.exchange.test_coded import ALL, coded
+from tests.training.lagging import LaggingEFSignSGD, LaggingTopK
 from tests.training.linear import Run
 from tests.training.models import build, optimizer_for, weights
 from tests.training.three_ways import new_pipeline, train_dear, train_steps
@@ -32,8 +31,8 @@ LAGGING: tuple[Codec, ...] = (
     Int8(),
     Int4(),
     LoCo(),
-    EFSignSGD(allow_lag=True),
-    TopK(density=0.1, allow_lag=True),
+    LaggingEFSignSGD(),
+    LaggingTopK(density=0.1),
 )
 """Those that can send differences of parameters."""
 

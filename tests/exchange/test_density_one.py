@@ -12,7 +12,6 @@ from lightning_dear.compression import (
     COMPRESSORS,
     DGC,
     OkTopk,
-    RandomK,
     TopK,
     resolve_compressor,
 )
@@ -26,7 +25,6 @@ KNOWN = [one for one in map(resolve_compressor, COMPRESSORS) if one is not None]
 CASES = (
     *(one.at_density(1.0) for one in KNOWN if one.has_density),
     *(make(selector=one, density=1.0) for make in (TopK, DGC) for one in SELECTORS),
-    RandomK(density=1.0, unbiased=True),
     OkTopk(density=1.0, mode="static"),
     OkTopk(density=1.0, momentum=0.9),
 )

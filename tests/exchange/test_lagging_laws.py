@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dear.compression import Bf16, Codec, EFSignSGD, Fp16, Int4, Int8, LoCo, TopK
+from lightning_dear.compression import Bf16, Codec, Fp16, Int4, Int8, LoCo
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, NoFusion, SingleFusion
 from tests.distributed.harness import distributed
 from tests.exchange.test_lagging import masters_of
+from tests.training.lagging import LaggingEFSignSGD, LaggingTopK
 from tests.training.linear import SHAPES, SOMETIMES, Run
 from tests.training.three_ways import SMALL_BUCKETS
 from tests.training.wire import Wire, own_norm
@@ -22,8 +23,8 @@ CODECS: tuple[Codec, ...] = (
     Int8(block_size=64),
     Int4(block_size=64),
     LoCo(block_size=64),
-    EFSignSGD(block_size=64, allow_lag=True),
-    TopK(density=0.1, allow_lag=True),
+    LaggingEFSignSGD(block_size=64),
+    LaggingTopK(density=0.1),
 )
 
 

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dear.compression import Codec, EFSignSGD, Fp32, Int4, OneBit, TopK
+from lightning_dear.compression import Codec, Fp32, Int4
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner, SingleFusion
 from tests.distributed.harness import distributed
 from tests.engine.test_parity import assert_equal_on_all_ranks
 from tests.exchange.test_lagging import masters_of
+from tests.training.lagging import LaggingEFSignSGD, LaggingOneBit, LaggingTopK
 from tests.training.linear import SOMETIMES, Run
 from tests.training.models import weights
 from tests.training.three_ways import SMALL_BUCKETS
@@ -20,10 +21,10 @@ from tests.training.wire import Wire
 
 # Blocks of these hold parts of several parameters: zeros there decode to the others' mean.
 CODECS: tuple[Codec, ...] = (
-    EFSignSGD(allow_lag=True),
-    OneBit(allow_lag=True),
+    LaggingEFSignSGD(),
+    LaggingOneBit(),
     Int4(block_size=64),
-    TopK(density=0.1, allow_lag=True),
+    LaggingTopK(density=0.1),
 )
 
 
@@ -78,7 +79,7 @@ def test_steps_go_by_their_own_use() -> None:
 @distributed(world_sizes=(1, 2))
 def test_what_nobody_uses_takes_nothing_of_a_message() -> None:
     """Neither a slot of those that are sent, nor a part in a block's scale."""
-    for codec in (Int4(block_size=64), TopK(density=0.1, allow_lag=True)):
+    for codec in (Int4(block_size=64), LaggingTopK(density=0.1)):
         run = _begun(codec)
         assert _lag(run).any()
         wire = Wire(run)
@@ -116,7 +117,7 @@ def test_dense_steps_and_syncing_bring_it_all_the_same() -> None:
 def test_a_gradient_that_a_hook_clears_on_one_rank_is_stepped_on_all() -> None:
     """Or ranks would follow some differences, and others not."""
     for options in (
-        ExchangeOptions("parameters", codec=EFSignSGD(allow_lag=True)),
+        ExchangeOptions("parameters", codec=LaggingEFSignSGD()),
         ExchangeOptions("gradients", codec=Int4(block_size=64)),
         ExchangeOptions("parameters"),
     ):

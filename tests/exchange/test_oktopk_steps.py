@@ -199,18 +199,17 @@ def test_a_new_plan_has_regions_after_its_first_step() -> None:
         ({"message_cap": 0.9}, "message_cap of oktopk must be at least 1"),
         ({"owner_cap": math.nan}, "owner_cap of oktopk must be at least 1"),
         ({"owner_cap": None}, "owner_cap of oktopk must be a number"),
-        ({"error_feedback": False}, "oktopk without error feedback"),
         ({"momentum": 1.0}, r"momentum of oktopk must be in \[0, 1\)"),
         (
-            {"momentum": 0.9, "error_feedback": False, "allow_biased": True},
+            {"momentum": 0.9, "error_feedback": False},
             "keeps momentum of what it has not sent",
         ),
         ({"mode": "dynamic"}, "Unknown mode 'dynamic' of oktopk; valid names: exact, static"),
         (
             {"mode": "static", "tau_prime": 8},
-            "tau_prime of oktopk has no effect with mode='static'",
+            "tau_prime and owner_cap of oktopk have no effect with mode='static'",
         ),
-        ({"mode": "static", "owner_cap": 2.0}, "owner_cap of oktopk has no effect"),
+        ({"mode": "static", "owner_cap": 2.0}, "owner_cap of oktopk have no effect"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:

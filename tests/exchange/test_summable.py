@@ -134,24 +134,21 @@ def _strata(world_size: int, numel: int) -> Iterator[slice]:
 
 @distributed()
 def test_the_mean_has_one_number_of_each_stratum(world_size: int) -> None:
-    """sum over ranks, in their order, of g / world_size, times the stratum's length if unbiased."""
-    for unbiased in (False, True):
-        codec = RandomK(density=0.1, unbiased=unbiased, halves="reduce")
-        run = Run(_options(codec), SingleFusion())
-        run.step()
-        run.pipeline.complete_parameters()
-        arrived = -_flat(run, [weight.detach() for weight in run.model.weights])
-        everyones = [
-            _flat(run, [one * (1 / world_size) for one in gradients_of(0, rank) if one is not None])
-            for rank in range(world_size)
-        ]
-        for part in _strata(world_size, len(arrived)):
-            length = part.stop - part.start if unbiased else 1
-            total = functools.reduce(torch.add, [own[part] * length for own in everyones])
-            is_sent = arrived[part] != 0
-            # Between parameters there is nothing.
-            assert is_sent.sum() == 1 or (is_sent.sum() == 0 and (total == 0).any())
-            assert torch.equal(arrived[part], torch.where(is_sent, total, 0.0))
+    """sum over ranks, in their order, of g / world_size."""
+    run = Run(_options(RandomK(density=0.1, halves="reduce")), SingleFusion())
+    run.step()
+    run.pipeline.complete_parameters()
+    arrived = -_flat(run, [weight.detach() for weight in run.model.weights])
+    everyones = [
+        _flat(run, [one * (1 / world_size) for one in gradients_of(0, rank) if one is not None])
+        for rank in range(world_size)
+    ]
+    for part in _strata(world_size, len(arrived)):
+        total = functools.reduce(torch.add, [own[part] for own in everyones])
+        is_sent = arrived[part] != 0
+        # Between parameters there is nothing.
+        assert is_sent.sum() == 1 or (is_sent.sum() == 0 and (total == 0).any())
+        assert torch.equal(arrived[part], torch.where(is_sent, total, 0.0))
 
 
 def _eventful_step(run: Run, codec: RandomK, number: int) -> None:
@@ -175,7 +172,7 @@ def _eventful_step(run: Run, codec: RandomK, number: int) -> None:
 @distributed(world_sizes=(1, 3))
 def test_where_bytes_are_summed_changes_no_bit() -> None:
     """Decoded rows are summed in rank order, too."""
-    for more in ({}, {"unbiased": True}, {"halves": "reduce"}):
+    for more in ({}, {"halves": "reduce"}):
         runs = []
         for kind in (RandomK, _DecodedFirst):
             codec = kind(density=0.1, **more)

@@ -46,23 +46,20 @@ def _owners_hold_back(run: Run) -> bool:
     return any(bool(one.any()) for one in kept)
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
 @distributed(world_sizes=(1, 2, 3))
-def test_what_arrives_is_a_share_of_density_and_not_of_its_square(unbiased: bool) -> None:
-    run = Run(coded(RandomK(density=DENSITY, unbiased=unbiased)), SingleFusion())
+def test_what_arrives_is_a_share_of_density_and_not_of_its_square() -> None:
+    run = Run(coded(RandomK(density=DENSITY)), SingleFusion())
     shares = (_updates(run, NUM_STEPS) != 0).double().mean(1)
     # Rows have places between parameters, too.
     assert float(shares.min()) >= 0.8 * DENSITY
     assert not _owners_hold_back(run)
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
 @distributed(world_sizes=(2,))
-def test_one_encoded_half_and_two_bring_the_same(unbiased: bool) -> None:
+def test_one_encoded_half_and_two_bring_the_same() -> None:
     """A second half that is encoded changes no bit."""
     both, one = (
-        Run(coded(RandomK(density=DENSITY, unbiased=unbiased), halves=halves))
-        for halves in ("both", "reduce")
+        Run(coded(RandomK(density=DENSITY), halves=halves)) for halves in ("both", "reduce")
     )
     assert torch.equal(_updates(both, 6), _updates(one, 6))
 

@@ -80,15 +80,6 @@ def _backward_of_nothing(run: Run) -> None:
     run.part.reduce()
 
 
-@distributed(world_sizes=(2,))
-def test_means_that_are_not_voted_on_add_up() -> None:
-    """What is encoded afterwards is a vote, and there is one a step."""
-    run = Run(ExchangeOptions("gradients", codec=SignSGD(halves="gather")))
-    run.backward()
-    run.backward(step=7)
-    run.optimizer.step()
-
-
 @pytest.mark.parametrize("reads", [True, False], ids=["", "as on NCCL"])
 @distributed(world_sizes=(2, 3))
 def test_a_gradient_that_one_rank_lacks_is_refused_on_all(reads: bool) -> None:
@@ -110,17 +101,9 @@ def test_a_gradient_that_one_rank_lacks_is_refused_on_all(reads: bool) -> None:
     run.optimizer.step()
 
 
-@distributed(world_sizes=(2,))
-def test_a_mean_of_what_one_rank_has_may_be_signed() -> None:
-    run = Run(ExchangeOptions("gradients", codec=SignSGD(halves="gather")))
-    run.step()
-    _backward_without(run, is_left_out=dist.get_rank() == 1)
-    run.optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("halves", "message"),
-    [("both", "changes nothing"), ("gather", "changes nothing"), ("reduce", "learning rate")],
+    [("both", "changes nothing"), ("reduce", "learning rate")],
 )
 @distributed(world_sizes=(2,))
 def test_clipping_votes_is_warned_of(halves: str, message: str) -> None:

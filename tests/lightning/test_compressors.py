@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_dear.callbacks import CompressionSchedule, DearMonitor
 from lightning_dear.callbacks.guards import CompletionGuard
-from lightning_dear.compression import DGC, Fp32, Int4, Int8, OkTopk, PowerSGD, TopK
+from lightning_dear.compression import Fp32, Int4, Int8, OkTopk, PowerSGD, TopK
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed, run_ranks
 from tests.distributed.rank import RANKS_A_HOST
@@ -196,22 +196,6 @@ def test_some_parameters_are_left_out() -> None:
 
 
 @distributed(world_sizes=(2,))
-def test_dgc_warms_up_by_itself() -> None:
-    strategy = dear(
-        fusion=ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005),
-        compressor=DGC(density=0.01, warm_up_steps=4),
-    )
-    recorder = WeightRecorder()
-    # It has neither momentum nor weight decay.
-    trainer = fit(strategy, Net("mlp", "rprop"), recorder)
-    assert sum(isinstance(one, CompressionSchedule) for one in trainer.callbacks) == 1
-    assert strategy._pipeline is not None
-    codec = strategy._pipeline.parts[0].plans.codec
-    assert codec == DGC(density=0.01, warm_up_steps=4)
-    assert_ranks_agree(recorder.seen)
-
-
-@distributed(world_sizes=(2,))
 def test_weight_decay_beside_the_momentum_of_dgc_is_refused() -> None:
     with pytest.raises(ValueError, match="weight_decay=0.05, which would stay outside"):
         fit(dear(compressor="dgc"), Net("mlp", "adagrad"))
@@ -278,7 +262,7 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
             "int8 is none",
         ),
         ({"compressor": "int8", "fusion": "auto"}, "int8 encodes"),
-        ({"compressor": "topk", "gather": "parameters"}, "ever further behind"),
+        ({"compressor": "topk", "gather": "parameters"}, "fall far behind"),
         ({"compressor": "powersgd", "gather": "parameters"}, "whole mean gradient"),
         ({"compressor": "powersgd", "fusion": "mergecomp"}, "makes all-reduces instead"),
         ({"compressor": "oktopk", "fusion": "mergecomp"}, "other thresholds and regions"),
@@ -291,7 +275,6 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
             },
             "measures the first steps",
         ),
-        ({"compressor": DGC(warm_up_steps=9), "fusion": "bayesian"}, "measures the first steps"),
         (
             {
                 "compressor": "topk",
@@ -383,8 +366,6 @@ def test_compressors_under_fabric() -> None:
         assert "residuals" in optimizer.state_dict() or "residuals" in (
             fabric.strategy.get_optimizer_state(optimizer)
         )
-    with pytest.raises(ValueError, match="needs a Trainer"):
-        fabric_dear(compressor=DGC(warm_up_steps=5))
 
 
 @distributed(world_sizes=(2,))

@@ -8,7 +8,6 @@ ENGINE = "tests/exchange/test_coded.py"
 BITS = "tests/exchange/test_coded_bits.py"
 CHANGES = "tests/exchange/test_codec_changes.py"
 FAILURES = "tests/exchange/test_coded_failures.py"
-LAG_WARNING = "tests/lightning/test_lag_warning.py"
 LAGGING = "tests/exchange/test_lagging.py"
 OTHER_RANKS = "tests/checkpoint/test_other_ranks.py"
 SCHEDULE = "tests/callbacks/test_compression_schedule.py"
@@ -51,7 +50,7 @@ CODED = [
     ),
     Mutation(
         "clearing what decoding leaves between parameters before it becomes momentum",
-        "CodedBucket.clip",
+        "CodedBucket.own_gradients",
         "            gradients.index_fill_(0, self._padding, 0.0)\n",
         "            pass\n",
         (f"{FAILURES}::test_the_norm_of_residuals_is_that_of_the_parameters",),
@@ -229,13 +228,6 @@ CODED = [
         (TURNS,),
     ),
     Mutation(
-        "factors of unbiased numbers once",
-        "CodedBucket._encode",
-        '        codec = self.codec if half == "reduce" else self._codec_of_means\n',
-        "        codec = self.codec\n",
-        (TURNS,),
-    ),
-    Mutation(
         "going through all places in turn",
         "compression:_draw",
         "torch.randint(turn, 2**62 + turn, (k,)",
@@ -311,16 +303,6 @@ CODED = [
         'getattr(trainer.strategy, "compression_schedule", None) is not self:\n',
         "False:\n",
         (f"{SCHEDULE}::test_a_schedule_is_driven_for_one_fit",),
-    ),
-    Mutation(
-        "warning of weights that stay behind",
-        "PipelineStrategy._new_pipeline",
-        "        refusals.warn_of_lag(self._options)\n",
-        "",
-        (
-            f"{LAG_WARNING}::test_rank_0_says_it_once_a_fit",
-            f"{LAG_WARNING}::test_fabric_says_it_too",
-        ),
     ),
     Mutation(
         "warning of clipped votes",

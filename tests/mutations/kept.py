@@ -14,16 +14,9 @@ PEAKS = f"{MEMORY}::test_memory_of_a_checkpoint_and_of_other_plans"
 KEPT = [
     Mutation(
         "residuals of fp32",
-        "Memory._zeros",
-        "torch.zeros(numel, dtype=torch.float32, device=device)",
-        "torch.zeros(numel, device=device)",
-        (SAME,),
-    ),
-    Mutation(
-        "residuals of 8 bits that are read as fp32",
-        "ShortResidual._read",
-        "torch.empty((1, self._numel), dtype=torch.float32, device=stored.device)",
-        "torch.empty((1, self._numel), device=stored.device)",
+        "Memory.__init__",
+        "partial(torch.zeros, numel, dtype=torch.float32, device=device)",
+        "partial(torch.zeros, numel, device=device)",
         (SAME,),
     ),
     Mutation(

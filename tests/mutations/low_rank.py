@@ -122,9 +122,9 @@ LOW_RANK = [
     Mutation(
         "what a plan leaves as it is keeps of its own",
         "CodedBucket.__init__",
-        "            owner = codec.of_means.owner_memory(shard, device)\n",
-        "            owner = (codec if is_encoded else options.codec).of_means.owner_memory("
-        "shard, device)\n",
+        "            owner = codec.owner_memory(shard, device)\n",
+        "            kept = codec if is_encoded else options.codec\n"
+        "            owner = kept.owner_memory(shard, device)\n",
         (f"{GROUPS}::test_what_a_plan_leaves_as_it_is_has_its_own_feedback",),
     ),
     Mutation(

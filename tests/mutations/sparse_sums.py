@@ -27,8 +27,8 @@ SPARSE_SUMS = [
     Mutation(
         "putting back what was sent in vain",
         "Unsent.settle",
-        ".scatter_add_(0, sent.places, sent.numbers.masked_fill(has_arrived, 0.0))\n",
-        "\n",
+        '        self._now["residual"].scatter_add_(0, sent.places, lost)\n',
+        "        pass\n",
         TO_THE_BIT,
     ),
     Mutation(

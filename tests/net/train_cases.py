@@ -33,15 +33,12 @@ VARIANTS = ("plain", "clip", "accumulate", "16bit", "resumed")
 
 EXTRA_COMPRESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4 one way": ("int4", {"halves": "reduce"}),
-    "int4 back": ("int4", {"halves": "gather", "allow_lag": True}),
-    "int8 back": ("int8", {"halves": "gather"}),
     "topk one way": ("topk", {"halves": "reduce"}),
-    "topk lagging": ("topk", {"density": 0.3, "allow_lag": True}),
     "randomk dense": ("randomk", {"density": 0.2}),
     "oktopk denser": ("oktopk", {"density": 0.1}),
     "oktopk static": ("oktopk", {"mode": "static", "density": 0.05}),
     "topkdsa denser": ("topkdsa", {"density": 0.1}),
-    "dgc clipped": ("dgc", {"density": 0.05, "clip_norm": 0.5}),
+    "dgc denser": ("dgc", {"density": 0.05}),
     "powersgd rank 1": ("powersgd", {"rank": 1}),
 }
 """Name of a case -> compressor and options: what the defaults do not reach."""

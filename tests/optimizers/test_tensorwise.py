@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
-from lightning_dear.compression import DGC, Int8, PowerSGD, TopK
+from lightning_dear.compression import Int8, PowerSGD, TopK
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.tensorwise import why_not_steppable, why_not_tensorwise
@@ -149,7 +149,6 @@ def test_16_bit_parameters_are_refused(dtype: torch.dtype) -> None:
         ({"decouple": False}, "use gather='parameters' without decouple=False, which"),
         ({"codec": Int8()}, "use gather='parameters', which steps"),
         ({"codec": TopK()}, "use gather='parameters' and halves='reduce' in topk, which"),
-        ({"codec": DGC(clip_norm=1.0)}, "use a mixed precision"),
         ({"codec": PowerSGD()}, "use a mixed precision"),
     ],
 )

@@ -128,7 +128,6 @@ def test_each_operation_is_timed_with_what_belongs_to_it(gather: str) -> None:
     [
         (Int8(), "parameters"),
         (Int8(halves="reduce"), "parameters"),
-        (Int8(halves="gather"), "gradients"),
         (TopK(density=0.05), "gradients"),
         (DGC(density=0.05), "gradients"),
         (SignSGD(), "gradients"),
@@ -149,14 +148,13 @@ def test_ranks_agree_and_training_is_not_touched(codec: Codec, gather: str) -> N
     assert costs.may_mix is (codec.kind != "vote")
     one = costs.compressed
     assert one.encode.alpha + one.encode.beta > 0
-    assert (one.reduce_bytes is None) is (codec.halves == "gather")
     assert (one.gather_bytes is None) is (codec.halves == "reduce")
     numel = 1 << 11
     for wire in (one.reduce_bytes, one.gather_bytes):
         assert wire is None or wire.of(numel) == pytest.approx(codec.wire_bytes(numel), rel=0.1)
     plain = costs.uncompressed
     assert plain.gather_bytes is None
-    assert plain.reduce_bytes == (None if codec.halves == "gather" else Linear(0.0, 4.0))
+    assert plain.reduce_bytes == Linear(0.0, 4.0)
     pipeline.detach()
 
 

@@ -134,8 +134,8 @@ class Unsent(Memory):
                 times at one place.
             has_arrived: [n] bool, False where nothing was sent.
         """
-        latest = self._pending if self._has_pending else self._kept
-        latest["residual"].scatter_add_(0, sent.places, sent.numbers.masked_fill(has_arrived, 0.0))
+        lost = sent.numbers.masked_fill(has_arrived, 0.0)
+        self._now["residual"].scatter_add_(0, sent.places, lost)
 
 
 class UnsentVelocity(Unsent):
@@ -166,7 +166,7 @@ class UnsentVelocity(Unsent):
     @override
     def settle(self, sent: Entries, has_arrived: Tensor) -> None:
         super().settle(sent, has_arrived)
-        momentum = (self._pending if self._has_pending else self._kept)["momentum"]
+        momentum = self._now["momentum"]
         # Added, not written: where a place comes again as not arrived, that would undo the 0.
         lost = (-momentum[sent.places]).masked_fill_(~has_arrived, 0.0)
         momentum.scatter_add_(0, sent.places, lost)

@@ -23,8 +23,6 @@ class Tally:
         words_sent: Values and places, of 4 bytes, that left this rank.
         words_received: Those that came.
         most_words: What either is at most.
-        num_reached: Sums that have reached the last step's global threshold; 0 in an exact step.
-        num_held_back: What of these owners have not kept, as their shares of k were fewer.
     """
 
     num_wanted: int = 0
@@ -35,8 +33,6 @@ class Tally:
     words_sent: int = 0
     words_received: int = 0
     most_words: float = 0.0
-    num_reached: int = 0
-    num_held_back: int = 0
 
 
 def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
@@ -45,10 +41,9 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     Waits for counts that are tensors on an accelerator.
 
     "num_wanted", "num_selected", "num_kept": see `Tally`. "held_back": share of the selected that
-    caps of messages have kept in the residual. "owners_held_back": share of the sums reaching the
-    last global threshold that owners have kept there, as their shares of k were fewer. "imbalance":
-    what the owner of most has kept, over the mean.
-    "share_of_bound": words sent or received, the more of them, over `SparseAllReduce.most_words`.
+    caps of messages have kept in the residual. "imbalance": what the owner of most has kept, over
+    the mean. "share_of_bound": words sent or received, the more of them, over
+    `SparseAllReduce.most_words`.
     """
     selected = sum(int(one.num_selected) for one in tallies)
     sent = sum(int(one.num_sent) for one in tallies)
@@ -66,6 +61,4 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     if kept:
         figures["num_kept"] = float(sum(count for _, count in kept))
         figures["imbalance"] = max(most * world_size / count for most, count in kept)
-        held_back = sum(one.num_held_back for one in tallies)
-        figures["owners_held_back"] = held_back / (sum(one.num_reached for one in tallies) or 1)
     return figures

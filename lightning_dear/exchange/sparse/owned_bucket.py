@@ -251,17 +251,12 @@ class RegionBucket(SparseBucket):
             counts: How many numbers each has sent.
             notes: [world_size, words] int32.
         """
-        selection = self._settled
         smallest = notes[:, 1].contiguous().view(torch.float32).tolist()
         told = zip(counts, notes[:, 0].tolist(), smallest, strict=True)
         reports = [Report(*one) for one in told]
         if self._follows_shares:
-            k, cap = selection.k, selection.most_owned
+            k, cap = self._settled.k, self._settled.most_owned
             self.shares = self.shares.after(reports, k, cap, is_exact=self._is_exact)
-        if not self._is_exact:
-            self.tally.num_reached = sum(one.num_reached for one in reports)
-            beyond = [one.num_reached - one.num_kept for one in reports]
-            self.tally.num_held_back = sum(max(0, count) for count in beyond)
         if self._num_notes:
             summaries = notes[:, REPORT_WORDS:]
             regions = regions_of(summaries, self.spec.padded_numel, self._world_size).tolist()
