@@ -61,13 +61,6 @@ def ranked(strategies: Iterable[Strategy], workload: Workload, network: Network)
     return by_step(predicted(one, workload, network) for one in strategies)
 
 
-def ranked_with(
-    strategies: Sequence[Strategy], workloads: Sequence[Workload], network: Network
-) -> list[Ranked]:
-    """Each of `strategies` with each workload's compressor that it can use, the fastest first."""
-    return by_step(predicted(*pair, network) for pair in pairs(strategies, workloads))
-
-
 def by_step(rows: Iterable[Ranked]) -> list[Ranked]:
     """The one with the shortest step first."""
     return sorted(rows, key=lambda row: row.step.step_s)

@@ -15,7 +15,7 @@ FORMAT_VERSION = 3
 """Of `save_workload`."""
 
 _PLAIN = (
-    *("name", "state_bytes", "compressor", "fixed_step_s", "buffers_s"),
+    *("name", "state_bytes", "compressor", "fixed_step_s"),
     *("copies_s", "sharding_s", "shard_unit_mb"),
 )
 """What of a workload is written as it is."""

@@ -57,8 +57,7 @@ class Schedule:
             `Network.has_reduce_scatter`.
         shards_tensors: Whether every tensor is sharded by itself, and not a bucket of them; see
             `Workload.sharding_s` and `Network.sharded_tensor_s`.
-        is_ddp: Whether forward waits for rank 0's module buffers, and gradients are copied into
-            buckets and back; see `Workload.buffers_s` and `copies_s`.
+        is_ddp: Whether gradients are copied into buckets and back; see `Workload.copies_s`.
     """
 
     gathers: Gathers = "stepped"
@@ -92,8 +91,7 @@ class _SimulatedStep(PlannedStep):
         self._lacks_reduce_scatter = schedule.uses_the_backends and not network.has_reduce_scatter
 
     def program(self) -> Program:
-        held_up = computed(FORWARD, self._workload.buffers_s if self._is_ddp else 0.0)
-        ops = [*held_up, *self.forward(), *self.backward(), *self.reduced(), *self.stepped()]
+        ops = [*self.forward(), *self.backward(), *self.reduced(), *self.stepped()]
         if self._lacks_reduce_scatter:
             ops = [one for op in ops for one in _blocking(op)]
         return Program(self.plan.name, tuple(ops), self._memory_bytes())

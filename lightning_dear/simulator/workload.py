@@ -27,9 +27,8 @@ class Workload:
             so go without.
         state_bytes: Of the optimizer's state, for each byte of parameters: 2 for Adam's.
         fixed_step_s: Seconds of the optimizer's step that are the same however little is stepped.
-        buffers_s: Seconds for which DDP holds up forward to send rank 0's module buffers to all
-            ranks; ours travel meanwhile.
-        copies_s: Seconds of a step in which DDP copies gradients into its buckets and back.
+        copies_s: Seconds of a step in which DDP copies gradients into its buckets and back, and
+            sends rank 0's module buffers to all ranks; ours travel meanwhile.
         sharding_s: Seconds of a step that FSDP2 takes of the host beyond exchanges, in units of
             `shard_unit_mb`; None: by the number of tensors, see `Network.sharded_tensor_s`.
         compressor: The name of what `codecs` are the costs of.
@@ -46,7 +45,6 @@ class Workload:
     state_bytes: float = 2.0
     compressor: str = "none"
     fixed_step_s: float = 0.0
-    buffers_s: float = 0.0
     copies_s: float = 0.0
     sharding_s: float | None = None
     whole_codecs: CodecCosts | None = None

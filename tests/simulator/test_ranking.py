@@ -13,8 +13,8 @@ from lightning_dear.simulator.ranking import (
     chosen,
     filling,
     pairs,
+    predicted,
     ranked,
-    ranked_with,
     recommended,
 )
 from lightning_dear.simulator.strategies import STRATEGIES
@@ -74,8 +74,8 @@ def test_compressors_are_tried_where_they_can_be_used(bert: Workload) -> None:
     sparse = replace(bert, codecs=replace(encoded, may_plan=False), compressor="sparse")
     sixteen = replace(bert, codecs=encoded, whole_codecs=encoded, compressor="bf16")
     names = ("ddp", "dear", "dear_mergecomp", "dear_auto")
-    rows = ranked_with(strategies(*names), [bert, sparse, sixteen], Network(SLOW, 16))
-    assert len(pairs(strategies(*names), [bert, sparse, sixteen])) == len(rows)
+    both = pairs(strategies(*names), [bert, sparse, sixteen])
+    rows = [predicted(*pair, Network(SLOW, 16)) for pair in both]
     assert {row.name: row.overrides for row in rows} == {
         "ddp": "strategy=ddp",
         "dear": "strategy=dear",

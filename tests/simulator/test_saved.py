@@ -33,7 +33,6 @@ def test_it_comes_back_as_it_was(
         costs,
         state_bytes,
         "int8",
-        buffers_s=0.5,
         copies_s=0.25,
         sharding_s=sharding_s,
         shard_unit_mb=unit_mb,

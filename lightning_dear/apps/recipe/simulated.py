@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from hydra.core.hydra_config import HydraConfig
@@ -16,42 +15,11 @@ from lightning_dear.apps.plan.config import network_of
 from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir
 from lightning_dear.simulator import Network, Workload
-from lightning_dear.simulator.ranking import Ranked, alone_s, ranked
 from lightning_dear.simulator.strategies import Strategy, resolve_strategy
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import ModelProfile, load_profile
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One model on one cluster under one strategy."""
-
-    model: str
-    cluster: str
-    ranked: Ranked
-    alone_s: float
-
-    @property
-    def name(self) -> str:
-        """The strategy's."""
-        return self.ranked.strategy.name
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return self.ranked.step.step_s
-
-
-def simulated(
-    models: Sequence[Workload], clusters: dict[str, Network], strategies: Sequence[Strategy]
-) -> Iterator[Cell]:
-    """Every model on every cluster under every strategy, the fastest first. Shows progress."""
-    pairs = [(name, workload) for name in clusters for workload in models]
-    for name, workload in progress(pairs, "Simulating"):
-        for row in ranked(strategies, workload, clusters[name]):
-            yield Cell(workload.name, name, row, alone_s(workload))
 
 
 def progress(work: Sequence[T], what: str) -> Iterable[T]:
