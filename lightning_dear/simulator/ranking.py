@@ -39,11 +39,6 @@ class Ranked:
         both = f"{self.strategy.name} + {self.compressor}"
         return self.strategy.hooks.get(self.compressor, both)
 
-    @property
-    def memory_bytes(self) -> float:
-        """Of parameters, gradients, optimizer state and buffers; activations come on top."""
-        return sum(self.step.program.memory_bytes.values())
-
     def efficiency(self, alone_s: float) -> float:
         """Of weak scaling, 0..1: the step of one rank alone over this one."""
         return alone_s / self.step.step_s

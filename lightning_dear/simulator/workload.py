@@ -25,7 +25,6 @@ class Workload:
         codecs: What compressing costs, where owners sum gradients and spread what comes of it.
         whole_codecs: What it costs where all ranks get all ranks' bytes. None: strategies that work
             so go without.
-        state_bytes: Of the optimizer's state, for each byte of parameters: 2 for Adam's.
         fixed_step_s: Seconds of the optimizer's step that are the same however little is stepped.
         copies_s: Seconds of a step in which DDP copies gradients into its buckets and back, and
             sends rank 0's module buffers to all ranks; ours travel meanwhile.
@@ -42,7 +41,6 @@ class Workload:
     tensors: Sequence[TensorSpec]
     times: ModelTimes
     codecs: CodecCosts = NO_CODEC
-    state_bytes: float = 2.0
     compressor: str = "none"
     fixed_step_s: float = 0.0
     copies_s: float = 0.0

@@ -252,7 +252,6 @@ def test_a_measured_model_without_numbered_blocks_is_said_to_be_one_unit(
         ("cluster=gpu_host", "set cluster.devices=8"),
         ("cluster.beta_s_per_byte=null", "set cluster.beta_s_per_byte"),
         ("algorithm=rings", "Unknown algorithm 'rings'; valid ones: pairwise"),
-        ("state_bytes=-1", "state_bytes must be finite and not negative"),
         ("step_s=inf", "step_s must be finite"),
         ("enough=2", "enough is a share of a step"),
         ("cluster=single_process", "has one rank, which sends nothing; set cluster.num_nodes"),

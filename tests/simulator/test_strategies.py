@@ -119,22 +119,6 @@ def test_messages_keep_to_the_order_of_their_launches(
         assert in_step == launched
 
 
-@every_strategy
-def test_memory_is_that_of_what_is_kept(name: str) -> None:
-    # 25 MiB of one tensor; Adam's state is twice as large.
-    tensors, times = chain([25 * (1 << 20) // (UNIT * ITEMSIZE)], [1.0], [2.0])
-    program = STRATEGIES[name].program(
-        Workload("one tensor", tensors, times), Network(Link(0.0, 0.0), 4)
-    )
-    megabytes = {kind: size / (1 << 20) for kind, size in program.memory_bytes.items()}
-    shards = name in ("zero", "fsdp2", "dear", "dear_mergecomp", "dear_auto")
-    assert megabytes["parameters"] == pytest.approx(25, rel=1e-3)
-    gradients = 6.25 if name in ("zero", "fsdp2") else 25
-    assert megabytes["gradients"] == pytest.approx(gradients, rel=1e-3)
-    state = 12.5 if shards else 50
-    assert megabytes["optimizer state"] == pytest.approx(state, rel=1e-3)
-
-
 def test_urgent_parts_overtake() -> None:
     """ByteScheduler's point: the first layer's gradients do not wait behind the last one's."""
     units = 8 * (1 << 20) // (UNIT * ITEMSIZE)

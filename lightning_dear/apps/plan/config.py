@@ -58,7 +58,6 @@ def workload_of(cfg: DictConfig) -> Workload:
 
 
 def _with_options(workload: Workload, cfg: DictConfig) -> Workload:
-    workload = replace(workload, state_bytes=float(cfg.state_bytes))
     if cfg.shard_unit_mb not in (None, workload.shard_unit_mb):
         # What a host takes was measured in other units.
         workload = replace(workload, shard_unit_mb=cfg.shard_unit_mb, sharding_s=None)
@@ -330,9 +329,8 @@ def check_numbers(cfg: DictConfig) -> None:
     Raises:
         ValueError: If they make no sense.
     """
-    for name in ("step_s", "state_bytes"):
-        if not 0 <= float(cfg[name]) < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {cfg[name]}.")
+    if not 0 <= float(cfg.step_s) < math.inf:
+        raise ValueError(f"step_s must be finite and not negative, got {cfg.step_s}.")
     if not 0 <= float(cfg.enough) < 1:
         raise ValueError(f"enough is a share of a step, 0 to 1, got {cfg.enough}.")
 

@@ -140,7 +140,7 @@ class Report:
         """A row of the table; of None its titles."""
         if row is None:
             middle = "band ms" if self.bands else "waits ms"
-            titles = "strategy", "step ms", middle, "x ddp", "scaling", "MB/step", "GB/rank", ""
+            titles = "strategy", "step ms", middle, "x ddp", "scaling", "MB/step", ""
             return list(titles)
         step, ddp_s = row.step, self._step_of(_BASELINE)
         middle = _ms(sum(step.exposed_s.values()))
@@ -155,7 +155,6 @@ class Report:
             MISSING if ddp_s is None else f"{ddp_s / step.step_s:.3f}",
             f"{row.efficiency(alone_s(self.workload)):.1%}",
             f"{step.sent_bytes / 1e6:.1f}",
-            f"{row.memory_bytes / 1e9:.2f}",
             ", ".join(filter(None, (quality, steps))),
         ]
 
@@ -233,7 +232,6 @@ class Report:
                 "efficiency": row.efficiency(alone_s(self.workload)),
                 **{f"exposed_{kind}_s": row.step.exposed_s.get(kind, 0.0) for kind in kinds},
                 "sent_bytes": row.step.sent_bytes,
-                "memory_bytes": row.memory_bytes,
                 "quality": quality_of(row),
             }
             for row in self.rows
