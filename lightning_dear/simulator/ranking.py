@@ -111,8 +111,3 @@ def chosen(steps_s: Mapping[str, float], baseline: str = "ddp", enough: float = 
     best = min(steps_s, key=steps_s.__getitem__)
     is_enough = steps_s.get(baseline, math.inf) <= (1 + enough) * steps_s[best]
     return baseline if is_enough else best
-
-
-def filling(world_sizes: Iterable[int], inside: int) -> list[int]:
-    """Those numbers of ranks that fit into one node of `inside` ranks, or fill several."""
-    return [size for size in world_sizes if size <= inside or size % inside == 0]

@@ -11,7 +11,6 @@ from lightning_dear.simulator import Link, Network, Workload
 from lightning_dear.simulator.ranking import (
     alone_s,
     chosen,
-    filling,
     pairs,
     predicted,
     ranked,
@@ -63,10 +62,6 @@ def test_efficiency_is_that_of_weak_scaling(bert: Workload) -> None:
     (row,) = ranked(strategies("ddp"), bert, Network(SLOW, 8))
     assert row.efficiency(alone_s(bert)) == pytest.approx(alone_s(bert) / row.step.step_s)
     assert 0 < row.efficiency(alone_s(bert)) < 1
-
-
-def test_numbers_that_fill_no_nodes_are_left_out() -> None:
-    assert filling([1, 2, 3, 4, 6, 8, 16], 4) == [1, 2, 3, 4, 8, 16]
 
 
 def test_compressors_are_tried_where_they_can_be_used(bert: Workload) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_dear.compression import Compressor
 from lightning_dear.simulator import Algorithm, Curve, Link, Network, Workload
 from lightning_dear.simulator.fsdp2_units import has_blocks
-from lightning_dear.simulator.ranking import filling
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
 from lightning_dear.simulator.workload import BLOCKS
@@ -144,7 +142,7 @@ def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
             " cluster.devices to those of yours."
         )
     world_size = inside * num_nodes if world_size is None else world_size
-    if not says_something_of(cluster, world_size):
+    if cluster.get("only_world_size", world_size) != world_size:
         raise ValueError(
             f"The cluster's file says nothing of {world_size} ranks, but of"
             f" {cluster.only_world_size} alone; ask for as many, or choose another cluster."
@@ -192,12 +190,6 @@ def _algorithm(cfg: DictConfig, is_gloo: bool) -> Algorithm:
     if cfg.algorithm != "best":
         return cfg.algorithm  # type: ignore[no-any-return]
     return cfg.cluster.get("algorithm") or ("two_hops" if is_gloo else "best")
-
-
-def says_something_of(cluster: DictConfig, world_size: int) -> bool:
-    """Whether the figures of a cluster's file are of so many ranks, too."""
-    only = cluster.get("only_world_size")
-    return only is None or only == world_size
 
 
 def _check_measured(cfg: DictConfig, num_nodes: int, world_size: int) -> None:
@@ -333,29 +325,3 @@ def check_numbers(cfg: DictConfig) -> None:
         raise ValueError(f"step_s must be finite and not negative, got {cfg.step_s}.")
     if not 0 <= float(cfg.enough) < 1:
         raise ValueError(f"enough is a share of a step, 0 to 1, got {cfg.enough}.")
-
-
-def world_sizes_of(cfg: DictConfig) -> Sequence[int]:
-    """Return the numbers of ranks of the scaling curves: those that fill nodes and are known of.
-
-    Raises:
-        ValueError: If one is below 1, or none fills nodes.
-    """
-    if not OmegaConf.is_list(cfg.world_sizes):
-        raise ValueError(f"world_sizes must be a list: world_sizes=[{cfg.world_sizes or ''}].")
-    sizes = [int(size) for size in cfg.world_sizes]
-    if min(sizes, default=1) < 1:
-        raise ValueError(f"world_sizes must be at least 1, got {sizes}.")
-    inside = ranks_per_node(cfg.cluster)
-    if sizes and not filling(sizes, inside):
-        raise ValueError(f"None of world_sizes={sizes} fits into nodes of {inside} ranks.")
-    measured = cfg.cluster.get("measured")
-    most = measured.world_size if measured is not None and measured.num_nodes == 1 else math.inf
-    known = [
-        size
-        for size in filling(sizes, inside)
-        if size <= most and says_something_of(cfg.cluster, size)
-    ]
-    if not known:
-        raise ValueError(f"The cluster's file says nothing of any of world_sizes={sizes}.")
-    return known

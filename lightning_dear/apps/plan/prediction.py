@@ -1,8 +1,8 @@
-"""Predicts a step under each strategy, on the cluster and on smaller and larger ones."""
+"""Predicts a step under each strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -18,12 +18,10 @@ from lightning_dear.apps.plan.config import (
     strategies_of,
     workload_of,
     workloads_of,
-    world_sizes_of,
 )
-from lightning_dear.simulator import Network, Workload
+from lightning_dear.simulator import Workload
 from lightning_dear.simulator.ranking import Ranked, by_step, pairs, predicted
 from lightning_dear.simulator.strategies import Strategy
-from lightning_dear.studies.progress import Progress
 
 Case = tuple[Strategy, Workload]
 
@@ -33,7 +31,7 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
 
     Args:
         cfg: A config of ``conf/plan.yaml``.
-        folder: Where tables and pictures go.
+        folder: Where the table and all figures go.
 
     Returns:
         What to use.
@@ -42,27 +40,16 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
         ValueError: If the config asks for what does not exist.
     """
     check_numbers(cfg)
-    workload, network, sizes = workload_of(cfg), network_of(cfg), world_sizes_of(cfg)
+    workload, network = workload_of(cfg), network_of(cfg)
     cases = cases_of(cfg, workload, network.world_size)
-    progress = Progress(len(cases) * (1 + len(sizes)))
-    try:
-        rows = by_step(_each(cases, network, progress))
-        bands, has_no_gpu = _bands(cfg, cases, rows), cfg.cluster.accelerator == "cpu"
-        found = report.Report(rows, workload, network, bands, float(cfg.enough), has_no_gpu)
-        progress.close()
-        text = f"{found.describe(source_of(cfg))}\n{found.table()}\n{found.advice(cfg)}"
-        print(text, flush=True)
-        (folder / "table.txt").write_text(f"{text}\n")
-        found.write_rows(folder / "plan.csv")
-        found.write_timeline(folder)
-        scaled = {
-            size: list(_each(cases_of(cfg, workload, size), network_of(cfg, size), progress))
-            for size in sizes
-        }
-    finally:
-        progress.close()
-    report.write_scaling(folder, scaled, workload)
-    print(f"The rows, how each scales, and the best one's timeline: {folder}", flush=True)
+    rows = by_step(predicted(*case, network) for case in cases)
+    bands, has_no_gpu = _bands(cfg, cases, rows), cfg.cluster.accelerator == "cpu"
+    found = report.Report(rows, workload, network, bands, float(cfg.enough), has_no_gpu)
+    text = f"{found.describe(source_of(cfg))}\n{found.table()}\n{found.advice(cfg)}"
+    print(text, flush=True)
+    (folder / "table.txt").write_text(f"{text}\n")
+    found.write_rows(folder / "plan.csv")
+    print(f"All figures: {folder}", flush=True)
     return found.best
 
 
@@ -85,13 +72,6 @@ def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Case]
         or not strategy.encodes(one)
         or strategy.overrides_for(one) is not None
     ]
-
-
-def _each(cases: Sequence[Case], network: Network, progress: Progress) -> Iterator[Ranked]:
-    for strategy, workload in cases:
-        progress.begin(f"{strategy.name}, {network.world_size} ranks")
-        yield predicted(strategy, workload, network)
-        progress.step()
 
 
 def _bands(cfg: DictConfig, cases: Sequence[Case], rows: Sequence[Ranked]) -> report.Bands:

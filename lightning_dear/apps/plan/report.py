@@ -1,4 +1,4 @@
-"""What ``dear-plan`` says: the table, the advice, and the curves."""
+"""What ``dear-plan`` says: the table, and the advice."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from omegaconf import DictConfig
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.ranking import Ranked, alone_s, recommended
-from lightning_dear.simulator.simulate import lanes_of, spans_of
 from lightning_dear.studies.table import MISSING, format_table
-from lightning_dear.telemetry.spans import write_chrome_trace
-from lightning_dear.telemetry.timeline import plot_timeline
 from lightning_dear.workloads.replay.profile import PROFILES
 
 _BASELINE = "ddp"
@@ -241,14 +238,6 @@ class Report:
             writer.writeheader()
             writer.writerows(figures)
 
-    def write_timeline(self, folder: Path) -> None:
-        """Write two steps of what to use as ``timeline.json`` and ``timeline.png``."""
-        spans = spans_of(self.best.step)
-        lanes = lanes_of(spans)
-        write_chrome_trace(spans, folder / "timeline.json", lanes=lanes)
-        title = f"Two steps of {self.best.name}, simulated: {_ms(self.best.step.step_s)} ms each"
-        plot_timeline(spans, folder / "timeline.png", title, lanes)
-
 
 def _has(rows: Sequence[Ranked], compressor: str) -> bool:
     return any(row.compressor == compressor for row in rows)
@@ -269,47 +258,3 @@ def _emulated(network: Network) -> tuple[int, int]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
-
-
-def write_scaling(folder: Path, scaled: Mapping[int, Sequence[Ranked]], workload: Workload) -> None:
-    """Write ``scaling.csv``, and ``scaling.png``: efficiency over the number of ranks."""
-    with (folder / "scaling.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["strategy", "world_size", "step_s"])
-        for size, rows in scaled.items():
-            writer.writerows([row.name, size, row.step.step_s] for row in rows)
-    from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    names = dict.fromkeys(row.name for rows in scaled.values() for row in rows)
-    most = 100.0
-    for number, name in enumerate(names):
-        shares = {
-            size: 100 * row.efficiency(alone_s(workload))
-            for size, rows in scaled.items()
-            for row in rows
-            if row.name == name
-        }
-        most = max(most, *shares.values())
-        is_ours = name.startswith("dear")
-        axes.plot(
-            list(shares),
-            list(shares.values()),
-            label=name,
-            marker="o" if is_ours else ".",
-            color=colormaps["tab20"](number % 20),
-            linewidth=2.0 if is_ours else 1.0,
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(scaled), [str(size) for size in scaled])
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("scaling efficiency, % (one rank's step over this step)")
-    axes.set_ylim(0, 1.05 * most)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
-    axes.set_title(f"{workload.name}: weak scaling, simulated", fontsize=10)
-    figure.savefig(folder / "scaling.png", dpi=130)
