@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_dear.apps.plan.calibrate import Calibration, cluster_of, summary
-from lightning_dear.apps.plan.config import bounds_of, measured_network, network_of
+from lightning_dear.apps.plan.calibrate import Calibration, cluster_of
+from lightning_dear.apps.plan.config import measured_network, network_of
 from lightning_dear.planning import LinkCost
-from lightning_dear.simulator import Curve, Link, Workload
+from lightning_dear.simulator import Curve, Link
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.studies.probes import Costs
@@ -55,7 +54,7 @@ def calibrated(tmp_path_factory):
 def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     result, folder = calibrated
     assert result.returncode == 0, result.stderr
-    assert "the backend's all-gather" in result.stdout
+    assert (folder / "cluster" / "measured.yaml").read_text() in result.stdout
     assert result.stderr.count("calibrate: what FSDP2 takes of a host ...") == 1
     workload = load_workload(folder / "model.json")
     assert workload.times.forward_s > 0
@@ -71,11 +70,10 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     assert len(units_of(workload)) > 2
     cluster = OmegaConf.load(folder / "cluster" / "measured.yaml")
     assert (cluster.num_nodes, cluster.devices) == (1, 2)
-    assert "FSDP2 takes" in result.stdout
     assert 0 < cluster.measured.sharded_tensor.seconds < 1e-2
     for curve in (cluster.measured.all_gather, cluster.measured.reduce_scatter):
         assert curve.seconds == sorted(curve.seconds)
-        assert len(curve.sizes_bytes) == len(curve.least) == len(curve.most) >= 5
+        assert len(curve.sizes_bytes) == len(curve.seconds) >= 5
     assert cluster.beta_s_per_byte >= 0
     assert not cluster.measured.has_reduce_scatter
 
@@ -92,11 +90,6 @@ def test_the_line_it_prints_plans_with_that(calibrated, tmp_path: Path) -> None:
     assert planned.returncode == 0, planned.stderr
     assert "measured by dear-plan calibrate among 2 ranks" in planned.stdout
     assert "ours with compressor=bf16" in planned.stdout
-    assert "Band: with the shortest and with the longest" in planned.stdout
-    lines = (tmp_path / "plan" / "plan.csv").read_text().splitlines()
-    for row in csv.DictReader(lines):
-        assert 0 < float(row["least_s"]) <= float(row["step_s"]) * 1.001
-        assert float(row["step_s"]) <= float(row["most_s"]) * 1.001
     assert (tmp_path / "plan" / "plan.csv").is_file()
 
 
@@ -154,18 +147,6 @@ def test_an_earlier_versions_file_is_to_be_measured_again(lacks: dict) -> None:
         measured_network(cluster, 8)
 
 
-def test_the_shortest_and_the_longest_make_a_band() -> None:
-    cluster = cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS)
-    bounds = bounds_of(OmegaConf.create({"cluster": cluster, "algorithm": "best"}))
-    assert bounds is not None
-    fast, slow = bounds
-    assert (fast.between, slow.between) == (Link(5e-5, 5e-10), Link(2e-4, 2e-9))
-    assert (fast.all_reduce, slow.all_reduce) == (Link(1e-4, 1e-9), Link(4e-4, 4e-9))
-    assert fast.all_gather == Curve((7e3, 7e6), (1.5e-4, 5e-4), 1.5e-4)
-    assert slow.reduce_scatter == Curve((7e3, 7e6), (1e-3, 4e-3), 1e-3)
-    assert bounds_of(OmegaConf.create({"cluster": {"alpha_s": 1.0}})) is None
-
-
 def test_starts_cost_more_with_more_ranks() -> None:
     cluster = cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS)
     network = network_of(OmegaConf.create({"cluster": cluster, "algorithm": "best"}), 36)
@@ -205,27 +186,6 @@ def test_what_a_sharded_tensor_takes_grows_where_ranks_share_cores(
     assert network.host_growth == pytest.approx(times)
 
 
-def test_rates_are_said_for_people() -> None:
-    tensors, times = chain([1], [0.01], [0.02])
-    workload = Workload("", tensors, times, copies_s=2e-3, sharding_s=3e-3)
-    measured = cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS)["measured"]
-    said = summary(measured, workload)
-    for words in (
-        "among 8 ranks",
-        "8000 Mb/s",
-        "4000 Mb/s",
-        "the backend's reduce-scatter",
-        "0.300 ms (0.150 to 0.600)",
-        "0.500 ms (0.250 to 1.000)",
-        "FSDP2 takes 3.0 ms of a host for the model",
-        "DDP takes 2.0 ms of a host for the model",
-        "forward 10.0 ms",
-    ):
-        assert words in said
-    measured["halves"]["beta_s_per_byte"] = 0.0
-    assert "too fast to tell" in summary(measured, workload)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -248,11 +208,3 @@ def test_one_node_says_nothing_of_more_ranks_than_it_had() -> None:
     assert network_of(cfg, 4).world_size == 4
     with pytest.raises(ValueError, match="measured on one node"):
         network_of(cfg, 16)
-
-
-def test_a_link_that_was_changed_has_no_band() -> None:
-    cfg = OmegaConf.create(
-        {"cluster": cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS), "algorithm": "best"}
-    )
-    assert bounds_of(cfg) is not None
-    assert bounds_of(OmegaConf.merge(cfg, {"cluster": {"alpha_s": 1.0}})) is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -42,9 +42,6 @@ from lightning_dear.studies.probes import Costs, measure
 MODULE = "lightning_dear.apps.plan.calibrate"
 _TIMEOUT = timedelta(minutes=10)
 _BYTES_PER_ELEMENT = 4
-
-Of = Callable[[Iterable[float]], float]
-"""What counts of repeats: dear-plan makes a band of the least and the most."""
 
 log = logging.getLogger(__name__)
 
@@ -161,8 +158,9 @@ def _finish(cfg: DictConfig, world_size: int, found: tuple[Workload, Costs] | No
     save_workload(workload, folder / "model.json")
     (folder / "cluster").mkdir(exist_ok=True)
     cluster = cluster_of(cfg, world_size, costs, len(workload.tensors))
-    (folder / "cluster" / "measured.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(cluster)))
-    print(summary(cluster["measured"], workload))
+    measured = OmegaConf.to_yaml(OmegaConf.create(cluster))
+    (folder / "cluster" / "measured.yaml").write_text(measured)
+    print(measured)
     print(f"dear-plan --config-dir={folder} cluster=measured profile={folder / 'model.json'}")
 
 
@@ -170,76 +168,40 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs, num_tensors: int)
     """Return a cluster's file with what was measured among so many ranks, for so many tensors."""
     num_nodes = int(cfg.cluster.num_nodes)
     is_gloo = not torch.cuda.is_available() or cfg.cluster.accelerator == "cpu"
-    halves = _link(costs.links)
     all_reduces = [one.all_reduce for one in costs.links if one.all_reduce is not None]
     source = f"measured by dear-plan calibrate among {world_size} ranks on {num_nodes} nodes"
-    tensor_s = (costs.sharding_s or 0.0) / num_tensors
     return {
         "source": ": ".join(filter(None, (source, emulated_rig()))),
         "num_nodes": num_nodes,
         "devices": world_size // num_nodes,
         "accelerator": str(cfg.cluster.accelerator),
         "interface": cfg.cluster.interface,
-        "alpha_s": halves["alpha_s"],
-        "beta_s_per_byte": halves["beta_s_per_byte"],
+        **_link(costs.links),
         "measured": {
             "world_size": world_size,
             "num_nodes": num_nodes,
-            "halves": halves,
             "all_reduce": {**_link(all_reduces), "cpu_s": costs.all_reduce_cpu_s},
             # Of one machine that all ranks are on, whatever their number; null for others.
             "shared_cores": os.cpu_count() if emulated_rig() else None,
             "all_gather": _curve(costs.all_gather, world_size),
             "reduce_scatter": _curve(costs.reduce_scatter, world_size),
             "has_reduce_scatter": not is_gloo,
-            "sharded_tensor": dict.fromkeys(("seconds", "least", "most"), tensor_s),
+            "sharded_tensor": {"seconds": (costs.sharding_s or 0.0) / num_tensors},
         },
     }
 
 
-def _link(costs: Sequence[LinkCost]) -> dict[str, Any]:
-    alphas_s, betas_s = [one.alpha_s for one in costs], [one.beta_s for one in costs]
-
-    def by(of: Of) -> dict[str, float]:
-        return {"alpha_s": of(alphas_s), "beta_s_per_byte": of(betas_s)}
-
-    return {**by(median), "least": by(min), "most": by(max)}
+def _link(costs: Sequence[LinkCost]) -> dict[str, float]:
+    return {
+        "alpha_s": median(one.alpha_s for one in costs),
+        "beta_s_per_byte": median(one.beta_s for one in costs),
+    }
 
 
 def _curve(times_s: Mapping[int, list[float]], world_size: int) -> dict[str, list[float]]:
     sent = [sent_bytes(size, world_size) for size in times_s]
-
-    def by(of: Of) -> list[float]:
-        return list(rising(sent, [of(repeats) for repeats in times_s.values()]).seconds)
-
-    return {"sizes_bytes": sent, "seconds": by(median), "least": by(min), "most": by(max)}
-
-
-def summary(measured: Mapping[str, Any], workload: Workload) -> str:
-    """Return what was measured, of a cluster's file and of the model, for people."""
-    title = f"Measured among {measured['world_size']} ranks (alpha: a start; rate: of what a rank"
-    lines = [*filter(None, [emulated_rig()]), f"{title} sends):"]
-    for key in ("halves", "all_reduce", "all_gather", "reduce_scatter"):
-        one = measured[key]
-        name = "our halves" if key == "halves" else f"the backend's {key.replace('_', '-')}"
-        if key in ("halves", "all_reduce"):
-            starts_s = [bound["alpha_s"] for bound in (one, one["least"], one["most"])]
-            beta_s = one["beta_s_per_byte"]
-        else:
-            starts_s = [one[bound][0] for bound in ("seconds", "least", "most")]
-            beta_s = one["seconds"][-1] / one["sizes_bytes"][-1]
-        start, least, most = (1e3 * one_s for one_s in starts_s)
-        rate = f"{8e-6 / beta_s:.0f} Mb/s" if beta_s else "too fast to tell"
-        lines.append(f"  {name:28s} {start:8.3f} ms ({least:.3f} to {most:.3f})  {rate}")
-    times = workload.times
-    lines.append(
-        f"  forward {times.forward_s * 1e3:.1f} ms, backward {times.backward_s * 1e3:.1f} ms,"
-        f" step of a shard {workload.fixed_step_s * 1e3:.1f} ms"
-    )
-    for name, seconds in {"DDP": workload.copies_s, "FSDP2": workload.sharding_s}.items():
-        if seconds:
-            lines.append(f"  {name} takes {seconds * 1e3:.1f} ms of a host for the model")
-    return "\n".join(lines)
+    curve = rising(sent, [median(repeats) for repeats in times_s.values()])
+    return {"sizes_bytes": sent, "seconds": list(curve.seconds)}
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="calibrate")

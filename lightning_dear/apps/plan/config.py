@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from omegaconf import DictConfig
 
 from lightning_dear.compression import Compressor
 from lightning_dear.simulator import Algorithm, Curve, Link, Network, Workload
-from lightning_dear.simulator.fsdp2_units import has_blocks
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
-from lightning_dear.simulator.workload import BLOCKS
 from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import load_profile
@@ -25,8 +21,6 @@ LOOPBACK = Link(5e-5, 1e-9)
 
 DEFAULT_COMPRESSORS = ("bf16", "int8")
 """Those that our studies found as good as dense."""
-
-log = logging.getLogger(__name__)
 
 
 def workload_of(cfg: DictConfig) -> Workload:
@@ -46,25 +40,7 @@ def workload_of(cfg: DictConfig) -> Workload:
             " with; record it again, or give another one."
         )
     tensors, times = planned(profile)
-    times = replace(times, step_s=float(cfg.step_s))
-    if cfg.shard_unit_mb == BLOCKS:
-        raise ValueError(
-            "A profile's tensors are named after layers and not after blocks; give shard_unit_mb in"
-            " MiB, or run dear-plan calibrate with your model."
-        )
-    return _with_options(Workload(profile.name, tensors, times), cfg)
-
-
-def _with_options(workload: Workload, cfg: DictConfig) -> Workload:
-    if cfg.shard_unit_mb not in (None, workload.shard_unit_mb):
-        # What a host takes was measured in other units.
-        workload = replace(workload, shard_unit_mb=cfg.shard_unit_mb, sharding_s=None)
-    if workload.shard_unit_mb == BLOCKS and not has_blocks(workload.tensors):
-        log.warning(
-            "No tensor's name numbers a block, so that fsdp2 and zero are planned to gather all at"
-            " once; shard_unit_mb=25 makes units of 25 MiB."
-        )
-    return workload
+    return Workload(profile.name, tensors, replace(times, step_s=float(cfg.step_s)))
 
 
 def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Workload]:
@@ -120,7 +96,7 @@ def _measured(cfg: DictConfig) -> Workload:
             "compute_s and step_s change a profile's seconds, and these were measured; leave them"
             " out."
         )
-    return _with_options(load_workload(cfg.profile), cfg)
+    return load_workload(cfg.profile)
 
 
 def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
@@ -170,21 +146,6 @@ def _within(cluster: DictConfig, between: Link, is_gloo: bool) -> Link:
     return LOOPBACK if is_gloo and LOOPBACK.beta_s < between.beta_s else between
 
 
-def bounds_of(cfg: DictConfig) -> tuple[Network, Network] | None:
-    """Return the fastest and the slowest that the cluster was seen.
-
-    None if it was not measured, or its link was changed on the command line.
-    """
-    measured = cfg.cluster.get("measured")
-    if measured is None or measured.get("halves") is None:
-        return None
-    if any(cfg.cluster[name] != measured.halves[name] for name in ("alpha_s", "beta_s_per_byte")):
-        return None
-    world_size = ranks_per_node(cfg.cluster) * int(cfg.cluster.num_nodes)
-    least, most = (measured_network(cfg.cluster, world_size, bound) for bound in ("least", "most"))
-    return least, most
-
-
 def _algorithm(cfg: DictConfig, is_gloo: bool) -> Algorithm:
     """Return what is asked for, or what the cluster's figures are of."""
     if cfg.algorithm != "best":
@@ -206,12 +167,8 @@ def _check_measured(cfg: DictConfig, num_nodes: int, world_size: int) -> None:
         )
 
 
-Bound = Literal["least", "most"]
-"""The shortest, or the longest, of what was measured several times."""
-
-
-def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None = None) -> Network:
-    """Return what was measured, or a bound of it, for another number of ranks.
+def measured_network(cluster: DictConfig, world_size: int) -> Network:
+    """Return what was measured, for another number of ranks.
 
     Each rank counts as a node of its own: that ranks share a node's link is in what was measured.
     A rank starts P - 1 messages in each half, and takes part in 2 (P - 1) steps of an all-reduce:
@@ -224,30 +181,23 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
     growth = (world_size - 1) / (measured.world_size - 1)
 
     def link(costs: DictConfig) -> Link:
-        costs = costs if bound is None else costs[bound]
         return Link(growth * costs.alpha_s, costs.beta_s_per_byte)
 
-    def all_reduce() -> Link:
-        found = link(measured.all_reduce)
-        cores = measured.get("shared_cores")
-        if not cores:
-            return found
+    all_reduce, cores = link(measured.all_reduce), measured.get("shared_cores")
+    if cores:
         busy_s = growth * measured.all_reduce.get("cpu_s", 0.0) * world_size / cores
-        return Link(max(found.alpha_s, busy_s), found.beta_s)
-
+        all_reduce = Link(max(all_reduce.alpha_s, busy_s), all_reduce.beta_s)
     host_growth = _host_growth(measured, world_size)
-    # The cluster's own may have been changed on the command line.
-    between = link(cluster if bound is None else measured.halves)
     return Network(
-        between=between,
+        between=link(cluster),
         world_size=world_size,
-        within=between,
+        within=link(cluster),
         algorithm="pairwise",
-        all_reduce=all_reduce(),
-        all_gather=_read_curve(measured.get("all_gather"), growth, bound),
-        reduce_scatter=_read_curve(measured.get("reduce_scatter"), growth, bound),
+        all_reduce=all_reduce,
+        all_gather=_read_curve(measured.get("all_gather"), growth),
+        reduce_scatter=_read_curve(measured.get("reduce_scatter"), growth),
         has_reduce_scatter=measured.has_reduce_scatter,
-        sharded_tensor_s=host_growth * measured.sharded_tensor[bound or "seconds"],
+        sharded_tensor_s=host_growth * measured.sharded_tensor.seconds,
         host_growth=host_growth,
     )
 
@@ -261,7 +211,7 @@ def _host_growth(measured: DictConfig, world_size: int) -> float:
     return float(sharing / shared)
 
 
-def _read_curve(measured: DictConfig | None, growth: float, bound: Bound | None) -> Curve:
+def _read_curve(measured: DictConfig | None, growth: float) -> Curve:
     """As measured; what the smallest takes grows as starts do, and longer ones' bytes hide it.
 
     For fewer ranks than were measured it stays: how much of a longer one was its start is unknown.
@@ -271,8 +221,7 @@ def _read_curve(measured: DictConfig | None, growth: float, bound: Bound | None)
             "This cluster's file was measured by an earlier version, which knew less of the"
             " backend's own halves; run dear-plan calibrate again."
         )
-    seconds = measured.seconds if bound is None else measured[bound]
-    curve = Curve(tuple(map(float, measured.sizes_bytes)), tuple(map(float, seconds)))
+    curve = Curve(tuple(map(float, measured.sizes_bytes)), tuple(map(float, measured.seconds)))
     return replace(curve, least_s=growth * curve.seconds[0])
 
 

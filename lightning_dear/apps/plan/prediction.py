@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.plan import report
 from lightning_dear.apps.plan.config import (
-    bounds_of,
     check_numbers,
     compressed,
     device_of,
@@ -19,6 +16,7 @@ from lightning_dear.apps.plan.config import (
     workload_of,
     workloads_of,
 )
+from lightning_dear.apps.plan.report import Report
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.ranking import Ranked, by_step, pairs, predicted
 from lightning_dear.simulator.strategies import Strategy
@@ -43,9 +41,9 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
     workload, network = workload_of(cfg), network_of(cfg)
     cases = cases_of(cfg, workload, network.world_size)
     rows = by_step(predicted(*case, network) for case in cases)
-    bands, has_no_gpu = _bands(cfg, cases, rows), cfg.cluster.accelerator == "cpu"
-    found = report.Report(rows, workload, network, bands, float(cfg.enough), has_no_gpu)
-    text = f"{found.describe(source_of(cfg))}\n{found.table()}\n{found.advice(cfg)}"
+    has_no_gpu = cfg.cluster.accelerator == "cpu"
+    found = Report(rows, workload, network, float(cfg.enough), has_no_gpu)
+    text = f"{found.describe(source_of(cfg))}\n{found.table()}\n{found.advice()}"
     print(text, flush=True)
     (folder / "table.txt").write_text(f"{text}\n")
     found.write_rows(folder / "plan.csv")
@@ -72,14 +70,3 @@ def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Case]
         or not strategy.encodes(one)
         or strategy.overrides_for(one) is not None
     ]
-
-
-def _bands(cfg: DictConfig, cases: Sequence[Case], rows: Sequence[Ranked]) -> report.Bands:
-    """Each row's step, also on the fastest and the slowest network of all that was measured."""
-    steps_s = {row.name: [row.step.step_s] for row in rows}
-    for network in bounds_of(cfg) or ():
-        for case in cases:
-            row = predicted(*case, network)
-            steps_s[row.name].append(row.step.step_s)
-    # Neither need be the extreme: another plan may be made for another network.
-    return {name: (min(one), max(one)) for name, one in steps_s.items() if len(one) > 1}

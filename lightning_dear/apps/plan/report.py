@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig
 
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.ranking import Ranked, alone_s, recommended
+from lightning_dear.studies.files import write_lines
 from lightning_dear.studies.table import MISSING, format_table
-from lightning_dear.workloads.replay.profile import PROFILES
 
 _BASELINE = "ddp"
 _WIDTH = 100
@@ -29,26 +25,10 @@ LOSSLESS, AS_GOOD, LOSSY = "lossless", "as good as dense", "lossy"
 _ARE_AS_GOOD = ("bf16", "fp16", "int8")
 """No worse than dense on digits and on a GPT, in all runs of recipes/compression."""
 
-_MORE_STEPS = {
-    "oktopk": (
-        "+121 % steps",
-        "oktopk took 171 steps to DDP's loss on digits, where DDP took 77, and did not reach it in"
-        " 400 steps on a GPT (recipes/convergence).",
-    )
-}
-"""Compressor -> how many steps more it is known to take, in a word and in a sentence."""
-
-_BAND = "Band: with the shortest and with the longest of all exchanges that calibrate timed."
-_NO_BAND = "These links were not measured; dear-plan calibrate measures yours."
 _QUALITY = (
     "lossless: the gradients of DDP. as good as dense: in our studies (recipes/compression). lossy:"
     " it may take more steps, or end worse; train a while with both before you use it."
 )
-Bands = Mapping[str, tuple[float, float]]
-"""A row's name -> seconds of its step at the best and at the worst."""
-
-_EMULATED_MBIT, _MOST_MBIT = 1e3, 1e6
-"""What this machine's links are shaped to at most; what counts as fast as can be."""
 
 
 def quality_of(row: Ranked) -> str:
@@ -66,7 +46,6 @@ class Report:
         rows: The fastest first.
         workload: The model.
         network: The cluster's.
-        bands: Of clusters that were measured.
         enough: See `recommended`.
         has_no_gpu: Whether encoding is counted for a GPU although the cluster has none.
     """
@@ -74,7 +53,6 @@ class Report:
     rows: Sequence[Ranked]
     workload: Workload
     network: Network
-    bands: Bands
     enough: float
     has_no_gpu: bool
 
@@ -121,38 +99,27 @@ class Report:
         can_run = [row for row in self.rows if row.overrides is not None]
         safe = [row for row in can_run if quality_of(row) != LOSSY]
         lossy = [row for row in can_run if quality_of(row) == LOSSY]
-        cells = [list(self._cells(row)) for row in (*safe, *lossy)]
-        titles = list(self._cells(None))
-        lines = format_table(titles, cells).splitlines()
+        titles = "strategy", "step ms", "waits ms", "x ddp", "scaling", "MB/step", ""
+        lines = format_table(titles, [self._cells(row) for row in (*safe, *lossy)]).splitlines()
         if safe and lossy:
             # After the titles and a line above and below them.
             lines.insert(3 + len(safe), lines[0])
-        notes = [_QUALITY, *(note for name, (_, note) in _MORE_STEPS.items() if _has(lossy, name))]
+        notes = [_QUALITY]
         if others := [row for row in self.rows if row.overrides is None]:
             listed = ", ".join(f"{row.name} {_ms(row.step.step_s)} ms" for row in others)
             notes.append(f"Cannot be run with dear-train, for comparing: {listed}.")
-        return "\n".join([*lines, _wrapped(*notes, _BAND if self.bands else _NO_BAND)])
+        return "\n".join([*lines, _wrapped(*notes)])
 
-    def _cells(self, row: Ranked | None) -> list[str]:
-        """A row of the table; of None its titles."""
-        if row is None:
-            middle = "band ms" if self.bands else "waits ms"
-            titles = "strategy", "step ms", middle, "x ddp", "scaling", "MB/step", ""
-            return list(titles)
+    def _cells(self, row: Ranked) -> list[str]:
         step, ddp_s = row.step, self._step_of(_BASELINE)
-        middle = _ms(sum(step.exposed_s.values()))
-        if self.bands:
-            band = self.bands.get(row.name)
-            middle = "-".join(map(_ms, band)) if band else MISSING
-        quality, (steps, _) = quality_of(row), _MORE_STEPS.get(row.compressor, ("", ""))
         return [
             row.name,
             _ms(step.step_s),
-            middle,
+            _ms(sum(step.exposed_s.values())),
             MISSING if ddp_s is None else f"{ddp_s / step.step_s:.3f}",
             f"{row.efficiency(alone_s(self.workload)):.1%}",
             f"{step.sent_bytes / 1e6:.1f}",
-            ", ".join(filter(None, (quality, steps))),
+            quality_of(row),
         ]
 
     def _step_of(self, name: str) -> float | None:
@@ -160,7 +127,7 @@ class Report:
 
     # --- the advice -------------------------------------------------------------------------------
 
-    def advice(self, cfg: DictConfig) -> str:
+    def advice(self) -> str:
         """Return what to use, how sure that is, and the overrides to paste."""
         best, ddp_s = self.best, self._step_of(_BASELINE)
         if best.name == _BASELINE:
@@ -179,8 +146,6 @@ class Report:
                 " it."
             )
         commands = [f"dear-train {best.overrides}", *self._lossless_command()]
-        if best.strategy.name.startswith("dear") and cfg.profile in PROFILES:
-            commands.append(self._command_to_try(cfg))
         return "\n".join([_wrapped(*said), *commands])
 
     def _sureness(self) -> str:
@@ -208,24 +173,15 @@ class Report:
             f" {row.overrides}"
         ]
 
-    def _command_to_try(self, cfg: DictConfig) -> str:
-        scale, rate_mbit = _emulated(self.network)
-        return (
-            "Try it here, without the cluster (Linux, iproute2): dear-bench cluster=emulated"
-            f" cluster.rate_mbit={rate_mbit} model.profile={cfg.profile} model.scale={scale}"
-            + (f" model.compute_s={cfg.compute_s}" if cfg.compute_s is not None else "")
-        )
-
     # --- files ------------------------------------------------------------------------------------
 
     def write_rows(self, path: Path) -> None:
         """Write all figures as CSV, in seconds and bytes."""
         kinds = (REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER)
-        figures: list[dict[str, Any]] = [
+        figures = [
             {
                 "strategy": row.name,
                 "step_s": row.step.step_s,
-                **dict(zip(("least_s", "most_s"), self.bands.get(row.name, ("", "")), strict=True)),
                 "efficiency": row.efficiency(alone_s(self.workload)),
                 **{f"exposed_{kind}_s": row.step.exposed_s.get(kind, 0.0) for kind in kinds},
                 "sent_bytes": row.step.sent_bytes,
@@ -233,27 +189,11 @@ class Report:
             }
             for row in self.rows
         ]
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(figures[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(figures)
-
-
-def _has(rows: Sequence[Ranked], compressor: str) -> bool:
-    return any(row.compressor == compressor for row in rows)
+        write_lines(path, figures)
 
 
 def _wrapped(*lines: str) -> str:
     return "\n".join(textwrap.fill(line, _WIDTH) for line in lines)
-
-
-def _emulated(network: Network) -> tuple[int, int]:
-    """By what to divide a model, and a link's rate (Mb/s), so that this machine can emulate it."""
-    rate_mbit = 8e-6 / max(network.outer_link.beta_s, 8e-6 / _MOST_MBIT)
-    scale = 1
-    while rate_mbit / scale > _EMULATED_MBIT:
-        scale *= 2
-    return scale, max(round(rate_mbit / scale), 1)
 
 
 def _ms(seconds: float) -> str:
