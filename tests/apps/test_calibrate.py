@@ -139,6 +139,12 @@ def test_the_clusters_file_has_what_was_measured() -> None:
     assert network.sharded_tensor_s == pytest.approx(3e-5)
 
 
+def test_a_longer_message_takes_no_less() -> None:
+    costs = replace(COSTS, all_gather={8000: about(3e-4), 16000: about(1e-4), 8000000: about(1e-3)})
+    found = cluster_of(CLUSTER, 8, costs, NUM_TENSORS)["measured"]["all_gather"]
+    assert found["seconds"] == pytest.approx([2e-4, 2e-4, 1e-3])
+
+
 @pytest.mark.parametrize("lacks", [{"all_gather": {"alpha_s": 1e-4}}, {"reduce_scatter": None}])
 def test_an_earlier_versions_file_is_to_be_measured_again(lacks: dict) -> None:
     cluster = OmegaConf.create(cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS))
