@@ -241,11 +241,9 @@ def _gb(rate: float) -> str:
 
 def _picture(rows: Sequence[Row], fits: Mapping[str, float]) -> Any:
     """Gains over the rate; the published range, and the rate of its lower end."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name in OTHERS:
         own = [row for row in rows if row["scheme"] == name]
