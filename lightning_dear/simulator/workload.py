@@ -66,13 +66,6 @@ class Workload:
         """The same without a compressor."""
         return replace(self, codecs=NO_CODEC, whole_codecs=None, compressor="none")
 
-    @property
-    def all_reduced(self) -> Workload:
-        """The same for strategies that all-reduce."""
-        if self.whole_codecs is None:
-            return self.uncompressed
-        return replace(self, codecs=self.whole_codecs)
-
     def sharded_times(self, world_size: int) -> ModelTimes:
         """Its times as planners take them: `step_s` is that of one rank's share."""
         return replace(self.times, step_s=self.times.step_s / world_size)
