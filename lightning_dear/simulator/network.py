@@ -126,11 +126,6 @@ class Network:
     host_growth: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("sharded_tensor_s", "host_growth"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} must be finite and not negative, got {getattr(self, name)}."
-                )
         for name in ("world_size", "ranks_per_node"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")

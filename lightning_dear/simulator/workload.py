@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -47,14 +46,6 @@ class Workload:
     sharding_s: float | None = None
     whole_codecs: CodecCosts | None = None
     shard_unit_mb: float | Literal["blocks"] = 25.0
-
-    def __post_init__(self) -> None:
-        unit_mb = self.shard_unit_mb
-        if unit_mb != BLOCKS and not (isinstance(unit_mb, float | int) and 0 <= unit_mb < math.inf):
-            raise ValueError(
-                f"shard_unit_mb must be MiB, finite and not negative, or {BLOCKS!r}; got"
-                f" {unit_mb!r}."
-            )
 
     @property
     def nbytes(self) -> int:

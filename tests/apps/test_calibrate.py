@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from lightning_dear.apps.plan.calibrate import Calibration, cluster_of
 from lightning_dear.apps.plan.config import measured_network, network_of
 from lightning_dear.planning import LinkCost
+from lightning_dear.planning.predict import StepModel
 from lightning_dear.simulator import Curve, Link
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import load_workload
@@ -122,8 +123,7 @@ def test_the_planner_keeps_its_buckets_and_what_it_is_told() -> None:
     search = planner.search(tensors, 2, times, LINK)
     assert search.next() is None
     assert search.best == planner.plan(tensors, 2)
-    assert planner.found is not None
-    assert planner.found[:3] == (tensors, times, LINK)
+    assert planner.found == StepModel(tensors, 2, times, LINK)
 
 
 def test_the_clusters_file_has_what_was_measured() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lightning_dear.apps.plan.prediction import plan
+from lightning_dear.apps.plan.report import plan
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import CodecCost, CodecCosts, Linear
 from lightning_dear.simulator import Workload

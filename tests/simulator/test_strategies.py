@@ -217,9 +217,6 @@ def test_a_host_takes_its_time_for_every_tensor_that_fsdp2_shards() -> None:
     assert step_s("fsdp2", workload, alone) == step_s(
         "fsdp2", workload, replace(network, world_size=1)
     )
-    for option in ("sharded_tensor_s", "host_growth"):
-        with pytest.raises(ValueError, match=f"{option} must be finite"):
-            replace(network, **{option: -1.0})
 
 
 def test_ddp_copies_gradients() -> None:

@@ -30,9 +30,10 @@ from lightning_dear.apps.train import train
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.emulation import emulated_rig
 from lightning_dear.paths import conf_dir
-from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec, ThresholdFusion
-from lightning_dear.planning.measured import NO_CODEC, CodecCosts, sent_bytes
-from lightning_dear.planning.search import NoContest
+from lightning_dear.planning import LinkCost, PlanSearch, ThresholdFusion
+from lightning_dear.planning.measured import sent_bytes
+from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.search import NoContest, StepModelPlanner
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import save_workload
@@ -46,28 +47,22 @@ _BYTES_PER_ELEMENT = 4
 log = logging.getLogger(__name__)
 
 
-class Calibration(ThresholdFusion):
+class Calibration(ThresholdFusion, StepModelPlanner):
     """A planner that keeps its own buckets, and what the engine has measured for it.
 
     Attributes:
-        found: Tensors, times, the link's costs and a codec's, on rank 0 once they are there.
+        found: The model, the link's costs and a codec's, on rank 0 once they are there.
     """
 
     name = "calibration"
     plans_for_codecs = True
-    found: tuple[Sequence[TensorSpec], ModelTimes, LinkCost, CodecCosts] | None = None
+    found: StepModel | None = None
 
-    def search(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = NO_CODEC,
-    ) -> PlanSearch:
+    @override
+    def search_for(self, model: StepModel) -> PlanSearch:
         """See `SearchingPlanner`; called on rank 0."""
-        self.found = tensors, times, link, codecs
-        return NoContest(self.plan(tensors, world_size), "calibration: measured")
+        self.found = model
+        return NoContest(self.plan(model.tensors, model.world_size), "calibration: measured")
 
 
 class ExchangeProbe(Callback):
@@ -88,16 +83,16 @@ class ExchangeProbe(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         collectives = new_collectives(trainer.strategy.root_device, _TIMEOUT)
-        told = collectives.all_gather_object(self._planner.found)[0]
+        told: StepModel | None = collectives.all_gather_object(self._planner.found)[0]
         if trainer.world_size == 1 or told is None:
             return
-        tensors, times, _, codecs = told
+        tensors, times = told.tensors, told.times
         workload = Workload(
             "",
             tensors,
             # What stepping all instead of a shard takes was not measured: it counts alike for all.
             replace(times, step_s=0.0),
-            codecs,
+            told.codecs,
             fixed_step_s=times.step_s,
             # A replay has one; others' blocks are sharded, as `Task`s' are.
             shard_unit_mb=getattr(pl_module, "shard_unit_mb", BLOCKS),

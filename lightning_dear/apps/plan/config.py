@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from lightning_dear.compression import Compressor
 from lightning_dear.simulator import Algorithm, Curve, Link, Network, Workload
+from lightning_dear.simulator.ranking import pairs
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
 from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
@@ -262,6 +263,29 @@ def strategies_of(cfg: DictConfig, workload: Workload) -> list[Strategy]:
         return [resolve_strategy(name) for name in cfg.strategies]
     has_codec = not workload.codecs.are_none
     return [one for one in STRATEGIES.values() if one.plans_for_codecs or not has_codec]
+
+
+def cases_of(
+    cfg: DictConfig, workload: Workload, world_size: int
+) -> list[tuple[Strategy, Workload]]:
+    """Return each strategy with each compressor to predict, and DDP's hooks in any case."""
+    strategies = strategies_of(cfg, workload)
+    cases = pairs(strategies, workloads_of(cfg, workload, world_size))
+    there = {(strategy.name, one.compressor) for strategy, one in cases}
+    device = device_of(cfg)
+    for strategy in strategies:
+        for name in strategy.hooks:
+            if (strategy.name, name) not in there:
+                hooked = compressed(workload.uncompressed, name, device, world_size)
+                cases.append((strategy, hooked))
+    # What cannot be run is shown as it is known, unless it was asked for.
+    return [
+        (strategy, one)
+        for strategy, one in cases
+        if cfg.strategies is not None
+        or not strategy.encodes(one)
+        or strategy.overrides_for(one) is not None
+    ]
 
 
 def check_numbers(cfg: DictConfig) -> None:

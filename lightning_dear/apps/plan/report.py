@@ -1,4 +1,4 @@
-"""What ``dear-plan`` says: the table, and the advice."""
+"""What ``dear-plan`` predicts, and says: the table, and the advice."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from omegaconf import DictConfig
+
+from lightning_dear.apps.plan.config import (
+    cases_of,
+    check_numbers,
+    network_of,
+    source_of,
+    workload_of,
+)
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload
-from lightning_dear.simulator.ranking import Ranked, alone_s, recommended
+from lightning_dear.simulator.ranking import Ranked, alone_s, by_step, predicted, recommended
 from lightning_dear.studies.files import write_lines
 from lightning_dear.studies.table import MISSING, format_table
 
@@ -155,13 +164,11 @@ class Report:
             for row in self._choices
             if row is not self.best and abs(row.step.step_s / best_s - 1) <= KNOWN_ERROR
         ]
-        known = f"Predictions are 4 to {100 * KNOWN_ERROR:.0f} % off on the average"
+        name = self.best.name
+        found = f"every other row differs from {name} by more than that"
         if near:
-            return (
-                f"{known}: {', '.join(near)}: no real difference from {self.best.name}; the other"
-                " rows do differ."
-            )
-        return f"{known}: every other row differs from {self.best.name} by more than that."
+            found = f"{', '.join(near)}: no real difference from {name}; the other rows do differ"
+        return f"Predictions are 4 to {100 * KNOWN_ERROR:.0f} % off on the average: {found}."
 
     def _lossless_command(self) -> list[str]:
         lossless = [row for row in self._choices if row.compressor == "none"]
@@ -198,3 +205,30 @@ def _wrapped(*lines: str) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
+
+
+def plan(cfg: DictConfig, folder: Path) -> Ranked:
+    """Predict a step under each strategy; print and write what comes out. Starts no process.
+
+    Args:
+        cfg: A config of ``conf/plan.yaml``.
+        folder: Where the table and all figures go.
+
+    Returns:
+        What to use.
+
+    Raises:
+        ValueError: If the config asks for what does not exist.
+    """
+    check_numbers(cfg)
+    workload, network = workload_of(cfg), network_of(cfg)
+    cases = cases_of(cfg, workload, network.world_size)
+    rows = by_step(predicted(*case, network) for case in cases)
+    has_no_gpu = cfg.cluster.accelerator == "cpu"
+    found = Report(rows, workload, network, float(cfg.enough), has_no_gpu)
+    text = f"{found.describe(source_of(cfg))}\n{found.table()}\n{found.advice()}"
+    print(text, flush=True)
+    (folder / "table.txt").write_text(f"{text}\n")
+    found.write_rows(folder / "plan.csv")
+    print(f"All figures: {folder}", flush=True)
+    return found.best

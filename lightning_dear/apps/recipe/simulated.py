@@ -15,7 +15,6 @@ from lightning_dear.apps.plan.config import network_of
 from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir
 from lightning_dear.simulator import Network, Workload
-from lightning_dear.simulator.strategies import Strategy, resolve_strategy
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import ModelProfile, load_profile
 
@@ -131,15 +130,6 @@ def load_cluster(name: str) -> DictConfig:
     cluster = OmegaConf.load(folder / f"{name}.yaml")
     assert isinstance(cluster, DictConfig)
     return cluster
-
-
-def strategies_of(cfg: DictConfig) -> list[Strategy]:
-    """Return those that `cfg.baselines` names, and then `cfg.ours`.
-
-    Raises:
-        ValueError: If a name is unknown.
-    """
-    return [resolve_strategy(name) for name in [*listed(cfg, "baselines"), *listed(cfg, "ours")]]
 
 
 def listed(cfg: DictConfig, option: str) -> list[str]:
