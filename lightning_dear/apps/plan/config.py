@@ -246,11 +246,6 @@ def _beta_s(cluster: DictConfig) -> float:
     return 8 / (float(cluster.rate_mbit) * 1e6)
 
 
-def source_of(cfg: DictConfig) -> str:
-    """Return where the cluster's figures come from."""
-    return str(cfg.cluster.get("source") or "its file names no source")
-
-
 def strategies_of(cfg: DictConfig, workload: Workload) -> list[Strategy]:
     """Return the strategies to compare; for null all that can be used for the workload.
 

@@ -10,13 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.plan.config import (
-    cases_of,
-    check_numbers,
-    network_of,
-    source_of,
-    workload_of,
-)
+from lightning_dear.apps.plan.config import cases_of, check_numbers, network_of, workload_of
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.ranking import Ranked, alone_s, by_step, predicted, recommended
@@ -226,7 +220,8 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
     rows = by_step(predicted(*case, network) for case in cases)
     has_no_gpu = cfg.cluster.accelerator == "cpu"
     found = Report(rows, workload, network, float(cfg.enough), has_no_gpu)
-    text = f"{found.describe(source_of(cfg))}\n{found.table()}\n{found.advice()}"
+    source = str(cfg.cluster.get("source") or "its file names no source")
+    text = f"{found.describe(source)}\n{found.table()}\n{found.advice()}"
     print(text, flush=True)
     (folder / "table.txt").write_text(f"{text}\n")
     found.write_rows(folder / "plan.csv")
