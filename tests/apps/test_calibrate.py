@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_dear.apps.plan.calibrate import Calibration, cluster_of
-from lightning_dear.apps.plan.config import measured_network, network_of
+from lightning_dear.apps.plan.config import measured_network, network_of, world_sizes_of
 from lightning_dear.planning import LinkCost
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.simulator import Curve, Link
@@ -84,7 +84,7 @@ def test_the_line_it_prints_plans_with_that(calibrated, tmp_path: Path) -> None:
     result, folder = calibrated
     program, *line = shlex.split(result.stdout.strip().splitlines()[-1])
     assert program == "dear-plan"
-    few = ("strategies=[single,ddp,fsdp2,dear]", "hydra.run.dir=plan")
+    few = ("strategies=[single,ddp,fsdp2,dear]", "world_sizes=[2]", "hydra.run.dir=plan")
     # As the line was printed in the folder above the job's.
     line = [word.replace("=out", f"={folder}") for word in line]
     planned = run(tmp_path, *line, *few, program=PROGRAM)
@@ -210,7 +210,10 @@ def test_what_was_not_measured_is_not_planned_for(changes: dict, words: str) -> 
 def test_one_node_says_nothing_of_more_ranks_than_it_had() -> None:
     alone = OmegaConf.create({"cluster": {"num_nodes": 1, "accelerator": "cpu", "interface": None}})
     cluster = cluster_of(alone, 8, COSTS, NUM_TENSORS)
-    cfg = OmegaConf.create({"cluster": cluster, "algorithm": "best"})
+    cfg = OmegaConf.create({"cluster": cluster, "algorithm": "best", "world_sizes": [2, 8, 16]})
     assert network_of(cfg, 4).world_size == 4
     with pytest.raises(ValueError, match="measured on one node"):
         network_of(cfg, 16)
+    assert world_sizes_of(cfg) == [2, 8]
+    with pytest.raises(ValueError, match="None of world_sizes"):
+        world_sizes_of(OmegaConf.merge(cfg, {"world_sizes": [16]}))

@@ -25,7 +25,7 @@ from tests.workloads.replaying import divided
 PLANNED = sorted(
     path.stem for path in (conf_dir() / "cluster").glob("*.yaml") if "source:" in path.read_text()
 )
-FEW = ("strategies=[single,ddp,dear,bytescheduler]",)
+FEW = ("strategies=[single,ddp,dear,bytescheduler]", "world_sizes=[1,4,8,16]")
 
 
 def planned(folder: Path, *overrides: str):
@@ -50,6 +50,8 @@ def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
     assert said.startswith((tmp_path / "table.txt").read_text().rstrip())
     rows = (tmp_path / "plan.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows[:4]] == ["strategy", "single", "ddp_bf16", "dear"]
+    assert len((tmp_path / "scaling.csv").read_text().splitlines()) == 1 + 5 * 4
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
     assert "Cannot be run with dear-train, for comparing: single" in said
     assert max(map(len, table_of(said))) <= 100
 
@@ -62,7 +64,7 @@ def table_of(said: str) -> list[str]:
 
 def test_lossy_compressors_are_below_a_line_and_never_advised(tmp_path, capsys) -> None:
     options = ("strategies=[ddp,dear,dear_mergecomp]", "compressors=[int8,oktopk,fp16]")
-    best = planned(tmp_path, *options, "cluster=aries")
+    best = planned(tmp_path, *options, "world_sizes=[4]", "cluster=aries")
     said = capsys.readouterr().out
     table = table_of(said)
     rules = [number for number, line in enumerate(table) if not line.strip("-")]
@@ -78,7 +80,7 @@ def test_lossy_compressors_are_below_a_line_and_never_advised(tmp_path, capsys) 
 
 
 def test_bf16_and_int8_are_tried_unless_the_model_was_measured_with_one(tmp_path, capsys) -> None:
-    planned(tmp_path, "strategies=[ddp,dear]", "cluster.num_nodes=4")
+    planned(tmp_path, "strategies=[ddp,dear]", "world_sizes=[4]", "cluster.num_nodes=4")
     said = capsys.readouterr().out
     assert all(f"\ndear + {name} " in said for name in ("bf16", "int8"))
     tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
@@ -86,7 +88,7 @@ def test_bf16_and_int8_are_tried_unless_the_model_was_measured_with_one(tmp_path
     saved = tmp_path / "model.json"
     mine = Workload("mine", tensors, times, costs, compressor="int4")
     save_workload(mine, saved)
-    planned(tmp_path, "strategies=[ddp,dear]", f"profile={saved}")
+    planned(tmp_path, "strategies=[ddp,dear]", "world_sizes=[4]", f"profile={saved}")
     said = capsys.readouterr().out
     assert "\ndear + int4 " in said
     assert "\nddp_bf16 " in said
@@ -94,7 +96,7 @@ def test_bf16_and_int8_are_tried_unless_the_model_was_measured_with_one(tmp_path
 
 
 def test_what_is_as_near_as_predictions_err_is_called_no_difference(tmp_path, capsys) -> None:
-    options = ("compressors=[]", "cluster.num_nodes=4")
+    options = ("compressors=[]", "world_sizes=[4]", "cluster.num_nodes=4")
     planned(tmp_path, "strategies=[dear,dear_none]", *options)
     said = " ".join(capsys.readouterr().out.split())
     assert "4 to 6 % off on the average: every other row differs from dear by more" in said
@@ -104,7 +106,7 @@ def test_what_is_as_near_as_predictions_err_is_called_no_difference(tmp_path, ca
 
 
 def test_on_cpus_no_compressor_is_advised_whose_cost_is_a_gpus(tmp_path, capsys) -> None:
-    few = ("strategies=[ddp,dear]", "cluster=emulated_1gbit")
+    few = ("strategies=[ddp,dear]", "world_sizes=[4]", "cluster=emulated_1gbit")
     best = planned(tmp_path, *few, "cluster.num_hosts=2", "cluster.ranks_per_host=2")
     assert best.name == "dear"
     assert "Encoding is counted for a GPU" in capsys.readouterr().out
@@ -121,7 +123,7 @@ def test_gloos_all_reduce_is_a_ring_on_hosts_of_several_ranks(
     tmp_path, algorithm: str, measured_s: tuple[float, float] | None
 ) -> None:
     hosts = ("cluster.num_hosts=2", "cluster.ranks_per_host=4", "cluster.rate_mbit=3200")
-    few = ("strategies=[ddp,dear]", "compressors=[]", "cluster=emulated")
+    few = ("strategies=[ddp,dear]", "world_sizes=[8]", "compressors=[]", "cluster=emulated")
     planned(tmp_path, *few, *hosts, f"algorithm={algorithm}")
     rows = csv.DictReader((tmp_path / "plan.csv").read_text().splitlines())
     steps_s = {row["strategy"]: float(row["step_s"]) for row in rows}
@@ -150,7 +152,7 @@ def test_the_first_line_waits_for_no_library() -> None:
 
 
 def test_one_node_has_links_within(tmp_path, capsys) -> None:
-    planned(tmp_path, "strategies=[ddp]", "cluster=nvlink_8gpu")
+    planned(tmp_path, "strategies=[ddp]", "world_sizes=[8]", "cluster=nvlink_8gpu")
     assert "8 ranks on 1 node(s); links within the node: 1.04e+03 Gb/s" in capsys.readouterr().out
 
 
@@ -158,7 +160,7 @@ def test_one_node_has_links_within(tmp_path, capsys) -> None:
     "cluster", [*PLANNED[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in PLANNED[3:])]
 )
 def test_every_cluster_that_names_its_source_can_be_planned_for(tmp_path, cluster, capsys) -> None:
-    planned(tmp_path, "strategies=[ddp,dear]", f"cluster={cluster}")
+    planned(tmp_path, "strategies=[ddp,dear]", "world_sizes=[64]", f"cluster={cluster}")
     said = capsys.readouterr().out
     assert any(words in said for words in ("Network: nominal", "assumptions", "authors' code"))
 
@@ -198,7 +200,7 @@ def test_a_profile_that_takes_no_time_is_refused(tmp_path) -> None:
 
 
 def fsdp2_step_s(folder: Path, *options: str) -> float:
-    planned(folder, "strategies=[fsdp2]", *options)
+    planned(folder, "strategies=[fsdp2]", "world_sizes=[1]", *options)
     (row,) = csv.DictReader((folder / "plan.csv").read_text().splitlines())
     return float(row["step_s"])
 
@@ -223,8 +225,11 @@ def test_what_a_host_was_measured_to_take_counts(tmp_path) -> None:
         ("enough=2", "enough is a share of a step"),
         ("cluster=single_process", "has one rank, which sends nothing; set cluster.num_nodes"),
         ("strategies=ddp", "strategies must be a list: strategies=[ddp]"),
+        ("world_sizes=8", "world_sizes must be a list: world_sizes=[8]"),
+        ("world_sizes=[0]", "world_sizes must be at least 1"),
+        ("world_sizes=[5,7]", "None of world_sizes=[5, 7] fills nodes of 4 ranks"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, override, words) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        planned(tmp_path, "strategies=[single,ddp]", override)
+        planned(tmp_path, "strategies=[single,ddp]", "world_sizes=[1]", override)

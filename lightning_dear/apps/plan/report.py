@@ -1,20 +1,29 @@
-"""What ``dear-plan`` predicts, and says: the table, and the advice."""
+"""What ``dear-plan`` predicts, and says: the table, the advice, and the scaling curves."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.plan.config import cases_of, check_numbers, network_of, workload_of
+from lightning_dear.apps.plan.config import (
+    cases_of,
+    check_numbers,
+    network_of,
+    workload_of,
+    world_sizes_of,
+)
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.ranking import Ranked, alone_s, by_step, predicted, recommended
 from lightning_dear.studies.files import write_lines
+from lightning_dear.studies.plot import picture
+from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.table import MISSING, format_table
 
 _BASELINE = "ddp"
@@ -192,6 +201,39 @@ class Report:
         ]
         write_lines(path, figures)
 
+    def write_scaling(self, folder: Path, scaled: Sequence[tuple[int, Ranked]]) -> None:
+        """Write ``scaling.csv``, and ``scaling.png``: efficiency over the number of ranks.
+
+        Args:
+            folder: Where to.
+            scaled: Numbers of ranks and what was predicted for them.
+        """
+        from matplotlib import colormaps
+
+        figures = [
+            {"strategy": row.name, "world_size": size, "step_s": row.step.step_s}
+            for size, row in scaled
+        ]
+        write_lines(folder / "scaling.csv", figures)
+        curves: dict[str, dict[int, float]] = {}
+        for size, row in scaled:
+            share = 100 * row.efficiency(alone_s(self.workload))
+            curves.setdefault(row.name, {})[size] = share
+        with picture(folder / "scaling.png", [14]) as (axis,):
+            axis.set_prop_cycle(color=colormaps["tab20"](range(20)))
+            for name, shares in curves.items():
+                width = 2.5 if name.startswith("dear") else 1.0
+                axis.plot(shares.keys(), shares.values(), label=name, marker=".", linewidth=width)
+            axis.set_xscale("log", base=2)
+            sizes = list(dict.fromkeys(size for size, _ in scaled))
+            axis.set_xticks(sizes, map(str, sizes))
+            axis.set_xlabel("ranks")
+            axis.set_ylabel("scaling efficiency, % (one rank's step over this step)")
+            axis.set_ylim(bottom=0)
+            # Back again: `picture` turns it over, for bars that are listed from top to bottom.
+            axis.invert_yaxis()
+            axis.set_title(f"{self.workload.name}: weak scaling, simulated")
+
 
 def _wrapped(*lines: str) -> str:
     return "\n".join(textwrap.fill(line, _WIDTH) for line in lines)
@@ -206,7 +248,7 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
 
     Args:
         cfg: A config of ``conf/plan.yaml``.
-        folder: Where the table and all figures go.
+        folder: Where the table, all figures and the picture go.
 
     Returns:
         What to use.
@@ -215,15 +257,32 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
         ValueError: If the config asks for what does not exist.
     """
     check_numbers(cfg)
-    workload, network = workload_of(cfg), network_of(cfg)
-    cases = cases_of(cfg, workload, network.world_size)
-    rows = by_step(predicted(*case, network) for case in cases)
-    has_no_gpu = cfg.cluster.accelerator == "cpu"
-    found = Report(rows, workload, network, float(cfg.enough), has_no_gpu)
-    source = str(cfg.cluster.get("source") or "its file names no source")
-    text = f"{found.describe(source)}\n{found.table()}\n{found.advice()}"
-    print(text, flush=True)
-    (folder / "table.txt").write_text(f"{text}\n")
-    found.write_rows(folder / "plan.csv")
-    print(f"All figures: {folder}", flush=True)
+    workload, network, sizes = workload_of(cfg), network_of(cfg), world_sizes_of(cfg)
+    num_cases = len(cases_of(cfg, workload, network.world_size))
+    with closing(Progress(num_cases * (1 + len(sizes)))) as progress:
+        rows = by_step(_each(cfg, workload, network, progress))
+        has_no_gpu = cfg.cluster.accelerator == "cpu"
+        found = Report(rows, workload, network, float(cfg.enough), has_no_gpu)
+        source = str(cfg.cluster.get("source") or "its file names no source")
+        text = f"{found.describe(source)}\n{found.table()}\n{found.advice()}"
+        progress.close()
+        print(text, flush=True)
+        (folder / "table.txt").write_text(f"{text}\n")
+        found.write_rows(folder / "plan.csv")
+        scaled = [
+            (size, row)
+            for size in sizes
+            for row in _each(cfg, workload, network_of(cfg, size), progress)
+        ]
+    found.write_scaling(folder, scaled)
+    print(f"All figures, and how each scales: {folder}", flush=True)
     return found.best
+
+
+def _each(
+    cfg: DictConfig, workload: Workload, network: Network, progress: Progress
+) -> Iterator[Ranked]:
+    for strategy, one in cases_of(cfg, workload, network.world_size):
+        progress.begin(f"{strategy.name}, {network.world_size} ranks")
+        yield predicted(strategy, one, network)
+        progress.step()
