@@ -7,15 +7,8 @@ from typing import Any
 from lightning_dear.names import is_meant
 from lightning_dear.planning.fusion import FusionPlanner, NoFusion, SingleFusion, ThresholdFusion
 from lightning_dear.planning.measured import CodecCost, CodecCosts, Linear, LinkCost, ModelTimes
-from lightning_dear.planning.plan import (
-    BucketPlan,
-    BucketSpec,
-    FixedPlan,
-    Slice,
-    TensorSpec,
-    save_plan,
-)
-from lightning_dear.planning.predict import Prediction, predict
+from lightning_dear.planning.plan import BucketPlan, FixedPlan, TensorSpec, save_plan
+from lightning_dear.planning.predict import predict
 from lightning_dear.planning.predicting import (
     MergeCompFusion,
     MergeCompHeuristicFusion,
@@ -30,7 +23,6 @@ __all__ = [
     "AutoFusion",
     "BayesianFusion",
     "BucketPlan",
-    "BucketSpec",
     "CodecCost",
     "CodecCosts",
     "FixedPlan",
@@ -43,10 +35,8 @@ __all__ = [
     "ModelTimes",
     "NoFusion",
     "PlanSearch",
-    "Prediction",
     "SearchingPlanner",
     "SingleFusion",
-    "Slice",
     "TensorSpec",
     "ThresholdFusion",
     "choose_all_reduce",

@@ -205,7 +205,6 @@ class CodecCost:
         way: See `Way`.
         reduce_starts: Messages, one after the other, with which the first half begins; None: as
             many as any half of the network. Planners take it that there are as many.
-        kept_bytes: Of each element, for what encoding has left.
     """
 
     encode: Linear = Linear()
@@ -216,7 +215,6 @@ class CodecCost:
     gather_bytes: Linear | None = None
     way: Way = "half"
     reduce_starts: float | None = None
-    kept_bytes: float = 0.0
 
     def of(self, numel: float, itemsize: int, world_size: int) -> BucketCost:
         """Costs of a bucket of `numel` elements, padding included, of `itemsize` bytes each."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from lightning_dear.planning.measured import BucketCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan
@@ -104,12 +104,10 @@ class Program:
     Attributes:
         name: For people.
         ops: In the order in which every rank gets to them.
-        memory_bytes: Kind of memory -> bytes of it that a rank holds throughout.
     """
 
     name: str
     ops: tuple[Op, ...]
-    memory_bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def messages(self) -> list[Message]:

@@ -104,39 +104,35 @@ class AutoFusion(ThresholdFusion, StepModelPlanner):
         least_mb, most_mb = (cap_mb * factor for factor in _CAP_RANGE)
         others = self.plans_of_caps(tensors, world_size, least_mb, most_mb)
         candidates = _candidates(fixed, others, model)
-        without: dict[BucketPlan, BucketPlan] = {}
         if model.times.allows_all_reduce and self.all_reduced_share > 0 and world_size > 1:
-            without = _all_reducing([fixed, *candidates[:3]], model, self.all_reduced_share)
-            # Beside each of them what it is compared with.
-            pairs = [plan for pair in without.items() for plan in pair]
+            pairs = _all_reducing([fixed, *candidates[:3]], model, self.all_reduced_share)
             candidates = [*candidates[:1], *pairs, *candidates[1:]]
         num_trials = (self.num_steps - STEPS_BEFORE_SEARCH) // STEPS_PER_TRIAL
         # All are measured once, the fixed plan among them, and some once more.
         num_candidates = max(num_trials - 1 - NUM_REPEATED, 1)
         _, *candidates = distinct([fixed, *candidates])
-        return AutoSearch(fixed, candidates[:num_candidates], model.step_s, without)
+        return AutoSearch(fixed, candidates[:num_candidates], model.step_s)
 
 
 def _all_reducing(
     plans: Sequence[BucketPlan], model: StepModel, max_share: float
-) -> dict[BucketPlan, BucketPlan]:
-    """What to try with all-reduced buckets -> the same without; the most promising first."""
+) -> list[BucketPlan]:
+    """What to try with all-reduced buckets, each followed by the same without."""
     tensors, step_s = model.tensors, model.step_s
-    chosen: dict[BucketPlan, BucketPlan] = {}
+    chosen: list[BucketPlan] = []
     changed = {
         choose_all_reduce(plan, tensors, model.times, model.link, max_share): plan for plan in plans
     }
     best = min(changed, key=step_s)
     if best.all_reduced and step_s(best) < min(map(step_s, plans)):
-        chosen[best] = changed[best]
+        chosen += [best, changed[best]]
     if max_share == 1:
         everything = min(
             (everything_all_reduced(tensors, model.world_size, d) for d in _DDP_DIVISORS),
             key=step_s,
         )
-        is_near = step_s(everything) <= _MAX_DDP_RATIO * min(map(step_s, [*plans, *chosen]))
-        if is_near and not any(map(everything.has_buckets_of, chosen)):
-            chosen[everything] = plans[0]
+        if step_s(everything) <= _MAX_DDP_RATIO * min(map(step_s, [*plans, *chosen])):
+            chosen.append(everything)
     return chosen
 
 
@@ -170,15 +166,8 @@ def _gains_lost(step_s: float, best_s: float) -> int:
     return int((step_s / best_s - 1) / _MIN_GAIN) if best_s else sys.maxsize
 
 
-@dataclass(eq=False)
 class AutoSearch(Contest):
-    """See `PlanSearch`: candidates against the fixed plan, which is the incumbent.
-
-    Attributes:
-        without: Candidate with all-reduced buckets -> what it is compared with.
-    """
-
-    without: Mapping[BucketPlan, BucketPlan] = field(default_factory=dict)
+    """See `PlanSearch`: candidates against the fixed plan, which is the incumbent."""
 
     @property
     @override
@@ -191,20 +180,8 @@ class AutoSearch(Contest):
         if best is fixed:
             others = f"none of {self.num_measured - 1} others was faster"
             return f"{what} of {best.name} stay: {fixed_ms:.4g} ms/step, {others}"
-        against = f"against {fixed_ms:.4g} ms of {fixed.name}"
-        reason = f"{what}, {1e3 * self.mean_s(best):.4g} ms/step {against}"
-        return f"{reason}{self._why_all_reduced(best)}"
-
-    def _why_all_reduced(self, best: BucketPlan) -> str:
-        without = self.without.get(best)
-        if without is None or without is self.incumbent:
-            return ""
-        measured = [plan for plan in self.plans if plan.has_buckets_of(without)]
-        if measured and self.count(measured[0]):
-            return f", {1e3 * self.mean_s(measured[0]):.4g} ms without all-reduces"
-        # It was crowded out by better candidates, so only its prediction is known.
-        with_ms, without_ms = (f"{1e3 * self.step_s(plan):.4g}" for plan in (best, without))
-        return f"; predicted {with_ms} ms, {without_ms} without all-reduces"
+        best_ms = 1e3 * self.mean_s(best)
+        return f"{what}, {best_ms:.4g} ms/step against {fixed_ms:.4g} ms of {fixed.name}"
 
 
 class BayesianFusion(ThresholdFusion, StepModelPlanner):

@@ -1,8 +1,7 @@
 """Predicts what a cluster would do: the engine's own plans, on networks that are not here."""
 
 from lightning_dear.planning.step import Program
-from lightning_dear.simulator.curve import Curve
-from lightning_dear.simulator.network import ALGORITHMS, Algorithm, Link, Network
+from lightning_dear.simulator.network import ALGORITHMS, Algorithm, Curve, Link, Network
 from lightning_dear.simulator.schedule import Schedule
 from lightning_dear.simulator.simulate import SimulatedStep, simulate
 from lightning_dear.simulator.workload import Workload

@@ -27,11 +27,6 @@ def units_of(workload: Workload) -> list[list[int]]:
     return [unit for family in families.values() for unit in _filled(family, least_bytes)]
 
 
-def has_blocks(tensors: Sequence[TensorSpec]) -> bool:
-    """Whether a name numbers a block."""
-    return any(_BLOCK.match(tensor.name) for tensor in tensors)
-
-
 def _filled(tensors: Sequence[TensorSpec], least_bytes: float) -> list[list[int]]:
     modules = [list(module) for _, module in groupby(tensors, _module_of)]
     runs = runs_of(modules, _nbytes, least_bytes)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
-from lightning_dear.simulator.curve import Curve
+import numpy as np
 
-Algorithm = Literal["pairwise", "two_hops", "ring", "tree", "hierarchical", "best"]
+Algorithm = Literal["pairwise", "two_hops", "ring", "tree", "best"]
 """How a collective goes about it.
 
 pairwise: every rank sends to every other one at once; for both halves of an all-reduce, as ours
@@ -22,7 +23,6 @@ two_hops: every rank sends to every other one of its node at once, then those wi
     their nodes to each other; as ours with gloo. All-reduces take a ring.
 ring: P - 1 steps for a half, each after the one before.
 tree: two binary trees that share the bytes, for all-reduces; half of one takes a ring.
-hierarchical: a half within the nodes, the other part between them.
 best: as NCCL: rings for halves; for all-reduces a ring or trees, whichever is faster for a size.
 """
 
@@ -51,6 +51,38 @@ class Link:
     def message_s(self, nbytes: float, num_messages: float = 1) -> float:
         """Seconds for so many messages, one after the other, of `nbytes` in all."""
         return num_messages * self.alpha_s + nbytes * self.beta_s
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of messages of several sizes, as measured, with straight lines between them.
+
+    For what is no alpha and beta: gloo's all-gather takes the same up to some size, and loses a
+    third of its rate above another. Below the smallest size it takes what that one takes, above
+    the largest it goes on at that one's rate.
+
+    Attributes:
+        sizes: Bytes that a rank sends, rising.
+        seconds: Of each.
+        least_s: What every message takes at least.
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+    least_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        is_rising = all(one < other for one, other in pairwise((0.0, *self.sizes)))
+        if not self.sizes or not is_rising or len(self.sizes) != len(self.seconds):
+            raise ValueError(
+                "A curve needs sizes that are positive and rise, and seconds for each; got"
+                f" {list(self.sizes)} and {list(self.seconds)}."
+            )
+
+    def message_s(self, nbytes: float) -> float:
+        """Seconds for a message of `nbytes`."""
+        beyond = max(nbytes / self.sizes[-1], 1.0)
+        return max(self.least_s, beyond * float(np.interp(nbytes, self.sizes, self.seconds)))
 
 
 @dataclass(frozen=True)
@@ -94,11 +126,6 @@ class Network:
     host_growth: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("sharded_tensor_s", "host_growth"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} must be finite and not negative, got {getattr(self, name)}."
-                )
         for name in ("world_size", "ranks_per_node"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -142,11 +169,7 @@ class Network:
         """
         if self.world_size == 1:
             return 0.0
-        ways = {
-            "pairwise": self._pairwise_s,
-            "two_hops": self._two_hops_s,
-            "hierarchical": self._hierarchical_s,
-        }
+        ways = {"pairwise": self._pairwise_s, "two_hops": self._two_hops_s}
         # Trees are for all-reduces, and NCCL has nothing but rings for halves.
         way = ways.get(self.algorithm, self._ring_s)
         return way(nbytes) if starts is None else self._started_s(way, nbytes, starts)
@@ -233,12 +256,6 @@ class Network:
         starts_s = nodes * self.between.alpha_s
         starts_s += (self.world_size - 1 - nodes) * self._local.alpha_s
         return starts_s + self.sent_bytes(nbytes) * self._slowest.beta_s
-
-    def _hierarchical_s(self, nbytes: float) -> float:
-        """A ring within nodes, and one between them for each rank, which share the node's link."""
-        inside, nodes = self.ranks_in_node, self.num_nodes
-        within_s = self._local.message_s(nbytes * (inside - 1) / inside, inside - 1)
-        return within_s + self.between.message_s(nbytes * (nodes - 1) / nodes, nodes - 1)
 
     def _tree_s(self, nbytes: float) -> float:
         """Up and down two trees over the nodes, each with half of the bytes; chains in nodes."""

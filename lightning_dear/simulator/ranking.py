@@ -39,11 +39,6 @@ class Ranked:
         both = f"{self.strategy.name} + {self.compressor}"
         return self.strategy.hooks.get(self.compressor, both)
 
-    @property
-    def memory_bytes(self) -> float:
-        """Of parameters, gradients, optimizer state and buffers; activations come on top."""
-        return sum(self.step.program.memory_bytes.values())
-
     def efficiency(self, alone_s: float) -> float:
         """Of weak scaling, 0..1: the step of one rank alone over this one."""
         return alone_s / self.step.step_s
@@ -59,13 +54,6 @@ def predicted(strategy: Strategy, workload: Workload, network: Network) -> Ranke
 def ranked(strategies: Iterable[Strategy], workload: Workload, network: Network) -> list[Ranked]:
     """All of `strategies`, the one with the shortest step first; of equal ones, as they were."""
     return by_step(predicted(one, workload, network) for one in strategies)
-
-
-def ranked_with(
-    strategies: Sequence[Strategy], workloads: Sequence[Workload], network: Network
-) -> list[Ranked]:
-    """Each of `strategies` with each workload's compressor that it can use, the fastest first."""
-    return by_step(predicted(*pair, network) for pair in pairs(strategies, workloads))
 
 
 def by_step(rows: Iterable[Ranked]) -> list[Ranked]:
@@ -123,8 +111,3 @@ def chosen(steps_s: Mapping[str, float], baseline: str = "ddp", enough: float = 
     best = min(steps_s, key=steps_s.__getitem__)
     is_enough = steps_s.get(baseline, math.inf) <= (1 + enough) * steps_s[best]
     return baseline if is_enough else best
-
-
-def filling(world_sizes: Iterable[int], inside: int) -> list[int]:
-    """Those numbers of ranks that fit into one node of `inside` ranks, or fill several."""
-    return [size for size in world_sizes if size <= inside or size % inside == 0]

@@ -14,10 +14,7 @@ from lightning_dear.simulator.workload import Workload
 FORMAT_VERSION = 3
 """Of `save_workload`."""
 
-_PLAIN = (
-    *("name", "state_bytes", "compressor", "fixed_step_s", "buffers_s"),
-    *("copies_s", "sharding_s", "shard_unit_mb"),
-)
+_PLAIN = ("name", "compressor", "fixed_step_s", "copies_s", "sharding_s", "shard_unit_mb")
 """What of a workload is written as it is."""
 
 
@@ -74,5 +71,6 @@ def _codec(fields: Mapping[str, Any]) -> CodecCost:
     made: dict[str, Any] = {
         key: Linear(**value) if isinstance(value, Mapping) else value
         for key, value in fields.items()
+        if key != "kept_bytes"  # In files of before.
     }
     return CodecCost(**made)

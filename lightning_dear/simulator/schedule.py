@@ -57,8 +57,7 @@ class Schedule:
             `Network.has_reduce_scatter`.
         shards_tensors: Whether every tensor is sharded by itself, and not a bucket of them; see
             `Workload.sharding_s` and `Network.sharded_tensor_s`.
-        is_ddp: Whether forward waits for rank 0's module buffers, and gradients are copied into
-            buckets and back; see `Workload.buffers_s` and `copies_s`.
+        is_ddp: Whether gradients are copied into buckets and back; see `Workload.copies_s`.
     """
 
     gathers: Gathers = "stepped"
@@ -92,11 +91,10 @@ class _SimulatedStep(PlannedStep):
         self._lacks_reduce_scatter = schedule.uses_the_backends and not network.has_reduce_scatter
 
     def program(self) -> Program:
-        held_up = computed(FORWARD, self._workload.buffers_s if self._is_ddp else 0.0)
-        ops = [*held_up, *self.forward(), *self.backward(), *self.reduced(), *self.stepped()]
+        ops = [*self.forward(), *self.backward(), *self.reduced(), *self.stepped()]
         if self._lacks_reduce_scatter:
             ops = [one for op in ops for one in _blocking(op)]
-        return Program(self.plan.name, tuple(ops), self._memory_bytes())
+        return Program(self.plan.name, tuple(ops))
 
     @override
     def forward(self) -> list[Op]:
@@ -184,36 +182,6 @@ class _SimulatedStep(PlannedStep):
     def _message(self, kind: str, number: int, seconds: float, size: float) -> Message:
         return Message(kind, number, seconds, self._network.sent_bytes(size))
 
-    # --- memory -----------------------------------------------------------------------------------
-
-    def _memory_bytes(self) -> dict[str, float]:
-        padded, world_size = sum(self._nbytes), self.plan.world_size
-        whole = sum(self._nbytes[number] for number in self.plan.all_reduced)
-        sharded = (padded - whole) / world_size
-        stepped_whole = padded if self._schedule.steps_late else whole
-        gradients: float = padded
-        buffers: float = sharded
-        if self._schedule.uses_the_backends:
-            # ZeRO-2 keeps a shard of the gradients, and one bucket's while it is reduced.
-            gradients, buffers = sharded, max(self._nbytes)
-        elif whole == padded:
-            # DDP's buckets, beside the gradients.
-            buffers = whole
-        if world_size == 1:
-            gradients, buffers = padded, 0
-        share = (padded - stepped_whole) / world_size
-        return {
-            "parameters": padded,
-            "gradients": gradients,
-            "optimizer state": self._workload.state_bytes * (stepped_whole + share),
-            "buffers": buffers + sum(self._nbytes[number] for number in self.plan.early),
-            "residuals": sum(map(self._kept_bytes, range(len(self.plan.buckets)))),
-        }
-
-    def _kept_bytes(self, number: int) -> float:
-        numel = self._nbytes[number] / self.plan.buckets[number].itemsize
-        return numel * self._workload.codecs.of(self.plan, number).kept_bytes
-
 
 def _blocking(op: Op) -> list[Op]:
     return [op, Wait(op.message.key)] if isinstance(op, Launch) else [op]
@@ -230,7 +198,7 @@ def single_program(workload: Workload, network: Network) -> Program:
         Compute(BACKWARD, times.backward_s),
         Compute(STEP, times.step_s + workload.fixed_step_s),
     )
-    return Program("one rank", ops, _whole_memory(workload))
+    return Program("one rank", ops)
 
 
 def partitioned_program(
@@ -267,9 +235,4 @@ def partitioned_program(
         *interleaved(BACKWARD, times.backward_s, backward),
         *computed(STEP, workload.fixed_step_s),
     ]
-    return Program(f"parts of {partition_mb:g} MiB", tuple(ops), _whole_memory(workload))
-
-
-def _whole_memory(workload: Workload) -> dict[str, float]:
-    size = workload.nbytes
-    return {"parameters": size, "gradients": size, "optimizer state": workload.state_bytes * size}
+    return Program(f"parts of {partition_mb:g} MiB", tuple(ops))

@@ -21,6 +21,7 @@ from lightning_dear.planning import (
     ThresholdFusion,
 )
 from lightning_dear.planning.fusion import fuse_groups
+from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.programme import backward_order
 from lightning_dear.planning.refine import everything_all_reduced
@@ -84,8 +85,10 @@ class Strategy:
                 f"{self.name} may not be used with {workload.compressor!r}; leave one of them out."
             )
         if not self.encodes(workload):
-            return self.build(workload.uncompressed, network)
-        return self.build(workload.all_reduced if self.compresses == "whole" else workload, network)
+            workload = workload.uncompressed
+        elif self.compresses == "whole":
+            workload = replace(workload, codecs=workload.whole_codecs or NO_CODEC)
+        return self.build(workload, network)
 
     def allows(self, workload: Workload) -> bool:
         """Whether it may be used where the workload's compressor is wanted, with it or without."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -25,11 +24,9 @@ class Workload:
         codecs: What compressing costs, where owners sum gradients and spread what comes of it.
         whole_codecs: What it costs where all ranks get all ranks' bytes. None: strategies that work
             so go without.
-        state_bytes: Of the optimizer's state, for each byte of parameters: 2 for Adam's.
         fixed_step_s: Seconds of the optimizer's step that are the same however little is stepped.
-        buffers_s: Seconds for which DDP holds up forward to send rank 0's module buffers to all
-            ranks; ours travel meanwhile.
-        copies_s: Seconds of a step in which DDP copies gradients into its buckets and back.
+        copies_s: Seconds of a step in which DDP copies gradients into its buckets and back, and
+            sends rank 0's module buffers to all ranks; ours travel meanwhile.
         sharding_s: Seconds of a step that FSDP2 takes of the host beyond exchanges, in units of
             `shard_unit_mb`; None: by the number of tensors, see `Network.sharded_tensor_s`.
         compressor: The name of what `codecs` are the costs of.
@@ -43,22 +40,12 @@ class Workload:
     tensors: Sequence[TensorSpec]
     times: ModelTimes
     codecs: CodecCosts = NO_CODEC
-    state_bytes: float = 2.0
     compressor: str = "none"
     fixed_step_s: float = 0.0
-    buffers_s: float = 0.0
     copies_s: float = 0.0
     sharding_s: float | None = None
     whole_codecs: CodecCosts | None = None
     shard_unit_mb: float | Literal["blocks"] = 25.0
-
-    def __post_init__(self) -> None:
-        unit_mb = self.shard_unit_mb
-        if unit_mb != BLOCKS and not (isinstance(unit_mb, float | int) and 0 <= unit_mb < math.inf):
-            raise ValueError(
-                f"shard_unit_mb must be MiB, finite and not negative, or {BLOCKS!r}; got"
-                f" {unit_mb!r}."
-            )
 
     @property
     def nbytes(self) -> int:
@@ -69,13 +56,6 @@ class Workload:
     def uncompressed(self) -> Workload:
         """The same without a compressor."""
         return replace(self, codecs=NO_CODEC, whole_codecs=None, compressor="none")
-
-    @property
-    def all_reduced(self) -> Workload:
-        """The same for strategies that all-reduce."""
-        if self.whole_codecs is None:
-            return self.uncompressed
-        return replace(self, codecs=self.whole_codecs)
 
     def sharded_times(self, world_size: int) -> ModelTimes:
         """Its times as planners take them: `step_s` is that of one rank's share."""

@@ -100,7 +100,6 @@ def halves_costs(compressor: str | Compressor, device: Device, world_size: int) 
             reduce_bytes=parts.wire,
             gather_bytes=parts.wire,
             way="half" if made.is_summable else "to_owners",
-            kept_bytes=(4.0 + 4.0 / world_size) * keeps,
         )
     )
 
@@ -134,7 +133,6 @@ def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -
             reduce_bytes=Linear(parts.wire.alpha, world_size * parts.wire.beta),
             gather_bytes=Linear(),
             way="all_gather",
-            kept_bytes=4.0 * made.has_feedback,
         )
     )
 
@@ -239,7 +237,6 @@ def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost
             gather_bytes=Linear(),
             reduce_starts=starts,
             way="all_gather",
-            kept_bytes=4.0,
         )
     half = Linear(0.0, 4 * _words_per_element(made, world_size) * world_size / 2)
     return CodecCost(
@@ -250,7 +247,6 @@ def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost
         reduce_bytes=half,
         gather_bytes=half,
         way="to_owners",
-        kept_bytes=4.0,
     )
 
 

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_dear.telemetry.clock import Clock, HostClock
-from lightning_dear.telemetry.spans import LANES, Span, write_chrome_trace
+
+LANES = (
+    "forward",
+    "backward",
+    "reduce_scatter",
+    "step",
+    "all_gather",
+    "other",
+    "wait",
+    "first_hop",
+)
+"""In the order in which a step goes through them.
+
+`other` holds the flags of used parameters and the module buffers, `wait` what blocked the host,
+`first_hop` the first part of collectives in two hops, of which the whole is in the other lanes."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took from `start_s` to `end_s` (seconds since any moment)."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
 
 
 class Timeline:
@@ -56,7 +82,25 @@ class Timeline:
 
     def write_chrome_trace(self, path: Path, rank: int = 0) -> None:
         """Writes the spans in Chrome's trace format (opens in Perfetto), one thread per lane."""
-        write_chrome_trace(self.spans, path, rank)
+        spans = self.spans
+        origin_s = min((span.start_s for span in spans), default=0.0)
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane}}
+            for tid, lane in enumerate(LANES)
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.lane,
+                "pid": rank,
+                "tid": LANES.index(span.lane),
+                "ts": (span.start_s - origin_s) * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+            }
+            for span in spans
+        ]
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 _COLORS = {
@@ -64,30 +108,23 @@ _COLORS = {
     "backward": "#72b7b2",
     "reduce_scatter": "#f58518",
     "step": "#54a24b",
-    "all_reduce": "#f58518",
     "all_gather": "#e45756",
-    "codec": "#eeca3b",
     "other": "#b279a2",
     "wait": "#bab0ac",
     "first_hop": "#9d755d",
 }
 _TITLES = {
     "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
     "all_gather": "all-gather",
-    "codec": "encode, decode",
     "other": "flags, buffers",
     "wait": "host waits",
     "first_hop": "first hops",
 }
 
-TITLE = "Two steps of strategy='dear' (on one host all-gathers may end before the next forward)"
-"""Of what a run has recorded."""
+_TITLE = "Two steps of strategy='dear' (on one host all-gathers may end before the next forward)"
 
 
-def plot_timeline(
-    spans: Sequence[Span], path: Path, title: str = TITLE, lanes: Sequence[str] = LANES
-) -> None:
+def plot_timeline(spans: Sequence[Span], path: Path) -> None:
     """Writes a picture of `spans` to `path` (the suffix says which format), a row for each lane."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -97,13 +134,11 @@ def plot_timeline(
     axes = figure.add_subplot()
     origin_s = min((span.start_s for span in spans), default=0.0)
     has_hops = any(span.lane == "first_hop" for span in spans)
-    lanes = [lane for lane in lanes if has_hops or lane != "first_hop"]
+    lanes = [lane for lane in LANES if has_hops or lane != "first_hop"]
     for row, lane in enumerate(lanes):
         for number, span in enumerate(span for span in spans if span.lane == lane):
             # Collectives of several buckets are in flight at once: stagger them within the lane.
-            num_rows = (
-                4 if lane in ("reduce_scatter", "all_reduce", "all_gather", "first_hop") else 1
-            )
+            num_rows = 4 if lane in ("reduce_scatter", "all_gather", "first_hop") else 1
             height = 0.8 / num_rows
             axes.barh(
                 row - 0.4 + height * (number % num_rows),
@@ -120,5 +155,5 @@ def plot_timeline(
     axes.set_xlabel("ms")
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(_TITLE, fontsize=10)
     figure.savefig(path, dpi=130)

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.plan.config import compressed
+from lightning_dear.apps.plan.config import compressed, device_of
 from lightning_dear.apps.recipe.pictures import grouped_bars
 from lightning_dear.apps.recipe.report import Report
 from lightning_dear.apps.recipe.run import Sibling
@@ -19,7 +19,6 @@ from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.ranking import alone_s
 from lightning_dear.simulator.strategies import Strategy, planned
-from lightning_dear.studies.device_costs import Device
 
 from .claims import claims_of
 from .fit import (
@@ -79,9 +78,8 @@ def _simulated(cfg: DictConfig, server: Server, figures: Sequence[Figure]) -> It
 def _compressed(cfg: DictConfig, workload: Workload, name: str, network: Network) -> Workload:
     if name == FP32:
         return workload
-    device = Device(float(cfg.device.kernel_s), float(cfg.device.bytes_per_s))
     compressor = DGC(density=float(cfg.dgc_density)) if name == "dgc" else name
-    return compressed(workload, compressor, device, network.world_size)
+    return compressed(workload, compressor, device_of(cfg), network.world_size)
 
 
 def _merged(workload: Workload, network: Network) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.plan.config import compressed
+from lightning_dear.apps.plan.config import compressed, device_of
 from lightning_dear.apps.recipe.report import Claim, Report, check, read_rows
 from lightning_dear.apps.recipe.run import Sibling
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
@@ -18,7 +18,6 @@ from lightning_dear.planning import SingleFusion
 from lightning_dear.simulator import Link, Network, Workload
 from lightning_dear.simulator.ranking import alone_s, ranked
 from lightning_dear.simulator.strategies import Strategy, planned
-from lightning_dear.studies.device_costs import Device
 from lightning_dear.workloads.replay.profile import load_profile
 
 Row = dict[str, Any]
@@ -64,13 +63,12 @@ class Case:
         """
         [network] = networks_of(cfg, int(cfg.world_size)).values()
         plain = workload_of(load_profile(cfg.profile), float(cfg.compute_factor))
-        device = Device(float(cfg.device.kernel_s), float(cfg.device.bytes_per_s))
         workloads = {DENSE: plain}
         for name in (OURS, *OTHERS[1:]):
             made = resolve_compressor(name)
             assert isinstance(made, SparseAllReduce)
             sparse = made.at_density(float(cfg.density))
-            workloads[name] = compressed(plain, sparse, device, network.world_size)
+            workloads[name] = compressed(plain, sparse, device_of(cfg), network.world_size)
         return cls(network, workloads)
 
     @property
@@ -241,11 +239,9 @@ def _gb(rate: float) -> str:
 
 def _picture(rows: Sequence[Row], fits: Mapping[str, float]) -> Any:
     """Gains over the rate; the published range, and the rate of its lower end."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name in OTHERS:
         own = [row for row in rows if row["scheme"] == name]

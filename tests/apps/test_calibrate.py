@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_dear.apps.plan.calibrate import Calibration, cluster_of, summary
-from lightning_dear.apps.plan.config import bounds_of, measured_network, network_of, world_sizes_of
+from lightning_dear.apps.plan.calibrate import Calibration, cluster_of
+from lightning_dear.apps.plan.config import measured_network, network_of, world_sizes_of
 from lightning_dear.planning import LinkCost
-from lightning_dear.simulator import Curve, Link, Workload
+from lightning_dear.planning.predict import StepModel
+from lightning_dear.simulator import Curve, Link
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.studies.probes import Costs
@@ -55,7 +55,7 @@ def calibrated(tmp_path_factory):
 def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     result, folder = calibrated
     assert result.returncode == 0, result.stderr
-    assert "the backend's all-gather" in result.stdout
+    assert (folder / "cluster" / "measured.yaml").read_text() in result.stdout
     assert result.stderr.count("calibrate: what FSDP2 takes of a host ...") == 1
     workload = load_workload(folder / "model.json")
     assert workload.times.forward_s > 0
@@ -71,11 +71,10 @@ def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     assert len(units_of(workload)) > 2
     cluster = OmegaConf.load(folder / "cluster" / "measured.yaml")
     assert (cluster.num_nodes, cluster.devices) == (1, 2)
-    assert "FSDP2 takes" in result.stdout
     assert 0 < cluster.measured.sharded_tensor.seconds < 1e-2
     for curve in (cluster.measured.all_gather, cluster.measured.reduce_scatter):
         assert curve.seconds == sorted(curve.seconds)
-        assert len(curve.sizes_bytes) == len(curve.least) == len(curve.most) >= 5
+        assert len(curve.sizes_bytes) == len(curve.seconds) >= 5
     assert cluster.beta_s_per_byte >= 0
     assert not cluster.measured.has_reduce_scatter
 
@@ -92,11 +91,6 @@ def test_the_line_it_prints_plans_with_that(calibrated, tmp_path: Path) -> None:
     assert planned.returncode == 0, planned.stderr
     assert "measured by dear-plan calibrate among 2 ranks" in planned.stdout
     assert "ours with compressor=bf16" in planned.stdout
-    assert "Band: with the shortest and with the longest" in planned.stdout
-    lines = (tmp_path / "plan" / "plan.csv").read_text().splitlines()
-    for row in csv.DictReader(lines):
-        assert 0 < float(row["least_s"]) <= float(row["step_s"]) * 1.001
-        assert float(row["step_s"]) <= float(row["most_s"]) * 1.001
     assert (tmp_path / "plan" / "plan.csv").is_file()
 
 
@@ -129,8 +123,7 @@ def test_the_planner_keeps_its_buckets_and_what_it_is_told() -> None:
     search = planner.search(tensors, 2, times, LINK)
     assert search.next() is None
     assert search.best == planner.plan(tensors, 2)
-    assert planner.found is not None
-    assert planner.found[:3] == (tensors, times, LINK)
+    assert planner.found == StepModel(tensors, 2, times, LINK)
 
 
 def test_the_clusters_file_has_what_was_measured() -> None:
@@ -146,24 +139,18 @@ def test_the_clusters_file_has_what_was_measured() -> None:
     assert network.sharded_tensor_s == pytest.approx(3e-5)
 
 
+def test_a_longer_message_takes_no_less() -> None:
+    costs = replace(COSTS, all_gather={8000: about(3e-4), 16000: about(1e-4), 8000000: about(1e-3)})
+    found = cluster_of(CLUSTER, 8, costs, NUM_TENSORS)["measured"]["all_gather"]
+    assert found["seconds"] == pytest.approx([2e-4, 2e-4, 1e-3])
+
+
 @pytest.mark.parametrize("lacks", [{"all_gather": {"alpha_s": 1e-4}}, {"reduce_scatter": None}])
 def test_an_earlier_versions_file_is_to_be_measured_again(lacks: dict) -> None:
     cluster = OmegaConf.create(cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS))
     cluster.measured = OmegaConf.create({**cluster.measured, **lacks})
     with pytest.raises(ValueError, match="run dear-plan calibrate again"):
         measured_network(cluster, 8)
-
-
-def test_the_shortest_and_the_longest_make_a_band() -> None:
-    cluster = cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS)
-    bounds = bounds_of(OmegaConf.create({"cluster": cluster, "algorithm": "best"}))
-    assert bounds is not None
-    fast, slow = bounds
-    assert (fast.between, slow.between) == (Link(5e-5, 5e-10), Link(2e-4, 2e-9))
-    assert (fast.all_reduce, slow.all_reduce) == (Link(1e-4, 1e-9), Link(4e-4, 4e-9))
-    assert fast.all_gather == Curve((7e3, 7e6), (1.5e-4, 5e-4), 1.5e-4)
-    assert slow.reduce_scatter == Curve((7e3, 7e6), (1e-3, 4e-3), 1e-3)
-    assert bounds_of(OmegaConf.create({"cluster": {"alpha_s": 1.0}})) is None
 
 
 def test_starts_cost_more_with_more_ranks() -> None:
@@ -205,27 +192,6 @@ def test_what_a_sharded_tensor_takes_grows_where_ranks_share_cores(
     assert network.host_growth == pytest.approx(times)
 
 
-def test_rates_are_said_for_people() -> None:
-    tensors, times = chain([1], [0.01], [0.02])
-    workload = Workload("", tensors, times, copies_s=2e-3, sharding_s=3e-3)
-    measured = cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS)["measured"]
-    said = summary(measured, workload)
-    for words in (
-        "among 8 ranks",
-        "8000 Mb/s",
-        "4000 Mb/s",
-        "the backend's reduce-scatter",
-        "0.300 ms (0.150 to 0.600)",
-        "0.500 ms (0.250 to 1.000)",
-        "FSDP2 takes 3.0 ms of a host for the model",
-        "DDP takes 2.0 ms of a host for the model",
-        "forward 10.0 ms",
-    ):
-        assert words in said
-    measured["halves"]["beta_s_per_byte"] = 0.0
-    assert "too fast to tell" in summary(measured, workload)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -249,13 +215,5 @@ def test_one_node_says_nothing_of_more_ranks_than_it_had() -> None:
     with pytest.raises(ValueError, match="measured on one node"):
         network_of(cfg, 16)
     assert world_sizes_of(cfg) == [2, 8]
-    with pytest.raises(ValueError, match="says nothing of any of world_sizes"):
+    with pytest.raises(ValueError, match="None of world_sizes"):
         world_sizes_of(OmegaConf.merge(cfg, {"world_sizes": [16]}))
-
-
-def test_a_link_that_was_changed_has_no_band() -> None:
-    cfg = OmegaConf.create(
-        {"cluster": cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS), "algorithm": "best"}
-    )
-    assert bounds_of(cfg) is not None
-    assert bounds_of(OmegaConf.merge(cfg, {"cluster": {"alpha_s": 1.0}})) is None

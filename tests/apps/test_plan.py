@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from lightning_dear.apps.plan.prediction import plan
+from lightning_dear.apps.plan.report import plan
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import CodecCost, CodecCosts, Linear
 from lightning_dear.simulator import Workload
@@ -52,12 +51,9 @@ def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
     rows = (tmp_path / "plan.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows[:4]] == ["strategy", "single", "ddp_bf16", "dear"]
     assert len((tmp_path / "scaling.csv").read_text().splitlines()) == 1 + 5 * 4
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
     assert "Cannot be run with dear-train, for comparing: single" in said
     assert max(map(len, table_of(said))) <= 100
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "all_reduce"}
-    for picture in ("scaling.png", "timeline.png"):
-        assert (tmp_path / picture).stat().st_size > 10_000
 
 
 def table_of(said: str) -> list[str]:
@@ -75,8 +71,7 @@ def test_lossy_compressors_are_below_a_line_and_never_advised(tmp_path, capsys) 
     assert len(rules) == 4
     above, below = table[rules[1] + 1 : rules[2]], table[rules[2] + 1 : rules[3]]
     assert [line.split("  ")[0] for line in below] == ["dear + oktopk"]
-    assert below[0].endswith("lossy, +121 % steps")
-    assert "171 steps" in said
+    assert below[0].endswith("lossy")
     assert all(line.endswith(("lossless", "as good as dense")) for line in above)
     assert any(line.startswith("dear + int8 ") for line in above)
     assert any(line.startswith("ddp_bf16 ") for line in above)
@@ -187,14 +182,6 @@ def test_the_users_own_seconds_and_numbers_count(tmp_path, capsys) -> None:
     assert "single 3500.0 ms" in " ".join(said.split())
 
 
-def test_the_line_to_try_emulates_the_link_that_is_used(tmp_path, capsys) -> None:
-    planned(tmp_path, *FEW[1:], "cluster=pcie_8gpu", "compute_s=0.5", "strategies=[dear]")
-    said = capsys.readouterr().out
-    # 10 GB/s, and not what lies between nodes.
-    assert "cluster.rate_mbit=625 model.profile=bert_base model.scale=128" in said
-    assert "model.compute_s=0.5" in said
-
-
 def test_seconds_are_divided_as_the_profile_divides_them(tmp_path, capsys) -> None:
     saved = tmp_path / "even.json"
     profile = divided(load_profile("vgg16"), 0.5, 0.5)
@@ -218,30 +205,12 @@ def fsdp2_step_s(folder: Path, *options: str) -> float:
     return float(row["step_s"])
 
 
-def test_units_are_as_large_as_is_asked_for(tmp_path) -> None:
-    usual_s = fsdp2_step_s(tmp_path, "profile=resnet50")
-    assert fsdp2_step_s(tmp_path, "profile=resnet50", "shard_unit_mb=25") == usual_s
-    # One unit for all overlaps nothing.
-    assert fsdp2_step_s(tmp_path, "profile=resnet50", "shard_unit_mb=1000") > usual_s
-
-
-@pytest.mark.parametrize(("name", "warns"), [("block{}", True), ("blocks.{}.weight", False)])
-def test_a_measured_model_without_numbered_blocks_is_said_to_be_one_unit(
-    tmp_path, caplog, name: str, warns: bool
-) -> None:
+def test_what_a_host_was_measured_to_take_counts(tmp_path) -> None:
     tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
-    tensors = [replace(one, name=name.format(one.index)) for one in tensors]
     saved = tmp_path / "model.json"
     mine = Workload("mine", tensors, times, shard_unit_mb="blocks", sharding_s=50.0)
     save_workload(mine, saved)
-    fsdp2_step_s(tmp_path, f"profile={saved}")
-    assert ("No tensor's name numbers a block" in caplog.text) == warns
-    caplog.clear()
-    # What a host takes was measured in blocks.
     assert fsdp2_step_s(tmp_path, f"profile={saved}") > 50
-    caplog.clear()
-    assert fsdp2_step_s(tmp_path, f"profile={saved}", "shard_unit_mb=25") < 50
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -252,16 +221,13 @@ def test_a_measured_model_without_numbered_blocks_is_said_to_be_one_unit(
         ("cluster=gpu_host", "set cluster.devices=8"),
         ("cluster.beta_s_per_byte=null", "set cluster.beta_s_per_byte"),
         ("algorithm=rings", "Unknown algorithm 'rings'; valid ones: pairwise"),
-        ("state_bytes=-1", "state_bytes must be finite and not negative"),
         ("step_s=inf", "step_s must be finite"),
         ("enough=2", "enough is a share of a step"),
         ("cluster=single_process", "has one rank, which sends nothing; set cluster.num_nodes"),
         ("strategies=ddp", "strategies must be a list: strategies=[ddp]"),
+        ("world_sizes=8", "world_sizes must be a list: world_sizes=[8]"),
         ("world_sizes=[0]", "world_sizes must be at least 1"),
-        ("world_sizes=[5,7]", "None of world_sizes=[5, 7] fits into nodes of 4 ranks"),
-        ("shard_unit_mb=-1", "shard_unit_mb must be MiB, finite and not negative, or 'blocks'"),
-        ("shard_unit_mb=layers", "got 'layers'"),
-        ("shard_unit_mb=blocks", "named after layers and not after blocks; give shard_unit_mb in"),
+        ("world_sizes=[5,7]", "None of world_sizes=[5, 7] fills nodes of 4 ranks"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, override, words) -> None:

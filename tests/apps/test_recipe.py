@@ -6,23 +6,18 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from tabulate import tabulate
 
 from lightning_dear.apps.bench.config import entries_of
 from lightning_dear.apps.recipe import recipe, run
-from lightning_dear.apps.recipe.report import (
-    WIDTH,
-    Claim,
-    Report,
-    as_markdown,
-    compared,
-    read_claims,
-    read_rows,
-)
+from lightning_dear.apps.recipe.report import WIDTH, Claim, Report, compared, read_rows
 from lightning_dear.paths import conf_dir, recipes_dir
 from lightning_dear.studies.block import BlockLength
 from tests.apps.test_train import run as run_program
@@ -33,6 +28,16 @@ MOST_LINES, MOST_WORDS, MOST_HELPERS = 40, 600, 2
 # A figure in prose: a number, and one of these units.
 FIGURE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?(%|x\b|ms\b|s\b|MB/s|GB/s|Gb/s|Mb/s|MiB\b|MB\b)")
 PER_UNIT = {"%": 100.0, "ms": 1e3, "MB": 1e-6, "GB/s": 1e-9, "MB/s": 1e-6}
+
+
+def read_claims(path: Path) -> list[Claim]:
+    return [Claim(**row) for row in read_rows(path)]  # type: ignore[arg-type]
+
+
+def as_markdown(claims: Sequence[Claim]) -> str:
+    """Claims as the table that a recipe's page shows."""
+    titles = [field.name.replace("_", " ") for field in fields(Claim)]
+    return tabulate([list(asdict(one).values()) for one in claims], titles, tablefmt="github")
 
 
 def composed(name: str, *overrides: str) -> DictConfig:
@@ -50,7 +55,7 @@ def test_every_config_is_a_recipe() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_has_its_parts(name: str) -> None:
     cfg = composed(name)
-    assert (cfg.name, cfg.measure, cfg.record) == (name, False, False)
+    assert (cfg.name, cfg.measure) == (name, False)
     for one in cfg.siblings.values():
         assert one.program in ("bench", "converge")
         if one.program == "bench":
@@ -195,13 +200,13 @@ def small(measure: bool) -> DictConfig:
 
 def test_what_was_recorded_is_read(tmp_path: Path) -> None:
     one = run.siblings_of(small(measure=False), tmp_path)["small"]
-    assert (one.rows(), one.machine) == ([], "")
+    assert one.rows() == []
     folder = tmp_path / "measured" / "small"
     folder.mkdir(parents=True)
     (folder / "summary.csv").write_text("entry,step_s\nddp,1.5\n")
-    (folder / "machine.txt").write_text("a machine\n")
-    assert (one.rows(), one.machine) == ([{"entry": "ddp", "step_s": "1.5"}], "a machine")
-    assert one.command == "dear-bench a=1 'b=[c,d]'"
+    assert one.rows() == [{"entry": "ddp", "step_s": "1.5"}]
+    said = run.command_of(small(measure=False).siblings.small)
+    assert said == "dear-bench a=1 'b=[c,d]'"
 
 
 def test_measuring_needs_an_emulated_cluster(tmp_path: Path, monkeypatch) -> None:

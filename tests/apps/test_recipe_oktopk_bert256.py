@@ -8,10 +8,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.report import Report, compared, read_claims, read_rows
+from lightning_dear.apps.recipe.report import Report, compared, read_rows
 from lightning_dear.apps.recipe.run import load, siblings_of
 from lightning_dear.paths import conf_dir, recipes_dir
 from lightning_dear.simulator.ranking import ranked
+from tests.apps.test_recipe import read_claims
 
 RECIPE = load("oktopk_bert256")
 FOLDER = recipes_dir() / "oktopk_bert256"

@@ -24,7 +24,7 @@ What torch's model assumes and ours does not:
   are caps as well, and LL128 is off between nodes of InfiniBand.
 - Trees over N nodes are log2(N) deep, rounded down; ours rounds up. N is a power of 2 here.
 
-Torch's knows no pairwise and no hierarchical collectives. Ours over torch's is 0.83 to 1.71 here at
+Torch's knows no pairwise collectives. Ours over torch's is 0.83 to 1.71 here at
 256 MiB, and 0.40 to 2.18 at 64 KiB, where base latencies and rings over nodes count most.
 """
 

@@ -70,8 +70,8 @@ ALL_REDUCED = [
     Mutation(
         "measuring all-reduces beside the same plan without",
         "AutoFusion.search_for",
-        "            pairs = [plan for pair in without.items() for plan in pair]\n",
-        "            pairs = list(without)[:0]\n",
+        "            candidates = [*candidates[:1], *pairs, *candidates[1:]]\n",
+        "            candidates = [*candidates, *pairs[:0]]\n",
         (f"{AUTO}::test_what_should_be_faster_all_reduced_is_measured_beside_the_same_without",),
     ),
     Mutation(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from lightning_dear.emulation import EmulatedCluster
-from lightning_dear.telemetry.spans import Span
+from lightning_dear.telemetry.timeline import Span
 from tests.distributed.harness import run_ranks
 from tests.netns.work import (
     Probe,

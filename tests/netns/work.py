@@ -19,8 +19,7 @@ from typing_extensions import override
 from lightning_dear import DearStrategy
 from lightning_dear.callbacks import DearMonitor
 from lightning_dear.emulation import EmulatedHost
-from lightning_dear.telemetry.spans import Span
-from lightning_dear.telemetry.timeline import Timeline
+from lightning_dear.telemetry.timeline import Span, Timeline
 from tests.lightning.fitting import new_trainer
 
 WIDTH = 1024

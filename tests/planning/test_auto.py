@@ -135,10 +135,12 @@ BETWEEN = LinkCost(1e-4, 0.3 / NBYTES)
 def test_what_should_be_faster_all_reduced_is_measured_beside_the_same_without() -> None:
     for share in (0.1, 0.3):
         search = _search(BETWEEN, LATE_TIMES, all_reduced_share=share)
-        reducing, without = next(iter(search.without.items()))
-        assert replace(without, all_reduced=reducing.all_reduced) == reducing
-        assert [plan for plan in search.plans if plan.all_reduced] == [reducing]
-        assert without in search.plans
+        (reducing,) = (plan for plan in search.plans if plan.all_reduced)
+        assert any(
+            replace(without, all_reduced=reducing.all_reduced) == reducing
+            for without in search.plans
+            if without != reducing
+        )
         numel = sum(reducing.buckets[number].numel for number in reducing.all_reduced)
         assert 0 < numel <= share * sum(one.numel for one in TENSORS)
         while (plan := search.next()) is not None:
@@ -146,10 +148,7 @@ def test_what_should_be_faster_all_reduced_is_measured_beside_the_same_without()
         assert search.best == reducing
         count = len(reducing.all_reduced)
         assert f"{count} of them all-reduced" in search.reason
-        if without == FIXED:
-            assert search.reason.endswith("ms of threshold(8 MiB, first 1 MiB)")
-        else:
-            assert search.reason.endswith(" ms without all-reduces")
+        assert search.reason.endswith("ms of threshold(8 MiB, first 1 MiB)")
         assert "\n" not in search.reason
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dear.simulator.curve import Curve, rising
+from lightning_dear.simulator import Curve
 
 CURVE = Curve((10.0, 20.0, 40.0), (1.0, 1.0, 5.0))
 
@@ -26,24 +26,16 @@ def test_nothing_takes_less_than_the_least() -> None:
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=6), st.floats(0, 100), st.floats(0, 100))
 def test_more_bytes_are_never_faster(seconds: list[float], one: float, other: float) -> None:
-    curve = rising([10.0 * (1 + place) for place in range(len(seconds))], seconds)
-    assert sum(curve.seconds) == pytest.approx(sum(seconds))
-    assert list(curve.seconds) == seconds or seconds != sorted(seconds)
+    sizes = tuple(10.0 * (1 + place) for place in range(len(seconds)))
+    curve = Curve(sizes, tuple(sorted(seconds)))
     less, more = sorted((one, other))
     assert curve.message_s(less) <= curve.message_s(more) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "seconds", "words"),
-    [
-        ((), (), "needs seconds for each of its sizes"),
-        ((1.0,), (1.0, 2.0), "got 2 for 1"),
-        ((2.0, 1.0), (1.0, 2.0), "must be positive and rise"),
-        ((0.0,), (1.0,), "must be positive and rise"),
-        ((1.0,), (-1.0,), "finite and not negative"),
-        ((1.0,), (float("nan"),), "finite and not negative"),
-    ],
+    ("sizes", "seconds"),
+    [((), ()), ((1.0,), (1.0, 2.0)), ((2.0, 1.0), (1.0, 2.0)), ((0.0,), (1.0,))],
 )
-def test_what_is_no_curve_is_refused(sizes: tuple, seconds: tuple, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_what_is_no_curve_is_refused(sizes: tuple, seconds: tuple) -> None:
+    with pytest.raises(ValueError, match="positive and rise, and seconds for each"):
         Curve(sizes, seconds)

@@ -41,8 +41,6 @@ def eight_ranks(algorithm: str) -> Network:
         ("two_hops", 1 + 60 + 10 + 5 * 40, 2 * (10 + 6 * 1 + 5 * 70)),
         # A block passes one link between and six within; 70 bytes go over the node's link.
         ("ring", 10 + 6 * 1 + 5 * 70, 2 * (10 + 6 * 1 + 5 * 70)),
-        # 3 steps of 20 bytes within; one step between, of 10 bytes for each of 4 ranks.
-        ("hierarchical", 3 * (1 + 20) + 10 + 5 * 40, 2 * (3 * 21 + 210)),
         # Up and down: one step between nodes and three within; the bytes once each way.
         ("tree", 10 + 6 * 1 + 5 * 70, 2 * (10 + 3 * 1) + 2 * 80 * 5),
     ],
@@ -91,12 +89,6 @@ def test_no_half_beats_the_nodes_link(network: Network, nbytes: float) -> None:
     flat = {"ring", "tree", "best"}
     share = 1 if network.algorithm in flat else network.ranks_in_node
     assert network.half_s(nbytes) >= share * least * (1 - 1e-9)
-
-
-@given(links, sizes)
-def test_a_ring_of_single_ranks_is_hierarchical(link: Link, nbytes: float) -> None:
-    ring = Network(link, 4, algorithm="ring")
-    assert replace(ring, algorithm="hierarchical").half_s(nbytes) == ring.half_s(nbytes)
 
 
 def test_a_measured_all_reduce_counts() -> None:

@@ -18,22 +18,17 @@ from tests.planning.models import chain, chains, codecs
 @given(
     chains(),
     codecs,
-    st.floats(0, 4),
     st.one_of(st.just("blocks"), st.floats(0, 100)),
     st.one_of(st.none(), st.floats(0, 1)),
 )
-def test_it_comes_back_as_it_was(
-    tmp_path_factory, model, costs, state_bytes, unit_mb, sharding_s
-) -> None:
+def test_it_comes_back_as_it_was(tmp_path_factory, model, costs, unit_mb, sharding_s) -> None:
     tensors, times = model
     workload = Workload(
         "made up",
         tensors,
         times,
         costs,
-        state_bytes,
         "int8",
-        buffers_s=0.5,
         copies_s=0.25,
         sharding_s=sharding_s,
         shard_unit_mb=unit_mb,

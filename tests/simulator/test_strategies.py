@@ -119,22 +119,6 @@ def test_messages_keep_to_the_order_of_their_launches(
         assert in_step == launched
 
 
-@every_strategy
-def test_memory_is_that_of_what_is_kept(name: str) -> None:
-    # 25 MiB of one tensor; Adam's state is twice as large.
-    tensors, times = chain([25 * (1 << 20) // (UNIT * ITEMSIZE)], [1.0], [2.0])
-    program = STRATEGIES[name].program(
-        Workload("one tensor", tensors, times), Network(Link(0.0, 0.0), 4)
-    )
-    megabytes = {kind: size / (1 << 20) for kind, size in program.memory_bytes.items()}
-    shards = name in ("zero", "fsdp2", "dear", "dear_mergecomp", "dear_auto")
-    assert megabytes["parameters"] == pytest.approx(25, rel=1e-3)
-    gradients = 6.25 if name in ("zero", "fsdp2") else 25
-    assert megabytes["gradients"] == pytest.approx(gradients, rel=1e-3)
-    state = 12.5 if shards else 50
-    assert megabytes["optimizer state"] == pytest.approx(state, rel=1e-3)
-
-
 def test_urgent_parts_overtake() -> None:
     """ByteScheduler's point: the first layer's gradients do not wait behind the last one's."""
     units = 8 * (1 << 20) // (UNIT * ITEMSIZE)
@@ -187,7 +171,8 @@ def test_on_gloo_what_others_reduce_scatter_is_all_reduced_and_waited_for(
     step = simulate(program)
     elsewhere = STRATEGIES[name].program(workload, network)
     assert program.sent_bytes == pytest.approx(1.5 * elsewhere.sent_bytes)
-    assert step.step_s == pytest.approx(program.compute_s + step.link_busy_s)
+    busy_s = sum(message.seconds for message in program.messages)
+    assert step.step_s == pytest.approx(program.compute_s + busy_s)
     ours = STRATEGIES["dear"]
     assert ours.program(workload, gloo) == ours.program(workload, network)
 
@@ -232,19 +217,16 @@ def test_a_host_takes_its_time_for_every_tensor_that_fsdp2_shards() -> None:
     assert step_s("fsdp2", workload, alone) == step_s(
         "fsdp2", workload, replace(network, world_size=1)
     )
-    for option in ("sharded_tensor_s", "host_growth"):
-        with pytest.raises(ValueError, match=f"{option} must be finite"):
-            replace(network, **{option: -1.0})
 
 
-def test_ddp_holds_up_forward_for_module_buffers_and_copies_gradients() -> None:
+def test_ddp_copies_gradients() -> None:
     tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
     network = Network(Link(0.0, PER_UNIT_S), 2)
     without = Workload("two layers", tensors, times)
-    workload = replace(without, buffers_s=0.5, copies_s=0.25)
+    workload = replace(without, copies_s=0.25)
     sharing = replace(network, host_growth=2.0)
     for name in ("ddp", "wfbp"):
-        assert step_s(name, workload, network) - step_s(name, without, network) == 0.75
+        assert step_s(name, workload, network) - step_s(name, without, network) == 0.25
         assert step_s(name, workload, sharing) - step_s(name, workload, network) == 0.25
     for name in ("mgwfbp", "fsdp2", "dear"):
         assert step_s(name, workload, network) == step_s(name, without, network)

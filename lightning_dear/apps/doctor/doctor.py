@@ -22,9 +22,9 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_dear.apps.doctor.measuring import Compute, Pair, measure_compute, measure_links
 from lightning_dear.apps.doctor.reachability import (
     Door,
-    Doorkeeper,
     MeetingPoint,
     named,
+    open_door,
     unreachable_from,
 )
 from lightning_dear.apps.doctor.report import compute_rows, link_rows, verdict
@@ -190,14 +190,12 @@ def _spread(facts: Sequence[dict[str, str]], name: str) -> str:
 
 
 def _unreachable(meeting: MeetingPoint) -> list[str]:
-    keeper = Doorkeeper(meeting.rank)
-    try:
-        doors = [Door(*one) for one in meeting.exchange("doors", keeper.door)]
+    with open_door(meeting.world_size) as listening:
+        own = Door(meeting.rank, socket.gethostname(), *listening.getsockname())
+        doors = [Door(*one) for one in meeting.exchange("doors", own)]
         # A rank knocks at one door after the other, and each may take its full time.
         patience_s = meeting.timeout_s * meeting.world_size
         failed = meeting.exchange("knocking", unreachable_from(meeting.rank, doors), patience_s)
-    finally:
-        keeper.close()
     return [sentence for one in failed for sentence in one]
 
 

@@ -12,15 +12,12 @@ import json
 import os
 import socket
 import struct
-import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from socketserver import BaseRequestHandler, TCPServer
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from typing_extensions import override
 
 from lightning_dear.apps.checks import INTERFACE_VARIABLES
 
@@ -131,33 +128,12 @@ class Door(NamedTuple):
         return f"rank {self.rank} (host {self.host}, {self.address}:{self.port})"
 
 
-class Doorkeeper(TCPServer):
-    """Listens for the other ranks until closed, and answers each with this rank's number.
+def open_door(num_ranks: int) -> socket.socket:
+    """Listen where other ranks would connect to this one, until the socket is closed.
 
-    Args:
-        rank: This rank.
+    The kernel answers by itself; so many may knock before anything is accepted.
     """
-
-    request_queue_size = 256
-
-    def __init__(self, rank: int) -> None:
-        super().__init__((announced_address(), 0), _Answer)
-        address, port = self.socket.getsockname()
-        self.door = Door(rank, socket.gethostname(), address, port)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self.shutdown()
-        self.server_close()
-
-
-class _Answer(BaseRequestHandler):
-    server: Doorkeeper
-
-    @override
-    def handle(self) -> None:
-        self.request.sendall(_greeting(self.server.door))
+    return socket.create_server((announced_address(), 0), backlog=num_ranks)
 
 
 def unreachable_from(rank: int, doors: Sequence[Door]) -> list[str]:
@@ -223,14 +199,12 @@ def _interfaces() -> list[str]:
 
 def _knock(door: Door) -> str | None:
     try:
-        with socket.create_connection((door.address, door.port), timeout=_CONNECT_S) as connection:
-            expected = _greeting(door)
-            received = connection.recv(len(expected), socket.MSG_WAITALL)
+        socket.create_connection((door.address, door.port), timeout=_CONNECT_S).close()
     except TimeoutError:
         return f"no answer within {_CONNECT_S:g} s"
     except OSError as error:
         return str(error.strerror or error).lower()
-    return None if received == expected else "something else answers there"
+    return None
 
 
 def _advice(here: Door, door: Door) -> str:
@@ -240,7 +214,3 @@ def _advice(here: Door, door: Door) -> str:
             " GLOO_SOCKET_IFNAME to the interface that joins the hosts"
         )
     return "; is a firewall between them? gloo and NCCL listen on ports that the kernel picks"
-
-
-def _greeting(door: Door) -> bytes:
-    return f"lightning_dear {door.rank} {door.port}".encode()

@@ -65,22 +65,16 @@ def verdict(
     )
     if share < NEGLIGIBLE_SHARE:
         return f"{figures}: strategy=ddp would do as well."
-    if sent_s <= compute.backward_s:
-        return (
-            f"{figures}: worth hiding, and short enough for either: strategy=ddp has"
-            f" {_milli(compute.backward_s)} of backward to hide it, strategy=dear"
-            f" {_milli(compute.total_s)} of backward and the next forward. Time both."
-        )
-    left_s = {"ddp": sent_s - compute.backward_s, "dear": max(0.0, sent_s - compute.total_s)}
-    bounds = (
-        f"At best strategy=ddp, which hides it behind backward, leaves {_milli(left_s['ddp'])} of"
-        " it, and strategy=dear, behind backward and the next forward,"
-        f" {_milli(left_s['dear'])}"
+    ddp, dear = (
+        _milli(max(0.0, sent_s - hidden_s)) for hidden_s in (compute.backward_s, compute.total_s)
     )
-    if left_s["dear"] > 0:
-        more = "larger batches or accumulate_grad_batches save more than either"
-        return f"{figures}: neither strategy can hide all of it. {bounds}; {more}."
-    return f"{figures}: more than strategy=ddp can hide. {bounds}."
+    said = (
+        f"{figures}. At best strategy=ddp, which hides it behind backward, leaves {ddp} of it, and"
+        f" strategy=dear, behind backward and the next forward, {dear}: time both."
+    )
+    if sent_s > compute.total_s:
+        said += " Larger batches or accumulate_grad_batches save more than either."
+    return said
 
 
 def _milli(seconds: float) -> str:
@@ -92,8 +86,4 @@ def _rate_of(cost: LinkCost) -> str:
 
 
 def _rate(bytes_per_s: float) -> str:
-    return (
-        f"{bytes_per_s / _MB:.0f} MB/s"
-        if bytes_per_s >= 10 * _MB
-        else f"{bytes_per_s / _MB:.2f} MB/s"
-    )
+    return f"{bytes_per_s / _MB:.2f} MB/s"

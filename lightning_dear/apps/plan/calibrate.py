@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
+from scipy.optimize import isotonic_regression
 from typing_extensions import override
 
 from lightning_dear.apps import emulated, job
@@ -29,11 +30,11 @@ from lightning_dear.apps.train import train
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.emulation import emulated_rig
 from lightning_dear.paths import conf_dir
-from lightning_dear.planning import LinkCost, ModelTimes, PlanSearch, TensorSpec, ThresholdFusion
-from lightning_dear.planning.measured import NO_CODEC, CodecCosts, sent_bytes
-from lightning_dear.planning.search import NoContest
+from lightning_dear.planning import LinkCost, PlanSearch, ThresholdFusion
+from lightning_dear.planning.measured import sent_bytes
+from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.search import NoContest, StepModelPlanner
 from lightning_dear.simulator import Workload
-from lightning_dear.simulator.curve import rising
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import save_workload
 from lightning_dear.simulator.workload import BLOCKS
@@ -43,34 +44,25 @@ MODULE = "lightning_dear.apps.plan.calibrate"
 _TIMEOUT = timedelta(minutes=10)
 _BYTES_PER_ELEMENT = 4
 
-Of = Callable[[Iterable[float]], float]
-"""What counts of repeats: dear-plan makes a band of the least and the most."""
-
 log = logging.getLogger(__name__)
 
 
-class Calibration(ThresholdFusion):
+class Calibration(ThresholdFusion, StepModelPlanner):
     """A planner that keeps its own buckets, and what the engine has measured for it.
 
     Attributes:
-        found: Tensors, times, the link's costs and a codec's, on rank 0 once they are there.
+        found: The model, the link's costs and a codec's, on rank 0 once they are there.
     """
 
     name = "calibration"
     plans_for_codecs = True
-    found: tuple[Sequence[TensorSpec], ModelTimes, LinkCost, CodecCosts] | None = None
+    found: StepModel | None = None
 
-    def search(
-        self,
-        tensors: Sequence[TensorSpec],
-        world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = NO_CODEC,
-    ) -> PlanSearch:
+    @override
+    def search_for(self, model: StepModel) -> PlanSearch:
         """See `SearchingPlanner`; called on rank 0."""
-        self.found = tensors, times, link, codecs
-        return NoContest(self.plan(tensors, world_size), "calibration: measured")
+        self.found = model
+        return NoContest(self.plan(model.tensors, model.world_size), "calibration: measured")
 
 
 class ExchangeProbe(Callback):
@@ -91,16 +83,16 @@ class ExchangeProbe(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         collectives = new_collectives(trainer.strategy.root_device, _TIMEOUT)
-        told = collectives.all_gather_object(self._planner.found)[0]
+        told: StepModel | None = collectives.all_gather_object(self._planner.found)[0]
         if trainer.world_size == 1 or told is None:
             return
-        tensors, times, _, codecs = told
+        tensors, times = told.tensors, told.times
         workload = Workload(
             "",
             tensors,
             # What stepping all instead of a shard takes was not measured: it counts alike for all.
             replace(times, step_s=0.0),
-            codecs,
+            told.codecs,
             fixed_step_s=times.step_s,
             # A replay has one; others' blocks are sharded, as `Task`s' are.
             shard_unit_mb=getattr(pl_module, "shard_unit_mb", BLOCKS),
@@ -161,8 +153,9 @@ def _finish(cfg: DictConfig, world_size: int, found: tuple[Workload, Costs] | No
     save_workload(workload, folder / "model.json")
     (folder / "cluster").mkdir(exist_ok=True)
     cluster = cluster_of(cfg, world_size, costs, len(workload.tensors))
-    (folder / "cluster" / "measured.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(cluster)))
-    print(summary(cluster["measured"], workload))
+    measured = OmegaConf.to_yaml(OmegaConf.create(cluster))
+    (folder / "cluster" / "measured.yaml").write_text(measured)
+    print(measured)
     print(f"dear-plan --config-dir={folder} cluster=measured profile={folder / 'model.json'}")
 
 
@@ -170,76 +163,41 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs, num_tensors: int)
     """Return a cluster's file with what was measured among so many ranks, for so many tensors."""
     num_nodes = int(cfg.cluster.num_nodes)
     is_gloo = not torch.cuda.is_available() or cfg.cluster.accelerator == "cpu"
-    halves = _link(costs.links)
     all_reduces = [one.all_reduce for one in costs.links if one.all_reduce is not None]
     source = f"measured by dear-plan calibrate among {world_size} ranks on {num_nodes} nodes"
-    tensor_s = (costs.sharding_s or 0.0) / num_tensors
     return {
         "source": ": ".join(filter(None, (source, emulated_rig()))),
         "num_nodes": num_nodes,
         "devices": world_size // num_nodes,
         "accelerator": str(cfg.cluster.accelerator),
         "interface": cfg.cluster.interface,
-        "alpha_s": halves["alpha_s"],
-        "beta_s_per_byte": halves["beta_s_per_byte"],
+        **_link(costs.links),
         "measured": {
             "world_size": world_size,
             "num_nodes": num_nodes,
-            "halves": halves,
             "all_reduce": {**_link(all_reduces), "cpu_s": costs.all_reduce_cpu_s},
             # Of one machine that all ranks are on, whatever their number; null for others.
             "shared_cores": os.cpu_count() if emulated_rig() else None,
             "all_gather": _curve(costs.all_gather, world_size),
             "reduce_scatter": _curve(costs.reduce_scatter, world_size),
             "has_reduce_scatter": not is_gloo,
-            "sharded_tensor": dict.fromkeys(("seconds", "least", "most"), tensor_s),
+            "sharded_tensor": {"seconds": (costs.sharding_s or 0.0) / num_tensors},
         },
     }
 
 
-def _link(costs: Sequence[LinkCost]) -> dict[str, Any]:
-    alphas_s, betas_s = [one.alpha_s for one in costs], [one.beta_s for one in costs]
-
-    def by(of: Of) -> dict[str, float]:
-        return {"alpha_s": of(alphas_s), "beta_s_per_byte": of(betas_s)}
-
-    return {**by(median), "least": by(min), "most": by(max)}
+def _link(costs: Sequence[LinkCost]) -> dict[str, float]:
+    return {
+        "alpha_s": median(one.alpha_s for one in costs),
+        "beta_s_per_byte": median(one.beta_s for one in costs),
+    }
 
 
 def _curve(times_s: Mapping[int, list[float]], world_size: int) -> dict[str, list[float]]:
     sent = [sent_bytes(size, world_size) for size in times_s]
-
-    def by(of: Of) -> list[float]:
-        return list(rising(sent, [of(repeats) for repeats in times_s.values()]).seconds)
-
-    return {"sizes_bytes": sent, "seconds": by(median), "least": by(min), "most": by(max)}
-
-
-def summary(measured: Mapping[str, Any], workload: Workload) -> str:
-    """Return what was measured, of a cluster's file and of the model, for people."""
-    title = f"Measured among {measured['world_size']} ranks (alpha: a start; rate: of what a rank"
-    lines = [*filter(None, [emulated_rig()]), f"{title} sends):"]
-    for key in ("halves", "all_reduce", "all_gather", "reduce_scatter"):
-        one = measured[key]
-        name = "our halves" if key == "halves" else f"the backend's {key.replace('_', '-')}"
-        if key in ("halves", "all_reduce"):
-            starts_s = [bound["alpha_s"] for bound in (one, one["least"], one["most"])]
-            beta_s = one["beta_s_per_byte"]
-        else:
-            starts_s = [one[bound][0] for bound in ("seconds", "least", "most")]
-            beta_s = one["seconds"][-1] / one["sizes_bytes"][-1]
-        start, least, most = (1e3 * one_s for one_s in starts_s)
-        rate = f"{8e-6 / beta_s:.0f} Mb/s" if beta_s else "too fast to tell"
-        lines.append(f"  {name:28s} {start:8.3f} ms ({least:.3f} to {most:.3f})  {rate}")
-    times = workload.times
-    lines.append(
-        f"  forward {times.forward_s * 1e3:.1f} ms, backward {times.backward_s * 1e3:.1f} ms,"
-        f" step of a shard {workload.fixed_step_s * 1e3:.1f} ms"
-    )
-    for name, seconds in {"DDP": workload.copies_s, "FSDP2": workload.sharding_s}.items():
-        if seconds:
-            lines.append(f"  {name} takes {seconds * 1e3:.1f} ms of a host for the model")
-    return "\n".join(lines)
+    # A longer message takes no less: where one did, both count as their mean.
+    rising = isotonic_regression([median(repeats) for repeats in times_s.values()])
+    return {"sizes_bytes": sent, "seconds": rising.x.tolist()}
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="calibrate")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.compression import Compressor
 from lightning_dear.simulator import Algorithm, Curve, Link, Network, Workload
-from lightning_dear.simulator.fsdp2_units import has_blocks
-from lightning_dear.simulator.ranking import filling
+from lightning_dear.simulator.ranking import pairs
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
-from lightning_dear.simulator.workload import BLOCKS
 from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import load_profile
@@ -27,8 +22,6 @@ LOOPBACK = Link(5e-5, 1e-9)
 
 DEFAULT_COMPRESSORS = ("bf16", "int8")
 """Those that our studies found as good as dense."""
-
-log = logging.getLogger(__name__)
 
 
 def workload_of(cfg: DictConfig) -> Workload:
@@ -48,26 +41,7 @@ def workload_of(cfg: DictConfig) -> Workload:
             " with; record it again, or give another one."
         )
     tensors, times = planned(profile)
-    times = replace(times, step_s=float(cfg.step_s))
-    if cfg.shard_unit_mb == BLOCKS:
-        raise ValueError(
-            "A profile's tensors are named after layers and not after blocks; give shard_unit_mb in"
-            " MiB, or run dear-plan calibrate with your model."
-        )
-    return _with_options(Workload(profile.name, tensors, times), cfg)
-
-
-def _with_options(workload: Workload, cfg: DictConfig) -> Workload:
-    workload = replace(workload, state_bytes=float(cfg.state_bytes))
-    if cfg.shard_unit_mb not in (None, workload.shard_unit_mb):
-        # What a host takes was measured in other units.
-        workload = replace(workload, shard_unit_mb=cfg.shard_unit_mb, sharding_s=None)
-    if workload.shard_unit_mb == BLOCKS and not has_blocks(workload.tensors):
-        log.warning(
-            "No tensor's name numbers a block, so that fsdp2 and zero are planned to gather all at"
-            " once; shard_unit_mb=25 makes units of 25 MiB."
-        )
-    return workload
+    return Workload(profile.name, tensors, replace(times, step_s=float(cfg.step_s)))
 
 
 def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Workload]:
@@ -123,7 +97,7 @@ def _measured(cfg: DictConfig) -> Workload:
             "compute_s and step_s change a profile's seconds, and these were measured; leave them"
             " out."
         )
-    return _with_options(load_workload(cfg.profile), cfg)
+    return load_workload(cfg.profile)
 
 
 def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
@@ -145,7 +119,7 @@ def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
             " cluster.devices to those of yours."
         )
     world_size = inside * num_nodes if world_size is None else world_size
-    if not says_something_of(cluster, world_size):
+    if cluster.get("only_world_size", world_size) != world_size:
         raise ValueError(
             f"The cluster's file says nothing of {world_size} ranks, but of"
             f" {cluster.only_world_size} alone; ask for as many, or choose another cluster."
@@ -173,32 +147,11 @@ def _within(cluster: DictConfig, between: Link, is_gloo: bool) -> Link:
     return LOOPBACK if is_gloo and LOOPBACK.beta_s < between.beta_s else between
 
 
-def bounds_of(cfg: DictConfig) -> tuple[Network, Network] | None:
-    """Return the fastest and the slowest that the cluster was seen.
-
-    None if it was not measured, or its link was changed on the command line.
-    """
-    measured = cfg.cluster.get("measured")
-    if measured is None or measured.get("halves") is None:
-        return None
-    if any(cfg.cluster[name] != measured.halves[name] for name in ("alpha_s", "beta_s_per_byte")):
-        return None
-    world_size = ranks_per_node(cfg.cluster) * int(cfg.cluster.num_nodes)
-    least, most = (measured_network(cfg.cluster, world_size, bound) for bound in ("least", "most"))
-    return least, most
-
-
 def _algorithm(cfg: DictConfig, is_gloo: bool) -> Algorithm:
     """Return what is asked for, or what the cluster's figures are of."""
     if cfg.algorithm != "best":
         return cfg.algorithm  # type: ignore[no-any-return]
     return cfg.cluster.get("algorithm") or ("two_hops" if is_gloo else "best")
-
-
-def says_something_of(cluster: DictConfig, world_size: int) -> bool:
-    """Whether the figures of a cluster's file are of so many ranks, too."""
-    only = cluster.get("only_world_size")
-    return only is None or only == world_size
 
 
 def _check_measured(cfg: DictConfig, num_nodes: int, world_size: int) -> None:
@@ -215,12 +168,8 @@ def _check_measured(cfg: DictConfig, num_nodes: int, world_size: int) -> None:
         )
 
 
-Bound = Literal["least", "most"]
-"""The shortest, or the longest, of what was measured several times."""
-
-
-def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None = None) -> Network:
-    """Return what was measured, or a bound of it, for another number of ranks.
+def measured_network(cluster: DictConfig, world_size: int) -> Network:
+    """Return what was measured, for another number of ranks.
 
     Each rank counts as a node of its own: that ranks share a node's link is in what was measured.
     A rank starts P - 1 messages in each half, and takes part in 2 (P - 1) steps of an all-reduce:
@@ -233,30 +182,23 @@ def measured_network(cluster: DictConfig, world_size: int, bound: Bound | None =
     growth = (world_size - 1) / (measured.world_size - 1)
 
     def link(costs: DictConfig) -> Link:
-        costs = costs if bound is None else costs[bound]
         return Link(growth * costs.alpha_s, costs.beta_s_per_byte)
 
-    def all_reduce() -> Link:
-        found = link(measured.all_reduce)
-        cores = measured.get("shared_cores")
-        if not cores:
-            return found
+    all_reduce, cores = link(measured.all_reduce), measured.get("shared_cores")
+    if cores:
         busy_s = growth * measured.all_reduce.get("cpu_s", 0.0) * world_size / cores
-        return Link(max(found.alpha_s, busy_s), found.beta_s)
-
+        all_reduce = Link(max(all_reduce.alpha_s, busy_s), all_reduce.beta_s)
     host_growth = _host_growth(measured, world_size)
-    # The cluster's own may have been changed on the command line.
-    between = link(cluster if bound is None else measured.halves)
     return Network(
-        between=between,
+        between=link(cluster),
         world_size=world_size,
-        within=between,
+        within=link(cluster),
         algorithm="pairwise",
-        all_reduce=all_reduce(),
-        all_gather=_read_curve(measured.get("all_gather"), growth, bound),
-        reduce_scatter=_read_curve(measured.get("reduce_scatter"), growth, bound),
+        all_reduce=all_reduce,
+        all_gather=_read_curve(measured.get("all_gather"), growth),
+        reduce_scatter=_read_curve(measured.get("reduce_scatter"), growth),
         has_reduce_scatter=measured.has_reduce_scatter,
-        sharded_tensor_s=host_growth * measured.sharded_tensor[bound or "seconds"],
+        sharded_tensor_s=host_growth * measured.sharded_tensor.seconds,
         host_growth=host_growth,
     )
 
@@ -270,7 +212,7 @@ def _host_growth(measured: DictConfig, world_size: int) -> float:
     return float(sharing / shared)
 
 
-def _read_curve(measured: DictConfig | None, growth: float, bound: Bound | None) -> Curve:
+def _read_curve(measured: DictConfig | None, growth: float) -> Curve:
     """As measured; what the smallest takes grows as starts do, and longer ones' bytes hide it.
 
     For fewer ranks than were measured it stays: how much of a longer one was its start is unknown.
@@ -280,8 +222,7 @@ def _read_curve(measured: DictConfig | None, growth: float, bound: Bound | None)
             "This cluster's file was measured by an earlier version, which knew less of the"
             " backend's own halves; run dear-plan calibrate again."
         )
-    seconds = measured.seconds if bound is None else measured[bound]
-    curve = Curve(tuple(map(float, measured.sizes_bytes)), tuple(map(float, seconds)))
+    curve = Curve(tuple(map(float, measured.sizes_bytes)), tuple(map(float, measured.seconds)))
     return replace(curve, least_s=growth * curve.seconds[0])
 
 
@@ -305,11 +246,6 @@ def _beta_s(cluster: DictConfig) -> float:
     return 8 / (float(cluster.rate_mbit) * 1e6)
 
 
-def source_of(cfg: DictConfig) -> str:
-    """Return where the cluster's figures come from."""
-    return str(cfg.cluster.get("source") or "its file names no source")
-
-
 def strategies_of(cfg: DictConfig, workload: Workload) -> list[Strategy]:
     """Return the strategies to compare; for null all that can be used for the workload.
 
@@ -324,40 +260,63 @@ def strategies_of(cfg: DictConfig, workload: Workload) -> list[Strategy]:
     return [one for one in STRATEGIES.values() if one.plans_for_codecs or not has_codec]
 
 
-def check_numbers(cfg: DictConfig) -> None:
-    """Look at the numbers that nothing else looks at.
+def cases_of(
+    cfg: DictConfig, workload: Workload, world_size: int
+) -> list[tuple[Strategy, Workload]]:
+    """Return each strategy with each compressor to predict, and DDP's hooks in any case."""
+    strategies = strategies_of(cfg, workload)
+    cases = pairs(strategies, workloads_of(cfg, workload, world_size))
+    there = {(strategy.name, one.compressor) for strategy, one in cases}
+    device = device_of(cfg)
+    for strategy in strategies:
+        for name in strategy.hooks:
+            if (strategy.name, name) not in there:
+                hooked = compressed(workload.uncompressed, name, device, world_size)
+                cases.append((strategy, hooked))
+    # What cannot be run is shown as it is known, unless it was asked for.
+    return [
+        (strategy, one)
+        for strategy, one in cases
+        if cfg.strategies is not None
+        or not strategy.encodes(one)
+        or strategy.overrides_for(one) is not None
+    ]
 
-    Raises:
-        ValueError: If they make no sense.
-    """
-    for name in ("step_s", "state_bytes"):
-        if not 0 <= float(cfg[name]) < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {cfg[name]}.")
-    if not 0 <= float(cfg.enough) < 1:
-        raise ValueError(f"enough is a share of a step, 0 to 1, got {cfg.enough}.")
 
-
-def world_sizes_of(cfg: DictConfig) -> Sequence[int]:
+def world_sizes_of(cfg: DictConfig) -> list[int]:
     """Return the numbers of ranks of the scaling curves: those that fill nodes and are known of.
 
     Raises:
-        ValueError: If one is below 1, or none fills nodes.
+        ValueError: If they are no list of numbers from 1 on, or none is left.
     """
     if not OmegaConf.is_list(cfg.world_sizes):
         raise ValueError(f"world_sizes must be a list: world_sizes=[{cfg.world_sizes or ''}].")
     sizes = [int(size) for size in cfg.world_sizes]
     if min(sizes, default=1) < 1:
         raise ValueError(f"world_sizes must be at least 1, got {sizes}.")
-    inside = ranks_per_node(cfg.cluster)
-    if sizes and not filling(sizes, inside):
-        raise ValueError(f"None of world_sizes={sizes} fits into nodes of {inside} ranks.")
-    measured = cfg.cluster.get("measured")
+    inside, measured = ranks_per_node(cfg.cluster), cfg.cluster.get("measured")
+    only = cfg.cluster.get("only_world_size")
     most = measured.world_size if measured is not None and measured.num_nodes == 1 else math.inf
     known = [
         size
-        for size in filling(sizes, inside)
-        if size <= most and says_something_of(cfg.cluster, size)
+        for size in sizes
+        if (size <= inside or size % inside == 0) and size <= most and only in (None, size)
     ]
     if not known:
-        raise ValueError(f"The cluster's file says nothing of any of world_sizes={sizes}.")
+        raise ValueError(
+            f"None of world_sizes={sizes} fills nodes of {inside} ranks and is a number of ranks of"
+            " which the cluster's file says something."
+        )
     return known
+
+
+def check_numbers(cfg: DictConfig) -> None:
+    """Look at the numbers that nothing else looks at.
+
+    Raises:
+        ValueError: If they make no sense.
+    """
+    if not 0 <= float(cfg.step_s) < math.inf:
+        raise ValueError(f"step_s must be finite and not negative, got {cfg.step_s}.")
+    if not 0 <= float(cfg.enough) < 1:
+        raise ValueError(f"enough is a share of a step, 0 to 1, got {cfg.enough}.")

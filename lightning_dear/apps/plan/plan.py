@@ -42,7 +42,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 def plan_job(cfg: DictConfig) -> None:
     """Plan one job."""
     from lightning_dear.apps import job
-    from lightning_dear.apps.plan.prediction import plan
+    from lightning_dear.apps.plan.report import plan
 
     with job.one_message("dear-plan"):
         plan(cfg, job.folder_with(cfg))

@@ -1,25 +1,30 @@
-"""What ``dear-plan`` says: the table, the advice, and the curves."""
+"""What ``dear-plan`` predicts, and says: the table, the advice, and the scaling curves."""
 
 from __future__ import annotations
 
-import csv
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
+from lightning_dear.apps.plan.config import (
+    cases_of,
+    check_numbers,
+    network_of,
+    workload_of,
+    world_sizes_of,
+)
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload
-from lightning_dear.simulator.ranking import Ranked, alone_s, recommended
-from lightning_dear.simulator.simulate import lanes_of, spans_of
+from lightning_dear.simulator.ranking import Ranked, alone_s, by_step, predicted, recommended
+from lightning_dear.studies.files import write_lines
+from lightning_dear.studies.plot import picture
+from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.table import MISSING, format_table
-from lightning_dear.telemetry.spans import write_chrome_trace
-from lightning_dear.telemetry.timeline import plot_timeline
-from lightning_dear.workloads.replay.profile import PROFILES
 
 _BASELINE = "ddp"
 _WIDTH = 100
@@ -32,26 +37,10 @@ LOSSLESS, AS_GOOD, LOSSY = "lossless", "as good as dense", "lossy"
 _ARE_AS_GOOD = ("bf16", "fp16", "int8")
 """No worse than dense on digits and on a GPT, in all runs of recipes/compression."""
 
-_MORE_STEPS = {
-    "oktopk": (
-        "+121 % steps",
-        "oktopk took 171 steps to DDP's loss on digits, where DDP took 77, and did not reach it in"
-        " 400 steps on a GPT (recipes/convergence).",
-    )
-}
-"""Compressor -> how many steps more it is known to take, in a word and in a sentence."""
-
-_BAND = "Band: with the shortest and with the longest of all exchanges that calibrate timed."
-_NO_BAND = "These links were not measured; dear-plan calibrate measures yours."
 _QUALITY = (
     "lossless: the gradients of DDP. as good as dense: in our studies (recipes/compression). lossy:"
     " it may take more steps, or end worse; train a while with both before you use it."
 )
-Bands = Mapping[str, tuple[float, float]]
-"""A row's name -> seconds of its step at the best and at the worst."""
-
-_EMULATED_MBIT, _MOST_MBIT = 1e3, 1e6
-"""What this machine's links are shaped to at most; what counts as fast as can be."""
 
 
 def quality_of(row: Ranked) -> str:
@@ -69,7 +58,6 @@ class Report:
         rows: The fastest first.
         workload: The model.
         network: The cluster's.
-        bands: Of clusters that were measured.
         enough: See `recommended`.
         has_no_gpu: Whether encoding is counted for a GPU although the cluster has none.
     """
@@ -77,7 +65,6 @@ class Report:
     rows: Sequence[Ranked]
     workload: Workload
     network: Network
-    bands: Bands
     enough: float
     has_no_gpu: bool
 
@@ -124,39 +111,27 @@ class Report:
         can_run = [row for row in self.rows if row.overrides is not None]
         safe = [row for row in can_run if quality_of(row) != LOSSY]
         lossy = [row for row in can_run if quality_of(row) == LOSSY]
-        cells = [list(self._cells(row)) for row in (*safe, *lossy)]
-        titles = list(self._cells(None))
-        lines = format_table(titles, cells).splitlines()
+        titles = "strategy", "step ms", "waits ms", "x ddp", "scaling", "MB/step", ""
+        lines = format_table(titles, [self._cells(row) for row in (*safe, *lossy)]).splitlines()
         if safe and lossy:
             # After the titles and a line above and below them.
             lines.insert(3 + len(safe), lines[0])
-        notes = [_QUALITY, *(note for name, (_, note) in _MORE_STEPS.items() if _has(lossy, name))]
+        notes = [_QUALITY]
         if others := [row for row in self.rows if row.overrides is None]:
             listed = ", ".join(f"{row.name} {_ms(row.step.step_s)} ms" for row in others)
             notes.append(f"Cannot be run with dear-train, for comparing: {listed}.")
-        return "\n".join([*lines, _wrapped(*notes, _BAND if self.bands else _NO_BAND)])
+        return "\n".join([*lines, _wrapped(*notes)])
 
-    def _cells(self, row: Ranked | None) -> list[str]:
-        """A row of the table; of None its titles."""
-        if row is None:
-            middle = "band ms" if self.bands else "waits ms"
-            titles = "strategy", "step ms", middle, "x ddp", "scaling", "MB/step", "GB/rank", ""
-            return list(titles)
+    def _cells(self, row: Ranked) -> list[str]:
         step, ddp_s = row.step, self._step_of(_BASELINE)
-        middle = _ms(sum(step.exposed_s.values()))
-        if self.bands:
-            band = self.bands.get(row.name)
-            middle = "-".join(map(_ms, band)) if band else MISSING
-        quality, (steps, _) = quality_of(row), _MORE_STEPS.get(row.compressor, ("", ""))
         return [
             row.name,
             _ms(step.step_s),
-            middle,
+            _ms(sum(step.exposed_s.values())),
             MISSING if ddp_s is None else f"{ddp_s / step.step_s:.3f}",
             f"{row.efficiency(alone_s(self.workload)):.1%}",
             f"{step.sent_bytes / 1e6:.1f}",
-            f"{row.memory_bytes / 1e9:.2f}",
-            ", ".join(filter(None, (quality, steps))),
+            quality_of(row),
         ]
 
     def _step_of(self, name: str) -> float | None:
@@ -164,7 +139,7 @@ class Report:
 
     # --- the advice -------------------------------------------------------------------------------
 
-    def advice(self, cfg: DictConfig) -> str:
+    def advice(self) -> str:
         """Return what to use, how sure that is, and the overrides to paste."""
         best, ddp_s = self.best, self._step_of(_BASELINE)
         if best.name == _BASELINE:
@@ -183,8 +158,6 @@ class Report:
                 " it."
             )
         commands = [f"dear-train {best.overrides}", *self._lossless_command()]
-        if best.strategy.name.startswith("dear") and cfg.profile in PROFILES:
-            commands.append(self._command_to_try(cfg))
         return "\n".join([_wrapped(*said), *commands])
 
     def _sureness(self) -> str:
@@ -194,13 +167,11 @@ class Report:
             for row in self._choices
             if row is not self.best and abs(row.step.step_s / best_s - 1) <= KNOWN_ERROR
         ]
-        known = f"Predictions are 4 to {100 * KNOWN_ERROR:.0f} % off on the average"
+        name = self.best.name
+        found = f"every other row differs from {name} by more than that"
         if near:
-            return (
-                f"{known}: {', '.join(near)}: no real difference from {self.best.name}; the other"
-                " rows do differ."
-            )
-        return f"{known}: every other row differs from {self.best.name} by more than that."
+            found = f"{', '.join(near)}: no real difference from {name}; the other rows do differ"
+        return f"Predictions are 4 to {100 * KNOWN_ERROR:.0f} % off on the average: {found}."
 
     def _lossless_command(self) -> list[str]:
         lossless = [row for row in self._choices if row.compressor == "none"]
@@ -212,106 +183,106 @@ class Report:
             f" {row.overrides}"
         ]
 
-    def _command_to_try(self, cfg: DictConfig) -> str:
-        scale, rate_mbit = _emulated(self.network)
-        return (
-            "Try it here, without the cluster (Linux, iproute2): dear-bench cluster=emulated"
-            f" cluster.rate_mbit={rate_mbit} model.profile={cfg.profile} model.scale={scale}"
-            + (f" model.compute_s={cfg.compute_s}" if cfg.compute_s is not None else "")
-        )
-
     # --- files ------------------------------------------------------------------------------------
 
     def write_rows(self, path: Path) -> None:
         """Write all figures as CSV, in seconds and bytes."""
         kinds = (REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER)
-        figures: list[dict[str, Any]] = [
+        figures = [
             {
                 "strategy": row.name,
                 "step_s": row.step.step_s,
-                **dict(zip(("least_s", "most_s"), self.bands.get(row.name, ("", "")), strict=True)),
                 "efficiency": row.efficiency(alone_s(self.workload)),
                 **{f"exposed_{kind}_s": row.step.exposed_s.get(kind, 0.0) for kind in kinds},
                 "sent_bytes": row.step.sent_bytes,
-                "memory_bytes": row.memory_bytes,
                 "quality": quality_of(row),
             }
             for row in self.rows
         ]
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(figures[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(figures)
+        write_lines(path, figures)
 
-    def write_timeline(self, folder: Path) -> None:
-        """Write two steps of what to use as ``timeline.json`` and ``timeline.png``."""
-        spans = spans_of(self.best.step)
-        lanes = lanes_of(spans)
-        write_chrome_trace(spans, folder / "timeline.json", lanes=lanes)
-        title = f"Two steps of {self.best.name}, simulated: {_ms(self.best.step.step_s)} ms each"
-        plot_timeline(spans, folder / "timeline.png", title, lanes)
+    def write_scaling(self, folder: Path, scaled: Sequence[tuple[int, Ranked]]) -> None:
+        """Write ``scaling.csv``, and ``scaling.png``: efficiency over the number of ranks.
 
+        Args:
+            folder: Where to.
+            scaled: Numbers of ranks and what was predicted for them.
+        """
+        from matplotlib import colormaps
 
-def _has(rows: Sequence[Ranked], compressor: str) -> bool:
-    return any(row.compressor == compressor for row in rows)
+        figures = [
+            {"strategy": row.name, "world_size": size, "step_s": row.step.step_s}
+            for size, row in scaled
+        ]
+        write_lines(folder / "scaling.csv", figures)
+        curves: dict[str, dict[int, float]] = {}
+        for size, row in scaled:
+            share = 100 * row.efficiency(alone_s(self.workload))
+            curves.setdefault(row.name, {})[size] = share
+        with picture(folder / "scaling.png", [14]) as (axis,):
+            axis.set_prop_cycle(color=colormaps["tab20"](range(20)))
+            for name, shares in curves.items():
+                width = 2.5 if name.startswith("dear") else 1.0
+                axis.plot(shares.keys(), shares.values(), label=name, marker=".", linewidth=width)
+            axis.set_xscale("log", base=2)
+            sizes = list(dict.fromkeys(size for size, _ in scaled))
+            axis.set_xticks(sizes, map(str, sizes))
+            axis.set_xlabel("ranks")
+            axis.set_ylabel("scaling efficiency, % (one rank's step over this step)")
+            axis.set_ylim(bottom=0)
+            # Back again: `picture` turns it over, for bars that are listed from top to bottom.
+            axis.invert_yaxis()
+            axis.set_title(f"{self.workload.name}: weak scaling, simulated")
 
 
 def _wrapped(*lines: str) -> str:
     return "\n".join(textwrap.fill(line, _WIDTH) for line in lines)
 
 
-def _emulated(network: Network) -> tuple[int, int]:
-    """By what to divide a model, and a link's rate (Mb/s), so that this machine can emulate it."""
-    rate_mbit = 8e-6 / max(network.outer_link.beta_s, 8e-6 / _MOST_MBIT)
-    scale = 1
-    while rate_mbit / scale > _EMULATED_MBIT:
-        scale *= 2
-    return scale, max(round(rate_mbit / scale), 1)
-
-
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 
 
-def write_scaling(folder: Path, scaled: Mapping[int, Sequence[Ranked]], workload: Workload) -> None:
-    """Write ``scaling.csv``, and ``scaling.png``: efficiency over the number of ranks."""
-    with (folder / "scaling.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["strategy", "world_size", "step_s"])
-        for size, rows in scaled.items():
-            writer.writerows([row.name, size, row.step.step_s] for row in rows)
-    from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def plan(cfg: DictConfig, folder: Path) -> Ranked:
+    """Predict a step under each strategy; print and write what comes out. Starts no process.
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    names = dict.fromkeys(row.name for rows in scaled.values() for row in rows)
-    most = 100.0
-    for number, name in enumerate(names):
-        shares = {
-            size: 100 * row.efficiency(alone_s(workload))
-            for size, rows in scaled.items()
-            for row in rows
-            if row.name == name
-        }
-        most = max(most, *shares.values())
-        is_ours = name.startswith("dear")
-        axes.plot(
-            list(shares),
-            list(shares.values()),
-            label=name,
-            marker="o" if is_ours else ".",
-            color=colormaps["tab20"](number % 20),
-            linewidth=2.0 if is_ours else 1.0,
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(scaled), [str(size) for size in scaled])
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("scaling efficiency, % (one rank's step over this step)")
-    axes.set_ylim(0, 1.05 * most)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
-    axes.set_title(f"{workload.name}: weak scaling, simulated", fontsize=10)
-    figure.savefig(folder / "scaling.png", dpi=130)
+    Args:
+        cfg: A config of ``conf/plan.yaml``.
+        folder: Where the table, all figures and the picture go.
+
+    Returns:
+        What to use.
+
+    Raises:
+        ValueError: If the config asks for what does not exist.
+    """
+    check_numbers(cfg)
+    workload, network, sizes = workload_of(cfg), network_of(cfg), world_sizes_of(cfg)
+    num_cases = len(cases_of(cfg, workload, network.world_size))
+    with closing(Progress(num_cases * (1 + len(sizes)))) as progress:
+        rows = by_step(_each(cfg, workload, network, progress))
+        has_no_gpu = cfg.cluster.accelerator == "cpu"
+        found = Report(rows, workload, network, float(cfg.enough), has_no_gpu)
+        source = str(cfg.cluster.get("source") or "its file names no source")
+        text = f"{found.describe(source)}\n{found.table()}\n{found.advice()}"
+        progress.close()
+        print(text, flush=True)
+        (folder / "table.txt").write_text(f"{text}\n")
+        found.write_rows(folder / "plan.csv")
+        scaled = [
+            (size, row)
+            for size in sizes
+            for row in _each(cfg, workload, network_of(cfg, size), progress)
+        ]
+    found.write_scaling(folder, scaled)
+    print(f"All figures, and how each scales: {folder}", flush=True)
+    return found.best
+
+
+def _each(
+    cfg: DictConfig, workload: Workload, network: Network, progress: Progress
+) -> Iterator[Ranked]:
+    for strategy, one in cases_of(cfg, workload, network.world_size):
+        progress.begin(f"{strategy.name}, {network.world_size} ranks")
+        yield predicted(strategy, one, network)
+        progress.step()

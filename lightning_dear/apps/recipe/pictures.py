@@ -24,11 +24,9 @@ def grouped_bars(
     Returns:
         A `matplotlib.figure.Figure`.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1 + 2.6 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
     all_axes = figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0]
     for axes, (name, bars) in zip(all_axes, panels.items(), strict=True):
         _draw(axes, bars, len(groups))

@@ -11,9 +11,8 @@ from lightning_dear.names import is_meant
 from lightning_dear.paths import recipes_dir
 
 USAGE = (
-    "dear-recipe NAME [measure=true] [record=true] [OPTION=VALUE ...]\n\nmeasure=true measures the"
-    " small siblings again, on emulated links.\nrecord=true also writes what came out into the"
-    " recipe's own folder.\nOther options are those of the recipe's config"
+    "dear-recipe NAME [measure=true] [OPTION=VALUE ...]\n\nmeasure=true measures the small siblings"
+    " again, on emulated links.\nOther options are those of the recipe's config"
     " (conf/recipe/NAME.yaml; dear-recipe NAME --cfg job shows it):\n"
     "cluster=, models=, baselines=, ..."
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from io import StringIO
 from math import isclose
 from pathlib import Path
@@ -108,19 +108,6 @@ class Report:
         _write_csv(folder / "summary.csv", self.summary)
         if self.figure is not None:
             self.figure.savefig(folder / f"{name}.png", dpi=130)
-
-
-def read_claims(path: Path) -> list[Claim]:
-    """Return the claims of a `claims.csv`."""
-    return [Claim(**row) for row in read_rows(path)]  # type: ignore[arg-type]
-
-
-def as_markdown(claims: Sequence[Claim]) -> str:
-    """Return claims as the table that a recipe's page shows."""
-    from tabulate import tabulate
-
-    titles = [field.name.replace("_", " ") for field in fields(Claim)]
-    return tabulate([list(asdict(one).values()) for one in claims], titles, tablefmt="github")
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

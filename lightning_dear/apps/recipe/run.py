@@ -43,21 +43,13 @@ class Sibling:
 
     Attributes:
         folder: What it measured, if it ever did.
-        command: What measures it, for people.
     """
 
     folder: Path
-    command: str
 
     def rows(self, name: str = "summary") -> list[dict[str, str]]:
         """Return the rows of its file `NAME.csv`; none if it was not measured."""
         return read_rows(self.folder / f"{name}.csv")
-
-    @property
-    def machine(self) -> str:
-        """What it was measured on; empty if it was not."""
-        path = self.folder / _MACHINE
-        return path.read_text().strip() if path.is_file() else ""
 
 
 Make = Callable[[DictConfig, Mapping[str, Sibling]], Report]
@@ -78,8 +70,7 @@ def load(name: str) -> ModuleType:
 def reproduce(cfg: DictConfig, folder: Path) -> Report:
     """Run a recipe; print what comes out and write it into `folder`.
 
-    Blocks; with `cfg.measure` as long as its siblings take. With `cfg.record` the recipe's own
-    folder is written, too.
+    Blocks; with `cfg.measure` as long as its siblings take.
 
     Args:
         cfg: A config of ``conf/recipe``.
@@ -90,8 +81,6 @@ def reproduce(cfg: DictConfig, folder: Path) -> Report:
         RuntimeError: If a sibling fails.
     """
     name, recorded = str(cfg.name), recipes_dir() / str(cfg.name)
-    if cfg.record and not os.access(recorded, os.W_OK):
-        raise ValueError(f"record=true writes into {recorded}, which cannot be written.")
     if cfg.measure:
         measure(cfg, folder)
     make: Make = load(name).make
@@ -101,25 +90,13 @@ def reproduce(cfg: DictConfig, folder: Path) -> Report:
     if _is_as_recorded():
         print(compared(report.summary, read_rows(recorded / "summary.csv")))
     print(f"Claims, figures and picture: {folder}", flush=True)
-    if cfg.record:
-        report.write(name, recorded)
-        _copy_measured(folder, recorded)
-        print(f"Recorded: {recorded}", flush=True)
     return report
 
 
 def _is_as_recorded() -> bool:
     """Whether no option changes what is to come out."""
     changed = HydraConfig.get().overrides.task
-    return all(one.partition("=")[0] in ("measure", "record") for one in changed)
-
-
-def _copy_measured(folder: Path, recorded: Path) -> None:
-    for path in (folder / MEASURED).glob("*/*"):
-        if path.is_file():
-            target = recorded / path.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
+    return all(one.partition("=")[0] == "measure" for one in changed)
 
 
 # --- siblings -------------------------------------------------------------------------------------
@@ -127,10 +104,7 @@ def _copy_measured(folder: Path, recorded: Path) -> None:
 
 def siblings_of(cfg: DictConfig, source: Path) -> dict[str, Sibling]:
     """Return the recipe's siblings by name, as they were measured into `source`."""
-    return {
-        str(name): Sibling(source / MEASURED / str(name), command_of(one))
-        for name, one in cfg.siblings.items()
-    }
+    return {str(name): Sibling(source / MEASURED / str(name)) for name in cfg.siblings}
 
 
 def command_of(sibling: DictConfig) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from hydra.core.hydra_config import HydraConfig
@@ -16,42 +15,10 @@ from lightning_dear.apps.plan.config import network_of
 from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir
 from lightning_dear.simulator import Network, Workload
-from lightning_dear.simulator.ranking import Ranked, alone_s, ranked
-from lightning_dear.simulator.strategies import Strategy, resolve_strategy
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import ModelProfile, load_profile
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One model on one cluster under one strategy."""
-
-    model: str
-    cluster: str
-    ranked: Ranked
-    alone_s: float
-
-    @property
-    def name(self) -> str:
-        """The strategy's."""
-        return self.ranked.strategy.name
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return self.ranked.step.step_s
-
-
-def simulated(
-    models: Sequence[Workload], clusters: dict[str, Network], strategies: Sequence[Strategy]
-) -> Iterator[Cell]:
-    """Every model on every cluster under every strategy, the fastest first. Shows progress."""
-    pairs = [(name, workload) for name in clusters for workload in models]
-    for name, workload in progress(pairs, "Simulating"):
-        for row in ranked(strategies, workload, clusters[name]):
-            yield Cell(workload.name, name, row, alone_s(workload))
 
 
 def progress(work: Sequence[T], what: str) -> Iterable[T]:
@@ -163,15 +130,6 @@ def load_cluster(name: str) -> DictConfig:
     cluster = OmegaConf.load(folder / f"{name}.yaml")
     assert isinstance(cluster, DictConfig)
     return cluster
-
-
-def strategies_of(cfg: DictConfig) -> list[Strategy]:
-    """Return those that `cfg.baselines` names, and then `cfg.ours`.
-
-    Raises:
-        ValueError: If a name is unknown.
-    """
-    return [resolve_strategy(name) for name in [*listed(cfg, "baselines"), *listed(cfg, "ours")]]
 
 
 def listed(cfg: DictConfig, option: str) -> list[str]:
