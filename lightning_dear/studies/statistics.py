@@ -1,4 +1,4 @@
-"""How sure a study is: intervals of paired differences, bounds of medians."""
+"""How sure a study is: intervals of paired differences."""
 
 from __future__ import annotations
 
@@ -49,13 +49,3 @@ def paired_difference(worse_by: Sequence[float]) -> Difference:
     center = mean(worse_by)
     half = float(stats.t.ppf((1 + LEVEL) / 2, len(worse_by) - 1) * stats.sem(worse_by))
     return Difference(center, center - half, center + half)
-
-
-def upper_bound(values: Sequence[float]) -> float | None:
-    """Upper 95 % bound of the median of what `values` are drawn from; None for fewer than 5.
-
-    Without assumptions on how they are distributed: the k-th smallest of n is at least the median
-    unless fewer than k of n fair coins come up heads, whose probability is to be 95 % or more.
-    """
-    place = int(stats.binom.ppf(0.95, len(values), 0.5))
-    return sorted(values)[place] if place < len(values) else None

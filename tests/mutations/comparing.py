@@ -18,13 +18,6 @@ COMPARING = [
         (f"{ROUNDS}::test_each_entry_is_first_and_follows_each_other_equally_often",),
     ),
     Mutation(
-        "the names of folders with equal points",
-        "studies:main",
-        " if len(given.folders) > 1 else point.label\n",
-        " if len(given.folders) > 2 else point.label\n",
-        ("tests/studies/test_claims.py::test_folders_become_a_table",),
-    ),
-    Mutation(
         "the upper end instead of the mean",
         "Row.verdict",
         "        is_equal = self.worse.upper <= self.metric.margin\n",
