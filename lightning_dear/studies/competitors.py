@@ -88,31 +88,14 @@ class Fsdp2Strategy(ModelParallelStrategy):
     """FSDP2 that keeps parameters between forward and backward, as ZeRO-2 does.
 
     The model's `configure_model` calls `fully_shard`; here every sharded module is told
-    `reshard_after_forward=False`. All ranks form one data-parallel axis.
-
-    Args:
-        save_distributed_checkpoint: As in `ModelParallelStrategy`.
-        process_group_backend: "gloo" or "nccl"; None: by device.
-        **options: As in `ModelParallelStrategy`; it sets the sizes of the mesh itself.
+    `reshard_after_forward=False`. Takes `ModelParallelStrategy`'s options; with
+    `tensor_parallel_size=1` all ranks form one data-parallel axis.
     """
-
-    def __init__(
-        self,
-        *,
-        save_distributed_checkpoint: bool = False,
-        process_group_backend: str | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            **options,
-        )
 
     @override
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        if self._data_parallel_size == "auto":
+            self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
     @override

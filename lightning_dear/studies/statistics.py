@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import mean
+from typing import NamedTuple
 
 from scipy import stats
 
@@ -13,9 +13,8 @@ LEVEL = 0.9
 """Share of repetitions in which the interval holds the true mean difference."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """By how much something is worse, in some unit; below 0: better.
+class Difference(NamedTuple):
+    """By how much something is worse, in some unit; below 0: better. None for too few pairs.
 
     Attributes:
         mean: Of the pairs.
@@ -23,9 +22,9 @@ class Difference:
         upper: End of the interval; what a margin is compared with.
     """
 
-    mean: float
-    lower: float
-    upper: float
+    mean: float | None = None
+    lower: float | None = None
+    upper: float | None = None
 
 
 def paired_difference(worse_by: Sequence[float]) -> Difference:
@@ -36,14 +35,11 @@ def paired_difference(worse_by: Sequence[float]) -> Difference:
     The upper end is also the upper bound of a one-sided test at 5 %.
 
     Args:
-        worse_by: One for each seed, at least 2. Where one is not finite, so is nothing here:
-            all three figures are inf.
-
-    Raises:
-        ValueError: For less than two of them.
+        worse_by: One for each seed, at least 2 for an interval. Where one is not finite, so is
+            nothing here: all three figures are inf.
     """
     if len(worse_by) < 2:
-        raise ValueError(f"An interval needs at least 2 seeds, got {len(worse_by)}.")
+        return Difference()
     if not all(math.isfinite(one) for one in worse_by):
         return Difference(math.inf, math.inf, math.inf)
     center = mean(worse_by)

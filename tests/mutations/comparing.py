@@ -19,14 +19,14 @@ COMPARING = [
     ),
     Mutation(
         "the upper end instead of the mean",
-        "Row.verdict",
-        "        is_equal = self.worse.upper <= self.metric.margin\n",
-        "        is_equal = self.worse.mean <= self.metric.margin\n",
+        "_verdict",
+        'row["worse_upper"] <= row["margin"]',
+        'row["worse_mean"] <= row["margin"]',
         (f"{RULES}::test_an_entry_is_non_inferior_up_to_its_margin",),
     ),
     Mutation(
         "pairs of the same seed",
-        "studies.convergence:_differences",
+        "studies.convergence:_row",
         "(trial, reference[seed]) for seed, trial in own.items() if seed in reference]",
         "*zip(own.values(), reference.values())]",
         (f"{RULES}::test_pairs_share_a_seed",),
@@ -41,7 +41,7 @@ COMPARING = [
     Mutation(
         "leaving the tuning out of the rows",
         "studies.convergence:summarize",
-        '        if trial.phase == "final":\n',
+        '        if trial["phase"] == "final":\n',
         "        if True:\n",
         (f"{RULES}::test_pairs_share_a_seed",),
     ),
