@@ -4,7 +4,7 @@ All are PyTorch's own parts, put together so that the user's model stays as it i
 """
 
 import inspect
-from functools import wraps
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -54,11 +54,12 @@ class ZeroDDPStrategy(DDPStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
+        # Schedules mark the `step` of the optimizer they are built with, and warn of the new one.
+        warnings.filterwarnings("ignore", "Seems like .optimizer.step... has been overridden")
         rebuilt = {id(optimizer): _sharded(optimizer) for optimizer in self.optimizers}
         for config in self.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             scheduler.optimizer = rebuilt[id(scheduler.optimizer)]
-            _mark_as_scheduled(scheduler.optimizer)
         self.optimizers = [rebuilt[id(optimizer)] for optimizer in self.optimizers]
 
 
@@ -69,19 +70,6 @@ def _sharded(optimizer: Optimizer) -> Optimizer:
     known = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in known}
     return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **options)
-
-
-def _mark_as_scheduled(optimizer: Any) -> None:
-    """Schedules mark the `step` of the optimizer they are built with, and warn without the mark."""
-    step = optimizer.step
-
-    @wraps(step)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True
-        return step(*args, **kwargs)
-
-    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = marked
 
 
 class Fsdp2Strategy(ModelParallelStrategy):
