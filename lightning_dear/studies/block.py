@@ -218,9 +218,7 @@ class StepProbe(Profiler):
             np.reshape(of_batches, (-1, self.batches_per_step)).sum(1)[first:last]
             for of_batches in (self.forward_s, self.backward_s)
         ]
-        waits = [
-            [getattr(one, name, math.nan) for name in FIGURES[3:]] for one in self.statistics
-        ]
+        waits = [[getattr(one, name, math.nan) for name in FIGURES[3:]] for one in self.statistics]
         return np.column_stack([np.diff(begins_s[first : last + 1]), *phases_s, waits])
 
     def measured(self, rig: Rig, peak_memory_bytes: float) -> RankBlock:

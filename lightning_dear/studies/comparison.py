@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning_dear.studies.files import Line, read_lines, write_lines
 from lightning_dear.studies.plot import BLUE, GREY, ORANGE, RED, picture
-from lightning_dear.studies.report import Report
 from lightning_dear.studies.summary import COMPUTE_ALONE, WORDS
 from lightning_dear.studies.table import MISSING, WIDTH, format_table, shown
 
@@ -54,16 +53,6 @@ def join_parts(folder: Path) -> None:
     for name in ("raw.csv", "blocks.csv", "summary.csv") if parts else ():
         lines = [line for part in parts for line in read_lines(part.with_name(name), WORDS)]
         write_lines(folder / name, lines)
-
-
-def report_of_parts(folder: Path) -> Report:
-    """Return the report of a job that is made in parts; writes nothing yet."""
-
-    def rows() -> list[Line]:
-        join_parts(folder)
-        return read_lines(folder / "summary.csv", WORDS)
-
-    return Report(folder, rows, text_of, draw)
 
 
 def _by_point(rows: Sequence[Line]) -> list[list[Line]]:

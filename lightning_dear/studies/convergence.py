@@ -12,9 +12,11 @@ A trial is one training, from fresh weights to the test: a line of raw.csv.
 - num_steps: optimizer steps that were made. weights, batches: digests of the weights before the
   first step, and of all training batches of rank 0, in order. train_s: seconds of the fit.
 
-A point of a training's curve is a line of curves.csv; figures are means over its ranks.
+A point of a training's curve is a line of loss_over_time.csv; figures are means over its ranks.
 
-- key: the training's. step: steps made. train_loss: mean of the steps since the point before.
+- entry, buckets, seed: the training's. step: steps made.
+- train_loss: mean of the steps since the point before, in six digits: two runs have fewer in
+  common.
 - time_s: seconds from the beginning of the first step to when this one's loss was known.
 - sent_mb: what a rank sent meanwhile, 10^6 bytes, headers included; nan if unknown.
 """
@@ -83,22 +85,23 @@ class Metric:
         return reference - value if self.is_higher_better else value - reference
 
 
-def curve_of(key: str, steps: Sequence[Sequence[float]], every: int) -> list[Line]:
+def curve_of(trial: Line, steps: Sequence[Sequence[float]], every: int) -> list[Line]:
     """Return a point for `every` steps; what is left at the end has none.
 
     Args:
-        key: The training's.
+        trial: The training.
         steps: Of each step its loss, seconds and bytes since the first one's beginning.
         every: Steps of a point.
     """
     points = []
     for end in range(every, len(steps) + 1, every):
+        loss = sum(loss for loss, _, _ in steps[end - every : end]) / every
         _, time_s, sent_bytes = steps[end - 1]
         points.append(
             {
-                "key": key,
+                **{name: trial[name] for name in ("entry", "buckets", "seed")},
                 "step": end,
-                "train_loss": sum(loss for loss, _, _ in steps[end - every : end]) / every,
+                "train_loss": float(f"{loss:.6g}"),
                 "time_s": round(time_s, 4),
                 "sent_mb": round(sent_bytes / 1e6, 4),
             }
@@ -134,14 +137,6 @@ def _mean(trials: Sequence[Line], name: str) -> float:
 # --- the trainings of a folder --------------------------------------------------------------------
 
 
-def read_curves(folder: Path) -> dict[str, list[Line]]:
-    """Return a training's key -> its curve, of all in curves.csv."""
-    found: dict[str, list[Line]] = {}
-    for point in read_lines(folder / "curves.csv", ("key",)):
-        found.setdefault(point["key"], []).append(point)
-    return found
-
-
 def read_trials(folder: Path) -> dict[str, Line]:
     """Return key -> the training of that key, of all in raw.csv.
 
@@ -155,14 +150,14 @@ def read_trials(folder: Path) -> dict[str, Line]:
 
 
 def add_trial(folder: Path, trial: Line, curve: Sequence[Line]) -> None:
-    """Append one training to raw.csv, and its loss over its steps to curves.csv.
+    """Append one training to raw.csv, and its curve to loss_over_time.csv, not those of the tuning.
 
     Raises:
         ValueError: If a file has other columns.
     """
     # The curve first: what stands in raw.csv is not trained again.
-    if curve:
-        append_lines(folder / "curves.csv", curve)
+    if curve and trial["phase"] == "final":
+        append_lines(folder / "loss_over_time.csv", curve)
     append_lines(folder / "raw.csv", [trial])
 
 
@@ -261,26 +256,6 @@ def _verdict(asked: Asked, row: Line, num_seeds: int, losses: Sequence[float]) -
         return "fails, as it must"
     is_noticed = row["loss_worse_upper"] > row["loss_margin"] and row["loss_worse_lower"] > 0
     return "fails by training loss, as it must" if is_noticed else "NOT NOTICED"
-
-
-def curve_lines(trials: Sequence[Line], curves: Mapping[str, Sequence[Line]]) -> list[Line]:
-    """Return lines of loss_over_time.csv: the losses of trainings over their steps.
-
-    Args:
-        trials: All that were measured; those of the tuning are left out.
-        curves: A training's key -> its curve; there are no lines of those without.
-    """
-    return [
-        {
-            **{name: trial[name] for name in ("entry", "buckets", "seed")},
-            **{name: point[name] for name in ("step", "train_loss", "time_s", "sent_mb")},
-            # More digits than two runs have in common.
-            "train_loss": float(f"{point['train_loss']:.6g}"),
-        }
-        for trial in trials
-        if trial["phase"] == "final"
-        for point in curves.get(trial["key"], ())
-    ]
 
 
 # --- what is written ------------------------------------------------------------------------------

@@ -47,7 +47,9 @@ def rank_block(rank: int, *steps_s: float, **load: object) -> RankBlock:
     return rank_of_steps(rank, *steps, **load)
 
 
-def block(entry: str, round_number: int, *ranks: RankBlock, number: int = 0, note: str = "") -> Line:
+def block(
+    entry: str, round_number: int, *ranks: RankBlock, number: int = 0, note: str = ""
+) -> Line:
     """A block of all ranks."""
     return block_of(Turn(entry, round_number, 0), ranks, number, note)
 

@@ -18,15 +18,13 @@ from lightning_dear.studies.convergence import (
     Metric,
     add_trial,
     best_of,
-    curve_lines,
     curve_of,
     draw,
-    read_curves,
     read_trials,
     summarize,
     text_of,
 )
-from lightning_dear.studies.files import Line, write_lines
+from lightning_dear.studies.files import Line, read_lines, write_lines
 from lightning_dear.studies.report import show
 from lightning_dear.studies.statistics import Difference, paired_difference
 from lightning_dear.studies.training import DoubledResidual, DoubledTopK, Recorder, run_training
@@ -48,7 +46,7 @@ def trial(entry: str = "dense", seed: int = 1, metric: float = 98.0, loss: float
 
 def point(step: int, train_loss: float, time_s: float, sent_mb: float) -> Line:
     own = {"step": step, "train_loss": train_loss, "time_s": time_s, "sent_mb": sent_mb}
-    return {"key": "dense1", **own}
+    return {"entry": "dense", "buckets": "scheduled", "seed": 1, **own}
 
 
 def row(asked: Asked, *ends: tuple[float, float], metric: Metric = ACCURACY) -> Line:
@@ -166,9 +164,11 @@ def test_trainings_are_found_again(tmp_path: Path) -> None:
     add_trial(tmp_path, whole, curve)
     add_trial(tmp_path, broken_off, [])
     assert read_trials(tmp_path) == {"dense1": whole, "int82": broken_off}
-    assert read_curves(tmp_path).keys() == {"dense1"}
-    assert read_curves(tmp_path)["dense1"][0] == curve[0]
-    assert math.isnan(read_curves(tmp_path)["dense1"][1]["sent_mb"])
+    add_trial(tmp_path, {**trial(seed=3), "phase": "tuning"}, curve)
+    found = read_lines(tmp_path / "loss_over_time.csv", ("entry", "buckets"))
+    assert found[0] == curve[0]
+    assert len(found) == 2
+    assert math.isnan(found[1]["sent_mb"])
 
 
 def test_a_key_of_digits_is_no_number(tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def test_another_programs_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_curves_of_another_version_are_not_added_to(tmp_path: Path) -> None:
-    (tmp_path / "curves.csv").write_text("key,step,train_loss\ndense1,10,2.0\n")
-    with pytest.raises(ValueError, match=r"curves\.csv has columns of another version"):
+    (tmp_path / "loss_over_time.csv").write_text("entry,step,train_loss\ndense,10,2.0\n")
+    with pytest.raises(ValueError, match=r"loss_over_time\.csv has columns of another version"):
         add_trial(tmp_path, trial(), [point(10, 2.0, 0.5, 1.25)])
     assert read_trials(tmp_path) == {}
 
@@ -199,21 +199,8 @@ def test_a_curve_has_a_point_for_so_many_steps() -> None:
     losses = [4.0, 2.0, 1.0, 3.0, 9.0]
     steps = [(loss, 0.1 * number, 1e6 * number) for number, loss in enumerate(losses, 1)]
     points = [point(2, 3.0, 0.2, 2.0), point(4, 2.0, 0.4, 4.0)]
-    assert curve_of("dense1", steps, 2) == points
-
-
-def test_curves_are_written_by_entry_and_seed() -> None:
-    trials = [trial(entry, seed) for entry in ("dense", "int8") for seed in (1, 2)]
-    tuning = {**trials[0], "phase": "tuning"}
-    curve = [point(10, 1 / 3, 0.5, 1.25)]
-    # What was trained by an earlier version has no curve.
-    lines = curve_lines([tuning, *trials], {"dense1": curve, "int82": curve})
-    assert [(line["entry"], line["seed"]) for line in lines] == [("dense", 1), ("int8", 2)]
-    assert lines[0] == {
-        **{"entry": "dense", "buckets": "scheduled", "seed": 1, "step": 10},
-        **{"train_loss": 0.333333, "time_s": 0.5, "sent_mb": 1.25},
-    }
-    assert curve_lines(trials, {}) == []
+    assert curve_of(trial(), steps, 2) == points
+    assert curve_of(trial(), [(1 / 3, 0.5, 1.25e6)], 1) == [point(1, 0.333333, 0.5, 1.25)]
 
 
 # --- training -----------------------------------------------------------------------------------

@@ -88,7 +88,9 @@ def test_compute_is_what_is_left_of_a_step() -> None:
     assert row["compute_s"] == pytest.approx((0.7 + 0.9) / 2)
     assert (row["exposed_reduce_scatter_s"], row["exposed_all_gather_s"]) == (0.1, 0.2)
     (row,) = rows_of(POINT, [block("ddp", 0, rank_block(0, 1.0))], ["ddp"])
-    assert row["compute_s"] is row["exposed_reduce_scatter_s"] is row["exposed_all_gather_s"] is None
+    assert (
+        row["compute_s"] is row["exposed_reduce_scatter_s"] is row["exposed_all_gather_s"] is None
+    )
 
 
 def test_bytes_that_leave_a_host_are_counted_at_its_interface_for_all_entries() -> None:

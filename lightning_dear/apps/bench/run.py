@@ -21,7 +21,7 @@ from lightning_dear.studies import comparison
 from lightning_dear.studies.block import Rig, interface_of
 from lightning_dear.studies.files import OTHER_FOLDER, read_lines
 from lightning_dear.studies.progress import Progress
-from lightning_dear.studies.report import Report
+from lightning_dear.studies.report import Report, show
 from lightning_dear.studies.summary import WORDS
 
 MODULE = "lightning_dear.apps.bench"
@@ -91,7 +91,6 @@ def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    report = comparison.report_of_parts(folder)
     try:
         for number, (cluster, points) in enumerate(groups):
             own = [
@@ -104,13 +103,13 @@ def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]
             print(f"Part {number + 1} of {len(groups)}: {labels}", flush=True)
             argv = [sys.executable, "-m", MODULE, *config.merged(job_arguments(hydra, 0), own)]
             code = job.run_child(argv, cwd=hydra.runtime.cwd)
-            report.write()
+            comparison.join_parts(folder)
             if code:
                 raise SystemExit(code)
     finally:
-        if report.rows():
+        if (folder / "summary.csv").exists():
             print("\nAll parts:\n")
-            report.finish()
+            show(folder, WORDS, comparison.text_of, comparison.draw)
 
 
 def check_goes_on(folder: Path, cfg: DictConfig) -> None:

@@ -18,7 +18,7 @@ from lightning_dear.apps.program import Program
 from lightning_dear.emulation import emulated_rig
 from lightning_dear.studies import convergence, training
 from lightning_dear.studies.block import interface_of
-from lightning_dear.studies.files import Line, write_lines
+from lightning_dear.studies.files import Line
 from lightning_dear.studies.machine import sent_bytes
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.report import Report
@@ -67,7 +67,7 @@ class Study:
         self._metric = config.metric_of(cfg)
         self._starts: dict[int, Line] = {}
         self.trials: list[Line] = []
-        self.report = Report(folder, self._rows, _text_of, self._draw)
+        self.report = Report(folder, self._rows, _text_of, convergence.draw)
 
     def run(self, starter: Trainer) -> None:
         """Choose options for each entry, then train it on all seeds. Collective, blocks.
@@ -95,11 +95,6 @@ class Study:
         """Return the rows of all that has been measured so far."""
         num_seeds = len(self._cfg.seeds)
         return convergence.summarize(self._entries, self.trials, self._metric, num_seeds)
-
-    def _draw(self, path: Path, rows: Sequence[Line]) -> None:
-        lines = convergence.curve_lines(self.trials, convergence.read_curves(self.report.folder))
-        write_lines(path.with_name("loss_over_time.csv"), lines)
-        convergence.draw(path, rows)
 
     @property
     def _num_steps(self) -> int:
@@ -177,7 +172,7 @@ class Study:
             "train_s": ending.train_s,
         }
         if self._strategy.is_global_zero:
-            curve = convergence.curve_of(labels["key"], steps.tolist(), self._cfg.curve_steps)
+            curve = convergence.curve_of(trial, steps.tolist(), self._cfg.curve_steps)
             with self.report.lock:
                 convergence.add_trial(self.report.folder, trial, curve)
         same_everywhere: Line = self._strategy.broadcast(trial)
