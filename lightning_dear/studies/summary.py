@@ -67,8 +67,8 @@ def block_of(turn: Turn, ranks: Sequence[RankBlock], number: int = 0, note: str 
     """
     steps = np.mean([rank.steps for rank in ranks], axis=0)
     columns = dict(zip(FIGURES, steps.T, strict=True))
-    _, reduce_scatter_s, all_gather_s = FIGURES[2:5]
-    columns["compute_s"] = columns["step_s"] - columns[reduce_scatter_s] - columns[all_gather_s]
+    _, *waits = _WAITS
+    columns["compute_s"] = columns["step_s"] - sum(columns[name] for name in waits)
     figures = {name: float(np.median(column)) for name, column in columns.items()}
     figures |= _loads([rank.load for rank in ranks])
     return {
@@ -126,7 +126,8 @@ def summarize(point: Line, blocks: Iterable[Line]) -> list[Line]:
             entries.setdefault(block["entry"], {})[block["round"]] = block
     if not point["is_replay"] and COMPUTE_ALONE in entries:
         alone = entries[COMPUTE_ALONE].values()
-        seconds = {name: median(block[name] for block in alone) for name in FIGURES[1:3]}
+        names = ("forward_s", "backward_s")
+        seconds = {name: median(block[name] for block in alone) for name in names}
         point = {**point, **seconds, "compute_source": "measured"}
     first = next(iter(entries.values()), {})
     return [_row(point, list(own.values()), first) for own in entries.values()]

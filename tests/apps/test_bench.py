@@ -241,7 +241,7 @@ def test_a_ratio_says_how_long_a_replay_computes() -> None:
     [
         (("ratio=0", "cluster.beta_s_per_byte=1e-8"), 2),
         (("ratio=1", "cluster.beta_s_per_byte=1e-8"), 1),
-        (("ratio=1",), 2),
+        (("ratio=1", "cluster.beta_s_per_byte=null"), 2),
     ],
 )
 def test_a_ratio_needs_communication(overrides: tuple[str, ...], world_size: int) -> None:
