@@ -129,7 +129,7 @@ def test_options_reach_the_training() -> None:
         assert (own.optimizer.lr, own.compressor.density) == (0.005, 0.1)
         assert own.fusion._target_.endswith("NoFusion")
         strategy = build_strategy(own)
-    assert strategy._schedule._dense_steps == 18
+    assert strategy.compression_schedule._dense_steps == 18
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_the_dense_share_is_one_of_the_entrys_own_steps() -> None:
     with job("entries=[dense,{name: long, compressor: topk, trainer.max_steps: 400}]") as cfg:
         own = config_of(find(cfg, "long"), (), Options(1, 0.1), 0.1)
         assert own.trainer.max_steps == 400
-        assert build_strategy(own)._schedule._dense_steps == 40
+        assert build_strategy(own).compression_schedule._dense_steps == 40
         cfg.entries[1]["trainer.max_steps"] = 0
         with pytest.raises(ValueError, match=r"max_steps must be at least 1, got 0 \(long\)"):
             entries_of(cfg)
