@@ -8,6 +8,7 @@ timed. Nothing is synchronised in between.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import warnings
@@ -17,14 +18,27 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_dear.studies import machine
 from lightning_dear.studies.competitors import forget_mesh
-from lightning_dear.studies.records import RankBlock, Step
+from lightning_dear.studies.files import Line
+
+Floats = NDArray[np.float64]
+
+FIGURES = (
+    *("step_s", "forward_s", "backward_s"),
+    *("exposed_reduce_scatter_s", "exposed_all_gather_s", "wire_bytes"),
+)
+"""What is known of each step of a rank: seconds from the beginning of its first batch to that of
+the next step's; in `training_step`, waits for parameters included; in backward, waits for buckets
+included; waited for gradients; waited for parameters; and the payload that it sent. The last three
+are nan under strategies that do not tell."""
 
 STEP = "run_training_batch"
 """What Lightning calls one batch's forward, backward and optimizer step."""
@@ -83,6 +97,25 @@ class Endless:
 
 
 @dataclass(frozen=True)
+class RankBlock:
+    """A block as one rank saw it.
+
+    Attributes:
+        rank: Which.
+        steps: [steps, `FIGURES`], without the warm-up.
+        load: What they took of the machine, None if unknown. host_bytes: that leave a host in a
+            step, by its interface's counter, headers included. peak_memory_bytes: most resident
+            memory of the rank. cpu_per_rank: CPU seconds of the rank per second. machine_use: share
+            of the machine's cores that was busy, 0 to 1. others_use: the same without encoding and
+            decoding. codec_s: CPU seconds of these, per step. num_buckets: of the strategy's plan.
+    """
+
+    rank: int
+    steps: Floats
+    load: Line
+
+
+@dataclass(frozen=True)
 class Rig:
     """One rank's place among the ranks, the same in every block.
 
@@ -132,7 +165,7 @@ class StepProbe(Profiler):
         self._on_step = on_step
         self._phase_began_s = 0.0
         self._counts: list[machine.Counters] = []
-        self._num_buckets: int | None = None
+        self._num_buckets = math.nan
         self.strategy: Strategy | None = None
         self.batches_per_step = 1
         self.begins_s: list[float] = []
@@ -174,44 +207,37 @@ class StepProbe(Profiler):
         if first < step <= last:
             self.statistics.append(figures)
             plan = getattr(self.strategy, "plan", None)
-            self._num_buckets = None if plan is None else len(plan.buckets)
+            self._num_buckets = math.nan if plan is None else len(plan.buckets)
 
-    def steps(self) -> Iterator[Step]:
-        """Yield the timed steps, once they have ended."""
-        for number, figures in enumerate(self.statistics):
-            first = (self._length.num_warm_up_steps + number) * self.batches_per_step
-            last = first + self.batches_per_step
-            yield Step(
-                step_s=self.begins_s[last] - self.begins_s[first],
-                forward_s=sum(self.forward_s[first:last]),
-                backward_s=sum(self.backward_s[first:last]),
-                exposed_reduce_scatter_s=figures and figures.exposed_reduce_scatter_s,
-                exposed_all_gather_s=figures and figures.exposed_all_gather_s,
-                wire_bytes=figures and figures.wire_bytes,
-            )
+    def steps(self) -> Floats:
+        """Return the timed steps, [steps, `FIGURES`], once they have ended."""
+        first = self._length.num_warm_up_steps
+        last = first + len(self.statistics)
+        begins_s = np.array(self.begins_s[:: self.batches_per_step])
+        phases_s = [
+            np.reshape(of_batches, (-1, self.batches_per_step)).sum(1)[first:last]
+            for of_batches in (self.forward_s, self.backward_s)
+        ]
+        waits = [[getattr(one, name, math.nan) for name in FIGURES[3:]] for one in self.statistics]
+        return np.column_stack([np.diff(begins_s[first : last + 1]), *phases_s, waits])
 
-    def measured(self, rig: Rig, peak_memory_bytes: int | None) -> RankBlock:
+    def measured(self, rig: Rig, peak_memory_bytes: float) -> RankBlock:
         """Return the block of this rank, once it has ended."""
         before, after = self._counts
-        num_steps = self._length.num_steps
-        wall_s, codec_s = after.wall_s - before.wall_s, after.codec_s - before.codec_s
-        use = machine.machine_use(before, after)
+        spent, num_steps = after.since(before), self._length.num_steps
         # All its ranks are taken to be alike.
-        codec_use = codec_s * rig.ranks_on_machine / (wall_s * (os.cpu_count() or 1))
-        sent = None
-        if before.sent_bytes is not None and after.sent_bytes is not None:
-            sent = (after.sent_bytes - before.sent_bytes) / num_steps
-        return RankBlock(
-            rank=rig.rank,
-            steps=tuple(self.steps()),
-            host_bytes=sent,
-            peak_memory_bytes=peak_memory_bytes,
-            cpu_per_rank=(after.process_s - before.process_s) / wall_s,
-            machine_use=use,
-            others_use=None if use is None else use - codec_use,
-            codec_s=codec_s / num_steps,
-            num_buckets=self._num_buckets,
-        )
+        codec_use = spent.codec_s * rig.ranks_on_machine / (spent.wall_s * (os.cpu_count() or 1))
+        load = {
+            "host_bytes": spent.sent_bytes / num_steps,
+            "peak_memory_bytes": peak_memory_bytes,
+            "cpu_per_rank": spent.process_s / spent.wall_s,
+            "machine_use": spent.machine_use,
+            "others_use": spent.machine_use - codec_use,
+            "codec_s": spent.codec_s / num_steps,
+            "num_buckets": self._num_buckets,
+        }
+        known = {name: None if math.isnan(value) else value for name, value in load.items()}
+        return RankBlock(rig.rank, self.steps(), known)
 
 
 def run_block(
@@ -221,7 +247,7 @@ def run_block(
     batches: Sequence[Any],
     length: BlockLength,
     on_step: Callable[[], None] = lambda: None,
-) -> tuple[RankBlock, Strategy]:
+) -> RankBlock:
     """Fit `module` and return what this rank measured. Collective, blocks.
 
     Args:
@@ -231,9 +257,6 @@ def run_block(
         batches: Given again and again.
         length: How many steps.
         on_step: Called after every step but the last, which only marks an end.
-
-    Returns:
-        The figures, and the strategy after the fit.
     """
     probe = StepProbe(length, rig.interface, on_step)
     counts_memory = machine.forget_peak_memory()
@@ -242,9 +265,9 @@ def run_block(
         probe.strategy = trainer.strategy
         probe.batches_per_step = trainer.accumulate_grad_batches
         trainer.fit(module, train_dataloaders=Endless(batches))
-    measured = probe.measured(rig, machine.peak_memory() if counts_memory else None)
+    measured = probe.measured(rig, machine.peak_memory() if counts_memory else math.nan)
     forget_mesh(trainer.strategy)
-    return measured, trainer.strategy
+    return measured
 
 
 def interface_of(num_nodes: int) -> str:
@@ -260,15 +283,11 @@ def interface_of(num_nodes: int) -> str:
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Keep Lightning's notices of every fit off the screen; its warnings are shown once."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
+    logging.disable(logging.INFO)
     try:
         with warnings.catch_warnings():
             for message in _EXPECTED_WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)

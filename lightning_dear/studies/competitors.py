@@ -4,7 +4,7 @@ All are PyTorch's own parts, put together so that the user's model stays as it i
 """
 
 import inspect
-from functools import wraps
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -54,11 +54,12 @@ class ZeroDDPStrategy(DDPStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
+        # Schedules mark the `step` of the optimizer they are built with, and warn of the new one.
+        warnings.filterwarnings("ignore", "Seems like .optimizer.step... has been overridden")
         rebuilt = {id(optimizer): _sharded(optimizer) for optimizer in self.optimizers}
         for config in self.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             scheduler.optimizer = rebuilt[id(scheduler.optimizer)]
-            _mark_as_scheduled(scheduler.optimizer)
         self.optimizers = [rebuilt[id(optimizer)] for optimizer in self.optimizers]
 
 
@@ -71,48 +72,18 @@ def _sharded(optimizer: Optimizer) -> Optimizer:
     return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **options)
 
 
-def _mark_as_scheduled(optimizer: Any) -> None:
-    """Schedules mark the `step` of the optimizer they are built with, and warn without the mark."""
-    step = optimizer.step
-
-    @wraps(step)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True
-        return step(*args, **kwargs)
-
-    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = marked
-
-
 class Fsdp2Strategy(ModelParallelStrategy):
     """FSDP2 that keeps parameters between forward and backward, as ZeRO-2 does.
 
     The model's `configure_model` calls `fully_shard`; here every sharded module is told
-    `reshard_after_forward=False`. All ranks form one data-parallel axis.
-
-    Args:
-        save_distributed_checkpoint: As in `ModelParallelStrategy`.
-        process_group_backend: "gloo" or "nccl"; None: by device.
-        **options: As in `ModelParallelStrategy`; it sets the sizes of the mesh itself.
+    `reshard_after_forward=False`. Takes `ModelParallelStrategy`'s options; with
+    `tensor_parallel_size=1` all ranks form one data-parallel axis.
     """
-
-    def __init__(
-        self,
-        *,
-        save_distributed_checkpoint: bool = False,
-        process_group_backend: str | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            **options,
-        )
 
     @override
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        if self._data_parallel_size == "auto":
+            self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
     @override

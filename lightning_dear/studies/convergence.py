@@ -1,19 +1,48 @@
-"""How trainings end under each entry, against dense training: from trainings to verdicts."""
+"""How trainings end under each entry, against dense training: from trainings to verdicts.
+
+A trial is one training, from fresh weights to the test: a line of raw.csv.
+
+- key: of all options that have a say in it: the same key, the same numbers.
+- entry, buckets: what was trained, and which tensors travelled together. phase: "tuning" or
+  "final". seed: of weights, data order and dropout.
+- lr_factor, lr: the learning rate over the one it is counted from, and the rate. dense_share: share
+  of the steps in which nothing was encoded, at the beginning.
+- metric: of the test, in the metric's unit; train_loss: mean over ranks and over the last steps;
+  both are nan where training broke off.
+- num_steps: optimizer steps that were made. weights, batches: digests of the weights before the
+  first step, and of all training batches of rank 0, in order. train_s: seconds of the fit.
+
+A point of a training's curve is a line of loss_over_time.csv; figures are means over its ranks.
+
+- entry, buckets, seed: the training's. step: steps made.
+- train_loss: mean of the steps since the point before, in six digits: two runs have fewer in
+  common.
+- time_s: seconds from the beginning of the first step to when this one's loss was known.
+- sent_mb: what a rank sent meanwhile, 10^6 bytes, headers included; nan if unknown.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lightning_dear.studies.files import append_lines, read_records
+from lightning_dear.studies.files import OTHER_FOLDER, Line, append_lines, read_lines
 from lightning_dear.studies.plot import BLUE, GREY, RED, picture
-from lightning_dear.studies.statistics import Difference, paired_difference
+from lightning_dear.studies.statistics import paired_difference
 from lightning_dear.studies.table import MISSING, WIDTH, format_table
+
+WORDS = frozenset({"entry", "buckets", "reference", "metric", "unit", "verdict"})
+"""Columns of summary.csv that are no figures, whatever stands in them."""
+
+JUDGED = ("non-inferior", "NOT non-inferior")
+"""Verdicts on entries that are neither references nor broken on purpose."""
+
+_TRIAL_WORDS = ("key", "entry", "buckets", "phase", "weights", "batches")
 
 
 @dataclass(frozen=True)
@@ -56,72 +85,11 @@ class Metric:
         return reference - value if self.is_higher_better else value - reference
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One training, from fresh weights to the test: a line of raw.csv.
-
-    Attributes:
-        key: Of all options that have a say in it: the same key, the same numbers.
-        entry: What was trained.
-        buckets: Which tensors travelled together.
-        phase: "tuning" or "final".
-        seed: Of weights, data order and dropout.
-        lr_factor: The learning rate over the one it is counted from.
-        lr: The learning rate.
-        dense_share: Share of the steps in which nothing was encoded, at the beginning.
-        metric: Of the test, in the metric's unit; nan where training broke off.
-        train_loss: Mean over ranks and over the last steps; nan where training broke off.
-        num_steps: Optimizer steps that were made.
-        weights: Digest of the weights before the first step.
-        batches: Digest of all training batches of rank 0, in order.
-        train_s: Seconds of the fit.
-    """
-
-    key: str
-    entry: str
-    buckets: str
-    phase: str
-    seed: int
-    lr_factor: float
-    lr: float
-    dense_share: float
-    metric: float
-    train_loss: float
-    num_steps: int
-    weights: str
-    batches: str
-    train_s: float
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether it came to an end with numbers."""
-        return math.isfinite(self.metric) and math.isfinite(self.train_loss)
-
-
-@dataclass(frozen=True)
-class CurvePoint:
-    """Where a training is after some steps, a line of curves.csv; figures are means over its ranks.
-
-    Attributes:
-        key: The training's.
-        step: Steps made.
-        train_loss: Mean of the steps since the point before.
-        time_s: Seconds from the beginning of the first step to when this one's loss was known.
-        sent_mb: What a rank sent meanwhile, 10^6 bytes, headers included; nan if unknown.
-    """
-
-    key: str
-    step: int
-    train_loss: float
-    time_s: float
-    sent_mb: float
-
-
-def curve_of(key: str, steps: Sequence[Sequence[float]], every: int) -> list[CurvePoint]:
+def curve_of(trial: Line, steps: Sequence[Sequence[float]], every: int) -> list[Line]:
     """Return a point for `every` steps; what is left at the end has none.
 
     Args:
-        key: The training's.
+        trial: The training.
         steps: Of each step its loss, seconds and bytes since the first one's beginning.
         every: Steps of a point.
     """
@@ -129,11 +97,24 @@ def curve_of(key: str, steps: Sequence[Sequence[float]], every: int) -> list[Cur
     for end in range(every, len(steps) + 1, every):
         loss = sum(loss for loss, _, _ in steps[end - every : end]) / every
         _, time_s, sent_bytes = steps[end - 1]
-        points.append(CurvePoint(key, end, loss, round(time_s, 4), round(sent_bytes / 1e6, 4)))
+        points.append(
+            {
+                **{name: trial[name] for name in ("entry", "buckets", "seed")},
+                "step": end,
+                "train_loss": float(f"{loss:.6g}"),
+                "time_s": round(time_s, 4),
+                "sent_mb": round(sent_bytes / 1e6, 4),
+            }
+        )
     return points
 
 
-def best_of(trials: Sequence[Sequence[Trial]], metric: Metric) -> int:
+def is_finite(trial: Line) -> bool:
+    """Whether a training came to an end with numbers."""
+    return math.isfinite(trial["metric"]) and math.isfinite(trial["train_loss"])
+
+
+def best_of(trials: Sequence[Sequence[Line]], metric: Metric) -> int:
     """Return the place of the best options: each has a trial for every tuning seed.
 
     By the mean metric; where it is equal, as where it saturates, by the mean training loss. What
@@ -142,137 +123,67 @@ def best_of(trials: Sequence[Sequence[Trial]], metric: Metric) -> int:
 
     def rank(place: int) -> tuple[float, float]:
         tried = trials[place]
-        if not all(trial.is_finite for trial in tried):
+        if not all(map(is_finite, tried)):
             return (math.inf, math.inf)
-        mean = float(np.mean([trial.metric for trial in tried]))
-        return (metric.how_much_worse(mean, 0.0), float(np.mean([one.train_loss for one in tried])))
+        return (metric.how_much_worse(_mean(tried, "metric"), 0.0), _mean(tried, "train_loss"))
 
     return min(range(len(trials)), key=rank)
+
+
+def _mean(trials: Sequence[Line], name: str) -> float:
+    return float(np.mean([trial[name] for trial in trials]))
 
 
 # --- the trainings of a folder --------------------------------------------------------------------
 
 
-def read_curves(folder: Path) -> dict[str, list[CurvePoint]]:
-    """Return a training's key -> its curve, of all in curves.csv.
-
-    Raises:
-        ValueError: If it has other columns.
-    """
-    found: dict[str, list[CurvePoint]] = {}
-    for point in read_records(folder / "curves.csv", CurvePoint):
-        found.setdefault(point.key, []).append(point)
-    return found
-
-
-def read_trials(folder: Path) -> dict[str, Trial]:
+def read_trials(folder: Path) -> dict[str, Line]:
     """Return key -> the training of that key, of all in raw.csv.
 
     Raises:
-        ValueError: If raw.csv or curves.csv has other columns: what is trained is added to both.
+        ValueError: If raw.csv is of another program.
     """
-    read_curves(folder)
-    return {trial.key: trial for trial in read_records(folder / "raw.csv", Trial)}
+    trials = read_lines(folder / "raw.csv", _TRIAL_WORDS)
+    if trials and "key" not in trials[0]:
+        raise ValueError(f"{folder / 'raw.csv'} is of another program: {OTHER_FOLDER}.")
+    return {trial["key"]: trial for trial in trials}
 
 
-def add_trial(folder: Path, trial: Trial, curve: Sequence[CurvePoint]) -> None:
-    """Append one training to raw.csv, and its loss over its steps to curves.csv."""
+def add_trial(folder: Path, trial: Line, curve: Sequence[Line]) -> None:
+    """Append one training to raw.csv, and its curve to loss_over_time.csv, not those of the tuning.
+
+    Raises:
+        ValueError: If a file has other columns.
+    """
     # The curve first: what stands in raw.csv is not trained again.
-    if curve:
-        append_lines(folder / "curves.csv", [asdict(point) for point in curve])
-    append_lines(folder / "raw.csv", [asdict(trial)])
+    if curve and trial["phase"] == "final":
+        append_lines(folder / "loss_over_time.csv", curve)
+    append_lines(folder / "raw.csv", [trial])
 
 
 # --- rows ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Asked:
     """What is asked of an entry.
 
     Attributes:
-        entry: Its name.
+        name: For people.
         reference: The dense entry it is compared with; None: it is one.
         is_control: Whether it is broken on purpose, and must be found out.
         below: What its training loss must end below, instead of being compared; None: compared.
     """
 
-    entry: str
+    name: str
     reference: str | None = None
     is_control: bool = False
     below: float | None = None
 
 
-@dataclass(frozen=True)
-class Row:
-    """How the trainings of one entry end, over the seeds.
-
-    Attributes:
-        asked: What was asked.
-        buckets: Which tensors travelled together.
-        trials: One for each seed, whose learning rate and dense share are the same.
-        metric: How ends are judged.
-        num_seeds: How many were asked for.
-        worse: By how much the metric is worse than the reference's, in its unit; None: no pairs.
-        loss_worse: By how much the training loss is higher.
-    """
-
-    asked: Asked
-    buckets: str
-    trials: tuple[Trial, ...]
-    metric: Metric
-    num_seeds: int
-    worse: Difference | None
-    loss_worse: Difference | None
-
-    @property
-    def metric_mean(self) -> float:
-        """Over the seeds, in the metric's unit; nan where a training broke off."""
-        return float(np.mean([trial.metric for trial in self.trials]))
-
-    @property
-    def metric_sd(self) -> float:
-        """Standard deviation over the seeds; nan for one seed."""
-        if len(self.trials) < 2:
-            return math.nan
-        return float(np.std([trial.metric for trial in self.trials], ddof=1))
-
-    @property
-    def loss_mean(self) -> float:
-        """Training loss over the last steps and over the seeds."""
-        return float(np.mean([trial.train_loss for trial in self.trials]))
-
-    @property
-    def num_broken_off(self) -> int:
-        """Trainings that had no numbers any more."""
-        return sum(not trial.is_finite for trial in self.trials)
-
-    @property
-    def verdict(self) -> str:
-        """Whether what was asked is so; how many seeds there are while some are missing."""
-        asked = self.asked
-        if asked.reference is None:
-            return "reference"
-        if len(self.trials) < self.num_seeds:
-            return f"{len(self.trials)} of {self.num_seeds} seeds"
-        if asked.below is not None:
-            is_below = all(trial.train_loss < asked.below for trial in self.trials)
-            return f"{'' if is_below else 'NOT '}below {asked.below:g}"
-        if self.worse is None or self.loss_worse is None:
-            return ""
-        is_equal = self.worse.upper <= self.metric.margin
-        if not asked.is_control:
-            return "non-inferior" if is_equal else "NOT non-inferior"
-        # Not by the width of its interval alone: it is worse, too.
-        if not is_equal and self.worse.lower > 0:
-            return "fails, as it must"
-        is_noticed = self.loss_worse.upper > self.metric.loss_margin and self.loss_worse.lower > 0
-        return "fails by training loss, as it must" if is_noticed else "NOT NOTICED"
-
-
 def summarize(
-    asked: Sequence[Asked], trials: Sequence[Trial], metric: Metric, num_seeds: int
-) -> list[Row]:
+    asked: Sequence[Asked], trials: Sequence[Line], metric: Metric, num_seeds: int
+) -> list[Line]:
     """Return a row for each entry and bucketing that has been trained on a seed.
 
     Args:
@@ -281,154 +192,141 @@ def summarize(
         metric: How ends are judged.
         num_seeds: How many were asked for.
     """
-    final: dict[tuple[str, str], dict[int, Trial]] = {}
+    final: dict[tuple[str, str], dict[int, Line]] = {}
     for trial in trials:
-        if trial.phase == "final":
-            final.setdefault((trial.entry, trial.buckets), {})[trial.seed] = trial
-    rows = []
-    for one in asked:
-        for (entry, buckets), own in final.items():
-            if entry == one.entry:
-                reference = final.get((one.reference or "", buckets), {})
-                worse = _differences(own, reference, metric)
-                rows.append(Row(one, buckets, tuple(own.values()), metric, num_seeds, *worse))
-    return rows
+        if trial["phase"] == "final":
+            final.setdefault((trial["entry"], trial["buckets"]), {})[trial["seed"]] = trial
+    return [
+        _row(one, own, final.get((one.reference or "", buckets), {}), metric, num_seeds)
+        for one in asked
+        for (entry, buckets), own in final.items()
+        if entry == one.name
+    ]
 
 
-def _differences(
-    own: Mapping[int, Trial], reference: Mapping[int, Trial], metric: Metric
-) -> tuple[Difference | None, Difference | None]:
-    """Of the metric and of the training loss."""
+def _row(
+    asked: Asked,
+    own: Mapping[int, Line],
+    reference: Mapping[int, Line],
+    metric: Metric,
+    num_seeds: int,
+) -> Line:
+    trials = list(own.values())
     pairs = [(trial, reference[seed]) for seed, trial in own.items() if seed in reference]
-    if len(pairs) < 2:
-        return None, None
-    worse = paired_difference([metric.how_much_worse(a.metric, b.metric) for a, b in pairs])
-    return worse, paired_difference([a.train_loss - b.train_loss for a, b in pairs])
+    worse = paired_difference([metric.how_much_worse(a["metric"], b["metric"]) for a, b in pairs])
+    loss_worse = paired_difference([a["train_loss"] - b["train_loss"] for a, b in pairs])
+    ends = [trial["metric"] for trial in trials]
+    row: Line = {
+        "entry": asked.name,
+        "buckets": trials[0]["buckets"],
+        "reference": asked.reference,
+        **{name: trials[0][name] for name in ("lr", "lr_factor", "dense_share")},
+        "num_seeds": len(trials),
+        "num_broken_off": sum(not is_finite(trial) for trial in trials),
+        "metric": metric.name,
+        "unit": metric.unit,
+        "mean": _mean(trials, "metric"),
+        "sd": float(np.std(ends, ddof=1)) if len(ends) > 1 else math.nan,
+        **{f"worse_{end}": value for end, value in worse._asdict().items()},
+        "margin": metric.margin,
+        "train_loss": _mean(trials, "train_loss"),
+        **{f"loss_worse_{end}": value for end, value in loss_worse._asdict().items()},
+        "loss_margin": metric.loss_margin,
+    }
+    losses = [trial["train_loss"] for trial in trials]
+    return {**row, "verdict": _verdict(asked, row, num_seeds, losses)}
+
+
+def _verdict(asked: Asked, row: Line, num_seeds: int, losses: Sequence[float]) -> str:
+    """Whether what was asked is so; how many seeds there are while some are missing."""
+    if asked.reference is None:
+        return "reference"
+    if row["num_seeds"] < num_seeds:
+        return f"{row['num_seeds']} of {num_seeds} seeds"
+    if asked.below is not None:
+        is_below = all(loss < asked.below for loss in losses)
+        return f"{'' if is_below else 'NOT '}below {asked.below:g}"
+    if row["worse_mean"] is None:
+        return ""
+    is_equal = row["worse_upper"] <= row["margin"]
+    if not asked.is_control:
+        return JUDGED[0] if is_equal else JUDGED[1]
+    # Not by the width of its interval alone: it is worse, too.
+    if not is_equal and row["worse_lower"] > 0:
+        return "fails, as it must"
+    is_noticed = row["loss_worse_upper"] > row["loss_margin"] and row["loss_worse_lower"] > 0
+    return "fails by training loss, as it must" if is_noticed else "NOT NOTICED"
 
 
 # --- what is written ------------------------------------------------------------------------------
 
 
-def summary_line(row: Row) -> dict[str, Any]:
-    """Return one row's line of summary.csv."""
-    first = row.trials[0]
-    return {
-        "entry": row.asked.entry,
-        "buckets": row.buckets,
-        "reference": row.asked.reference,
-        "lr": first.lr,
-        "lr_factor": first.lr_factor,
-        "dense_share": first.dense_share,
-        "num_seeds": len(row.trials),
-        "num_broken_off": row.num_broken_off,
-        "metric": row.metric.name,
-        "unit": row.metric.unit,
-        "mean": row.metric_mean,
-        "sd": row.metric_sd,
-        **_flat("worse", row.worse),
-        "margin": row.metric.margin,
-        "train_loss": row.loss_mean,
-        **_flat("loss_worse", row.loss_worse),
-        "loss_margin": row.metric.loss_margin,
-        "verdict": row.verdict,
-    }
-
-
-def _flat(name: str, difference: Difference | None) -> dict[str, float | None]:
-    ends = asdict(difference) if difference else dict.fromkeys(("mean", "lower", "upper"))
-    return {f"{name}_{end}": value for end, value in ends.items()}
-
-
-def curve_lines(
-    rows: Sequence[Row], curves: Mapping[str, Sequence[CurvePoint]]
-) -> list[dict[str, Any]]:
-    """Return lines of loss_over_time.csv: the losses of all rows' trainings over their steps.
-
-    Args:
-        rows: Say which trainings, by entry, buckets and seed; the tuning's are left out.
-        curves: A training's key -> its curve; there are no lines of those without.
-    """
-    lines = []
-    for row in rows:
-        for trial in row.trials:
-            for point in curves.get(trial.key, ()):
-                own = {"entry": row.asked.entry, "buckets": row.buckets, "seed": trial.seed}
-                # More digits than two runs have in common.
-                line = {**own, **asdict(point), "train_loss": float(f"{point.train_loss:.6g}")}
-                del line["key"]
-                lines.append(line)
-    return lines
-
-
-def text_of(rows: Sequence[Row]) -> str:
+def text_of(rows: Sequence[Line]) -> str:
     """Return all rows, at least one, and what they mean."""
-    metric = rows[0].metric
+    first, unit = rows[0], rows[0]["unit"]
     titles = [
-        *("entry", "buckets", "lr", "x dense", "dense first", f"{metric.name}, {metric.unit} (sd)"),
+        *("entry", "buckets", "lr", "x dense", "dense first", f"{first['metric']}, {unit} (sd)"),
         *("worse by [90 %]", "train loss", "higher by [90 %]", ""),
     ]
     table = format_table(titles, [_cells(row) for row in rows], WIDTH)
-    seeds = ", ".join(str(trial.seed) for trial in rows[0].trials)
     return (
-        f"{table}\nSeeds {seeds}; on each, all entries have the same weights and data order.\n"
+        f"{table}\n{first['num_seeds']} seeds; on each, all entries have the same weights and data"
+        " order.\n"
         "x dense: learning rate over the reference's (a reference's: over the config's); it and\n"
         "steps that go dense first were chosen on other seeds. worse by: mean paired difference to"
         " the\nreference with its two-sided 90 % interval, mean +- t(0.95, n - 1) sd / sqrt(n).\n"
-        f"non-inferior: the upper end is at most {metric.margin:g} {metric.unit}. What is broken on"
+        f"non-inferior: the upper end is at most {first['margin']:g} {unit}. What is broken on"
         " purpose fails: the\nupper end is above that, or that of the training loss above"
-        f" {metric.loss_margin:g}, and the lower end above 0."
+        f" {first['loss_margin']:g}, and the lower end above 0."
     )
 
 
-def _cells(row: Row) -> list[str]:
-    first = row.trials[0]
-    broken_off = f"{row.num_broken_off} of {len(row.trials)} broke off" * (row.num_broken_off > 0)
+def _cells(row: Line) -> list[str]:
+    broken_off = f"{row['num_broken_off']} of {row['num_seeds']} broke off"
     return [
-        row.asked.entry,
-        row.buckets,
-        f"{first.lr:.3g}",
-        f"{first.lr_factor:.3g}",
-        f"{first.dense_share:.0%}",
-        f"{row.metric_mean:.3f} ({row.metric_sd:.3f})",
-        _interval(row.worse),
-        f"{row.loss_mean:.4f}",
-        _interval(row.loss_worse),
-        "; ".join(text for text in (row.verdict, broken_off) if text),
+        row["entry"],
+        row["buckets"],
+        f"{row['lr']:.3g}",
+        f"{row['lr_factor']:.3g}",
+        f"{row['dense_share']:.0%}",
+        f"{row['mean']:.3f} ({row['sd']:.3f})",
+        _interval(row, "worse"),
+        f"{row['train_loss']:.4f}",
+        _interval(row, "loss_worse"),
+        "; ".join(filter(None, (row["verdict"], broken_off * (row["num_broken_off"] > 0)))),
     ]
 
 
-def _interval(one: Difference | None) -> str:
-    if one is None:
+def _interval(row: Line, name: str) -> str:
+    mean, lower, upper = (row[f"{name}_{end}"] for end in ("mean", "lower", "upper"))
+    if mean is None:
         return MISSING
-    if not math.isfinite(one.mean):
-        return "inf"
-    return f"{one.mean:+.3f} [{one.lower:+.3f}, {one.upper:+.3f}]"
+    return f"{mean:+.3f} [{lower:+.3f}, {upper:+.3f}]" if math.isfinite(mean) else "inf"
 
 
-def draw(path: Path, rows: Sequence[Row]) -> None:
+def draw(path: Path, rows: Sequence[Line]) -> None:
     """Draw the paired differences with their intervals and the margin; nothing without pairs."""
-    rows = [row for row in rows if row.worse is not None and row.asked.reference is not None]
+    rows = [row for row in rows if row["worse_mean"] is not None]
     if not rows:
         return
-    metric = rows[0].metric
-    limit = 4 * metric.margin
+    first, limit = rows[0], 4 * rows[0]["margin"]
     with picture(path, [len(rows)]) as (axis,):
         for number, row in enumerate(rows):
             _draw_row(axis, number, row, limit)
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.axvline(metric.margin, color=RED, linestyle="--", label="margin")
+        axis.axvline(first["margin"], color=RED, linestyle="--", label="margin")
         axis.set_xlim(-limit, limit)
-        axis.set_yticks(range(len(rows)), [f"{row.asked.entry}, {row.buckets}" for row in rows])
-        axis.set_xlabel(f"{metric.name}: worse than dense by ({metric.unit}), 90 % interval")
+        axis.set_yticks(range(len(rows)), [f"{row['entry']}, {row['buckets']}" for row in rows])
+        axis.set_xlabel(f"{first['metric']}: worse than dense by ({first['unit']}), 90 % interval")
 
 
-def _draw_row(axis: Any, number: int, row: Row, limit: float) -> None:
-    assert row.worse is not None
-    if row.worse.lower > limit:
-        value = f"{row.worse.mean:.3g}" if math.isfinite(row.worse.mean) else "broke off"
+def _draw_row(axis: Any, number: int, row: Line, limit: float) -> None:
+    mean, lower, upper = (row[f"worse_{end}"] for end in ("mean", "lower", "upper"))
+    if lower > limit:
+        value = f"{mean:.3g}" if math.isfinite(mean) else "broke off"
         axis.text(limit, number, f"{value} >", ha="right", va="center")
         return
-    is_judged = not row.asked.is_control and row.asked.below is None
+    is_judged = row["verdict"] in JUDGED
     color, label = (BLUE, "judged") if is_judged else (GREY, "controls and others")
-    axis.plot([row.worse.lower, row.worse.upper], [number, number], color=color, label=label)
-    axis.plot([row.worse.mean], [number], marker="o", markersize=3, color=color)
+    axis.plot([lower, upper], [number, number], color=color, label=label)
+    axis.plot([mean], [number], marker="o", markersize=3, color=color)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
-
-Line = Mapping[str, str]
-"""Column -> text; empty for None."""
-
-_KINDS: Mapping[str, Any] = {"str": str, "int": int, "float": float, "bool": "True".__eq__}
+Line = dict[str, Any]
+"""Column -> a number, a word, True or False; None for what was not measured, an empty cell."""
 
 OTHER_FOLDER = "choose another folder (hydra.run.dir=...), or move that one away"
+
+_NAMED = {"": None, "True": True, "False": False}
 
 
 def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -55,41 +53,28 @@ def write_text(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def read_lines(path: Path) -> list[dict[str, str]]:
-    """Return all whole lines; none if there is no such file."""
+def read_lines(path: Path, words: Collection[str]) -> list[Line]:
+    """Return all whole lines; none if there is no such file.
+
+    Args:
+        path: Of a CSV file.
+        words: Columns whose cells stay words where they are empty, or look like numbers.
+    """
     if not path.exists():
         return []
     with path.open(newline="") as file:
         # A kill may have cut the last one off.
-        return [line for line in csv.DictReader(file) if None not in line.values()]
+        whole = [line for line in csv.DictReader(file) if None not in line.values()]
+    return [
+        {name: cell if name in words else _value(cell) for name, cell in line.items()}
+        for line in whole
+    ]
 
 
-def read_records(path: Path, kind: type[T]) -> list[T]:
-    """Return a record of a dataclass for each line; none if there is no such file.
-
-    Raises:
-        ValueError: If the file has other columns than the dataclass has fields.
-    """
-    lines = read_lines(path)
-    if lines and list(lines[0]) != [field.name for field in fields(kind)]:  # type: ignore[arg-type]
-        raise ValueError(
-            f"{path} is of another program or version: its columns are"
-            f" {', '.join(map(str, lines[0]))}; {OTHER_FOLDER}."
-        )
-    return [typed(kind, line) for line in lines]
-
-
-def typed(kind: type[T], line: Line) -> T:
-    """Return a line as a record of a dataclass; what the line lacks has its default."""
-    known = {one.name: str(one.type) for one in fields(kind) if one.name in line}  # type: ignore[arg-type]
-    return kind(**{name: _value(form, line[name]) for name, form in known.items()})
-
-
-def _value(form: str, text: str) -> Any:
-    kind, _, or_none = form.partition(" | ")
-    return None if or_none and text == "" else _KINDS[kind](text)
-
-
-def rigs_of(lines: Iterable[Line]) -> str:
-    """Return the emulated hosts and links that lines of a summary.csv name, for people."""
-    return "; ".join(filter(None, dict.fromkeys(line.get("rig") for line in lines)))
+def _value(cell: str) -> Any:
+    if cell in _NAMED:
+        return _NAMED[cell]
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(cell)
+    return cell

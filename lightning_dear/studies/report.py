@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
-from lightning_dear.studies.files import write_lines, write_text
+from lightning_dear.studies.files import Line, read_lines, write_lines, write_text
 from lightning_dear.studies.progress import Progress
 
-R = TypeVar("R")
+TextOf = Callable[[Sequence[Line]], str]
+"""Returns all rows as a table, for people."""
+
+Draw = Callable[[Path, Sequence[Line]], None]
+"""Draws all rows into a file; called with at least one."""
 
 _DRAWN_EVERY_S = 30.0
 
 
 @dataclass
-class Report(Generic[R]):
+class Report:
     """summary.csv, table.txt and plot.png of a study's rows.
 
     Attributes:
         folder: Where to.
-        rows: Returns the rows of all that has been measured so far.
-        line_of: Returns a row's line of summary.csv.
-        text_of: Returns all rows as a table.
-        draw: Draws all rows into a file; called with at least one.
-        progress: Closed before the table is printed; None: nobody shows one.
+        rows: Returns the lines of summary.csv, of all that has been measured so far.
+        text_of: See there.
+        draw: See there.
+        progress: Closed before the table is printed; shown to nobody unless it is replaced.
         lock: Held by whoever changes what `rows` returns: a signal may want it at any moment.
     """
 
     folder: Path
-    rows: Callable[[], Sequence[R]]
-    line_of: Callable[[R], Mapping[str, Any]]
-    text_of: Callable[[Sequence[R]], str]
-    draw: Callable[[Path, Sequence[R]], None]
-    progress: Progress | None = None
+    rows: Callable[[], Sequence[Line]]
+    text_of: TextOf
+    draw: Draw
+    progress: Progress = field(default_factory=lambda: Progress(0, StringIO()))
     lock: threading.RLock = field(default_factory=threading.RLock)
     _drawn_s: float = float("-inf")
     _is_finished: bool = False
@@ -51,7 +53,7 @@ class Report(Generic[R]):
             if not rows:
                 return ""
             text = self.text_of(rows)
-            write_lines(self.folder / "summary.csv", [self.line_of(row) for row in rows])
+            write_lines(self.folder / "summary.csv", rows)
             write_text(self.folder / "table.txt", text)
             if is_last or time.monotonic() - self._drawn_s > _DRAWN_EVERY_S:
                 self.draw(self.folder / "plot.png", rows)
@@ -64,7 +66,24 @@ class Report(Generic[R]):
             if self._is_finished:
                 return
             self._is_finished = True
-            if self.progress is not None:
-                self.progress.close()
+            self.progress.close()
             if text := self.write(is_last=True):
                 print(f"{text}\nEvery step, the table and the plot: {self.folder}", flush=True)
+
+
+def show(folder: Path, words: frozenset[str], text_of: TextOf, draw: Draw) -> None:
+    """Print the table of a folder's summary.csv, and write it and the plot again.
+
+    Args:
+        folder: Of a run, finished or not, also of an earlier version.
+        words: Columns of summary.csv that are no figures.
+        text_of: See there.
+        draw: See there.
+
+    Raises:
+        ValueError: If there is no summary.csv with such columns.
+    """
+    rows = read_lines(folder / "summary.csv", words)
+    if not rows or not words <= rows[0].keys():
+        raise ValueError(f"{folder} has no summary.csv that this program has written.")
+    Report(folder, lambda: rows, text_of, draw).finish()

@@ -1,11 +1,11 @@
-"""How sure a study is: intervals of paired differences, bounds of medians."""
+"""How sure a study is: intervals of paired differences."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import mean
+from typing import NamedTuple
 
 from scipy import stats
 
@@ -13,9 +13,8 @@ LEVEL = 0.9
 """Share of repetitions in which the interval holds the true mean difference."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """By how much something is worse, in some unit; below 0: better.
+class Difference(NamedTuple):
+    """By how much something is worse, in some unit; below 0: better. None for too few pairs.
 
     Attributes:
         mean: Of the pairs.
@@ -23,9 +22,9 @@ class Difference:
         upper: End of the interval; what a margin is compared with.
     """
 
-    mean: float
-    lower: float
-    upper: float
+    mean: float | None = None
+    lower: float | None = None
+    upper: float | None = None
 
 
 def paired_difference(worse_by: Sequence[float]) -> Difference:
@@ -36,26 +35,13 @@ def paired_difference(worse_by: Sequence[float]) -> Difference:
     The upper end is also the upper bound of a one-sided test at 5 %.
 
     Args:
-        worse_by: One for each seed, at least 2. Where one is not finite, so is nothing here:
-            all three figures are inf.
-
-    Raises:
-        ValueError: For less than two of them.
+        worse_by: One for each seed, at least 2 for an interval. Where one is not finite, so is
+            nothing here: all three figures are inf.
     """
     if len(worse_by) < 2:
-        raise ValueError(f"An interval needs at least 2 seeds, got {len(worse_by)}.")
+        return Difference()
     if not all(math.isfinite(one) for one in worse_by):
         return Difference(math.inf, math.inf, math.inf)
     center = mean(worse_by)
     half = float(stats.t.ppf((1 + LEVEL) / 2, len(worse_by) - 1) * stats.sem(worse_by))
     return Difference(center, center - half, center + half)
-
-
-def upper_bound(values: Sequence[float]) -> float | None:
-    """Upper 95 % bound of the median of what `values` are drawn from; None for fewer than 5.
-
-    Without assumptions on how they are distributed: the k-th smallest of n is at least the median
-    unless fewer than k of n fair coins come up heads, whose probability is to be 95 % or more.
-    """
-    place = int(stats.binom.ppf(0.95, len(values), 0.5))
-    return sorted(values)[place] if place < len(values) else None

@@ -1,4 +1,4 @@
-"""Tables of studies: as text for a terminal, as Markdown for a page."""
+"""Tables of studies, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
-from tabulate import tabulate
 
 MISSING = "-"
 """What stands for a figure that was not measured."""
@@ -51,11 +50,6 @@ def format_table(
     console.print(table, width=None if width is None else max(width + 2, least))
     lines = stream.getvalue().replace("─", "-").splitlines()
     return "\n".join(line[1:].rstrip() for line in lines)
-
-
-def format_markdown(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """Return rows under their titles as a Markdown table."""
-    return tabulate(cells, titles, tablefmt="github", disable_numparse=True)
 
 
 def shown(value: float | None, form: str, factor: float = 1.0) -> str:

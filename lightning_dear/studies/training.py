@@ -1,4 +1,4 @@
-"""One training, from fresh weights to the test; and bugs with which it must end worse."""
+"""One training, from fresh weights to the test; and a bug with which it must end worse."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_dear.compression import error_feedback
-from lightning_dear.compression.error_feedback import Encoded, Residual
+from lightning_dear.compression import TopK
+from lightning_dear.compression.error_feedback import Encoded, Memory, Residual
 from lightning_dear.exchange.base import GradientsNotFinite
 from lightning_dear.studies.block import quiet_lightning
 from lightning_dear.studies.competitors import forget_mesh
@@ -52,10 +52,10 @@ class Recorder:
 
     Args:
         on_step: Called when a step's loss has been computed.
-        sent_bytes: Returns a counter of bytes; None if there is none.
+        sent_bytes: Returns a counter of bytes; nan if there is none.
     """
 
-    def __init__(self, on_step: Callable[[], None], sent_bytes: Callable[[], float | None]) -> None:
+    def __init__(self, on_step: Callable[[], None], sent_bytes: Callable[[], float]) -> None:
         self._on_step = on_step
         self._sent_bytes = sent_bytes
         self._losses: list[Tensor] = []
@@ -107,8 +107,8 @@ class Recorder:
         self._on_step()
 
     def _mark(self) -> None:
-        sent = self._sent_bytes()
-        self._marks.append((time.perf_counter(), math.nan if sent is None else sent))
+        sent_bytes = self._sent_bytes()
+        self._marks.append((time.perf_counter(), sent_bytes))
 
 
 def run_training(
@@ -116,7 +116,7 @@ def run_training(
     module: LightningModule,
     datamodule: LightningDataModule,
     on_step: Callable[[], None] = lambda: None,
-    sent_bytes: Callable[[], float | None] = lambda: None,
+    sent_bytes: Callable[[], float] = lambda: math.nan,
 ) -> Ending:
     """Fit and test `module`. Collective, blocks.
 
@@ -125,7 +125,7 @@ def run_training(
         module: Mutated: trained.
         datamodule: May have been used before.
         on_step: Called in every step.
-        sent_bytes: Returns how many bytes this rank has sent so far; None if that is unknown.
+        sent_bytes: Returns how many bytes this rank has sent so far; nan if that is unknown.
     """
     recorder = Recorder(on_step, sent_bytes)
     metrics = None
@@ -157,7 +157,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes()
 
 
-# --- deliberate bugs ----------------------------------------------------------------------------
+# --- a deliberate bug ---------------------------------------------------------------------------
 
 
 class DoubledResidual(Residual):
@@ -169,29 +169,9 @@ class DoubledResidual(Residual):
         self._next("residual", rows).mul_(2)
 
 
-BROKEN: dict[str, type[Residual]] = {"doubled_residual": DoubledResidual}
-"""Name -> what takes the place of `Residual`."""
+class DoubledTopK(TopK):
+    """A compressor with that bug, with which training must end worse."""
 
-
-@contextmanager
-def broken(name: str | None) -> Iterator[None]:
-    """Let memories that are made in here have the bug of that name; None: no bug.
-
-    Replaces a class of the library for the whole process, and puts it back.
-
-    Raises:
-        ValueError: For unknown names.
-    """
-    check_broken(name)
-    whole = error_feedback.Residual
-    error_feedback.Residual = whole if name is None else BROKEN[name]  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        error_feedback.Residual = whole  # type: ignore[misc]
-
-
-def check_broken(name: str | None) -> None:
-    """Raise ValueError for names that `broken` does not know."""
-    if name is not None and name not in BROKEN:
-        raise ValueError(f"Unknown broken={name!r}; valid names: {', '.join(BROKEN)}.")
+    @override
+    def owner_memory(self, numel: int, device: torch.device) -> Memory:
+        return DoubledResidual(numel, device)

@@ -8,7 +8,7 @@ dear-bench cluster=emulated cluster.num_hosts=4 cluster.rate_mbit=100 model.prof
   sweep='{compressor: [topk,int8,fp16,efsignsgd,onebit,int4,dgc,qsgd,loco,bf16,signsgd,signum,terngrad,natural,randomk]}' \
   entries='[{name: exact, strategy: dear, fusion: mergecomp, tuning_steps: 60},{name: heuristic, strategy: dear, fusion: mergecomp_heuristic, tuning_steps: 14},{name: single, strategy: dear, fusion: single},{name: layerwise, strategy: dear, fusion: none, rounds: 5},{name: bf16, strategy: dear, compressor: bf16, rounds: 5}]'
 
-python -m lightning_dear.studies.claims outputs/mergecomp_100mbit --entry exact --others layerwise single heuristic
+python -m tests.benchmarks.claims outputs/mergecomp_100mbit --entry exact --others layerwise single heuristic
 
 dear-bench cluster=emulated cluster.num_hosts=8 cluster.rate_mbit=100 model.profile=bert_base model.scale=4 ratio=5 \
   model.gradient_seed=1 num_batches=128 optimizer=sgd_plain rounds=5 steps=8 warm_up_steps=3 grid_rounds=1 grid_steps=1 \
@@ -46,5 +46,5 @@ OMP_NUM_THREADS=1 dear-converge experiment=converge_gpt_sgd hydra.run.dir=output
 OMP_NUM_THREADS=1 dear-converge experiment=converge_gpt_sgd hydra.run.dir=outputs/converge_gpt_sgd
 
 OMP_NUM_THREADS=1 dear-converge hydra.run.dir=outputs/converge_digits_p8 cluster.devices=8 data.batch_size=8 '~buckets.layer-wise' \
-  tuning_seeds=[] tuning_buckets=null reference_lr_factors=[1] lr_factors=[1] dense_shares=[0.1] seeds=[11,12,13,14,15] \
+  tuning_seeds=[] reference_lr_factors=[1] lr_factors=[1] dense_shares=[0.1] seeds=[11,12,13,14,15] \
   entries='[dense,bf16,int8,int4,{name: topk, compressor: topk, compressor.density: 0.01},{name: oktopk_1, compressor: oktopk, compressor.density: 0.01},powersgd,efsignsgd]'

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lightning_dear.apps.bench.build import (
     build_strategy,
     link_rate_mbit,
+    one_way_s,
     point_of,
     replay_overrides,
     scale_caps,
@@ -46,6 +47,8 @@ from lightning_dear.apps.bench.run import check_goes_on, check_points
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import AutoFusion
+from lightning_dear.studies.block import BlockLength
+from lightning_dear.studies.summary import bounds_of
 from lightning_dear.workloads.replay import LayerProfile, ModelProfile
 
 ROOT = conf_dir().parent
@@ -91,7 +94,7 @@ def test_every_competitor_composes_and_gets_a_strategy() -> None:
             cfg.entries = names
         assert [entry.name for entry in entries_of(cfg)] == names
         for entry in entries_of(cfg):
-            own = composed([*entry.overrides, *(entry.grid or ((),))[-1]])
+            own = composed([*entry.overrides, *entry.grid[-1:]])
             scale_caps(own, 2)
             strategy = build_strategy(own)
             trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
@@ -105,7 +108,7 @@ def test_an_entry_may_be_spelt_out() -> None:
     with job(f"entries=[ddp,{spelt}]") as cfg:
         ddp, mine = entries_of(cfg)
         assert ddp.overrides == ("strategy=ddp", "strategy.bucket_cap_mb=null")
-        assert (mine.name, mine.rounds, mine.warm_up_steps) == ("mine", None, None)
+        assert (mine.name, mine.rounds, mine.length) == ("mine", 3, BlockLength(3, 4))
         assert composed(mine.overrides).fusion.bucket_cap_mb == 3
 
 
@@ -113,7 +116,7 @@ def test_a_grid_is_one_option_with_its_values() -> None:
     grid = "{name: best, strategy: ddp, grid: {strategy.bucket_cap_mb: [1, 2.5]}}"
     with job(f"entries=[{grid}]") as cfg:
         (entry,) = entries_of(cfg)
-        assert entry.grid == (("strategy.bucket_cap_mb=1",), ("strategy.bucket_cap_mb=2.5",))
+        assert entry.grid == ("strategy.bucket_cap_mb=1", "strategy.bucket_cap_mb=2.5")
     two = job("entries=[{name: a, grid: {x: [1], y: [2]}}]")
     with two as cfg, pytest.raises(ValueError, match="A grid has one option"):
         entries_of(cfg)
@@ -127,16 +130,8 @@ def test_a_grid_is_one_option_with_its_values() -> None:
         ("[ddp,ddp]", "ddp more than once"),
         ("[{strategy: ddp}]", "has no name"),
         (
-            "[ddp,{name: wfbp, strategy: wfbp, rounds: 0}]",
-            "rounds of wfbp must be at least 1, got 0",
-        ),
-        (
             "[ddp,{name: wfbp, strategy: wfbp, warm_up_steps: 2}]",
-            "warm_up_steps of wfbp must be at least 3, got 2",
-        ),
-        (
-            "[{name: wfbp, strategy: wfbp, rounds: 2}]",
-            "Ratios are to wfbp, which takes part in all",
+            "warm_up_steps must be at least 3, got 2",
         ),
     ],
 )
@@ -233,11 +228,32 @@ def test_a_ratio_says_how_long_a_replay_computes() -> None:
         with_ratio = composed(overrides)
     model = instantiate(with_ratio.model, _convert_="all")
     point = point_of(with_ratio, "", model, 4)
-    assert point.bounds.communication_ratio == pytest.approx(2, rel=1e-3)
-    assert point.alone_backward_s == pytest.approx(2 * point.alone_forward_s)
-    assert (point.scale, point.link_rate_mbit, point.rate_source) == (1000, 800, "assumed")
-    assert point.model_bytes == sum(p.nbytes for p in model.parameters())
-    assert (point.is_replay, point.compute_source) == (True, "profile")
+    assert bounds_of(point)["communication_ratio"] == pytest.approx(2, rel=1e-3)
+    assert point["backward_s"] == pytest.approx(2 * point["forward_s"])
+    assert (point["scale"], point["link_rate_mbit"]) == (1000, 800)
+    assert (point["stands_for_mbit"], point["rate_source"]) == (800_000, "assumed")
+    assert point["model_bytes"] == sum(p.nbytes for p in model.parameters())
+    assert (point["is_replay"], point["compute_source"]) == (True, "profile")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        (("ratio=0", "cluster.beta_s_per_byte=1e-8"), 2),
+        (("ratio=1", "cluster.beta_s_per_byte=1e-8"), 1),
+        (("ratio=1", "cluster.beta_s_per_byte=null"), 2),
+    ],
+)
+def test_a_ratio_needs_communication(overrides: tuple[str, ...], world_size: int) -> None:
+    wanted = "must be greater than 0, and needs at least two ranks, on links of known rate"
+    with job(*REPLAY, *overrides) as cfg, pytest.raises(ValueError, match=wanted):
+        replay_overrides(cfg, world_size)
+
+
+def test_more_links_carry_more() -> None:
+    with job(*REPLAY, "cluster.beta_s_per_byte=1e-8") as cfg:
+        seconds = [one_way_s(cfg, 40_000_000, count) for count in (1, 2, 4)]
+    assert seconds == pytest.approx([0, 0.2, 0.3])
 
 
 def test_accumulated_batches_share_a_steps_compute() -> None:
@@ -246,8 +262,8 @@ def test_accumulated_batches_share_a_steps_compute() -> None:
         with_ratio = composed(("trainer.accumulate_grad_batches=4", *replay_overrides(cfg, 2)))
     model = instantiate(with_ratio.model, _convert_="all")
     point = point_of(with_ratio, "", model, 2)
-    assert point.bounds.communication_ratio == pytest.approx(2, rel=1e-3)
-    assert point.alone_forward_s == pytest.approx(4 * model.profile.forward_s)
+    assert bounds_of(point)["communication_ratio"] == pytest.approx(2, rel=1e-3)
+    assert point["forward_s"] == pytest.approx(4 * model.profile.forward_s)
 
 
 def test_ranks_of_a_host_share_its_link() -> None:
@@ -256,14 +272,14 @@ def test_ranks_of_a_host_share_its_link() -> None:
         point = point_of(cfg, "", instantiate(cfg.model, _convert_="all"), 4)
         rate = link_rate_mbit(cfg) * 1e6 / 8
     # Each host sends half the model each way, and what its ranks send each other stays on it.
-    assert point.one_way_s == pytest.approx(point.model_bytes / 2 / rate)
+    assert point["one_way_s"] == pytest.approx(point["model_bytes"] / 2 / rate)
 
 
 def test_narrow_parameters_are_fewer_bytes() -> None:
     with job(*REPLAY, "trainer.precision=bf16-true") as cfg:
         model = instantiate(cfg.model, _convert_="all")
         point = point_of(cfg, "", model, 2)
-    assert point.model_bytes == sum(p.nbytes for p in model.parameters()) / 2
+    assert point["model_bytes"] == sum(p.nbytes for p in model.parameters()) / 2
 
 
 def test_a_model_that_computes_has_no_ratio() -> None:
@@ -273,8 +289,8 @@ def test_a_model_that_computes_has_no_ratio() -> None:
     with job("cluster=local", "model=resnet", "data=digits") as cfg:
         assert replay_overrides(cfg, 2) == ()
         point = point_of(cfg, "", instantiate(cfg.model, _convert_="all"), 2)
-    assert (point.model, point.scale, point.is_replay) == ("ResNet", 1, False)
-    assert point.bounds.bound_s is None
+    assert (point["model"], point["scale"], point["is_replay"]) == ("ResNet", 1, False)
+    assert bounds_of(point)["bound_s"] is None
 
 
 def test_caps_are_those_of_the_whole_model() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from lightning_dear.apps.converge.config import buckets_of, check, entries_of, tries_of
+from lightning_dear.apps.converge.config import buckets_of, check, entries_of
 from lightning_dear.apps.recipe.report import Report
 from lightning_dear.apps.recipe.run import load, siblings_of
 from lightning_dear.paths import conf_dir
@@ -150,5 +150,5 @@ def test_the_siblings_studies_compose(model: str) -> None:
         (buckets,) = buckets_of(cfg)
     assert buckets == "small"
     assert [entry.name for entry in entries[:2]] == ["ddp", "dear"]
-    assert {entry.asked.reference for entry in entries[2:]} == {"ddp"}
-    assert all(len(tries_of(entry)) == 1 for entry in entries)
+    assert {entry.reference for entry in entries[2:]} == {"ddp"}
+    assert all(len(entry.tries) == 1 for entry in entries)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import csv
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-from lightning_dear.studies.summary import read_blocks
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,12 @@ def read_cells(folders: Iterable[Path]) -> Cells:
     return cells
 
 
-def _cell(row: dict[str, Any]) -> Cell:
+def _read(path: Path) -> Iterator[dict[str, str]]:
+    with path.open(newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def _cell(row: dict[str, str]) -> Cell:
     numbers = float(row["link_rate_mbit"]), float(row["scale"])
     return Cell(row["model"], int(row["world_size"]), *numbers, row["entry"])
 
@@ -79,25 +81,21 @@ def _cell(row: dict[str, Any]) -> Cell:
 def _read_steps(cells: Cells, folder: Path) -> dict[tuple[str, str], set[Cell]]:
     """The cells of each point and entry."""
     points: dict[tuple[str, str], set[Cell]] = defaultdict(set)
-    for point, blocks in read_blocks(folder).items():
-        for block in blocks:
-            if block.round >= 0 and point.link_rate_mbit is not None:
-                numbers = point.world_size, point.link_rate_mbit, point.scale
-                cell = Cell(point.model, *numbers, block.entry)
-                rounds_s = cells.rounds_s.setdefault(cell, {})
-                rounds_s[f"{folder} {block.round}"] = block.step_s
-                points[point.label, block.entry].add(cell)
+    for block in _read(folder / "blocks.csv"):
+        if int(block["round"]) >= 0 and block["link_rate_mbit"]:
+            rounds_s = cells.rounds_s.setdefault(_cell(block), {})
+            rounds_s[f"{folder} {block['round']}"] = float(block["step_s"])
+            points[block["point"], block["entry"]].add(_cell(block))
     return points
 
 
 def _read_summary(cells: Cells, folder: Path) -> None:
-    with (folder / "summary.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            cell = _cell(row)
-            cells.numel[cell] = int(float(row["model_bytes"])) // 4
-            if row["is_void"] == "True":
-                cells.void.add(cell)
-            if row["codec_s"]:
-                cells.codec_s[cell] = float(row["codec_s"])
-            if "bucket_cap_mb=" in row["note"]:
-                cells.caps_mb[cell] = float(row["note"].rpartition("=")[2])
+    for row in _read(folder / "summary.csv"):
+        cell = _cell(row)
+        cells.numel[cell] = int(float(row["model_bytes"])) // 4
+        if row["is_void"] == "True":
+            cells.void.add(cell)
+        if row["codec_s"]:
+            cells.codec_s[cell] = float(row["codec_s"])
+        if "bucket_cap_mb=" in row["note"]:
+            cells.caps_mb[cell] = float(row["note"].rpartition("=")[2])

@@ -170,7 +170,7 @@ def test_scaled_caps_make_as_many_buckets_as_the_whole_model_has() -> None:
 
 @distributed(world_sizes=(2,))
 def test_fsdp2_keeps_parameters_after_forward() -> None:
-    strategy = Fsdp2Strategy()
+    strategy = Fsdp2Strategy(tensor_parallel_size=1)
     trainer, module = fit(strategy)
     assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
     assert next(module.parameters()).to_local().shape[0] == WIDTHS[1] // 2
@@ -190,4 +190,4 @@ class Unsharded(Net):
 @distributed(world_sizes=(2,))
 def test_fsdp2_refuses_a_model_that_shards_nothing() -> None:
     with pytest.raises(ValueError, match="fully_shard on no module"):
-        fit(Fsdp2Strategy(), Unsharded())
+        fit(Fsdp2Strategy(tensor_parallel_size=1), Unsharded())

@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import csv
 import io
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lightning_dear.paths import recipes_dir
 from lightning_dear.studies.comparison import (
     describe,
     draw,
     join_parts,
-    report_of,
     said_of,
     text_of,
     verdicts,
 )
-from lightning_dear.studies.files import append_lines, rigs_of, write_lines
+from lightning_dear.studies.files import Line, append_lines, write_lines
 from lightning_dear.studies.progress import Progress
-from lightning_dear.studies.records import COMPUTE_ALONE, Row, Step
-from lightning_dear.studies.report import Report
-from lightning_dear.studies.summary import block_line, raw_lines, summary_line
+from lightning_dear.studies.report import Report, show
+from lightning_dear.studies.summary import COMPUTE_ALONE, WORDS, raw_lines
 from lightning_dear.studies.table import WIDTH, format_table
-from tests.studies.examples import POINT, block, rank_block, rows_of
+from tests.studies.examples import POINT, block, rank_block, rank_of_steps, rows_of
 
-STEPS = (Step(0.5, 0.1, 0.2, 0.03, 0.04, 40_000_000),)
+STEP = (0.5, 0.1, 0.2, 0.03, 0.04, 40_000_000)
 
 
-def rows() -> list[Row]:
+def rows() -> list[Line]:
+    load = {"peak_memory_bytes": 7_000_000, "host_bytes": 41_000_000.0}
     blocks = [
         block("ddp", 0, rank_block(0, 0.625)),
-        block(
-            "dear",
-            0,
-            rank_block(0, steps=STEPS, peak_memory_bytes=7_000_000, host_bytes=41_000_000.0),
-        ),
+        block("dear", 0, rank_of_steps(0, STEP, **load)),
     ]
     return rows_of(POINT, blocks, ["ddp", "dear"], dear="tuned")
 
@@ -50,18 +45,18 @@ def test_the_fastest_is_named_with_what_is_gained() -> None:
     ddp, dear = rows()
     (said,) = verdicts([ddp, dear])
     assert said == "ratio=1: dear is the fastest, 1.25 times as fast as ddp (1.25 to 1.25)."
-    for void in ([ddp, replace(dear, is_void=True)], [replace(ddp, is_void=True), dear]):
+    for void in ([ddp, {**dear, "is_void": True}], [{**ddp, "is_void": True}, dear]):
         (said,) = verdicts(void)
         assert said.endswith(" Not valid: the machine was busy.")
-    for other in (replace(dear, ratio=1.25, ratio_max=1.3), replace(dear, ratio_max=1.01)):
+    for other in ({**dear, "ratio": 1.25, "ratio_max": 1.3}, {**dear, "ratio_max": 1.01}):
         assert list(verdicts([ddp, other])) == ["ratio=1: No entry is clearly faster than ddp."]
-    alone = replace(dear, entry=COMPUTE_ALONE)
+    alone = {**dear, "entry": COMPUTE_ALONE}
     assert list(verdicts([ddp, alone])) == []
 
 
 def test_a_line_says_how_a_block_went() -> None:
     ddp, dear = rows()
-    own = block("dear", 2, rank_block(0, steps=STEPS))
+    own = block("dear", 2, rank_of_steps(0, STEP))
     times = "1.25 times as fast as ddp (1.25 to 1.25)"
     assert said_of(own, [ddp, dear]) == f"round 3: dear 500 ms a step, so far {times}"
     first = block("ddp", 0, rank_block(0, 0.625))
@@ -94,31 +89,27 @@ def test_the_table_says_what_it_stands_for() -> None:
 
 
 def test_an_unknown_link_has_no_bounds() -> None:
-    said = describe(replace(POINT, link_rate_mbit=None, one_way_s=None, scale=1.0))
+    said = describe({**rows()[0], "link_rate_mbit": None, "communication_ratio": None})
     assert "link of unknown rate" in said
     assert "no bounds" in said
 
 
 def test_emulated_hosts_are_named_above_the_table_and_in_the_summary(tmp_path: Path) -> None:
-    point = replace(POINT, rig="2 emulated hosts x 1 ranks")
-    emulated = [replace(row, point=point) for row in rows()]
-    assert text_of(emulated).splitlines()[:2] == ["ratio=1", point.rig]
-    lines = [summary_line(row) for row in (*emulated, *rows())]
-    write_lines(tmp_path / "summary.csv", lines)
-    lines = read(tmp_path / "summary.csv")
-    assert rigs_of(lines) == point.rig
-    assert rigs_of([{"entry": "of an earlier version"}]) == ""
+    emulated = [{**row, "rig": "2 emulated hosts x 1 ranks"} for row in rows()]
+    assert text_of(emulated).splitlines()[:2] == ["ratio=1", "2 emulated hosts x 1 ranks"]
+    write_lines(tmp_path / "summary.csv", emulated)
+    assert read(tmp_path / "summary.csv")[0]["rig"] == "2 emulated hosts x 1 ranks"
 
 
 def test_points_stand_one_under_the_other() -> None:
-    other = [replace(row, point=replace(POINT, label="ratio=2")) for row in rows()]
+    other = [{**row, "point": "ratio=2"} for row in rows()]
     text = text_of([*rows(), *other])
     assert text.count("/DeAR") == 3
     assert text.count("step: median of the rounds") == 1
 
 
 def test_void_rows_are_named_so() -> None:
-    void = [replace(row, is_void=True) for row in rows()]
+    void = [{**row, "is_void": True} for row in rows()]
     assert text_of(void).count(" VOID\n") == 2
 
 
@@ -138,7 +129,7 @@ def test_raw_holds_every_step_of_every_rank(tmp_path: Path) -> None:
     append_lines(tmp_path / "raw.csv", raw_lines(POINT, own, ranks))
     seconds = [line["step_s"] for line in read(tmp_path / "raw.csv")]
     assert seconds == ["0.5", "0.6", "0.7", "0.876543"]
-    ours = rank_block(0, steps=STEPS)
+    ours = rank_of_steps(0, STEP)
     append_lines(tmp_path / "raw.csv", raw_lines(POINT, block("dear", 0, ours), [ours]))
     last = read(tmp_path / "raw.csv")[-1]
     assert last["entry"] == "dear"
@@ -147,7 +138,7 @@ def test_raw_holds_every_step_of_every_rank(tmp_path: Path) -> None:
     assert last["stands_for_mbit"] == "16000.0"
     assert read(tmp_path / "raw.csv")[0]["exposed_all_gather_s"] == ""
     # Means over the ranks are 0.6 and 0.738.
-    assert own.step_s == 0.669136
+    assert own["step_s"] == 0.669136
 
 
 def test_other_columns_are_not_written_into_a_file(tmp_path: Path) -> None:
@@ -159,7 +150,7 @@ def test_other_columns_are_not_written_into_a_file(tmp_path: Path) -> None:
 
 
 def test_the_summary_has_rows_with_bounds() -> None:
-    ddp, dear = map(summary_line, rows())
+    ddp, dear = rows()
     assert (ddp["entry"], ddp["ratio"]) == ("ddp", 1.0)
     assert (dear["bound_s"], dear["over_bound"], dear["scale"]) == (0.4, 1.25, 20.0)
     assert (dear["forward_s"], dear["backward_s"]) == (0.1, 0.2)
@@ -168,13 +159,13 @@ def test_the_summary_has_rows_with_bounds() -> None:
 def test_a_report_is_up_to_date_after_every_block(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known: list[Row] = []
-    report = Report(tmp_path, lambda: known, summary_line, text_of, draw)
+    known: list[Line] = []
+    report = Report(tmp_path, lambda: known, text_of, draw)
     report.write()
     report.finish()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
-    report = Report(tmp_path, lambda: known, summary_line, text_of, draw)
+    report = Report(tmp_path, lambda: known, text_of, draw)
     known.append(rows()[0])
     report.write()
     names = {"summary.csv", "table.txt", "plot.png"}
@@ -193,22 +184,45 @@ def test_a_report_is_up_to_date_after_every_block(
     assert capsys.readouterr().out == ""
 
 
-def test_parts_are_joined_and_reported_as_one(tmp_path: Path) -> None:
-    assert not join_parts(tmp_path)
+def test_parts_are_joined(tmp_path: Path) -> None:
+    join_parts(tmp_path)
+    assert list(tmp_path.iterdir()) == []
     for number in (0, 1, 10):
         folder = tmp_path / str(number)
         folder.mkdir()
-        point = replace(POINT, label=f"ratio={number}")
-        own = rank_block(0, 0.5)
-        append_lines(folder / "blocks.csv", [block_line(point, block("ddp", 0, own))])
+        point = {**POINT, "point": f"ratio={number}"}
+        ranks = [rank_block(0, 0.5)]
+        own = block("ddp", 0, *ranks)
+        append_lines(folder / "blocks.csv", [{**point, **own}])
+        append_lines(folder / "summary.csv", rows_of(point, [own], ["ddp"]))
         if number:
-            append_lines(folder / "raw.csv", raw_lines(point, block("ddp", 0, own), [own]))
-    assert join_parts(tmp_path)
-    assert [line["point"] for line in read(tmp_path / "blocks.csv")] == [
-        *("ratio=0", "ratio=1", "ratio=10")
-    ]
+            append_lines(folder / "raw.csv", raw_lines(point, own, ranks))
+    join_parts(tmp_path)
+    for name in ("blocks.csv", "summary.csv"):
+        points = [line["point"] for line in read(tmp_path / name)]
+        assert points == ["ratio=0", "ratio=1", "ratio=10"]
     assert len(read(tmp_path / "raw.csv")) == 2
-    assert len(report_of(tmp_path).rows()) == 3
+
+
+@pytest.mark.parametrize(
+    "study", ["speed/bert_p2", "compression/mergecomp_100mbit", "simulator/a4"]
+)
+def test_what_earlier_versions_have_recorded_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], study: str
+) -> None:
+    recorded = (recipes_dir() / study / "summary.csv").read_bytes()
+    (tmp_path / "summary.csv").write_bytes(recorded)
+    show(tmp_path, WORDS, text_of, draw)
+    assert capsys.readouterr().out.count(" waiting instead of computing, ") >= 1
+    assert (tmp_path / "plot.png").exists()
+    assert read(tmp_path / "summary.csv") == read(recipes_dir() / study / "summary.csv")
+
+
+def test_another_programs_summary_is_refused(tmp_path: Path) -> None:
+    for text in ("", "entry,verdict\ndense,reference\n"):
+        (tmp_path / "summary.csv").write_text(text)
+        with pytest.raises(ValueError, match=r"has no summary\.csv that this program has written"):
+            show(tmp_path, WORDS, text_of, draw)
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_dear.studies.block import BlockLength
-from lightning_dear.studies.records import RankBlock
-from lightning_dear.studies.rounds import Candidate, run_rounds
-from tests.studies.examples import rank_block
+from lightning_dear.studies.rounds import Turn, find_best, turns
 
 
 def test_the_order_changes_among_those_that_take_part() -> None:
-    def candidate(name: str, num_rounds: int | None = None) -> Candidate:
-        return Candidate(name, lambda length: rank_block(0, 1.0), num_rounds)
-
-    told: list[str] = []
-    candidates = [candidate("a"), candidate("b", 1), candidate("c")]
-    measured = run_rounds(candidates, BlockLength(3, 1), range(3), told.append)
-    ran = [(block.entry, block.round, block.place) for block, _ in measured]
-    assert ran == [
+    assert [tuple(turn) for turn in turns({"a": 3, "b": 1, "c": 3})] == [
         ("a", 0, 0),
         ("b", 0, 1),
         ("c", 0, 2),
@@ -25,16 +15,17 @@ def test_the_order_changes_among_those_that_take_part() -> None:
         ("a", 2, 0),
         ("c", 2, 1),
     ]
-    assert told[-1] == "c, round 3 of 3"
 
 
-def test_a_warm_up_may_be_an_entry_s_own() -> None:
-    lengths: list[BlockLength] = []
+def test_the_best_has_the_shortest_median_of_rounds_that_do_not_count() -> None:
+    seconds = {"a": [1.0, 9.0, 9.0], "b": [2.0, 2.0, 2.0]}
+    told: list[Turn] = []
 
-    def run(length: BlockLength) -> RankBlock:
-        lengths.append(length)
-        return rank_block(0, 1.0)
+    def measure(turn: Turn) -> float:
+        told.append(turn)
+        return seconds[turn.entry][-1 - turn.round]
 
-    candidates = [Candidate("usual", run), Candidate("longer", run, num_warm_up_steps=9)]
-    list(run_rounds(candidates, BlockLength(3, 1), range(1), lambda name: None))
-    assert lengths == [BlockLength(3, 1), BlockLength(9, 1)]
+    assert find_best(["a", "b"], 3, measure) == "b"
+    assert [(turn.entry, turn.round) for turn in told] == [
+        *[("a", -1), ("b", -1), ("b", -2), ("a", -2), ("a", -3), ("b", -3)]
+    ]

@@ -13,10 +13,12 @@ def _job(cfg: Any) -> None:
 
 
 def _report(folder: Path) -> None:
-    from lightning_dear.studies.comparison import join_parts, report_of
+    from lightning_dear.studies.comparison import draw, join_parts, text_of
+    from lightning_dear.studies.report import show
+    from lightning_dear.studies.summary import WORDS
 
     join_parts(folder)
-    report_of(folder).finish()
+    show(folder, WORDS, text_of, draw)
 
 
 PROGRAM = Program("dear-bench", _job, _report)

@@ -17,9 +17,9 @@ from lightning_dear.planning.fusion import default_cap_mb
 from lightning_dear.strategy.launchers import configure_launcher
 from lightning_dear.studies.block import quiet_lightning
 from lightning_dear.studies.competitors import default_ddp_caps
+from lightning_dear.studies.files import Line
 from lightning_dear.studies.interrupts import INTERRUPTS
 from lightning_dear.studies.mgwfbp import ddp_options
-from lightning_dear.studies.records import Point, compute_for_ratio, one_way_bytes
 from lightning_dear.studies.report import Report
 from lightning_dear.workloads.replay import ReplayModel, load_profile
 
@@ -100,7 +100,7 @@ def build_starter(cfg: DictConfig) -> Trainer:
 
 
 def run_on_ranks(
-    cfg: DictConfig, run: Callable[[Trainer], None], report: Report[Any], program: Program
+    cfg: DictConfig, run: Callable[[Trainer], None], report: Report, program: Program
 ) -> None:
     """Start the ranks that the cluster needs, and call `run` with the starter on each. Blocks.
 
@@ -146,12 +146,6 @@ def is_replay(cfg: DictConfig) -> bool:
     return str(cfg.model._target_).endswith(f".{ReplayModel.__name__}")
 
 
-def ranks_per_link(cfg: DictConfig, world_size: int) -> int:
-    """Return how many ranks share a host's link; on one host each is thought to have its own."""
-    num_hosts = int(cfg.cluster.num_nodes)
-    return world_size // num_hosts if num_hosts > 1 else 1
-
-
 def replay_overrides(cfg: DictConfig, world_size: int) -> tuple[str, ...]:
     """Return what ``ratio`` means for the model: how long it waits in each batch.
 
@@ -166,9 +160,35 @@ def replay_overrides(cfg: DictConfig, world_size: int) -> tuple[str, ...]:
             f" {cfg.model._target_}. Leave ratio out, or choose model=replay."
         )
     model_bytes = load_profile(cfg.model.profile).scaled(cfg.model.scale).nbytes
-    num_links = world_size // ranks_per_link(cfg, world_size)
-    compute_s = compute_for_ratio(cfg.ratio, model_bytes, num_links, rate_of(cfg))
-    return (as_override("model.compute_s", compute_s / batches_per_step(cfg)),)
+    one_way = one_way_s(cfg, model_bytes, world_size)
+    if not cfg.ratio > 0 or not one_way:
+        raise ValueError(
+            f"ratio={cfg.ratio:g} must be greater than 0, and needs at least two ranks, on links of"
+            " known rate; set model.compute_s instead, or choose another cluster."
+        )
+    compute_s = 2 * one_way / cfg.ratio / batches_per_step(cfg)
+    return (as_override("model.compute_s", compute_s),)
+
+
+def one_way_s(cfg: DictConfig, model_bytes: int, world_size: int) -> float | None:
+    """Return what each link takes to reduce-scatter, or to all-gather, the model.
+
+    Ranks of a host share its link: who does may add up first, and share what comes, and no schedule
+    needs less. On one host each rank is thought to have a link of its own.
+
+    Args:
+        cfg: Of the links.
+        model_bytes: All parameters, as they travel.
+        world_size: Number of ranks.
+
+    Returns:
+        Seconds; None if the cluster's file has no rate.
+    """
+    rate_mbit, num_hosts = link_rate_mbit(cfg), int(cfg.cluster.num_nodes)
+    if rate_mbit is None:
+        return None
+    num_links = num_hosts if num_hosts > 1 else world_size
+    return (num_links - 1) / num_links * model_bytes / (rate_mbit * 1e6 / 8)
 
 
 def batches_per_step(cfg: DictConfig) -> int:
@@ -179,12 +199,6 @@ def batches_per_step(cfg: DictConfig) -> int:
 def scale_of(cfg: DictConfig) -> float:
     """Return what a replayed model's bytes are divided by; 1 for others."""
     return float(cfg.model.scale) if is_replay(cfg) else 1.0
-
-
-def rate_of(cfg: DictConfig) -> float | None:
-    """Return bytes per second of each link; None if the cluster's file has none."""
-    rate_mbit = link_rate_mbit(cfg)
-    return None if rate_mbit is None else rate_mbit * 1e6 / 8
 
 
 def scale_caps(cfg: DictConfig, world_size: int) -> None:
@@ -218,8 +232,8 @@ def link_rate_mbit(cfg: DictConfig) -> float | None:
     return 8 / beta / 1e6 if beta else None
 
 
-def point_of(cfg: DictConfig, label: str, model: LightningModule, world_size: int) -> Point:
-    """Return what is compared; a model that computes has no seconds yet.
+def point_of(cfg: DictConfig, label: str, model: LightningModule, world_size: int) -> Line:
+    """Return what is compared, as `studies.summary` has it; what computes has no seconds yet.
 
     Args:
         cfg: The point's config.
@@ -228,25 +242,25 @@ def point_of(cfg: DictConfig, label: str, model: LightningModule, world_size: in
         world_size: Number of ranks.
     """
     profile = model.profile if isinstance(model, ReplayModel) else None
-    rate = rate_of(cfg)
+    rate_mbit, scale = link_rate_mbit(cfg), scale_of(cfg)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     itemsize = _ITEMSIZES.get(str(cfg.trainer.get("precision")))
     model_bytes = sum(one.numel() * (itemsize or one.itemsize) for one in trained)
-    one_way = one_way_bytes(model_bytes, world_size // ranks_per_link(cfg, world_size))
     net = cfg.model.get("net", {})
     name = profile.name if profile else str(net.get("_target_", cfg.model._target_)).split(".")[-1]
-    return Point(
-        label=label,
-        model=name,
-        scale=scale_of(cfg),
-        link_rate_mbit=link_rate_mbit(cfg),
-        rate_source="shaped" if cfg.cluster.get("rate_mbit") is not None else "assumed",
-        is_replay=profile is not None,
-        world_size=world_size,
-        model_bytes=model_bytes,
-        compute_source="profile" if profile else "not measured",
-        alone_forward_s=profile.forward_s * batches_per_step(cfg) if profile else None,
-        alone_backward_s=profile.backward_s * batches_per_step(cfg) if profile else None,
-        one_way_s=None if rate is None else one_way / rate,
-        rig=emulated_rig(),
-    )
+    return {
+        "point": label,
+        "model": name,
+        "is_replay": profile is not None,
+        "scale": scale,
+        "link_rate_mbit": rate_mbit,
+        "stands_for_mbit": None if rate_mbit is None else rate_mbit * scale,
+        "rate_source": "shaped" if cfg.cluster.get("rate_mbit") is not None else "assumed",
+        "world_size": world_size,
+        "model_bytes": model_bytes,
+        "compute_source": "profile" if profile else "not measured",
+        "forward_s": profile.forward_s * batches_per_step(cfg) if profile else None,
+        "backward_s": profile.backward_s * batches_per_step(cfg) if profile else None,
+        "one_way_s": one_way_s(cfg, model_bytes, world_size),
+        "rig": emulated_rig(),
+    }

@@ -3,27 +3,30 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from omegaconf import DictConfig
 from torch import device
 
 from lightning_dear.apps.bench import build, config
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
+from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.planning import BucketPlan
-from lightning_dear.studies import rounds
-from lightning_dear.studies.block import BlockLength, Rig, run_block
+from lightning_dear.studies.block import BlockLength, RankBlock, Rig, run_block
 from lightning_dear.studies.comparison import said_of
-from lightning_dear.studies.files import append_lines
-from lightning_dear.studies.records import COMPUTE_ALONE, Block, RankBlock, Row
+from lightning_dear.studies.files import Line, append_lines
 from lightning_dear.studies.report import Report
-from lightning_dear.studies.summary import block_line, raw_lines, summarize
+from lightning_dear.studies.rounds import TUNING_ROUND, Turn, find_best, turns
+from lightning_dear.studies.summary import COMPUTE_ALONE, block_of, raw_lines, summarize
+
+Run = Callable[[], RankBlock]
+"""Fits a fresh module and returns what this rank measured. Collective, blocks."""
 
 
 @dataclass
@@ -35,128 +38,118 @@ class Comparison:
         rig: Where this process stands.
         root_device: Where its parameters live.
         report: Written on rank 0 after each block; its folder gets raw.csv and blocks.csv.
+        known: What earlier runs of the same folder have measured at any point.
 
     Attributes:
-        blocks: What has been measured so far, an earlier run of the same folder included.
+        blocks: What has been measured so far.
         point: What is compared.
     """
 
     setting: config.Setting
     rig: Rig
     root_device: device
-    report: Report[Row]
-    blocks: list[Block] = field(default_factory=list)
+    report: Report
+    known: Sequence[Line]
 
     def __post_init__(self) -> None:
         """Compose the point's config and find out what it stands for."""
         self.cfg = config.at_point(self.setting)
         self.entries = config.entries_of(self.cfg)
+        self._usual = BlockLength(self.cfg.warm_up_steps, self.cfg.steps)
+        # The baseline is the first entry, so what is no competitor stands last.
+        most = {entry.name: min(entry.rounds, self.cfg.rounds) for entry in self.entries}
+        self._turns = list(turns({**most, COMPUTE_ALONE: self.cfg.rounds}))
         self._replay = build.replay_overrides(self.cfg, self.rig.world_size)
-        model = build.build_model(self._composed(()))
-        self.point = build.point_of(
-            self.cfg, config.label_of(self.setting), model, self.rig.world_size
-        )
+        model, label = build.build_model(self._composed(())), config.label_of(self.setting)
+        self.point = build.point_of(self.cfg, label, model, self.rig.world_size)
+        self.blocks = [block for block in self.known if block["point"] == label]
         datamodule = instantiate(self.cfg.data, _convert_="all")
         datamodule.prepare_data()
         datamodule.setup("fit")
         self._batches = list(islice(datamodule.train_dataloader(), self.cfg.num_batches))
-        self._rows: list[Row] | None = None
 
     @property
     def num_steps(self) -> int:
         """How many optimizer steps `run` takes in a new folder, warm-up included."""
-        cfg = self.cfg
-        num_steps = cfg.rounds * (cfg.warm_up_steps + cfg.steps)
+        cfg, lengths = self.cfg, {entry.name: entry.length for entry in self.entries}
+        num_steps = sum(lengths.get(turn.entry, self._usual).max_steps - 1 for turn in self._turns)
         for entry in self.entries:
-            warm_up_steps = entry.warm_up_steps or cfg.warm_up_steps
-            num_steps += min(entry.rounds or cfg.rounds, cfg.rounds) * (warm_up_steps + cfg.steps)
             num_steps += cfg.grid_rounds * len(entry.grid) * (cfg.warm_up_steps + cfg.grid_steps)
-            if entry.tuning_steps:
-                num_steps += cfg.warm_up_steps + entry.tuning_steps
+            num_steps += (cfg.warm_up_steps + entry.tuning_steps) * bool(entry.tuning_steps)
         return int(num_steps)
 
     def run(self) -> None:
         """Measure what is missing, noting block after block. Collective, blocks."""
-        taking_part = {entry.name: entry.rounds for entry in self.entries}
-        wanted = self.cfg.rounds
-        to_go = rounds.rounds_to_go({**taking_part, COMPUTE_ALONE: None}, self.blocks, wanted)
-        if self.report.progress is not None:
-            self.report.progress.leave_out(self.num_steps * (wanted - len(to_go)) // wanted)
+        known = {(block["entry"], block["round"]) for block in self.blocks}
+        to_go = [turn for turn in self._turns if turn[:2] not in known]
+        num_known = len(self._turns) - len(to_go)
+        self.report.progress.leave_out(self.num_steps * num_known // len(self._turns))
         if not to_go:
             return
-        candidates = [self._ready(number, entry) for number, entry in enumerate(self.entries)]
-        # The baseline is the first entry, so what is no competitor stands last.
-        candidates.append(rounds.Candidate(COMPUTE_ALONE, self._run_alone))
-        length = BlockLength(self.cfg.warm_up_steps, self.cfg.steps)
-        for measured in rounds.run_rounds(candidates, length, to_go, self._begin):
-            self._note(measured)
+        runs = {entry.name: self._ready(entry) for entry in self.entries}
+        runs[COMPUTE_ALONE] = self._alone(), ""
+        for turn in to_go:
+            run, note = runs[turn.entry]
+            self._measure(turn, run, list(runs).index(turn.entry), note)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Line]:
         """Return the rows of all that has been measured so far."""
-        if self._rows is None:
-            self._rows = summarize(self.point, self.blocks)
-        return self._rows
+        return summarize(self.point, self.blocks)
 
     # --- entries ------------------------------------------------------------------------------
 
-    def _ready(self, number: int, entry: config.Entry) -> rounds.Candidate:
+    def _ready(self, entry: config.Entry) -> tuple[Run, str]:
+        """Return what runs a block of an entry, and what was found by tuning, for people."""
         overrides, note, plan = entry.overrides, "", None
         if entry.grid:
             chosen = self._best_of_grid(entry)
-            overrides, note = (*overrides, *chosen), _note_of(entry, chosen)
+            overrides, note = (*overrides, chosen), _note_of(entry, chosen)
         if entry.tuning_steps:
             plan, note = self._tuned(entry, overrides)
-        run = self._runner(overrides, plan)
-        return rounds.Candidate(entry.name, run, entry.rounds, entry.warm_up_steps, number, note)
+        return self._runner(overrides, entry.length, plan), note
 
-    def _best_of_grid(self, entry: config.Entry) -> tuple[str, ...]:
+    def _best_of_grid(self, entry: config.Entry) -> str:
         """Measure all values of the grid, unless an earlier run has chosen one."""
-        noted = {block.note for block in self.blocks if block.entry == entry.name}
+        noted = {block["note"] for block in self.blocks if block["entry"] == entry.name}
         for more in entry.grid:
             if _note_of(entry, more) in noted:
                 return more
-        tries = {f"{entry.name} ({', '.join(more)})": more for more in entry.grid}
-        best = rounds.find_best(
-            [
-                rounds.Candidate(name, self._runner((*entry.overrides, *more)))
-                for name, more in tries.items()
-            ],
-            BlockLength(self.cfg.warm_up_steps, self.cfg.grid_steps),
-            self.cfg.grid_rounds,
-            self._begin,
-            self._note,
-        )
-        return tries[best.name]
+        length = BlockLength(self.cfg.warm_up_steps, self.cfg.grid_steps)
+        tries = {f"{entry.name} ({more})": more for more in entry.grid}
+        runs = {
+            name: self._runner((*entry.overrides, more), length) for name, more in tries.items()
+        }
+
+        def measure(turn: Turn) -> float:
+            return float(self._measure(turn, runs[turn.entry])["step_s"])
+
+        return tries[find_best(list(runs), self.cfg.grid_rounds, measure)]
 
     def _tuned(self, entry: config.Entry, overrides: Sequence[str]) -> tuple[BucketPlan, str]:
         """Let the strategy find its plan in one long fit; it is kept in all blocks."""
         search = self._composed(entry.plan_of or overrides)
-        found: list[Strategy] = []
-
-        def run(length: BlockLength) -> RankBlock:
-            measured, strategy = self._fit(search, build.build_strategy(search), length)
-            found.append(strategy)
-            return measured
-
+        strategy = build.build_strategy(search)
         length = BlockLength(self.cfg.warm_up_steps, entry.tuning_steps)
-        rounds.find_best([rounds.Candidate(entry.name, run)], length, 1, self._begin, self._note)
-        plan, note = found_plan(entry.name, found[0])
+        run = partial(self._fit, search, strategy, length)
+        self._measure(Turn(entry.name, TUNING_ROUND, 0), run)
+        plan, note = found_plan(entry.name, strategy)
         if self.rig.rank == 0:
             self._keep(plan, entry.name)
         return plan, note
 
     def _runner(
-        self, overrides: Sequence[str], plan: BucketPlan | None = None
-    ) -> Callable[[BlockLength], RankBlock]:
+        self, overrides: Sequence[str], length: BlockLength, plan: BucketPlan | None = None
+    ) -> Run:
         cfg = self._composed(overrides)
-        return lambda length: self._fit(cfg, build.build_strategy(cfg, plan), length)[0]
+        return lambda: self._fit(cfg, build.build_strategy(cfg, plan), length)
 
     def _keep(self, plan: BucketPlan, entry: str) -> None:
         """Write which tensors travel together, for whoever looks at the rows later."""
         folder = self.report.folder / "plans"
         folder.mkdir(exist_ok=True)
-        label = re.sub(r"[^\w.]+", "_", self.point.label)
-        content = {"point": self.point.label, "entry": entry, "buckets": groups_of(plan)}
+        buckets = [[piece.tensor for piece in bucket.slices] for bucket in plan.buckets]
+        content = {"point": self.point["point"], "entry": entry, "buckets": buckets}
+        label = re.sub(r"[^\w.]+", "_", self.point["point"])
         (folder / f"{label}_{entry}.json").write_text(f"{json.dumps(content)}\n")
 
     def _composed(self, overrides: Sequence[str]) -> DictConfig:
@@ -164,50 +157,40 @@ class Comparison:
         build.scale_caps(cfg, self.rig.world_size)
         return cfg
 
-    def _run_alone(self, length: BlockLength) -> RankBlock:
+    def _alone(self) -> Run:
         cfg = self._composed(("trainer.devices=1", "trainer.num_nodes=1"))
-        return self._fit(cfg, SingleDeviceStrategy(device=self.root_device), length)[0]
+        return lambda: self._fit(cfg, SingleDeviceStrategy(device=self.root_device), self._usual)
 
-    def _fit(
-        self, cfg: DictConfig, strategy: Any, length: BlockLength
-    ) -> tuple[RankBlock, Strategy]:
+    def _fit(self, cfg: DictConfig, strategy: Any, length: BlockLength) -> RankBlock:
         seed_everything(cfg.seed, workers=True, verbose=False)
-        new_trainer = partial(build.build_trainer, cfg, strategy)
-        return run_block(
-            self.rig, new_trainer, build.build_model(cfg), self._batches, length, self._on_step
-        )
+        new_trainer, model = partial(build.build_trainer, cfg, strategy), build.build_model(cfg)
+        on_step = self.report.progress.step
+        return run_block(self.rig, new_trainer, model, self._batches, length, on_step)
 
-    # --- noting -------------------------------------------------------------------------------
-
-    def _begin(self, what: str) -> None:
-        if self.report.progress is not None:
-            self.report.progress.begin(f"{self.point.label}: {what}" if self.point.label else what)
-
-    def _on_step(self) -> None:
-        if self.report.progress is not None:
-            self.report.progress.step()
-
-    def _note(self, measured: rounds.Measured) -> None:
-        block, ranks = measured
+    def _measure(self, turn: Turn, run: Run, number: int = 0, note: str = "") -> Line:
+        """Run one block on all ranks, note it, and return it. Collective, blocks."""
+        what = f"{turn.entry}, round {turn.round + 1} of {self.cfg.rounds}"
+        if turn.round < 0:
+            what = f"looking for the best: {turn.entry}"
+        self.report.progress.begin(": ".join(filter(None, (self.point["point"], what))))
+        # Nobody starts while others still end the block before, or load their model.
+        from_all_ranks(None)
+        ranks = from_all_ranks(run())
+        block = block_of(turn, ranks, number, note)
         with self.report.lock:
             self.blocks.append(block)
-            self._rows = None
             if self.rig.rank == 0:
                 folder = self.report.folder
                 append_lines(folder / "raw.csv", raw_lines(self.point, block, ranks))
-                append_lines(folder / "blocks.csv", [block_line(self.point, block)])
+                append_lines(folder / "blocks.csv", [{**self.point, **block}])
                 self.report.write()
-        if self.report.progress is not None and block.round >= 0:
+        if block["round"] >= 0:
             self.report.progress.say(said_of(block, self.rows()))
+        return block
 
 
-def _note_of(entry: config.Entry, chosen: Sequence[str]) -> str:
-    return f"best of {len(entry.grid)}: {', '.join(chosen)}"
-
-
-def groups_of(plan: BucketPlan) -> list[list[int]]:
-    """Return the numbers of the tensors of each bucket."""
-    return [[piece.tensor for piece in bucket.slices] for bucket in plan.buckets]
+def _note_of(entry: config.Entry, chosen: str) -> str:
+    return f"best of {len(entry.grid)}: {chosen}"
 
 
 def found_plan(entry: str, strategy: Any) -> tuple[BucketPlan, str]:

@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.names import is_meant
+from lightning_dear.studies.block import BlockLength
 
 _OWN_KEYS = ("name", "grid", "tuning_steps", "plan_of", "rounds", "warm_up_steps")
 
@@ -21,44 +22,33 @@ class Entry:
     Attributes:
         name: For people.
         overrides: Hydra overrides on top of the job's.
+        length: Of its blocks.
+        rounds: It takes part in the first so many rounds.
         grid: Alternative further overrides, of which the best is measured first; may be empty.
         tuning_steps: Steps of a fit whose last plan is kept; 0: none.
         plan_of: Overrides of that fit, if another strategy than the entry's is to find the plan.
-        rounds: It takes part in the first so many rounds; None: in all.
-        warm_up_steps: Steps of its blocks that are not timed; None: as many as of others'.
     """
 
     name: str
     overrides: tuple[str, ...]
-    grid: tuple[tuple[str, ...], ...] = ()
+    length: BlockLength
+    rounds: int
+    grid: tuple[str, ...] = ()
     tuning_steps: int = 0
     plan_of: tuple[str, ...] = ()
-    rounds: int | None = None
-    warm_up_steps: int | None = None
 
 
 def entries_of(cfg: DictConfig) -> list[Entry]:
     """Return the entries that ``cfg.entries`` names or spells out.
 
     Raises:
-        ValueError: For unknown names, names given twice, entries without a name, numbers of rounds
-            that leave nothing to compare, and too short a warm-up.
+        ValueError: For unknown names, names given twice, entries without a name, grids of several
+            options, and too short a warm-up.
     """
     known: Any = OmegaConf.to_container(cfg.competitors)
-    entries = [_entry(one) for one in named(cfg, lambda name: _known(name, known))]
+    entries = [_entry(cfg, one) for one in named(cfg, lambda name: _known(name, known))]
     if not entries:
         raise ValueError(f"entries is empty; name some of {', '.join(known)}.")
-    for entry in entries:
-        if entry.rounds is not None and entry.rounds < 1:
-            raise ValueError(f"rounds of {entry.name} must be at least 1, got {entry.rounds}.")
-        if entry.warm_up_steps is not None and entry.warm_up_steps < 3:
-            raise ValueError(
-                f"warm_up_steps of {entry.name} must be at least 3, got {entry.warm_up_steps}."
-            )
-    if entries[0].rounds is not None:
-        raise ValueError(
-            f"Ratios are to {entries[0].name}, which takes part in all rounds: no rounds."
-        )
     return entries
 
 
@@ -94,23 +84,20 @@ def _known(name: str, known: Mapping[str, Any]) -> Mapping[str, Any]:
     return overrides
 
 
-def _entry(one: Mapping[str, Any]) -> Entry:
+def _entry(cfg: DictConfig, one: Mapping[str, Any]) -> Entry:
     settings = {key: value for key, value in one.items() if key not in _OWN_KEYS}
+    grid = one.get("grid") or {}
+    if len(grid) > 1:
+        raise ValueError(f"A grid has one option, this one has {', '.join(grid)}.")
     return Entry(
         name=str(one["name"]),
         overrides=overrides_of(settings),
-        grid=_grid(one.get("grid") or {}),
-        tuning_steps=int(one.get("tuning_steps") or 0),
-        plan_of=overrides_of(one.get("plan_of") or {}),
-        rounds=one.get("rounds"),
-        warm_up_steps=one.get("warm_up_steps"),
+        length=BlockLength(one.get("warm_up_steps", cfg.warm_up_steps), cfg.steps),
+        rounds=one.get("rounds", cfg.rounds),
+        grid=tuple(as_override(key, value) for key, values in grid.items() for value in values),
+        tuning_steps=one.get("tuning_steps", 0),
+        plan_of=overrides_of(one.get("plan_of", {})),
     )
-
-
-def _grid(options: Mapping[str, Sequence[Any]]) -> tuple[tuple[str, ...], ...]:
-    if len(options) > 1:
-        raise ValueError(f"A grid has one option, this one has {', '.join(options)}.")
-    return tuple((as_override(key, value),) for key, values in options.items() for value in values)
 
 
 def overrides_of(settings: Mapping[Any, Any]) -> tuple[str, ...]:
@@ -184,17 +171,15 @@ def by_cluster(points: Sequence[Setting]) -> list[tuple[Setting, list[Setting]]]
     Returns:
         For each group: the settings to start the ranks with, and the points to compare on them.
     """
-    groups = groupby(points, key=cluster_settings)
-    return [(dict(cluster), list(group)) for cluster, group in groups]
 
+    def cluster(point: Setting) -> dict[str, Any]:
+        return {
+            key: value
+            for key, value in point.items()
+            if key in ("cluster", "model.scale") or key.startswith("cluster.")
+        }
 
-def cluster_settings(point: Setting) -> dict[str, Any]:
-    """Return the settings of a point that hold for the ranks and the links between them."""
-    return {
-        key: value
-        for key, value in point.items()
-        if key in ("cluster", "model.scale") or key.startswith("cluster.")
-    }
+    return [(settings, list(group)) for settings, group in groupby(points, key=cluster)]
 
 
 def at_point(point: Setting, overrides: Sequence[str] = ()) -> DictConfig:

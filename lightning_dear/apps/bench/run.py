@@ -19,11 +19,10 @@ from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.strategy.launchers import job_arguments
 from lightning_dear.studies import comparison
 from lightning_dear.studies.block import Rig, interface_of
-from lightning_dear.studies.files import OTHER_FOLDER
+from lightning_dear.studies.files import OTHER_FOLDER, read_lines
 from lightning_dear.studies.progress import Progress
-from lightning_dear.studies.records import Row
-from lightning_dear.studies.report import Report
-from lightning_dear.studies.summary import read_blocks, summary_line
+from lightning_dear.studies.report import Report, show
+from lightning_dear.studies.summary import WORDS
 
 MODULE = "lightning_dear.apps.bench"
 
@@ -54,11 +53,12 @@ def bench(cfg: DictConfig, program: Program) -> None:
 
 def _run(cfg: DictConfig, points: Sequence[config.Setting], folder: Path, program: Program) -> None:
     done: list[Comparison] = []
-
-    def rows() -> list[Row]:
-        return [row for one in done for row in one.rows()]
-
-    report = Report(folder, rows, summary_line, comparison.text_of, comparison.draw)
+    report = Report(
+        folder,
+        lambda: [row for one in done for row in one.rows()],
+        comparison.text_of,
+        comparison.draw,
+    )
 
     def compare(starter: Trainer) -> None:
         strategy: Any = starter.strategy
@@ -68,14 +68,12 @@ def _run(cfg: DictConfig, points: Sequence[config.Setting], folder: Path, progra
             interface_of(starter.num_nodes) if starter.num_nodes > 1 else "",
             starter.world_size if HOST_VARIABLE in os.environ else starter.num_devices,
         )
-        known = read_blocks(folder) if rig.rank == 0 and (folder / "blocks.csv").exists() else {}
+        known = read_lines(folder / "blocks.csv", WORDS) if rig.rank == 0 else []
         known = from_all_ranks(known)[0]
         for point in points:
-            own = Comparison(point, rig, strategy.root_device, report)
-            for known_point, blocks in known.items():
-                own.blocks += blocks if known_point.label == own.point.label else []
-            if rig.rank == 0:
-                report.progress = report.progress or Progress(own.num_steps * len(points))
+            own = Comparison(point, rig, strategy.root_device, report, known)
+            if rig.rank == 0 and not done:
+                report.progress = Progress(own.num_steps * len(points))
             done.append(own)
             own.run()
 
@@ -93,7 +91,6 @@ def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    report = comparison.report_of(folder)
     try:
         for number, (cluster, points) in enumerate(groups):
             own = [
@@ -106,14 +103,13 @@ def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]
             print(f"Part {number + 1} of {len(groups)}: {labels}", flush=True)
             argv = [sys.executable, "-m", MODULE, *config.merged(job_arguments(hydra, 0), own)]
             code = job.run_child(argv, cwd=hydra.runtime.cwd)
-            if comparison.join_parts(folder):
-                report.write()
+            comparison.join_parts(folder)
             if code:
                 raise SystemExit(code)
     finally:
-        if (folder / "blocks.csv").exists():
+        if (folder / "summary.csv").exists():
             print("\nAll parts:\n")
-            report.finish()
+            show(folder, WORDS, comparison.text_of, comparison.draw)
 
 
 def check_goes_on(folder: Path, cfg: DictConfig) -> None:
@@ -155,6 +151,6 @@ def check_points(points: Sequence[config.Setting]) -> None:
     """
     for point in points:
         for entry in config.entries_of(config.at_point(point)):
-            tries = [(*entry.overrides, *more) for more in entry.grid or ((),)]
+            tries = [(*entry.overrides, more) for more in entry.grid] or [entry.overrides]
             for one in (*tries, *([entry.plan_of] if entry.plan_of else [])):
                 build.build_strategy(config.at_point(point, one))

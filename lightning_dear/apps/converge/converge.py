@@ -1,28 +1,22 @@
 """``dear-converge``: how training ends under each compressor, against dense training."""
 
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_dear.apps.program import Program
 
 
-def _job(cfg: Any, *, trains: bool = True) -> None:
+def _job(cfg: Any) -> None:
     from lightning_dear.apps.converge.run import converge
 
-    converge(cfg, PROGRAM, trains=trains)
+    converge(cfg, PROGRAM)
 
 
 def _report(folder: Path) -> None:
-    """Composes the job that has written to the folder again, and trains nothing."""
-    overrides = folder / ".hydra" / "overrides.yaml"
-    if not (folder / "raw.csv").exists() or not overrides.exists():
-        raise ValueError(f"{folder} has no raw.csv and {overrides.name} of dear-converge.")
-    from omegaconf import OmegaConf
+    from lightning_dear.studies.convergence import WORDS, draw, text_of
+    from lightning_dear.studies.report import show
 
-    sys.argv[1:] = [*OmegaConf.load(overrides), f"hydra.run.dir='{folder}'"]
-    PROGRAM.run(partial(_job, trains=False))
+    show(folder, WORDS, text_of, draw)
 
 
 PROGRAM = Program("dear-converge", _job, _report)

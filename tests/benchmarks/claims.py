@@ -1,14 +1,15 @@
 """Whether one entry is as fast as the best of others, judged on rounds that did not choose it.
 
-`python -m lightning_dear.studies.claims FOLDER ... --entry ENTRY --others OTHER ...` reads
-what `dear-bench` has written and prints a row for each point of all folders. The first half of the
-rounds says which of the others is the best, of those that took part in them; the second half says
-how long the entry takes, relative to that one, round by round.
+`python -m tests.benchmarks.claims FOLDER ... --entry ENTRY --others OTHER ...` reads the blocks.csv
+and summary.csv of `dear-bench` and prints a row for each point of all folders. The first half of
+the rounds says which of the others is the best, of those that took part in them; the second half
+says how long the entry takes, relative to that one, round by round.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +17,17 @@ from math import inf
 from pathlib import Path
 from statistics import geometric_mean, median
 
+from scipy import stats
+from tabulate import tabulate
+
 from lightning_dear.studies.files import write_text
-from lightning_dear.studies.records import COMPUTE_ALONE, Block, Point
-from lightning_dear.studies.statistics import upper_bound
-from lightning_dear.studies.summary import read_blocks, summarize
-from lightning_dear.studies.table import MISSING, format_markdown, shown
+from lightning_dear.studies.summary import COMPUTE_ALONE
+from lightning_dear.studies.table import MISSING, shown
 
 Rounds = Mapping[str, Mapping[int, float]]
 """Entry -> round -> median step, seconds."""
+
+Line = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -112,13 +116,14 @@ def claim_of(
     )
 
 
-def rounds_of(blocks: Sequence[Block]) -> Rounds:
-    """Return the rounds of one point, without those in which entries were tuned."""
-    rounds: dict[str, dict[int, float]] = {}
-    for block in blocks:
-        if block.round >= 0:
-            rounds.setdefault(block.entry, {})[block.round] = block.step_s
-    return rounds
+def upper_bound(values: Sequence[float]) -> float | None:
+    """Upper 95 % bound of the median of what `values` are drawn from; None for fewer than 5.
+
+    Without assumptions on how they are distributed: the k-th smallest of n is at least the median
+    unless fewer than k of n fair coins come up heads, whose probability is to be 95 % or more.
+    """
+    place = int(stats.binom.ppf(0.95, len(values), 0.5))
+    return sorted(values)[place] if place < len(values) else None
 
 
 def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) -> str:
@@ -147,7 +152,7 @@ def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) ->
     gains = [one.relative[others[0]] for one in claims if others[0] in one.relative]
     return "\n".join(
         [
-            format_markdown(titles, cells),
+            tabulate(cells, titles, tablefmt="github", disable_numparse=True),
             "",
             f"{entry} over the best other: geometric mean {geometric_mean(ratios):.3f}, largest"
             f" {max(ratios):.3f}, {min(one.num_rounds for one in claims)} paired rounds or more."
@@ -157,14 +162,41 @@ def format_claims(claims: Sequence[Claim], entry: str, others: Sequence[str]) ->
     )
 
 
+# --- folders ------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[Line]:
+    """Return a file's lines.
+
+    Raises:
+        ValueError: If there is no such file, or if it is of another program.
+    """
+    if not path.exists():
+        raise ValueError(f"{path.parent} has no {path.name} that dear-bench has written to.")
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    if not lines or "point" not in lines[0]:
+        raise ValueError(f"{path.parent} has no {path.name} that dear-bench has written to.")
+    return lines
+
+
+def read_rounds(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
+    """Return the rounds of each point of a folder, without those in which entries were tuned."""
+    points: dict[str, dict[str, dict[int, float]]] = {}
+    for line in read(folder / "blocks.csv"):
+        entries = points.setdefault(line["point"], {})
+        if int(line["round"]) >= 0:
+            entries.setdefault(line["entry"], {})[int(line["round"])] = float(line["step_s"])
+    return points
+
+
 def judged(
-    label: str, point: Point, blocks: Sequence[Block], entry: str, others: Sequence[str]
+    label: str, rounds: Rounds, rows: Sequence[Line], entry: str, others: Sequence[str]
 ) -> Claim:
-    """Return the row of one point of a folder; see `claim_of`."""
-    rows = summarize(point, blocks)
-    note = next((row.note for row in rows if row.entry == entry), "")
-    void = frozenset(row.entry for row in rows if row.is_void)
-    return claim_of(label, rounds_of(blocks), entry, others, note, void)
+    """Return the row of one point of a folder, of which `rows` are the summary's."""
+    note = next((row["note"] for row in rows if row["entry"] == entry), "")
+    void = frozenset(row["entry"] for row in rows if row["is_void"] == "True")
+    return claim_of(label, rounds, entry, others, note, void)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -187,23 +219,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rigs: list[str] = []
     for folder in given.folders:
         try:
-            measured = read_blocks(folder)
+            points, summary = read_rounds(folder), read(folder / "summary.csv")
         except ValueError as error:
             raise SystemExit(str(error)) from None
-        for point, blocks in measured.items():
-            rigs.append(point.rig)
+        rigs += [row["rig"] for row in summary if row.get("rig")]
+        for point, rounds in points.items():
             # Points of two folders may have the same label.
-            label = f"{folder.name}: {point.label}" if len(given.folders) > 1 else point.label
+            label = f"{folder.name}: {point}" if len(given.folders) > 1 else point
+            rows = [row for row in summary if row["point"] == point]
             try:
-                claims.append(judged(label, point, blocks, given.entry, given.others))
+                claims.append(judged(label, rounds, rows, given.entry, given.others))
             except ValueError as error:
                 problems.append(f"Not judged: {error}")
     if not claims:
         raise SystemExit("\n".join(problems))
     table = format_claims(claims, given.entry, given.others)
-    text = "\n\n".join(
-        filter(None, ("; ".join(filter(None, dict.fromkeys(rigs))), table, *problems))
-    )
+    text = "\n\n".join(filter(None, ("; ".join(dict.fromkeys(rigs)), table, *problems)))
     write_text(given.folders[0] / "claims.md", text)
     print(text)
 

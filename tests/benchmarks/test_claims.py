@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dear.studies.claims import claim_of, format_claims, main, rounds_of
-from lightning_dear.studies.statistics import upper_bound
-from lightning_dear.studies.summary import read_blocks
+from tests.benchmarks.claims import claim_of, format_claims, main, read_rounds, upper_bound
 
 # `fickle` is the best of the others in the first half only.
 ROUNDS = {
@@ -72,30 +70,24 @@ def tight(table: str) -> str:
     return re.sub(" +", " ", table)
 
 
-TIMES = ("step_s", "forward_s", "backward_s")
-
-
 def write_folder(folder: Path, point: str, num_rounds: int = 12) -> None:
     """What `dear-bench` writes, of two entries and compute alone."""
     folder.mkdir()
-    with (folder / "raw.csv").open("w", newline="") as file:
+    with (folder / "blocks.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["point", "entry", "round", "place", "rank", "step", *TIMES])
+        writer.writerow(["point", "entry", "round", "step_s"])
         for entry, seconds in (("exact", 1.0), ("layerwise", 2.0), ("compute alone", 0.8)):
             # What was tuned does not count.
-            writer.writerow([point, entry, -1, 0, 0, 0, 99.0, 9.0, 9.0])
+            writer.writerow([point, entry, -1, 99.0])
             for number in range(num_rounds):
-                for rank in range(2):
-                    # A step is the mean over the ranks.
-                    step_s = seconds + 0.1 * (2 * rank - 1)
-                    writer.writerow([point, entry, number, 0, rank, 0, step_s, 0.1, 0.1])
+                writer.writerow([point, entry, number, seconds])
     with (folder / "summary.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["point", "entry", "is_replay", "machine_use", "is_void", "note"])
+        writer.writerow(["point", "entry", "is_void", "note"])
         note = "plan: 3 buckets, predicted 950 ms/step"
-        writer.writerow([point, "exact", "True", 0.7, "False", note])
-        writer.writerow([point, "layerwise", "True", 0.7, "True", ""])
-        writer.writerow([point, "compute alone", "True", 0.7, "False", ""])
+        writer.writerow([point, "exact", "False", note])
+        writer.writerow([point, "layerwise", "True", ""])
+        writer.writerow([point, "compute alone", "False", ""])
 
 
 def test_folders_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,8 +95,7 @@ def test_folders_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     first, second = tmp_path / "first", tmp_path / "second"
     write_folder(first, "p")
     write_folder(second, "p")
-    (blocks,) = read_blocks(first).values()
-    assert rounds_of(blocks)["exact"] == dict.fromkeys(range(12), 1.0)
+    assert read_rounds(first)["p"]["exact"] == dict.fromkeys(range(12), 1.0)
     row = "| 2000.0* | 1000.0 | layerwise | 0.500 [0.500] | 0.950 | 2.000 | 0.800 |"
     main([str(first), *arguments])
     assert f"| p {row}" in tight(capsys.readouterr().out)
@@ -146,5 +137,8 @@ def test_what_is_unknown_is_a_dash() -> None:
 
 
 def test_a_folder_of_nothing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"has no blocks\.csv or raw\.csv"):
+    with pytest.raises(SystemExit, match=r"has no blocks\.csv that dear-bench"):
+        main([str(tmp_path), "--entry", "exact", "--others", "layerwise"])
+    (tmp_path / "blocks.csv").write_text("key,entry,metric\na,dense,1\n")
+    with pytest.raises(SystemExit, match=r"has no blocks\.csv that dear-bench"):
         main([str(tmp_path), "--entry", "exact", "--others", "layerwise"])
