@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dear.checkpoint.files import METADATA_FILE
 from lightning_dear.checkpoint.folder import SKELETON_FILE, load, save
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from tests.checkpoint.test_distributed_checkpoint import assert_equal
@@ -155,22 +154,20 @@ def test_what_another_strategy_wrote_is_checked_too(tmp_path: Path) -> None:
         load_file(tmp_path / "theirs")
 
 
-@pytest.mark.parametrize("which", ["part", METADATA_FILE, SKELETON_FILE, "part and metadata"])
+@pytest.mark.parametrize("which", ["part", SKELETON_FILE])
 def test_a_folder_of_two_checkpoints_is_refused(tmp_path: Path, which: str) -> None:
     """As when copying one over the other has broken off. All their files are as long."""
     for name, seed in (("first", 0), ("second", 1)):
         save(tmp_path / name, checkpoint(seed))
     first, mixed = tmp_path / "first", tmp_path / "second"
-    if "part" in which:
+    if which == "part":
         for part in mixed.glob("__*"):
             part.unlink()
         for part in first.glob("__*"):
             shutil.copy(part, mixed)
-    if "metadata" in which:
-        shutil.copy(first / METADATA_FILE, mixed)
-    if which == SKELETON_FILE:
+    else:
         shutil.copy(first / SKELETON_FILE, mixed)
-    with pytest.raises(ValueError, match="missing or cut off, or .metadata is not of this"):
+    with pytest.raises(ValueError, match="missing or cut off, or checkpoint.pt is not of this"):
         load(mixed)
 
 
@@ -219,7 +216,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 @pytest.mark.parametrize("checks", [True, False])
-@pytest.mark.parametrize("file", ["file", METADATA_FILE, SKELETON_FILE, "part"])
+@pytest.mark.parametrize("file", ["file", SKELETON_FILE, "part"])
 def test_a_damaged_or_foreign_file_is_named_in_one_sentence(
     tmp_path: Path, file: str, what: str, checks: bool
 ) -> None:
