@@ -1,4 +1,4 @@
-"""Data modules over three datasets; the strategy gives every process its share of each."""
+"""Data modules over digits, source text and images; the strategy shares each out to processes."""
 
 import hashlib
 import sysconfig
@@ -14,6 +14,8 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from lightning_dear.workloads.extras import require
+
 NUM_PIXELS = 8
 MAX_GREY = 16.0
 
@@ -21,6 +23,9 @@ EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
 NUM_HASH_CLASSES = 20
+
+# Means and deviations of the colour channels of ImageNet's training images.
+_IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -178,6 +183,55 @@ class SourceCorpusDataModule(SplitDataModule):
     def _spread(self, windows: Tensor) -> Tensor:
         count = min(self.num_eval_windows, len(windows))
         return windows[torch.arange(count) * len(windows) // count]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ImageFolderDataModule(SplitDataModule):
+    """Images in ``root/train/<class>/`` and ``root/val/<class>/``, as ImageNet is laid out.
+
+    Needs the extra ``[vision]``. ImageNet's test labels are not public, so ``val`` serves for the test as well.
+
+    Args:
+        root: Folder with ``train`` and ``val``.
+        batch_size: Images per batch and process.
+        image_size: Pixels per side after cropping.
+        num_workers: Loader processes per training process.
+    """
+
+    root: str
+    batch_size: int = 32
+    image_size: int = 224
+    num_workers: int = 4
+
+    def load(self) -> Sequence[Any]:
+        """List the images.
+
+        Raises:
+            FileNotFoundError: If ``root`` has no ``train`` or no ``val``.
+        """
+        val_set = self._open("val")
+        return self._open("train"), val_set, val_set
+
+    def _open(self, split: str) -> Any:
+        folder = Path(self.root) / split
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"{folder} does not exist: set data.root=... to a folder with train/<class>/ and "
+                "val/<class>/."
+            )
+        transform = self._transform(is_augmented=split == "train")
+        return require("torchvision.datasets", "vision").ImageFolder(str(folder), transform)
+
+    def _transform(self, is_augmented: bool) -> Any:
+        transforms = require("torchvision.transforms", "vision")
+        size = self.image_size
+        if is_augmented:
+            crop = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+        else:
+            # The usual margin: 256 pixels for a crop of 224.
+            crop = [transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)]
+        tail = [transforms.ToTensor(), transforms.Normalize(*_IMAGENET_STATISTICS)]
+        return transforms.Compose([*crop, *tail])
 
 
 def windows_of(paths: list[Path], context_length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""BERT as a masked language model on text files; needs the extra ``[text]``."""
+"""Masked language models on text files; needs the extra ``[text]``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,48 +14,6 @@ from lightning_dear.workloads.task import Task
 
 IGNORED_LABEL = -100
 """Label of positions that the loss leaves out; Hugging Face's own value."""
-
-# Width, layers and heads.
-_SIZES = {"base": (768, 12, 12), "large": (1024, 24, 16)}
-
-
-def bert_config(size: str, vocab_size: int, num_layers: int | None = None, **options: Any) -> Any:
-    """Build transformers' configuration of a BERT.
-
-    Args:
-        size: See `bert_net`.
-        vocab_size: See `bert_net`.
-        num_layers: See `bert_net`.
-        options: Others of `BertConfig`.
-    """
-    if size not in _SIZES:
-        raise ValueError(f"Unknown size {size!r}; valid names: {', '.join(_SIZES)}.")
-    width, depth, num_heads = _SIZES[size]
-    return require("transformers", "text").BertConfig(
-        vocab_size=vocab_size,
-        hidden_size=width,
-        num_hidden_layers=depth if num_layers is None else num_layers,
-        num_attention_heads=num_heads,
-        intermediate_size=4 * width,
-        **options,
-    )
-
-
-def bert_net(size: str = "base", vocab_size: int = 30522, num_layers: int | None = None) -> Any:
-    """Build a BERT for masked language modelling with random weights; downloads nothing.
-
-    Args:
-        size: ``base`` (110 million parameters) or ``large`` (340 million).
-        vocab_size: Entries of the tokenizer's vocabulary.
-        num_layers: Layers, where they should differ from the size's own; None keeps those.
-
-    Raises:
-        ValueError: If the size is unknown; the message lists the valid ones.
-        ModuleNotFoundError: If transformers is not installed.
-    """
-    config = bert_config(size, vocab_size, num_layers)
-    return require("transformers", "text").BertForMaskedLM(config)
-
 
 class MaskedLanguageModel(Task):
     """Trains ``net`` to restore masked tokens; logs train_loss, val_loss and test_loss (nats).

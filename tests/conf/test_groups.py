@@ -199,6 +199,11 @@ def keywords(target: str) -> set[str]:
     if target.endswith("DDPStrategy"):
         # The strategy's **kwargs go to torch's wrapper.
         names |= set(inspect.signature(DistributedDataParallel).parameters)
+    if target in ("torchvision.models.get_model", "timm.create_model"):
+        # Their **kwargs go to the network.
+        names.add("num_classes")
+    if target == "torchvision.models.get_model":
+        names.add("weights")
     return names
 
 

@@ -61,14 +61,6 @@ def test_every_sequence_has_something_to_restore(data):
     assert (labels != text.IGNORED_LABEL).sum(dim=1).tolist() == [1] * len(labels)
 
 
-@pytest.mark.parametrize(("size", "parameters"), [("base", 110e6), ("large", 335e6)])
-def test_bert_has_its_size(size, parameters):
-    pytest.importorskip("transformers", reason='pip install "lightning-dear[text]"')
-    with torch.device("meta"):
-        net = text.bert_net(size)
-    assert sum(p.numel() for p in net.parameters()) == pytest.approx(parameters, rel=0.02)
-
-
 def test_a_missing_tokenizer_names_both_remedies(tmp_path):
     pytest.importorskip("transformers", reason='pip install "lightning-dear[text]"')
     module = text.TextFileDataModule(root=str(tmp_path), tokenizer=str(tmp_path / "none"))
@@ -84,11 +76,6 @@ def test_missing_text_names_the_option(tmp_path, tokenizer_folder):
         module.setup("fit")
 
 
-def test_an_unknown_size_lists_the_known_ones():
-    with pytest.raises(ValueError, match="base, large"):
-        text.bert_net("huge")
-
-
 @pytest.mark.parametrize(
     "options", [{"mask_probability": 0.0}, {"eval_fraction": 0.5}], ids=lambda options: str(options)
 )
@@ -100,4 +87,4 @@ def test_bad_options_are_refused(options):
 def test_a_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setattr(text, "require", lambda module, extra: require("no_such", extra))
     with pytest.raises(ModuleNotFoundError, match=r"lightning-dear\[text\]"):
-        text.bert_net("base")
+        text.TextFileDataModule(root="root").setup("fit")
