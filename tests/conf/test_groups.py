@@ -122,7 +122,7 @@ def test_every_compressor_has_a_config():
 @pytest.mark.parametrize("option", options_of("callbacks"))
 def test_every_callback_is_built(option, tmp_path):
     with composed(tmp_path, f"callbacks={option}") as config:
-        callbacks = train.build_callbacks(config)
+        callbacks = train.build_all(config.get("callbacks"))
     assert len(callbacks) == {"none": 0, "default": 3}.get(option, 1)
 
 
@@ -130,7 +130,7 @@ def test_every_callback_is_built(option, tmp_path):
 def test_every_logger_is_built(option, tmp_path):
     needs_installed(option)
     with composed(tmp_path, f"logger={option}") as config:
-        loggers = train.build_loggers(config)
+        loggers = train.build_all(config.get("logger"))
     assert len(loggers) == (0 if option == "none" else 1)
 
 
