@@ -53,7 +53,7 @@ class Item:
 
     Attributes:
         dtype: The same on all ranks.
-        have: This rank's parts; emptied once they are sent, unless that is a copy.
+        have: This rank's parts; emptied once they are sent.
         want: What shall be here.
     """
 
@@ -75,13 +75,7 @@ class _Transfer(NamedTuple):
     nbytes: int
 
 
-def move(
-    items: Sequence[Item],
-    collectives: Collectives,
-    meeting: torch.device,
-    *,
-    is_copy: bool = False,
-) -> None:
+def move(items: Sequence[Item], collectives: Collectives, meeting: torch.device) -> None:
     """Fills what is wanted on each rank from whoever has it, from the rank itself where it can.
 
     Collective, blocks. What nobody has stays as it was made.
@@ -90,7 +84,6 @@ def move(
         items: The same on all ranks, but for what is had and wanted.
         collectives: What moves the bytes.
         meeting: The device through which they travel.
-        is_copy: Whether others keep what is had.
     """
     extents: Extents = [
         (
@@ -103,14 +96,13 @@ def move(
     done = 0
     for together in _rounds(_transfers(collectives.all_gather_object(extents))):
         _exchange(together, items, collectives, meeting)
-        for item in items[done : together[-1].item] if not is_copy else ():
+        for item in items[done : together[-1].item]:
             item.have.clear()
         done = together[-1].item
     for item in items:
         # Also where nobody had anything, or wants it.
         _ = [wanted.values for wanted in item.want]
-        if not is_copy:
-            item.have.clear()
+        item.have.clear()
 
 
 def _transfers(everyones: Sequence[Extents]) -> Iterator[_Transfer]:
@@ -184,8 +176,7 @@ def _exchange(
     for one, part in zip(receives, torch.split(incoming, lengths), strict=True):
         dtype, room = items[one.item].dtype, of(one, items[one.item].want[one.want])
         # Numbers of several sizes may lie in one message, not all where memory is aligned.
-        is_aligned = part.storage_offset() % dtype.itemsize == 0
-        room.copy_((part if is_aligned else part.clone()).view(dtype))
+        room.copy_(part.clone().view(dtype))
 
 
 def as_storage(tensor: Tensor) -> Tensor:

@@ -147,11 +147,11 @@ def gathered(
         whole[id(stand_in)] = torch.zeros_like(stand_in, device="cpu")
         return whole[id(stand_in)]
 
-    items = [
-        Item(stand_in.dtype, chunks, [Wanted(0, stand_in.numel(), partial(made, stand_in))] * holds)
-        for stand_in, chunks in state.chunks
-    ]
-    move(items, collectives, device, is_copy=True)
+    wanted = [[Wanted(0, one.numel(), partial(made, one))] * holds for one, _ in state.chunks]
+    # Lists of their own: what is had stays where it is.
+    parts = zip(state.chunks, wanted, strict=True)
+    items = [Item(like.dtype, list(chunks), want) for (like, chunks), want in parts]
+    move(items, collectives, device)
     return _filled(dict(state), whole) if holds else ShardedState(state, (), ())
 
 
