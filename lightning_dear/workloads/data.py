@@ -46,10 +46,6 @@ class SplitDataModule(LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}.")
-        if self.num_workers < 0:
-            raise ValueError(f"num_workers must be 0 or more, got {self.num_workers}.")
         self.train_set: Any = None
         self.val_set: Any = None
         self.test_set: Any = None
@@ -111,14 +107,6 @@ class DigitsDataModule(SplitDataModule):
     val_size: int = 240
     test_size: int = 360
     split_seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.val_size < 10 or self.test_size < 10:
-            raise ValueError(
-                f"val_size and test_size must hold 10 images or more, one per class; "
-                f"got {self.val_size} and {self.test_size}."
-            )
 
     def load(self) -> Sequence[TensorDataset]:
         """Return the images and their labels, int64."""
