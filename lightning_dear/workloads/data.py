@@ -176,7 +176,8 @@ class SourceCorpusDataModule(SplitDataModule):
 class ImageFolderDataModule(SplitDataModule):
     """Images in ``root/train/<class>/`` and ``root/val/<class>/``, as ImageNet is laid out.
 
-    Needs the extra ``[vision]``. ImageNet's test labels are not public, so ``val`` serves for the test as well.
+    Needs the extra ``[vision]``. ImageNet's test labels are not public, so ``val`` serves for the
+    test as well.
 
     Args:
         root: Folder with ``train`` and ``val``.

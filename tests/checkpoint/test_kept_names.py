@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from lightning_dear.checkpoint.residuals import FACTORS, STEERING, Rows, unpacked
-from lightning_dear.compression import DGC, Codec, Int4, Int8, Signum
+from lightning_dear.compression import DGC, Codec, Signum
 from tests.distributed.harness import distributed
 from tests.exchange.test_coded import coded
 from tests.training.linear import Run
