@@ -224,7 +224,11 @@ def main(names: list[str]) -> None:
     for name in names or DEFINITIONS:
         profile = profile_of(name, DEFINITIONS[name])
         profile.save(FOLDER / f"{name}.json")
-        print(f"{name}: {profile.summary()}")
+        print(
+            f"{name}: {len(profile.layers)} layers, {profile.num_tensors} tensors,"
+            f" {profile.num_parameters:,} parameters, forward {profile.forward_s * 1e3:.1f} ms,"
+            f" backward {profile.backward_s * 1e3:.1f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def test_a_loss_of_ones_own_is_run():
         return module(inputs).square().mean()
 
     module.eval()
-    record_profile(module, None, loss=loss, name="own", num_steps=2, num_warm_up=1)
+    record_profile(module, None, loss=loss, num_steps=2, num_warm_up=1)
     assert calls == [True] * 4
     assert not module.training
 
