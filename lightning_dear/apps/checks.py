@@ -1,11 +1,10 @@
-"""Checks of a composed config that are worth making before any process is started."""
+"""Checks of a job that are worth making before any process is started."""
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
@@ -18,38 +17,17 @@ NODE_VARIABLES = frozenset({"NODE_RANK", "GROUP_RANK"})
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def check_devices(accelerator: str, devices: int | str | list[int]) -> None:
-    """Check that the GPUs asked for exist.
-
-    Args:
-        accelerator: Lightning's name: ``cpu``, ``gpu``, ``cuda``, ``auto``, ...
-        devices: A count, ``"auto"``, or a list of indices.
-
-    Raises:
-        ValueError: If this machine has fewer GPUs than that.
-    """
-    if accelerator not in ("gpu", "cuda"):
-        return
-    available = torch.cuda.device_count()
-    needed = _count(devices)
-    if needed > available:
-        raise ValueError(
-            f"The job asks for {needed} GPU(s) on each host, but this machine has {available}. "
-            f"Set cluster.devices to at most {available}, or choose a cluster without GPUs "
-            "(cluster=local)."
-        )
-
-
-def check_single_process(strategy: Any, devices: int | str | list[int], num_nodes: int) -> None:
+def check_single_process(trainer: Trainer, strategy: Any) -> None:
     """Check that ``strategy=single`` was not given several devices.
 
     Raises:
-        ValueError: If it was; Lightning would choose another strategy without saying so.
+        ValueError: If it was; Lightning has chosen another strategy without saying so.
     """
-    if strategy == "auto" and (_count(devices), num_nodes) != (1, 1):
+    if strategy == "auto" and (trainer.num_devices, trainer.num_nodes) != (1, 1):
         raise ValueError(
-            f"strategy=single runs one process, but cluster.devices is {devices} and "
-            f"cluster.num_nodes {num_nodes}. Set both to 1, or choose strategy=dear or ddp."
+            f"strategy=single runs one process, but there are {trainer.num_devices} device(s) on"
+            f" {trainer.num_nodes} node(s). Set cluster.devices and cluster.num_nodes to 1, or"
+            " choose strategy=dear or ddp."
         )
 
 
@@ -109,19 +87,3 @@ def unknown_options(keys: Iterable[str]) -> list[str]:
     config = OmegaConf.load(conf_dir() / "train.yaml")
     groups = {str(group) for entry in config.defaults if entry != "_self_" for group in entry}
     return [key for key in keys if key not in {*map(str, config), *groups}]
-
-
-def options_named(name: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """What below a config's groups has a name, dotted: ``compressor.density``."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from [f"{key}.{name}"] if name in value else []
-            yield from (f"{key}.{path}" for path in options_named(name, value))
-
-
-def _count(devices: int | str | list[int]) -> int:
-    if isinstance(devices, list):
-        return max(devices, default=0) + 1
-    if str(devices) in ("auto", "-1"):
-        return 1
-    return int(devices)

@@ -22,21 +22,17 @@ from lightning_dear.studies.interrupts import INTERRUPTS
 OPTIONS = tuple(signature(EmulatedCluster).parameters)
 """What conf/cluster/emulated.yaml says of the hosts and their links."""
 
-_OF_SUDO = ("SUDO_UID", "SUDO_GID")
 
-
-def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None = None) -> bool:
+def restart_on_cluster(cfg: DictConfig, module: str) -> bool:
     """Run the Hydra job ``cfg`` on the cluster it describes, if that is an emulated one.
 
     Makes the hosts, runs ``python -m module`` on each with this job's overrides and output
-    folder, blocks until all ranks have ended, and removes the hosts. Under ``sudo`` the ranks run
-    as the user who called it, and the folder becomes that user's. Without root all this is done in
-    namespaces of the user's own.
+    folder, blocks until all ranks have ended, and removes the hosts. Without root all this is done
+    in namespaces of the user's own.
 
     Args:
         cfg: The job; ``cfg.cluster`` is one of conf/cluster.
         module: Module whose Hydra ``main`` runs the job; calls this function as well.
-        timeout_s: Seconds until the ranks are killed; None: no limit.
 
     Returns:
         Whether the job was done there. If not, this process is to do it itself: the cluster is not
@@ -58,7 +54,7 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
     try:
         if reason := why_unavailable(as_own_root=True):
             raise EmulationUnavailable(reason)
-        code = _run(cfg, module, timeout_s) if os.geteuid() == 0 else _run_as_own_root(module)
+        code = _run(cfg, module) if os.geteuid() == 0 else _run_as_own_root(module)
     except KeyboardInterrupt as interrupt:
         code = next(iter(interrupt.args), 130)
     except EmulationUnavailable as error:
@@ -68,9 +64,8 @@ def restart_on_cluster(cfg: DictConfig, module: str, *, timeout_s: float | None 
     return True
 
 
-def _run(cfg: DictConfig, module: str, timeout_s: float | None) -> int:
+def _run(cfg: DictConfig, module: str) -> int:
     node = cfg.cluster
-    job.give_to_user()
     hosts = EmulatedCluster(**{name: node[name] for name in OPTIONS})
     with INTERRUPTS.raised(), hosts as cluster:
         return run_on_cluster(
@@ -78,8 +73,6 @@ def _run(cfg: DictConfig, module: str, timeout_s: float | None) -> int:
             [sys.executable, "-m", module, *_arguments(cfg)],
             ranks_per_host=node.ranks_per_host,
             cwd=HydraConfig.get().runtime.cwd,
-            timeout_s=timeout_s,
-            user=job.user_of_sudo(),
         )
 
 
@@ -89,10 +82,8 @@ def _run_as_own_root(module: str) -> int:
     argv = [sys.executable, "-m", module, *job_arguments(config, 0)]
     # Whoever kills this process ends that one.
     command = [*AS_OWN_ROOT, "setpriv", "--pdeathsig", "TERM", *argv]
-    # Who called sudo, to run this as another user, is nobody in there.
-    environment = {key: value for key, value in os.environ.items() if key not in _OF_SUDO}
     # Interrupted, it ends its ranks, and says how far it came.
-    return job.run_child(command, cwd=config.runtime.cwd, env=environment)
+    return job.run_child(command, cwd=config.runtime.cwd)
 
 
 def _arguments(cfg: DictConfig) -> list[str]:

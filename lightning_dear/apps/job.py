@@ -33,30 +33,6 @@ def isolated_job() -> Iterator[None]:
     os.environ.update(environment)
 
 
-def user_of_sudo() -> tuple[int, int] | None:
-    """Numbers of the user and the group that ran ``sudo``; None where nobody did."""
-    user = int(os.environ.get("SUDO_UID", 0))
-    group = int(os.environ.get("SUDO_GID", user))
-    return (user, group) if user and os.geteuid() == 0 else None
-
-
-def give_to_user() -> None:
-    """Give the job's folder, with all in it, to the user that ran ``sudo``; elsewhere a no-op.
-
-    So that what does not run as root can write there. Also the folders above it, up to the one in
-    which the program was started. What belongs to others than root stays theirs.
-    """
-    user = user_of_sudo()
-    if user is None:
-        return
-    runtime = HydraConfig.get().runtime
-    folder, cwd = Path(runtime.output_dir), Path(runtime.cwd)
-    above = [one for one in folder.parents if cwd in one.parents]
-    for path in (folder, *above, *folder.rglob("*")):
-        if path.lstat().st_uid == 0:
-            os.chown(path, *user, follow_symlinks=False)
-
-
 def folder_with(cfg: DictConfig) -> Path:
     """Write the resolved config into the job's folder, and return that folder."""
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -89,7 +65,7 @@ def one_message(program: str) -> Iterator[None]:
     """Turn an exception into one message on stderr and exit code 1.
 
     The traceback goes to a file in the job's folder. With HYDRA_FULL_ERROR=1 the exception goes
-    on unchanged. In the end the folder belongs to the user, see ``give_to_user``.
+    on unchanged.
 
     Args:
         program: Name to print in front of the message.
@@ -106,8 +82,6 @@ def one_message(program: str) -> Iterator[None]:
         path.write_text(traceback.format_exc())
         print(f"The traceback is in {path} (HYDRA_FULL_ERROR=1 prints it).", file=sys.stderr)
         raise SystemExit(1) from None
-    finally:
-        give_to_user()
 
 
 def describe(error: BaseException) -> str:

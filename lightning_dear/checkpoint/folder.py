@@ -5,7 +5,8 @@
 makes an ordinary checkpoint file of a folder, for DDP, a single device or `torch.load`.
 
 The folder holds the tensors as torch.distributed.checkpoint writes them, and `checkpoint.pt`:
-everything else, with names in place of tensors.
+everything else, with names in place of tensors, and where these are. torch's own `.metadata` is
+written for others, and not read: it is a pickle that may run code.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
             Nothing of it is left then.
     """
     # Here, because torch.distributed.checkpoint takes long to import and few write folders.
-    from lightning_dear.checkpoint.storage import take_apart, write_tensors
+    from lightning_dear.checkpoint.storage import Place, take_apart, write_tensors
 
     target = _local(path)
     skeleton, tensors = take_apart(checkpoint)
     folder = files.beside(target, "saving")
 
-    def finish(tag: str) -> None:
+    def finish(places: list[Place]) -> None:
         stand_ins = {name: stored.stand_in for name, stored in tensors.items()}
-        file: dict[str, Any] = {"checkpoint": skeleton, "tensors": stand_ins, "tag": tag}
+        file: dict[str, Any] = {"checkpoint": skeleton, "tensors": stand_ins, "places": places}
         files.stamp(file)
         files.write(file, folder / SKELETON_FILE)
         _publish(folder, target)
@@ -92,9 +93,15 @@ def load(
     skeleton = partial(torch.load, path, map_location="cpu", weights_only=weights_only)
     file = files.read(path, skeleton, check_digests=check_digests)
 
+    if "places" not in file:
+        raise files.CheckpointError(
+            f"{folder} was written by an earlier version of lightning-dear, which kept no places of"
+            " tensors. Make a file of it with that version (python -m"
+            " lightning_dear.checkpoint.folder), and load that."
+        )
+
     def whole() -> Any:
-        # Earlier versions have written no tag.
-        tensors = read_tensors(folder, file["tensors"], file.get("tag", ""), check_digests)
+        tensors = read_tensors(folder, file["tensors"], file["places"], check_digests)
         return put_together(file["checkpoint"], tensors)
 
     return files.read(folder, whole, check_digests=False)

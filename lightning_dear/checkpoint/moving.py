@@ -6,14 +6,12 @@ beside them than what is sent and received at once.
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -55,7 +53,7 @@ class Item:
 
     Attributes:
         dtype: The same on all ranks.
-        have: This rank's parts; emptied once they are sent, unless that is a copy.
+        have: This rank's parts; emptied once they are sent.
         want: What shall be here.
     """
 
@@ -77,40 +75,15 @@ class _Transfer(NamedTuple):
     nbytes: int
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """About how many bytes can still be allocated on `device`; None: not known."""
-    if device.type == "cuda":
-        # What torch keeps for its next tensors is free for these.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(one.split()[1]) << 10 for one in lines if "MemAvailable" in one), None)
-
-
-def move(
-    items: Sequence[Item],
-    collectives: Collectives,
-    meeting: torch.device,
-    home: torch.device,
-    what: str,
-    *,
-    is_copy: bool = False,
-) -> None:
+def move(items: Sequence[Item], collectives: Collectives, meeting: torch.device) -> None:
     """Fills what is wanted on each rank from whoever has it, from the rank itself where it can.
 
-    Collective, blocks. What nobody has stays as it was made. Rank 0 warns beforehand of ranks whose
-    memory will hardly do.
+    Collective, blocks. What nobody has stays as it was made.
 
     Args:
         items: The same on all ranks, but for what is had and wanted.
         collectives: What moves the bytes.
         meeting: The device through which they travel.
-        home: The device on which there will be room for what is wanted.
-        what: What it is for, and how to do without it; for the warning.
-        is_copy: Whether others keep what is had, so that what stays on its rank needs room, too.
     """
     extents: Extents = [
         (
@@ -120,29 +93,16 @@ def move(
         )
         for item in items
     ]
-    everyones = collectives.all_gather_object((extents, free_bytes(home)))
-    transfers = list(_transfers([own for own, _ in everyones]))
-    needs: Counter[int] = Counter()
-    for one in transfers:
-        needs[one.target] += one.nbytes if is_copy or one.source != one.target else 0
-    for rank, (_, free) in enumerate(everyones if collectives.rank == 0 else ()):
-        if free is not None and (needed := needs[rank]) > free:
-            warnings.warn(
-                f"Rank {rank} needs {needed:,} bytes of {home.type} memory for {what}. About"
-                f" {free:,} are free, so that it may run out of memory now.",
-                stacklevel=2,
-            )
     done = 0
-    for together in _rounds(transfers):
+    for together in _rounds(_transfers(collectives.all_gather_object(extents))):
         _exchange(together, items, collectives, meeting)
-        for item in items[done : together[-1].item] if not is_copy else ():
+        for item in items[done : together[-1].item]:
             item.have.clear()
         done = together[-1].item
     for item in items:
         # Also where nobody had anything, or wants it.
         _ = [wanted.values for wanted in item.want]
-        if not is_copy:
-            item.have.clear()
+        item.have.clear()
 
 
 def _transfers(everyones: Sequence[Extents]) -> Iterator[_Transfer]:
@@ -171,7 +131,7 @@ def _transfers(everyones: Sequence[Extents]) -> Iterator[_Transfer]:
         yield from sorted(transfers, key=lambda one: ((one.target - one.source) % ranks, one.start))
 
 
-def _rounds(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
+def _rounds(transfers: Iterable[_Transfer]) -> Iterator[list[_Transfer]]:
     """As many at once as every rank may send and receive."""
     together: list[_Transfer] = []
     load: Counter[tuple[str, int]] = Counter()
@@ -216,8 +176,7 @@ def _exchange(
     for one, part in zip(receives, torch.split(incoming, lengths), strict=True):
         dtype, room = items[one.item].dtype, of(one, items[one.item].want[one.want])
         # Numbers of several sizes may lie in one message, not all where memory is aligned.
-        is_aligned = part.storage_offset() % dtype.itemsize == 0
-        room.copy_((part if is_aligned else part.clone()).view(dtype))
+        room.copy_(part.clone().view(dtype))
 
 
 def as_storage(tensor: Tensor) -> Tensor:

@@ -140,19 +140,18 @@ def gathered(
     """
     if not state.chunks:
         return dict(state)
-    holds, cpu = collectives.rank == 0 or not on_rank_0, torch.device("cpu")
+    holds = collectives.rank == 0 or not on_rank_0
     whole: dict[int, Tensor] = {}
 
     def made(stand_in: Tensor) -> Tensor:
-        whole[id(stand_in)] = torch.zeros_like(stand_in, device=cpu)
+        whole[id(stand_in)] = torch.zeros_like(stand_in, device="cpu")
         return whole[id(stand_in)]
 
-    items = [
-        Item(stand_in.dtype, chunks, [Wanted(0, stand_in.numel(), partial(made, stand_in))] * holds)
-        for stand_in, chunks in state.chunks
-    ]
-    what = "the whole optimizer state, which save_distributed_checkpoint=True makes nowhere"
-    move(items, collectives, device, cpu, what, is_copy=True)
+    wanted = [[Wanted(0, one.numel(), partial(made, one))] * holds for one, _ in state.chunks]
+    # Lists of their own: what is had stays where it is.
+    parts = zip(state.chunks, wanted, strict=True)
+    items = [Item(like.dtype, list(chunks), want) for (like, chunks), want in parts]
+    move(items, collectives, device)
     return _filled(dict(state), whole) if holds else ShardedState(state, (), ())
 
 
@@ -198,9 +197,7 @@ def hand_on(
             if _is_stand_in(value):
                 items.append(Item(value.dtype, chunks[id(value)], want))
         new += places
-    device = sharded.device
-    what = "the state that it owns from now on (none moves with fusion='threshold')"
-    move(items, collectives, device, device, what)
+    move(items, collectives, sharded.device)
     had_master: set[bool] = set()
     for piece, own in new:
         state = sharded.shards.state

@@ -31,16 +31,12 @@ class ResidualKeeper:
     Args:
         optimizer: Whose state dict brings residuals; mutated: a hook.
         collectives: What moves the bytes.
-        name: Of the training's compressor, if it has one.
         together: See `ExchangeOptions.ranks_together`.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, collectives: Collectives, name: str | None, together: int = 1
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, collectives: Collectives, together: int = 1) -> None:
         self._optimizer = optimizer
         self._collectives = collectives
-        self._name = name
         self._rows = Rows(collectives.rank, collectives.world_size, together)
         self._coded: Sequence[CompressedBucket] = ()
         self._parameters: Sequence[Parameter] = ()
@@ -102,17 +98,13 @@ class ResidualKeeper:
         self._held = None if others.is_of_nothing else others
         self._overwrite(own)
         lost = self._unknown_names(own)
-        said = ""
-        if lost:
-            said = (
+        if lost and self._collectives.rank == 0:
+            warnings.warn(
                 f"What a compressor had left to be sent ({', '.join(lost)}) is dropped: this"
                 " training has another compressor, none, or another gather, for some or all"
-                " parameters. Keep these as they were to have it sent."
+                " parameters. Keep these as they were to have it sent.",
+                stacklevel=2,
             )
-        elif own.compressor not in (None, self._name) and not own.is_of_nothing:
-            said = f"What {own.compressor} had left to be sent is kept, and {self._name} sends it."
-        if said and self._collectives.rank == 0:
-            warnings.warn(said, stacklevel=2)
 
     @torch.no_grad()
     def _overwrite(self, own: Residuals) -> None:
@@ -239,7 +231,6 @@ class ResidualKeeper:
             # The most, as some buckets may travel as they are.
             {half: max(one.counts[half] for one in coded) for half in halves},
             coded[0].seed if coded else None,
-            self._name,
         )
 
     def _first(self, one: CompressedBucket) -> Parameter:

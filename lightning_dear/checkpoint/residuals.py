@@ -11,7 +11,6 @@ besides for their shards. In a state dict both stand beside the optimizer's stat
                seed:    of what codecs draw at random; rank 0's, when training began
                rates:   parameter number -> of its feedback: a "residual" is what is still to be
                         sent, times this
-               compressor: the configured one's name
                steering: number of a bucket's first parameter -> [number of ranks, n] fp64: by what
                         each rank selects numbers in that bucket
 
@@ -30,7 +29,6 @@ import torch
 from torch import Tensor
 
 from lightning_dear.bucket import Chunk, as_flat, storage_strides
-from lightning_dear.compression.signs import RunningMean
 from lightning_dear.exchange import NO_SEED
 
 KEY = "residuals"
@@ -60,14 +58,12 @@ class Residuals:
         rates: Parameter -> `CompressedBucket.rate` of where its numbers come from.
         counts: Half -> how often it was encoded.
         seed: `CompressedBucket.seed` of all of them; None: not known.
-        compressor: Name of the training's compressor; None: not known.
     """
 
     kept: dict[Kind, dict[Tensor, Tensor]] = field(default_factory=dict)
     rates: dict[Tensor, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     seed: int | None = None
-    compressor: str | None = None
 
     @property
     def is_of_nothing(self) -> bool:
@@ -100,7 +96,6 @@ class Residuals:
             {**other.rates, **self.rates},
             {**other.counts, **self.counts},
             other.seed if self.seed is None else self.seed,
-            self.compressor or other.compressor,
         )
 
 
@@ -159,7 +154,7 @@ def sharded(
     state: dict[str, Any] = {"worker": {}, "owner": {}, "factors": {}}
     state["counts"], state["seed"] = dict(whole.counts), whole.seed
     state["rates"] = {number_of[one]: rate for one, rate in whole.rates.items()}
-    state["steering"], state["compressor"] = {}, whole.compressor
+    state["steering"] = {}
     stand_ins: list[tuple[Tensor, list[Chunk]]] = []
     for kind, of_kind in chunks.items():
         of, name = kind
@@ -206,13 +201,13 @@ def unpacked(state: Mapping[str, Any], parameter_of: Mapping[int, Tensor], rows:
         return ((parameter_of[number], one) for number, one in saved.items())
 
     kept: dict[Kind, dict[Tensor, Tensor]] = {}
-    for name, saved in _as_named_now(state["worker"]).items():
+    for name, saved in state["worker"].items():
         kept["worker", name] = {
             one: copied(one, own(all_own)) for one, all_own in by_parameter(saved)
         }
     for name, saved in state["owner"].items():
         kept["owner", name] = {one: copied(one, numbers) for one, numbers in by_parameter(saved)}
-    # Earlier versions have saved no factors, no rates, no seed, no steering and no name.
+    # Earlier versions have saved no factors, no rates, no seed and no steering.
     kept[FACTORS] = {
         one: factor.to(one.device, copy=True)
         for one, factor in by_parameter(state.get("factors", {}))
@@ -225,14 +220,4 @@ def unpacked(state: Mapping[str, Any], parameter_of: Mapping[int, Tensor], rows:
         if len(saved) == rows.world_size
     }
     rates: dict[Tensor, float] = dict(by_parameter(state.get("rates", {})))
-    seed, compressor = state.get("seed", NO_SEED), state.get("compressor")
-    return Residuals(kept, rates, dict(state["counts"]), seed, compressor)
-
-
-def _as_named_now(worker: Mapping[str, Mapping[int, Tensor]]) -> dict[str, Mapping[int, Tensor]]:
-    """Earlier versions called signum's running mean momentum; dgc's comes with a residual."""
-    is_signums = "residual" not in worker
-    return {
-        RunningMean.names[0] if is_signums and name == "momentum" else name: of
-        for name, of in worker.items()
-    }
+    return Residuals(kept, rates, dict(state["counts"]), state.get("seed", NO_SEED))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import shutil
 import warnings
 from collections import OrderedDict
@@ -34,6 +33,9 @@ _MARK = "lightning_dear.tensor"
 _SMALL_BYTES = 1024
 
 _Path = tuple[str, ...]
+
+Place = tuple[str, int, str, int, int]
+"""Name of a tensor and number of a chunk's first element; file, offset and length in bytes."""
 
 
 # --- the nested checkpoint, taken apart and put together ------------------------------------------
@@ -150,7 +152,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def write_tensors(
-    folder: Path, tensors: Mapping[str, Stored], finish: Callable[[str], None], target: Path
+    folder: Path, tensors: Mapping[str, Stored], finish: Callable[[list[Place]], None], target: Path
 ) -> None:
     """Writes every rank's part of `tensors` into `folder`. Collective, blocks.
 
@@ -160,8 +162,8 @@ def write_tensors(
     Args:
         folder: On storage that all ranks share; what it holds is removed.
         tensors: By name; a name that several ranks have is the same tensor.
-        finish: Called on rank 0, with what is in the names of this save's files alone, when all
-            tensors are written, and what torch reads them by.
+        finish: Called on rank 0, with the places of all chunks, when all tensors are written, and
+            what torch reads them by.
         target: Named where writing fails.
     """
     with warnings.catch_warnings():
@@ -179,16 +181,16 @@ def write_tensors(
 
 
 def read_tensors(
-    folder: Path, stand_ins: Mapping[str, Tensor], tag: str = "", check_digests: bool = True
+    folder: Path, stand_ins: Mapping[str, Tensor], places: list[Place], check_digests: bool = True
 ) -> dict[str, Tensor]:
     """Name -> the whole tensor on the CPU, shaped like its stand-in. Local: any process may call.
 
     Needs memory for the result and two chunks.
 
     Args:
-        folder: That `write_tensors` has written, now or in an earlier version.
+        folder: That `write_tensors` has written.
         stand_ins: Name -> shape, strides and dtype of what is to be read.
-        tag: Of the save, as `finish` was told; earlier versions had none.
+        places: Of all chunks, as `finish` was told.
         check_digests: Whether the bytes of each chunk must be those that were written.
 
     Raises:
@@ -197,11 +199,19 @@ def read_tensors(
     """
     tensors = {name: torch.empty_like(like, device="cpu") for name, like in stand_ins.items()}
     ends = dict.fromkeys(tensors, 0)
-    for name, start, path, offset, length in sorted(_places(folder, tag)):
+    for name, start, file, offset, length in sorted(places):
+        path = folder / file
+        # A stranger's file may name others' files.
+        is_here = path.parent == folder and path.is_file()
+        if not is_here or path.stat().st_size < offset + length:
+            raise files.CheckpointError(
+                f"{path} is missing or cut off, or checkpoint.pt is not of this checkpoint: it was"
+                " not copied in whole, or is damaged. Copy it again, or use an earlier one."
+            )
         if start == ends.get(name):
-            with path.open("rb") as file:
-                file.seek(offset)
-                content = io.BytesIO(file.read(length))
+            with path.open("rb") as opened:
+                opened.seek(offset)
+                content = io.BytesIO(opened.read(length))
             if check_digests:
                 files.check_records(content, path, f"'{name}'")
             values = torch.load(content, map_location="cpu", weights_only=True)
@@ -260,7 +270,7 @@ def _write_item(name: str, stand_in: Tensor, chunk: Chunk) -> dcp.planner.WriteI
 
 
 class _Writer(dcp.filesystem.FileSystemWriter):
-    def __init__(self, folder: Path, finish: Callable[[str], None], target: Path) -> None:
+    def __init__(self, folder: Path, finish: Callable[[list[Place]], None], target: Path) -> None:
         super().__init__(folder)
         self._folder, self._finish, self._target = folder, finish, target
 
@@ -291,8 +301,8 @@ class _Writer(dcp.filesystem.FileSystemWriter):
     @override
     def finish(self, metadata: dcp.metadata.Metadata, results: list[list[Any]]) -> None:
         # A folder of each host's own looks complete there, but lacks the others' files.
-        written = {one.storage_data.relative_path for result in results for one in result}
-        missing = sorted(name for name in written if not (self._folder / name).exists())
+        places = [_place_of(one) for result in results for one in result]
+        missing = sorted({file for _, _, file, *_ in places if not (self._folder / file).exists()})
         if missing:
             raise RuntimeError(
                 f"Rank 0 does not see {', '.join(missing)} in {self._folder}, which other ranks"
@@ -301,77 +311,9 @@ class _Writer(dcp.filesystem.FileSystemWriter):
             )
         with files.naming(self._target):
             super().finish(metadata, results)
-            self._finish(self.save_id)
+            self._finish(places)
 
 
-def _places(folder: Path, tag: str) -> Iterator[tuple[str, int, Path, int, int]]:
-    """Name and first element of every chunk; file, offset and length in bytes of where it is."""
-    root = _MetadataUnpickler(io.BytesIO((folder / files.METADATA_FILE).read_bytes())).load()
-    for pair in _fields(root)["storage_data"].content:
-        index, info = map(_fields, pair)
-        file, end = folder / info["relative_path"], info["offset"] + info["length"]
-        is_of_this = file.parent == folder and tag in file.name and file.is_file()
-        if not is_of_this or file.stat().st_size < end:
-            raise files.CheckpointError(
-                f"{file} is missing or cut off, or {files.METADATA_FILE} is not of this checkpoint:"
-                " it was not copied in whole, or is damaged. Copy it again, or use an earlier one."
-            )
-        ((start,),) = index["offset"].content
-        yield str.__str__(index["fqn"]), int(start), file, int(info["offset"]), int(info["length"])
-
-
-# --- torch's metadata: a pickle, read as data. Nothing that it names is imported or called -------
-
-_DTYPES = " ".join(name for name, one in vars(torch).items() if isinstance(one, torch.dtype))
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata ChunkStorageMetadata"
-    " MetadataIndex TensorProperties StorageMeta _MEM_FORMAT_ENCODING",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch": f"Size {_DTYPES}",
-    "torch.serialization": "_get_layout",
-    "pathlib": "PosixPath",
-    "pathlib._local": "PosixPath",
-    # With which Python 3.11.0 to 3.11.3 pickle members of enums.
-    "builtins": "getattr",
-}
-"""Module -> all that the metadata of our folders names of it."""
-
-# PROTO FRAME STOP MARK MEMOIZE BINGET LONG_BINGET NONE NEWFALSE BININT BININT1 BININT2 LONG1
-# SHORT_BINUNICODE BINUNICODE EMPTY_LIST APPEND APPENDS SETITEM SETITEMS EMPTY_TUPLE TUPLE TUPLE1
-# TUPLE2 TUPLE3 GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD
-_OPERATIONS = b"\x80\x95.(\x94hjN\x89JKM\x8a\x8cX]aesu)t\x85\x86\x87c\x93\x81Rb"
-"""Codes of what pickle does to read them; nothing, for instance, that makes numbered memos."""
-
-
-class _Record:
-    """In the place of an object: what it is called with, or the state after that. And of a dict.
-
-    That has pairs, since there are keys that take for ever to hash.
-    """
-
-    def __init__(self, content: Any = None, *_: Any) -> None:
-        self.content = content
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.content.append((key, value))
-
-    __setstate__ = __init__
-
-
-def _fields(record: _Record) -> dict[str, Any]:
-    # Of texts alone: others may take for ever to show, or to compare.
-    return {str.__str__(name): value for name, value in record.content.content}
-
-
-class _MetadataUnpickler(pickle._Unpickler):
-    """Python's own in Python, as that in C has no table of operations."""
-
-    dispatch = {code: do for code, do in pickle._Unpickler.dispatch.items() if code in _OPERATIONS}
-    dispatch[ord(pickle.EMPTY_DICT)] = lambda me: me.append(_Record([]))  # type: ignore[attr-defined]
-    # REDUCE and NEWOBJ call nothing, and copy no arguments, which may be long and many.
-    dispatch[0x52] = dispatch[0x81] = lambda me: me.append(_Record(me.stack.pop(), me.stack.pop()))  # type: ignore[attr-defined]
-
-    @override
-    def find_class(self, module: str, name: str) -> None:
-        if name not in _ALLOWED.get(module, "").split():
-            raise ValueError(f"its {files.METADATA_FILE} names {module}.{name}: do not trust it")
+def _place_of(written: Any) -> Place:
+    index, info = written.index, written.storage_data
+    return index.fqn, index.offset[0], info.relative_path, info.offset, info.length

@@ -11,20 +11,23 @@ alone, and deleting the namespaces deletes all of it.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import os
 import re
+import signal
 import subprocess
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_dear.emulation.janitor import NAMESPACES, end_processes_in, start_janitor
 from lightning_dear.emulation.shell import EmulationUnavailable, run, why_unavailable
+
+NAMESPACES = Path("/run/netns")
+"""Where `ip netns` keeps its names."""
 
 MAX_HOSTS = 200
 
@@ -33,15 +36,13 @@ MAX_HOSTS = 200
 _QUEUE_MIB = 16
 _TBF_BURST = "64kb"
 
-_SETTINGS = "/proc/sys/net/ipv4"
-_LEAST_BUFFER = 4096  # a page: the kernel's own least
+_KILL_S = 5.0
+_POLL_S = 0.02
 
 _TBF_NUMBER = "1:"
 _NETEM_PACKETS = "100000"
 
 _NAME = re.compile(r"dear-(?P<pid>\d+)-\d+-(switch|host\d+)")
-
-_CLONE_NEWNET = 0x40000000
 
 _numbers = itertools.count()
 
@@ -66,25 +67,6 @@ class EmulatedHost:
         """Return `argv` prefixed so that it runs on this host."""
         return ["ip", "netns", "exec", self.namespace, *argv]
 
-    def enter(self) -> None:
-        """Move the calling thread, and what it starts from now on, onto this host.
-
-        For a child process, before it starts threads or opens sockets: other threads and open
-        sockets stay where they are.
-
-        Raises:
-            OSError: The cluster has ended, or the caller is not root.
-        """
-        descriptor = os.open(NAMESPACES / self.namespace, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            # os.setns exists from Python 3.12 on.
-            if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
-                number = ctypes.get_errno()
-                said = f"cannot enter the network namespace: {os.strerror(number)}"
-                raise OSError(number, said)
-        finally:
-            os.close(descriptor)
-
     def wire_bytes(self) -> tuple[int, int]:
         """Return the bytes that the interface has sent and received since the cluster started.
 
@@ -107,7 +89,7 @@ class EmulatedCluster:
             subprocess.run(cluster.hosts[0].command(["ping", "-c1", cluster.hosts[1].address]))
 
     Entering creates the namespaces, leaving removes them and ends what runs in them, also after
-    an exception. When the process is killed, a small second process does so in its place.
+    an exception. What a killed process leaves, the next cluster on this machine removes.
 
     Args:
         num_hosts: Number of hosts, 1 to 200.
@@ -117,10 +99,7 @@ class EmulatedCluster:
         delay_ms: Milliseconds that each packet takes longer from host to host, in each direction.
             Needs a kernel with netem.
         congestion_control: TCP's algorithm between hosts and within them, whatever this machine is
-            set to; it moves figures by up to a third. "cubic" is Linux's default. None: as this
-            machine is set.
-        socket_buffer_bytes: What a socket may hold of what it sends, at most, and half of what it
-            may hold of what it receives. None: as the kernel sets it.
+            set to; it moves figures by up to a third. "cubic" is Linux's default.
 
     Attributes:
         hosts: The hosts in order; empty while the cluster is not entered.
@@ -133,8 +112,7 @@ class EmulatedCluster:
     rate_mbit: float | None
     mtu: int = 9000
     delay_ms: float = 0.0
-    congestion_control: str | None = "cubic"
-    socket_buffer_bytes: int | None = None
+    congestion_control: str = "cubic"
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_hosts <= MAX_HOSTS:
@@ -147,15 +125,8 @@ class EmulatedCluster:
             raise ValueError(f"mtu must be 576 to 65535 bytes, not {self.mtu}")
         if not self.delay_ms >= 0:
             raise ValueError(f"delay_ms must be 0 or more, not {self.delay_ms}")
-        most = self.socket_buffer_bytes
-        if most is not None and not _LEAST_BUFFER <= most < 1 << 30:
-            raise ValueError(
-                f"socket_buffer_bytes must be {_LEAST_BUFFER} to 2^30 - 1, or None for the kernel's"
-                f" own, not {most}"
-            )
         self.hosts: tuple[EmulatedHost, ...] = ()
         self._namespaces: list[str] = []
-        self._janitor: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> EmulatedCluster:
         """Create the namespaces, links and shapes; takes some 0.1 s per host.
@@ -188,24 +159,21 @@ class EmulatedCluster:
 
     def describe(self, ranks_per_host: int) -> str:
         """Return in one line what figures measured here depend on; the cluster is entered."""
-        names = ("tcp_congestion_control", "tcp_wmem", "tcp_rmem")
-        show = self.hosts[0].command(["cat", *(f"{_SETTINGS}/{name}" for name in names)])
-        control, *buffers = run(show).splitlines()
+        limits = (f"/proc/sys/net/ipv4/{name}" for name in ("tcp_wmem", "tcp_rmem"))
+        buffers = run(self.hosts[0].command(["cat", *limits])).splitlines()
         most = [f"{int(buffer.split()[2]) / (1 << 20):g}" for buffer in buffers]
-        whose = "the kernel's" if self.socket_buffer_bytes is None else "capped"
         shape = "not shaped", "no port queue"
         if self.rate_mbit is not None:
             shape = f"{self.rate_mbit:g} Mb/s", f"port queue {_QUEUE_MIB} MiB"
         return (
             f"{self.num_hosts} emulated hosts x {ranks_per_host} ranks, {shape[0]},"
-            f" {self.congestion_control or control}, socket buffers {whose} ({most[0]} MiB out,"
+            f" {self.congestion_control}, socket buffers the kernel's ({most[0]} MiB out,"
             f" {most[1]} in), MTU {self.mtu}, {shape[1]}"
             + (f", delay {self.delay_ms:g} ms" if self.delay_ms else "")
         )
 
     def _set_up(self) -> None:
         prefix = f"dear-{os.getpid()}-{next(_numbers)}"
-        self._janitor = start_janitor(f"{prefix}-")
         switch = self._add_namespace(f"{prefix}-switch")
         _ip(switch, f"link add bridge mtu {self.mtu} type bridge")
         _ip(switch, "link set bridge up")
@@ -237,7 +205,6 @@ class EmulatedCluster:
                 _shape(namespace, interface, f"root handle {_TBF_NUMBER} tbf {rate}")
         self._delay(host)
         self._set_congestion_control(host)
-        self._limit_socket_buffers(host)
         return host
 
     def _delay(self, host: EmulatedHost) -> None:
@@ -254,8 +221,6 @@ class EmulatedCluster:
             ) from None
 
     def _set_congestion_control(self, host: EmulatedHost) -> None:
-        if self.congestion_control is None:
-            return
         # By the route: a namespace's own setting takes only what the machine allows everybody.
         # The first leads to other hosts, the rest stay within this one.
         routes = (
@@ -271,28 +236,14 @@ class EmulatedCluster:
         except EmulationUnavailable as error:
             raise EmulationUnavailable(
                 f"TCP knows no congestion_control={self.congestion_control!r} here ({error}):"
-                " choose one of /proc/sys/net/ipv4/tcp_available_congestion_control, or null"
+                " choose one of /proc/sys/net/ipv4/tcp_available_congestion_control"
             ) from None
-
-    def _limit_socket_buffers(self, host: EmulatedHost) -> None:
-        if self.socket_buffer_bytes is None:
-            return
-        # Of what is received, half is for the window, and the rest for the kernel's own needs.
-        for name, usual, times in (("tcp_wmem", 16 << 10, 1), ("tcp_rmem", 128 << 10, 2)):
-            most = times * int(self.socket_buffer_bytes)
-            limits = f"{_LEAST_BUFFER} {min(usual, most)} {most}"
-            run(host.command(["sh", "-c", f"echo {limits} > {_SETTINGS}/{name}"]))
 
     def _remove(self) -> None:
         self.end_processes()
         while self._namespaces:
             _delete_namespace(self._namespaces.pop())
         self.hosts = ()
-        # Last: until here it would finish the work if this process were killed.
-        if self._janitor is not None:
-            self._janitor.kill()
-            self._janitor.wait()
-            self._janitor = None
 
 
 def remove_stale_namespaces() -> list[str]:
@@ -310,6 +261,33 @@ def remove_stale_namespaces() -> list[str]:
     for name in stale:
         _delete_namespace(name)
     return stale
+
+
+def processes_in(namespaces: Iterable[str]) -> list[int]:
+    """Return the numbers of all processes, but for this one, that run in one of the namespaces."""
+    found: set[int] = set()
+    for name in namespaces:
+        command = ["ip", "netns", "pids", name]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        found.update(map(int, said.split()))
+    return sorted(found - {os.getpid()})
+
+
+def end_processes_in(namespaces: Iterable[str]) -> list[int]:
+    """Kill all processes in the namespaces; return those that are left after 5 s.
+
+    Finds children that have left their parent's session too, since a network namespace is
+    inherited by all that a process starts. Blocks until they are gone.
+    """
+    names = list(namespaces)
+    deadline = time.monotonic() + _KILL_S
+    # Again and again, because a process may have started another one meanwhile.
+    while (left := processes_in(names)) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    return left
 
 
 def _ip(namespace: str, words: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pwd
 import signal
 import subprocess
 import sys
@@ -21,9 +20,6 @@ HOST_VARIABLE = "LIGHTNING_DEAR_EMULATED_HOST"
 
 RIG_VARIABLE = "LIGHTNING_DEAR_EMULATED_RIG"
 """Set in every rank to what `emulated_rig` returns."""
-
-TIMED_OUT = 124
-"""Exit code when the time was over; what the program `timeout` returns."""
 
 _MASTER_PORT = 29500  # every cluster is a network of its own, so no port is taken
 _POLL_S = 0.05
@@ -44,8 +40,6 @@ def run_on_cluster(
     ranks_per_host: int = 1,
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
-    timeout_s: float | None = None,
-    user: tuple[int, int] | None = None,
 ) -> int:
     """Run a command once per rank, spread over the hosts; block until all have ended.
 
@@ -63,11 +57,9 @@ def run_on_cluster(
         ranks_per_host: Ranks on each host; rank r runs on host r // ranks_per_host.
         env: Variables for all ranks, over those of this process and those set here.
         cwd: Folder in which the ranks start; None: this process's.
-        timeout_s: Seconds until everything is killed; None: no limit.
-        user: Numbers of the user and of the group as whom ranks run; None: as this process.
 
     Returns:
-        0; else the first failed rank's code, 128 + a signal's number, or `TIMED_OUT`.
+        0; else the first failed rank's code, or 128 + a signal's number.
 
     Raises:
         RuntimeError: The cluster is not entered.
@@ -78,17 +70,18 @@ def run_on_cluster(
         raise RuntimeError("enter the cluster first: with EmulatedCluster(...) as cluster")
     if ranks_per_host < 1:
         raise ValueError(f"ranks_per_host must be at least 1, not {ranks_per_host}")
-    prefix, users_own = _as_user(user)
-    variables = {RIG_VARIABLE: cluster.describe(ranks_per_host), **users_own, **(env or {})}
+    variables = {RIG_VARIABLE: cluster.describe(ranks_per_host), **(env or {})}
     ranks: list[_Rank] = []
     with ExitStack() as outputs:
         try:
             for rank in range(len(cluster.hosts) * ranks_per_host):
                 told = {**_variables(cluster.hosts, rank, ranks_per_host), **variables}
-                command = cluster.hosts[rank // ranks_per_host].command([*prefix, *argv])
+                # Killed with this process, even where it cannot end them any more.
+                bound = ["setpriv", "--pdeathsig", "KILL", *argv]
+                command = cluster.hosts[rank // ranks_per_host].command(bound)
                 output = outputs.enter_context(TemporaryFile()) if rank else None
                 ranks.append(_Rank(rank, command, told, cwd, output))
-            code = _watch(ranks, timeout_s)
+            code = _watch(ranks)
         except KeyboardInterrupt as interrupt:
             _interrupt(ranks, interrupt.args[0] - 128 if interrupt.args else signal.SIGINT)
             raise
@@ -139,17 +132,6 @@ class _Rank:
             print(f"[rank {self._number}] {line}", file=sys.stderr, flush=True)
 
 
-def _as_user(user: tuple[int, int] | None) -> tuple[list[str], dict[str, str]]:
-    """What to put before a rank's command on its host, and the variables of its user."""
-    # The janitor ends ranks too, but it may be killed together with this process.
-    prefix = ["setpriv", "--pdeathsig", "KILL"]
-    if user is None:
-        return prefix, {}
-    prefix += ["--reuid", str(user[0]), "--regid", str(user[1]), "--init-groups"]
-    known = pwd.getpwuid(user[0])
-    return prefix, {"HOME": known.pw_dir, "USER": known.pw_name, "LOGNAME": known.pw_name}
-
-
 def _variables(hosts: Sequence[EmulatedHost], rank: int, ranks_per_host: int) -> dict[str, str]:
     node, local_rank = divmod(rank, ranks_per_host)
     world_size = len(hosts) * ranks_per_host
@@ -173,20 +155,15 @@ def _variables(hosts: Sequence[EmulatedHost], rank: int, ranks_per_host: int) ->
     return {name: str(value) for name, value in values.items()}
 
 
-def _watch(ranks: Sequence[_Rank], timeout_s: float | None) -> int:
-    """Wait until all have ended, one has failed and its grace is over, or the time is over."""
-    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    code, is_running = 0, True
+def _watch(ranks: Sequence[_Rank]) -> int:
+    """Wait until all have ended, or one has failed and its grace is over."""
+    code, end_s, is_running = 0, math.inf, True
     while is_running and time.monotonic() < end_s:
         time.sleep(_POLL_S)
         is_running = _is_running(ranks)
         failed = [rank for rank in ranks if rank.process.returncode]
         if failed and not code:
-            code = failed[0].ending()
-            end_s = min(end_s, time.monotonic() + _GRACE_S)
-    if is_running and not code:
-        print(f"The ranks have not ended within {timeout_s:g} s: ending them.", file=sys.stderr)
-        return TIMED_OUT
+            code, end_s = failed[0].ending(), time.monotonic() + _GRACE_S
     return code
 
 

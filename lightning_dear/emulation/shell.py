@@ -51,9 +51,9 @@ def why_unavailable(*, as_own_root: bool = False) -> str | None:
             said = str(error).rpartition(": ")[2]
             return (
                 "an emulated cluster needs root, or namespaces of your own, which this system"
-                f" refuses ({said}): use sudo, or let users make them (sudo sysctl"
+                f" refuses ({said}): let users make them (sudo sysctl"
                 " kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu,"
-                " kernel.unprivileged_userns_clone=1 on Debian)"
+                " kernel.unprivileged_userns_clone=1 on Debian), or run it as root"
             )
     return None
 

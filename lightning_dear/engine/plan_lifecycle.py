@@ -103,9 +103,8 @@ class PlanLifecycle:
         collectives, options = training.collectives, training.options
         self._training, self._module = training, training.module
         self._collectives, self._options = collectives, options
-        name = None if options.codec is None else options.codec.name
         together = options.ranks_together(collectives)
-        self.residuals = ResidualKeeper(stepper.optimizer, collectives, name, together)
+        self.residuals = ResidualKeeper(stepper.optimizer, collectives, together)
         self.left_weights = LeftWeights(stepper.optimizer)
         self.shared = SharedOptions(stepper.optimizer, number, collectives)
         self.loss_scale: LossScale = lambda: None

@@ -1,4 +1,4 @@
-"""Data modules over three datasets; the strategy gives every process its share of each."""
+"""Data modules over digits, source text and images; the strategy shares each out to processes."""
 
 import hashlib
 import sysconfig
@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
 NUM_HASH_CLASSES = 20
+
+# Means and deviations of the colour channels of ImageNet's training images.
+_IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -41,10 +45,6 @@ class SplitDataModule(LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}.")
-        if self.num_workers < 0:
-            raise ValueError(f"num_workers must be 0 or more, got {self.num_workers}.")
         self.train_set: Any = None
         self.val_set: Any = None
         self.test_set: Any = None
@@ -106,14 +106,6 @@ class DigitsDataModule(SplitDataModule):
     val_size: int = 240
     test_size: int = 360
     split_seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.val_size < 10 or self.test_size < 10:
-            raise ValueError(
-                f"val_size and test_size must hold 10 images or more, one per class; "
-                f"got {self.val_size} and {self.test_size}."
-            )
 
     def load(self) -> Sequence[TensorDataset]:
         """Return the images and their labels, int64."""
@@ -178,6 +170,75 @@ class SourceCorpusDataModule(SplitDataModule):
     def _spread(self, windows: Tensor) -> Tensor:
         count = min(self.num_eval_windows, len(windows))
         return windows[torch.arange(count) * len(windows) // count]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ImageFolderDataModule(SplitDataModule):
+    """Images in ``root/train/<class>/`` and ``root/val/<class>/``, as ImageNet is laid out.
+
+    Needs the extra ``[vision]``. ImageNet's test labels are not public, so ``val`` serves for the
+    test as well.
+
+    Args:
+        root: Folder with ``train`` and ``val``.
+        batch_size: Images per batch and process.
+        image_size: Pixels per side after cropping.
+        num_workers: Loader processes per training process.
+    """
+
+    root: str
+    batch_size: int = 32
+    image_size: int = 224
+    num_workers: int = 4
+
+    def load(self) -> Sequence[Any]:
+        """List the images.
+
+        Raises:
+            FileNotFoundError: If ``root`` has no ``train`` or no ``val``.
+        """
+        val_set = self._open("val")
+        return self._open("train"), val_set, val_set
+
+    def _open(self, split: str) -> Any:
+        folder = Path(self.root) / split
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"{folder} does not exist: set data.root=... to a folder with train/<class>/ and "
+                "val/<class>/."
+            )
+        transform = self._transform(is_augmented=split == "train")
+        return require("torchvision.datasets", "vision").ImageFolder(str(folder), transform)
+
+    def _transform(self, is_augmented: bool) -> Any:
+        transforms = require("torchvision.transforms", "vision")
+        size = self.image_size
+        if is_augmented:
+            crop = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+        else:
+            # The usual margin: 256 pixels for a crop of 224.
+            crop = [transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)]
+        tail = [transforms.ToTensor(), transforms.Normalize(*_IMAGENET_STATISTICS)]
+        return transforms.Compose([*crop, *tail])
+
+
+def require(module: str, extra: str) -> Any:
+    """Import and return ``module``.
+
+    Args:
+        module: Dotted name.
+        extra: Our extra that installs it.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed; the message names the extra.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise ModuleNotFoundError(
+            f'This job needs {package}: pip install "lightning-dear[{extra}]"', name=error.name
+        ) from error
 
 
 def windows_of(paths: list[Path], context_length: int) -> Tensor:

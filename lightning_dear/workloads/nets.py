@@ -55,7 +55,6 @@ class GPT(nn.Module):
         width: Features per position; a multiple of ``num_heads``.
         num_layers: Number of blocks.
         num_heads: Attention heads per block.
-        is_tied: Use the embedding as the output head as well.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class GPT(nn.Module):
         width: int = 128,
         num_layers: int = 4,
         num_heads: int = 4,
-        is_tied: bool = False,
     ) -> None:
         super().__init__()
         if min(context_length, width, num_layers, num_heads) < 1 or width % num_heads:
@@ -79,8 +77,6 @@ class GPT(nn.Module):
         self.final_norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, NUM_BYTES, bias=False)
         self._initialize(num_layers)
-        if is_tied:
-            self.head.weight = self.byte_embedding.weight
 
     def forward(self, text: Tensor) -> Tensor:
         """Map bytes (batch, time), int64, to logits (batch, time, 256)."""

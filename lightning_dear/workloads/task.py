@@ -120,10 +120,9 @@ class Classifier(Task):
     """Cross-entropy training of ``net``; logs train_loss, val_loss, val_acc and test_acc.
 
     Args:
-        net: Maps a batch of inputs to logits of shape (batch, ``num_classes``).
+        net: Maps a batch of inputs to logits of shape (batch, classes).
         optimizer: See `Task`.
         scheduler: See `Task`.
-        num_classes: Number of classes.
         label_smoothing: Share of the target spread over all classes, in [0, 1).
     """
 
@@ -132,15 +131,10 @@ class Classifier(Task):
         net: nn.Module,
         optimizer: OptimizerFactory,
         scheduler: SchedulerFactory | None = None,
-        num_classes: int = 10,
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__(net, optimizer, scheduler)
-        if num_classes < 2:
-            raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
-        if not 0.0 <= label_smoothing < 1.0:
-            raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}.")
-        self.save_hyperparameters("num_classes", "label_smoothing")
+        self.save_hyperparameters("label_smoothing")
         self.label_smoothing = label_smoothing
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,22 +1,11 @@
 """What a composed job is built of, and what it says about choices that nothing reads."""
 
-import logging
-
 import pytest
 
 from lightning_dear.apps.bench.build import build_starter
 from lightning_dear.apps.checks import NODE_VARIABLES
 from lightning_dear.apps.train import train
 from tests.conf.composing import composed
-
-
-@pytest.mark.parametrize(("strategy", "is_drawn"), [("dear", True), ("ddp", False)])
-def test_only_dear_draws_a_timeline(strategy, is_drawn, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    with composed(tmp_path, f"strategy={strategy}") as config:
-        names = [type(callback).__name__ for callback in train.build_callbacks(config)]
-    assert ("TimelineCallback" in names) is is_drawn
-    assert ("none is drawn" in caplog.text) is not is_drawn
 
 
 @pytest.mark.parametrize("strategy", ["dear", "ddp", "single"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_dear.workloads.extras import require
+from lightning_dear.workloads.data import require
 from lightning_dear.workloads.replay.profile import FOLDER, LayerProfile, ModelProfile
 from lightning_dear.workloads.replay.recording import owned_parameters, run_order
-from lightning_dear.workloads.text import bert_config
-from lightning_dear.workloads.vision import NETS, vision_net
 
 BERT_VOCABULARY = 30528
 """The 30522 words of bert-base-uncased, padded to a multiple of 8."""
@@ -126,18 +123,33 @@ def profile_of(name: str, definition: Definition) -> ModelProfile:
 
 
 def _images(name: str, batch_size: int, image_size: int = 224) -> Definition:
+    library = "timm" if name == "inception_v4" else "torchvision"
+
+    def build() -> Any:
+        if library == "timm":
+            return require("timm", "vision").create_model(name, num_classes=1000)
+        return require("torchvision.models", "vision").get_model(name, weights=None)
+
     return Definition(
-        partial(vision_net, name, num_classes=1000),
+        build,
         lambda model: model(torch.empty(batch_size, 3, image_size, image_size)),
         f"Batch of {batch_size} images of {image_size} x {image_size} pixels.",
-        f"{NETS[name]}'s {name}",
+        f"{library}'s {name}",
     )
 
 
-def _bert(size: str, batch_size: int, length: int = 64) -> Definition:
+def _bert(width: int, depth: int, num_heads: int, batch_size: int, length: int = 64) -> Definition:
     def build() -> Any:
-        config = bert_config(size, BERT_VOCABULARY, attn_implementation="eager")
-        return require("transformers", "text").BertForPreTraining(config)
+        transformers = require("transformers", "text")
+        config = transformers.BertConfig(
+            vocab_size=BERT_VOCABULARY,
+            hidden_size=width,
+            num_hidden_layers=depth,
+            num_attention_heads=num_heads,
+            intermediate_size=4 * width,
+            attn_implementation="eager",
+        )
+        return transformers.BertForPreTraining(config)
 
     return Definition(
         build,
@@ -197,8 +209,8 @@ DEFINITIONS = {
     "resnet50": _images("resnet50", 64),
     "densenet201": _images("densenet201", 32),
     "inception_v4": _images("inception_v4", 64, 299),
-    "bert_base": _bert("base", 64),
-    "bert_large": _bert("large", 32),
+    "bert_base": _bert(768, 12, 12, 64),
+    "bert_large": _bert(1024, 24, 16, 32),
     "resnet101": _images("resnet101", 64),
     "vgg16": _images("vgg16", 64),
     "lstm": _lstm(),
@@ -212,7 +224,11 @@ def main(names: list[str]) -> None:
     for name in names or DEFINITIONS:
         profile = profile_of(name, DEFINITIONS[name])
         profile.save(FOLDER / f"{name}.json")
-        print(f"{name}: {profile.summary()}")
+        print(
+            f"{name}: {len(profile.layers)} layers, {profile.num_tensors} tensors,"
+            f" {profile.num_parameters:,} parameters, forward {profile.forward_s * 1e3:.1f} ms,"
+            f" backward {profile.backward_s * 1e3:.1f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def _steps(strategy: Any, num_steps: int) -> list[float]:
         enable_model_summary=False,
         limit_val_batches=0,
     )
-    trainer.fit(Classifier(net=net, optimizer=optimizer, num_classes=10), DigitsDataModule())
+    trainer.fit(Classifier(net=net, optimizer=optimizer), DigitsDataModule())
     return clock.steps_s()
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that are damaged, cut, empty or foreign are refused, by path and by tensor."""
+"""Files and folders that are damaged, cut, empty or foreign are refused, by path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dear.checkpoint.files import METADATA_FILE
 from lightning_dear.checkpoint.folder import SKELETON_FILE, load, save
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from tests.checkpoint.test_distributed_checkpoint import assert_equal
@@ -69,7 +68,7 @@ def file_of(path: Path, value: torch.Tensor) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", ["net.a", "net.b", "bias"])
-def test_a_flipped_bit_in_a_tensor_is_named(tmp_path: Path, kind: str, at: str) -> None:
+def test_a_flipped_bit_in_a_tensor_is_noticed(tmp_path: Path, kind: str, at: str) -> None:
     (write, read), path = KINDS[kind], tmp_path / "saved"
     write(path, checkpoint())
     value = checkpoint()["state_dict"][at]
@@ -78,9 +77,9 @@ def test_a_flipped_bit_in_a_tensor_is_named(tmp_path: Path, kind: str, at: str) 
     with pytest.raises(ValueError, match="is damaged") as raised:
         read(path)
     assert str(file) in str(raised.value)
-    assert at in str(raised.value)
-    others = {"net.a", "net.b", "bias", "exp_avg"} - {at}
-    assert not any(other in str(raised.value) for other in others)
+    record = re.search(r"is damaged: (.*) is not what", str(raised.value))
+    assert record is not None
+    assert record[1] == f"'state_dict.{at}'" or "/data/" in record[1]
     # The message names what lets go of that.
     assert "check_digests=False" in str(raised.value)
     damaged = read(path, check_digests=False)["state_dict"][at]
@@ -151,26 +150,24 @@ def test_what_another_strategy_wrote_is_checked_too(tmp_path: Path) -> None:
     torch.save(checkpoint(), tmp_path / "theirs")
     value = checkpoint()["state_dict"]["net.b"]
     flip(tmp_path / "theirs", place_of(value, tmp_path / "theirs"))
-    with pytest.raises(ValueError, match=r"\['net.b'\] is not what was written"):
+    with pytest.raises(ValueError, match=r"/data/\d+ is not what was written"):
         load_file(tmp_path / "theirs")
 
 
-@pytest.mark.parametrize("which", ["part", METADATA_FILE, SKELETON_FILE, "part and metadata"])
+@pytest.mark.parametrize("which", ["part", SKELETON_FILE])
 def test_a_folder_of_two_checkpoints_is_refused(tmp_path: Path, which: str) -> None:
     """As when copying one over the other has broken off. All their files are as long."""
     for name, seed in (("first", 0), ("second", 1)):
         save(tmp_path / name, checkpoint(seed))
     first, mixed = tmp_path / "first", tmp_path / "second"
-    if "part" in which:
+    if which == "part":
         for part in mixed.glob("__*"):
             part.unlink()
         for part in first.glob("__*"):
             shutil.copy(part, mixed)
-    if "metadata" in which:
-        shutil.copy(first / METADATA_FILE, mixed)
-    if which == SKELETON_FILE:
+    else:
         shutil.copy(first / SKELETON_FILE, mixed)
-    with pytest.raises(ValueError, match="missing or cut off, or .metadata is not of this"):
+    with pytest.raises(ValueError, match="missing or cut off, or checkpoint.pt is not of this"):
         load(mixed)
 
 
@@ -219,7 +216,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 @pytest.mark.parametrize("checks", [True, False])
-@pytest.mark.parametrize("file", ["file", METADATA_FILE, SKELETON_FILE, "part"])
+@pytest.mark.parametrize("file", ["file", SKELETON_FILE, "part"])
 def test_a_damaged_or_foreign_file_is_named_in_one_sentence(
     tmp_path: Path, file: str, what: str, checks: bool
 ) -> None:

@@ -1,12 +1,9 @@
 """Every experiment runs its code path, end to end, on one CPU process."""
 
 import pytest
-import torch
-from torch.utils.data import Dataset
 
 from lightning_dear.apps import job
 from lightning_dear.apps.train import train
-from lightning_dear.workloads.vision import Cifar10DataModule
 from tests.conf.composing import composed, options_of
 
 QUICK = ("trainer.fast_dev_run=true", "trainer.enable_progress_bar=false")
@@ -20,17 +17,6 @@ def run(folder, experiment, *overrides, strategy="single"):
         return train.train(config)
 
 
-class FakeCifar(Dataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return torch.rand(3, 32, 32), index % 10
-
-
 def needs(module, extra):
     pytest.importorskip(
         module, reason=f'{module} is missing: pip install "lightning-dear[{extra}]"'
@@ -38,7 +24,7 @@ def needs(module, extra):
 
 
 def test_every_experiment_is_tested():
-    tested = {"digits", "lm", "replay", "cifar10_resnet50", *IMAGENET, *BERT}
+    tested = {"digits", "lm", "replay", *IMAGENET}
     # tests/apps/test_converge.py and test_bench.py
     studies = {"converge_digits", "converge_gpt", "converge_gpt_long", "converge_gpt_sgd"}
     studies.add("bench_papers")
@@ -61,17 +47,6 @@ def test_lm(tmp_path, strategy):
 
 def test_replay(tmp_path):
     assert run(tmp_path, "replay", "model.scale=1000", "model.compute_s=0.01") == {}
-
-
-def test_cifar10(tmp_path, monkeypatch):
-    needs("torchvision", "vision")
-    monkeypatch.setattr(
-        Cifar10DataModule,
-        "_open",
-        lambda self, is_training, is_augmented: FakeCifar(50_000 if is_training else 10_000),
-    )
-    overrides = ("data.batch_size=2", "data.num_workers=0")
-    assert run(tmp_path, "cifar10_resnet50", *overrides).keys() == {"test_acc"}
 
 
 IMAGENET = {
@@ -100,28 +75,3 @@ def test_imagenet(experiment, tmp_path):
     else:
         overrides.append("data.image_size=64")
     assert run(tmp_path, experiment, *overrides).keys() == {"test_acc"}
-
-
-BERT = ("bert_base", "bert_large")
-
-
-@BOTH
-@pytest.mark.parametrize("experiment", BERT)
-def test_bert(experiment, tmp_path, strategy):
-    needs("transformers", "text")
-    from transformers import BertTokenizerFast
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "sat"]
-    vocabulary = {word: index for index, word in enumerate(words)}
-    BertTokenizerFast(vocab=vocabulary).save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "book.txt").write_text("cat sat " * 400)
-    overrides = (
-        f"data.root={tmp_path / 'book.txt'}",
-        f"data.tokenizer={tmp_path / 'tokenizer'}",
-        "data.sequence_length=8",
-        "data.batch_size=2",
-        "data.num_workers=0",
-        "model.net.num_layers=1",
-        f"model.net.vocab_size={len(words)}",
-    )
-    assert run(tmp_path, experiment, *overrides, strategy=strategy).keys() == {"test_loss"}

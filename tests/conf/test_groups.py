@@ -20,14 +20,12 @@ GROUPS = sorted(
 )
 CHOICES = [(group, option) for group in GROUPS for option in options_of(group)]
 FILES = sorted(conf_dir().rglob("*.yaml"))
-DATA_OF = {"gpt": "source_corpus", "bert_base": "text_files", "bert_large": "text_files"}
+DATA_OF = {"gpt": "source_corpus"}
 OPTIONAL_MODULES = {
     "resnet50": "torchvision",
     "densenet201": "torchvision",
     "vgg16": "torchvision",
     "inception_v4": "timm",
-    "bert_base": "transformers",
-    "bert_large": "transformers",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",
@@ -122,7 +120,7 @@ def test_every_compressor_has_a_config():
 @pytest.mark.parametrize("option", options_of("callbacks"))
 def test_every_callback_is_built(option, tmp_path):
     with composed(tmp_path, f"callbacks={option}") as config:
-        callbacks = train.build_callbacks(config)
+        callbacks = train.build_all(config.get("callbacks"))
     assert len(callbacks) == {"none": 0, "default": 3}.get(option, 1)
 
 
@@ -130,7 +128,7 @@ def test_every_callback_is_built(option, tmp_path):
 def test_every_logger_is_built(option, tmp_path):
     needs_installed(option)
     with composed(tmp_path, f"logger={option}") as config:
-        loggers = train.build_loggers(config)
+        loggers = train.build_all(config.get("logger"))
     assert len(loggers) == (0 if option == "none" else 1)
 
 
@@ -141,8 +139,7 @@ def test_a_cluster_is_launch_and_network(option):
         # The rest is another one's.
         assert set(cluster) <= {"defaults", "num_hosts", "ranks_per_host", "rate_mbit"}
         return
-    hosts = ["num_hosts", "ranks_per_host", "rate_mbit", "mtu", "delay_ms"]
-    hosts += ["congestion_control", "socket_buffer_bytes"]
+    hosts = ["num_hosts", "ranks_per_host", "rate_mbit", "mtu", "delay_ms", "congestion_control"]
     is_planned = "source" in cluster
     is_of_one_collective = "algorithm" in cluster
     # Ranks of an emulated host share its namespace, and nothing is shaped there.
@@ -199,6 +196,11 @@ def keywords(target: str) -> set[str]:
     if target.endswith("DDPStrategy"):
         # The strategy's **kwargs go to torch's wrapper.
         names |= set(inspect.signature(DistributedDataParallel).parameters)
+    if target in ("torchvision.models.get_model", "timm.create_model"):
+        # Their **kwargs go to the network.
+        names.add("num_classes")
+    if target == "torchvision.models.get_model":
+        names.add("weights")
     return names
 
 

@@ -17,8 +17,9 @@ class Host(Protocol):
     def interface(self) -> str:
         """Name of the network interface that carries `address`."""
 
-    def enter(self) -> None:
-        """Move the calling thread into the host's network namespace."""
+    @property
+    def namespace(self) -> str:
+        """Its name in `ip netns list`."""
 
 
 @dataclass(frozen=True)

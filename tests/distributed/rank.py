@@ -37,6 +37,7 @@ BODY = "__ranks_body__"
 """Attribute under which `harness.distributed` keeps the function that the ranks run."""
 
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 
 
 def die_with_parent(parent: int) -> None:
@@ -148,7 +149,21 @@ def _prepare(call: RankCall, rank: int, port: int, directory: Path) -> None:
     os.chdir(call.cwd)
     sys.path[:] = call.sys_path
     if call.hosts is not None:
-        call.hosts[rank].enter()
+        _enter(call.hosts[rank].namespace)
+
+
+def _enter(namespace: str) -> None:
+    """Moves this thread, and what it starts from now on, into a network namespace.
+
+    Before it opens sockets: those that are open stay where they are.
+    """
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # os.setns exists from Python 3.12 on.
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+    finally:
+        os.close(descriptor)
 
 
 def _environment(call: RankCall, rank: int, port: int) -> dict[str, str]:

@@ -109,8 +109,8 @@ KEPT = [
     Mutation(
         "a checkpoint's state on rank 0 alone",
         "gathered",
-        "collectives.rank == 0 or not on_rank_0,",
-        "True,",
+        "collectives.rank == 0 or not on_rank_0\n",
+        "True\n",
         (f"{MEMORY}::test_others_than_rank_0_keep_descriptions_of_what_a_checkpoint_takes",),
     ),
     Mutation(

@@ -140,13 +140,6 @@ LOADING = [
         (f"{DROPPED}::test_where_weights_lag_behind_them_rank_0_says_so_once",),
     ),
     Mutation(
-        "reading a running mean by its old name",
-        "_as_named_now",
-        '    is_signums = "residual" not in worker\n',
-        "    is_signums = False\n",
-        (f"{NAMES}::test_what_earlier_versions_called_momentum_is_read",),
-    ),
-    Mutation(
         "loaded residuals on the parameters' device",
         "unpacked.copied",
         "        return flat.to(parameter.device, copy=True)\n",

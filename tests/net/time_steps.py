@@ -65,7 +65,7 @@ def _workload(case: str, num_steps: int) -> tuple[LightningModule, Any]:
             in_channels=1, num_classes=10, channels=[32, 64, 128], num_blocks=2
         )
         sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-3)
-        module = find("classifier", "Classifier")(net=net, optimizer=sgd, num_classes=10)
+        module = find("classifier", "Classifier")(net=net, optimizer=sgd)
         return module, find("digits", "DigitsDataModule")()
     module = find("replay", "ReplayModel")("bert_base", scale=BERT_SCALE, compute_s=BERT_STEP_S)
     return module, find("replay", "ReplayData")(num_steps=num_steps)

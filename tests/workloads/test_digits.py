@@ -38,5 +38,5 @@ def test_the_split_seed_alone_decides_the_split():
 
 
 def test_too_small_a_split_is_refused():
-    with pytest.raises(ValueError, match="10 images or more"):
-        DigitsDataModule(val_size=5)
+    with pytest.raises(ValueError, match="number of classes"):
+        DigitsDataModule(val_size=5).setup("fit")

@@ -24,13 +24,6 @@ def test_positions_matter():
     assert not torch.allclose(logits[0, 0], logits[0, 1], atol=1e-6)
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_the_head_is_tied_on_request(is_tied):
-    net = small(is_tied=is_tied)
-    assert (net.head.weight is net.byte_embedding.weight) is is_tied
-    assert net(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 256)
-
-
 def test_an_untrained_model_knows_nothing():
     text = torch.randint(256, (4, 9))
     logits = small()(text[:, :8])

@@ -292,8 +292,6 @@ def test_impossible_options_are_refused():
         ReplayModel(small_profile(), shard_unit_mb=-1)
     with pytest.raises(ValueError, match="num_steps"):
         ReplayData(num_steps=0)
-    with pytest.raises(ValueError, match="batch_size"):
-        ReplayData(batch_size=0)
 
 
 def test_data_lasts_for_the_steps():

@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dear.apps.record_profile import record
-from lightning_dear.workloads.replay import LayerProfile, ModelProfile, ReplayModel, load_profile
+from lightning_dear.workloads.replay import LayerProfile, ModelProfile, ReplayModel
 from lightning_dear.workloads.replay.recording import (
     owned_parameters,
     record_profile,
     run_order,
 )
-from tests.conf.composing import composed
 
 
 def mlp():
@@ -68,7 +66,7 @@ def test_a_loss_of_ones_own_is_run():
         return module(inputs).square().mean()
 
     module.eval()
-    record_profile(module, None, loss=loss, name="own", num_steps=2, num_warm_up=1)
+    record_profile(module, None, loss=loss, num_steps=2, num_warm_up=1)
     assert calls == [True] * 4
     assert not module.training
 
@@ -139,17 +137,3 @@ def test_parameters_that_are_not_used_are_refused():
 def test_impossible_counts_are_refused(num_steps, num_warm_up):
     with pytest.raises(ValueError, match="num_steps must be"):
         record_profile(mlp(), None, num_steps=num_steps, num_warm_up=num_warm_up)
-
-
-def test_the_command_writes_a_profile(tmp_path):
-    output = tmp_path / "tiny.json"
-    small = ("model.net.channels=[8]", "model.net.num_blocks=1", "data.batch_size=4")
-    with composed(tmp_path, f"+output={output}", *small) as config:
-        profile = record(config)
-    assert load_profile(output).num_parameters == profile.num_parameters
-    assert profile.name == "tiny"
-
-
-def test_the_command_needs_a_file(tmp_path):
-    with composed(tmp_path) as config, pytest.raises(ValueError, match=r"\+output=FILE.json"):
-        record(config)

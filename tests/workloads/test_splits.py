@@ -25,12 +25,6 @@ def test_evaluation_sees_every_item_once_in_order(name):
     assert torch.cat(list(getattr(module, name)())).tolist() == list(range(10))
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 0}, {"batch_size": 1, "num_workers": -1}])
-def test_bad_options_are_refused(options):
-    with pytest.raises(ValueError, match="must be"):
-        Numbers(**options)
-
-
 def test_a_loader_before_setup_names_the_remedy():
     with pytest.raises(RuntimeError, match=r"setup\(\)"):
         Numbers(batch_size=1).train_dataloader()

@@ -86,9 +86,6 @@ def build_starter(cfg: DictConfig) -> Trainer:
     Raises:
         ValueError: If the config asks for what this machine does not have.
     """
-    trainer_config = OmegaConf.to_container(cfg.trainer, resolve=True)
-    assert isinstance(trainer_config, dict)
-    checks.check_devices(trainer_config["accelerator"], trainer_config["devices"])
     checks.use_interface(cfg.cluster.interface)
     with quiet_lightning():
         starter: Trainer = instantiate(

@@ -10,7 +10,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps import checks, emulated, job
@@ -33,7 +32,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     Raises:
         ValueError: If the config asks for what this machine does not have.
     """
-    ignored = check(cfg)
+    check(cfg)
     seed_everything(cfg.seed, workers=True, verbose=False)
     if cfg.doctor:
         doctor.examine_job(cfg, build_trainer(cfg))
@@ -48,37 +47,19 @@ def train(cfg: DictConfig) -> dict[str, float]:
         table = report.rows(metrics, report.summary_of(trainer))
         title = f"{cfg.task_name}: {type(trainer.strategy).__name__}, {trainer.world_size} rank(s)"
         folder = HydraConfig.get().runtime.output_dir
-        said = [report.format_table(title, table), *ignored, f"Config, metrics, logs: {folder}"]
-        print("\n".join(said), flush=True)
+        print(report.format_table(title, table), f"Config, metrics, logs: {folder}", sep="\n")
     return dict(metrics)
 
 
-def check(cfg: DictConfig) -> list[str]:
-    """Raise or warn about what can be known before anything is built; sets the interface.
-
-    Returns:
-        The warnings of ignored groups, to be said again where nothing scrolls them away.
-    """
-    trainer: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
-    options: Any = OmegaConf.to_container(cfg, resolve=False)
-    checks.check_devices(trainer["accelerator"], trainer["devices"])
-    checks.check_single_process(cfg.strategy, trainer["devices"], trainer["num_nodes"])
+def check(cfg: DictConfig) -> None:
+    """Raise or warn about what can be known before anything is built; sets the interface."""
     checks.use_interface(cfg.cluster.interface)
+    options: Any = OmegaConf.to_container(cfg, resolve=False)
     chosen = list(HydraConfig.get().overrides.task)
-    ignored = [
-        f"{group} is ignored: only strategy=dear reads it."
-        for group in checks.ignored_groups(chosen, options["strategy"])
-    ]
-    for warning in ignored:
-        log.warning("%s", warning)
+    for group in checks.ignored_groups(chosen, options["strategy"]):
+        log.warning("%s is ignored: only strategy=dear reads it.", group)
     for key in checks.unknown_options(options):
-        meant = [*checks.options_named(key, options)]
-        log.warning(
-            "%s is no option of dear-train%s: nothing reads it but your own config.",
-            key,
-            f" ({', '.join(meant)} would be)" if meant else "",
-        )
-    return ignored
+        log.warning("%s is no option of dear-train: nothing reads it but your own config.", key)
 
 
 def build_trainer(
@@ -98,29 +79,20 @@ def build_trainer(
     trainer: Trainer = instantiate(
         cfg.trainer,
         strategy=strategy,
-        callbacks=[*build_callbacks(cfg), *callbacks],
-        logger=build_loggers(cfg) or False,
+        callbacks=[*build_all(cfg.get("callbacks")), *callbacks],
+        logger=build_all(cfg.get("logger")) or False,
         _convert_="all",
     )
+    checks.check_single_process(trainer, strategy)
     checks.check_nodes(trainer)
     configure_launcher(trainer.strategy)
     return trainer
 
 
-def build_callbacks(cfg: DictConfig) -> list[Callback]:
-    """Build the callbacks; the timeline only under a strategy that has one."""
-    nodes = dict(cfg.get("callbacks") or {})
-    target = cfg.strategy.get("_target_", "") if OmegaConf.is_config(cfg.strategy) else ""
-    if "timeline" in nodes and not target.endswith("DearStrategy"):
-        log.info("Only strategy=dear records a timeline: none is drawn.")
-        del nodes["timeline"]
-    return [instantiate(node, _convert_="all") for node in nodes.values() if node is not None]
-
-
-def build_loggers(cfg: DictConfig) -> list[Logger]:
-    """Build the loggers; none for ``logger=none``."""
-    nodes = (cfg.get("logger") or {}).values()
-    return [instantiate(node, _convert_="all") for node in nodes if node is not None]
+def build_all(nodes: DictConfig | None) -> list[Any]:
+    """Build what a group holds, callbacks or loggers; nothing of a group that is None."""
+    built = (nodes or {}).values()
+    return [instantiate(node, _convert_="all") for node in built if node is not None]
 
 
 def record_config(cfg: DictConfig, trainer: Trainer) -> None:

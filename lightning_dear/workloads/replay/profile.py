@@ -10,9 +10,6 @@ from pathlib import Path
 
 from lightning_dear.names import is_meant
 
-SOURCES = ("flops", "measured")
-"""Where seconds come from: counted operations and a stated rate, or a clock."""
-
 MIN_NUMEL = 64
 """Elements below which no tensor is scaled: a tensor is an entry of the plan however small."""
 
@@ -57,7 +54,8 @@ class ModelProfile:
 
     Attributes:
         name: What to call the model.
-        source: One of `SOURCES`.
+        source: Where seconds come from: "flops", counted operations and a stated rate, or
+            "measured", a clock.
         note: In words: batch, device or rate, and whatever else the seconds depend on.
         layers: In the order of forward; backward is assumed to run in the reverse order.
     """
@@ -68,8 +66,6 @@ class ModelProfile:
     layers: tuple[LayerProfile, ...]
 
     def __post_init__(self) -> None:
-        if self.source not in SOURCES:
-            raise ValueError(f"Unknown source {self.source!r}; valid ones: {', '.join(SOURCES)}.")
         if not self.layers:
             raise ValueError(f"The profile {self.name!r} has no layer.")
 
@@ -148,14 +144,6 @@ class ModelProfile:
             for layer in self.layers
         )
         return replace(self, layers=tuple(layers))
-
-    def summary(self) -> str:
-        """Sizes and times in one line."""
-        return (
-            f"{len(self.layers)} layers, {self.num_tensors} tensors,"
-            f" {self.num_parameters:,} parameters, forward {self.forward_s * 1e3:.1f} ms,"
-            f" backward {self.backward_s * 1e3:.1f} ms"
-        )
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, a line for each layer; `load_profile` reads it."""

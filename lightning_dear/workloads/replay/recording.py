@@ -28,7 +28,6 @@ def record_profile(
     batch: Any,
     *,
     loss: Callable[[], Tensor] | None = None,
-    name: str | None = None,
     num_steps: int = 10,
     num_warm_up: int = 3,
 ) -> ModelProfile:
@@ -43,7 +42,6 @@ def record_profile(
         batch: On the same device.
         loss: Runs one forward and returns its loss. By default that is `training_step(batch, 0)`
             where the module has one, else the sum of what `module(batch)` returns.
-        name: What to call the profile; None takes the class's name.
         num_steps: Steps to take medians of.
         num_warm_up: Steps before those.
 
@@ -73,7 +71,7 @@ def record_profile(
         for (layer, parameters), *seconds in zip(owned.items(), forward, backward, strict=True)
     )
     note = f"Medians of {num_steps} steps on {_describe(device)}."
-    return ModelProfile(name or type(module).__name__, "measured", note, tuple(layers))
+    return ModelProfile(type(module).__name__, "measured", note, tuple(layers))
 
 
 def _time_step(
