@@ -25,7 +25,7 @@ from lightning_dear.engine.active_plan import (
 )
 from lightning_dear.engine.gradient_reducer import GradientReducer
 from lightning_dear.engine.hooks import OnGradient
-from lightning_dear.engine.parameter_gatherer import LimitedGathers, ParameterGatherer
+from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale, new_exchange
@@ -158,7 +158,7 @@ class PlanLifecycle:
     @torch.no_grad()
     def _build(self, plan: BucketPlan, recording: Recording) -> ActivePlan:
         """Makes all that `plan` needs; the parameters move, and keep their values. Local."""
-        options, collectives, depth = self._options, self._collectives, self._options.depth
+        options, collectives = self._options, self._collectives
         waiting = partial(Waiting, self._training.instruments)
         number, num_shards = options.shards(collectives)
         sends_bytes = options.encodes("reduce") and options.ranks_together(collectives) == 1
@@ -181,7 +181,7 @@ class PlanLifecycle:
         gatherer = ParameterGatherer(
             self._module,
             flat,
-            exchange if depth is None else LimitedGathers(exchange, depth),
+            exchange,
             recording.ungated,
             partial(waiting, "all_gather"),
             collectives.streams,

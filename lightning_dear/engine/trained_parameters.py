@@ -262,8 +262,8 @@ def check_layout(
         if other_how != reports[0][3]:
             raise ValueError(
                 f"Ranks exchange in other ways: {reports[0][3]} on rank 0 and {other_how} on rank"
-                f" {rank}. Give all the same compressor, gather and gather_depth, and devices of"
-                " one model if it draws on them, as others draw others ('randomk' uses the CPU)."
+                f" {rank}. Give all the same compressor and gather, and devices of one model if it"
+                " draws on them, as others draw others ('randomk' uses the CPU)."
             )
     for number, optimizer in enumerate(optimizers):
         what = f"set up other optimizers: {type(optimizer).__name__} {number}"

@@ -76,7 +76,6 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,
-        gather_depth: int | None = None,
         hops: int | None = None,
         broadcast_buffers: bool = True,
         audit: bool = False,

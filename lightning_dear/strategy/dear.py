@@ -69,7 +69,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             whole tensors (Adafactor, Muon, LARS): every rank then steps all of them, each bucket
             when forward reads it, and has the whole optimizer state. None: parameters, unless the
             compressor can send gradients only.
-        gather_depth: Most all-gathers in flight at once; None: all of a step. With gloo only.
         hops: How shards travel where several hosts have several ranks each: 1, straight to their
             owners, or 2, within a host and then between hosts, which sends less between hosts.
             None: 2 on gloo, where all hosts have as many ranks; else 1. On NCCL 2 is for
@@ -114,7 +113,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,
-        gather_depth: int | None = None,
         hops: int | None = None,
         decouple: bool = True,
         broadcast_buffers: bool = True,

@@ -33,7 +33,7 @@ class Steps(RuleBasedStateMachine):
         self.model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         # With a codec there are buckets on one rank too.
-        self.options = ExchangeOptions("parameters", None, True, Int8())
+        self.options = ExchangeOptions("parameters", True, Int8())
         self.pipeline = Pipeline(
             self.model,
             [self.optimizer],

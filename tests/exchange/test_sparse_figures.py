@@ -13,14 +13,11 @@ from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import (
     Fp32,
-    Gaussiank,
-    GTopk,
     OkTopk,
     SparseAllReduce,
     TopkA,
     TopkDSA,
 )
-from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.exchange import check_buckets
 from lightning_dear.exchange.sparse.figures import Tally, figures_of
 from lightning_dear.planning.plan import BucketSpec, Slice
@@ -89,14 +86,6 @@ def test_what_owners_leave_of_what_reaches_their_threshold_is_a_figure() -> None
     reused = Tally(num_kept=9, most_kept=5, num_reached=10, num_held_back=2)
     assert figures_of([exact], 2)["owners_held_back"] == 0
     assert figures_of([exact, reused], 2)["owners_held_back"] == pytest.approx(0.2)
-
-
-def test_what_has_no_effect_is_refused() -> None:
-    for codec in (TopkA(), GTopk(), Gaussiank()):
-        with pytest.raises(ValueError, match=f"gather_depth=2 has no effect with {codec.name}"):
-            ExchangeOptions("gradients", depth=2, codec=codec)
-        ExchangeOptions("gradients", decouple=False, codec=codec)
-    ExchangeOptions("gradients", depth=2, codec=OkTopk())
 
 
 @distributed(world_sizes=(2,))

@@ -101,13 +101,6 @@ ALL_REDUCED = [
         ),
     ),
     Mutation(
-        "all-reduced buckets that wait for no gather before them",
-        "LimitedGathers.launch_gather",
-        "        if bucket.is_all_reduced:\n",
-        "        if False:\n",
-        (f"{LIFE}::test_forward_does_not_wait_for_gathers_before_an_all_reduced_bucket",),
-    ),
-    Mutation(
         "leaving alone at one rank what was not stepped",
         "ShardedOptimizer._note_stepped",
         "for piece in stepped]\n                torch",

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.compression import DGC, Int8, PowerSGD, TopK
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
@@ -106,19 +105,12 @@ def test_what_couples_tensors_is_refused(kind: Any, why: str) -> None:
     ("options", "message"),
     [
         ({"gather": "weights"}, "valid names: parameters, gradients"),
-        ({"depth": 0}, "gather_depth must be an integer >= 1"),
         ({"decouple": False}, "set gather='gradients' with it"),
-        ({"gather": "gradients", "decouple": False, "depth": 1}, "has no effect"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ExchangeOptions(**options)
-
-
-def test_a_depth_is_refused_where_the_device_orders_gathers() -> None:
-    with pytest.raises(ValueError, match="works with gloo only"):
-        ExchangeOptions(depth=1).check(NativeCollectives(None, None, None, 0, 1), 1)
 
 
 def test_all_reduces_of_two_optimizers_are_refused() -> None:
